@@ -1,0 +1,1 @@
+"""Pure: no clock, no network, no Redis, no environment."""

@@ -1,0 +1,133 @@
+"""The small frozen values that name things: engines, registrations, holders, media.
+
+Nothing here does I/O. Names that come from clients are values only; they never become part of a Redis key.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, NamedTuple, TypeAlias
+
+DEFAULT_TENANT = "default"
+
+U32_MAX = 2**32 - 1
+U64_MASK = 2**64 - 1
+
+Adapter: TypeAlias = str | int | None
+"""A LoRA adapter: its name; or its id, where an engine tells only that; None is the base model."""
+
+
+class EngineKind(StrEnum):
+    """Who publishes: decides the decoder, and whether copies are counted."""
+
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
+    MOONCAKE = "Mooncake"
+    STANDARD = "standard"
+
+
+Scope = Literal["instance", "shared"]
+Copies = Literal["count", "set"]
+Sequence = Literal["publisher", "rank"]
+
+
+class PublisherName(NamedTuple):
+    """One event socket, as registered. Its text form ``inst|tenant|rank`` is for people, never a key."""
+
+    instance_id: str
+    tenant_id: str
+    dp_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
+
+
+class GroupName(NamedTuple):
+    """One (tenant, model): the unit of registration and of placement in a Cluster."""
+
+    tenant_id: str
+    model_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A publisher's whole registration, normalized: what ``wm:publishers`` keeps."""
+
+    kind: EngineKind
+    instance_id: str
+    tenant_id: str
+    dp_rank: int
+    model_name: str
+    block_size: int
+    endpoint: str | None
+    """``tcp://host:port`` or ``ipc://path``; None for a standard publisher whose events come by HTTP."""
+    replay_endpoint: str | None
+    lora_name: str | None
+    additional_salt: str | None
+    scope: Scope
+    copies: Copies
+    sequence: Sequence
+
+    @property
+    def name(self) -> PublisherName:
+        return PublisherName(self.instance_id, self.tenant_id, self.dp_rank)
+
+    @property
+    def group(self) -> GroupName:
+        return GroupName(self.tenant_id, self.model_name)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One life of one rank of a publisher on one medium; ``id`` is never used again."""
+
+    id: int
+    publisher: int
+    """The publisher's integer id in its group."""
+    instance_id: str
+    dp_rank: int
+    medium: str
+    block_size: int
+    backend_id: str
+    """The envelope's ``backend_id`` for standard events; the instance_id otherwise."""
+    scope: Scope
+
+
+# ---- media -----------------------------------------------------------------------------------------
+
+# The spellings of engines and of the KV Events envelope, upper case, to the three logical tiers.
+_MEDIA: dict[str, str] = {
+    **dict.fromkeys(("", "DEVICE", "GPU", "HBM", "NPU", "XPU"), "GPU"),
+    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "DRAM", "MEMORY"), "CPU"),
+    **dict.fromkeys(
+        ("DISK", "SSD", "NVME", "CPU_TIER2", "FS", "NFS", "DFS", "3FS", "OBJ", "OBJECT_STORE")
+        + ("SHARED_STORAGE", "EXTERNAL", "STORAGE", "REMOTE", "L3"),
+        "DISK",
+    ),
+}
+_NEW_MEDIUM = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
+
+
+def normal_medium(spelling: str | None) -> str | None:
+    """The medium a spelling stands for; None where it stands for none (``DP`` would clash in an answer)."""
+    name = "" if spelling is None else spelling.upper()
+    known = _MEDIA.get(name)
+    if known is not None:
+        return known
+    return name if _NEW_MEDIUM.fullmatch(name) and name != "DP" else None
+
+
+# ---- endpoints -------------------------------------------------------------------------------------
+
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})", re.ASCII)
+_IPC = re.compile(r"ipc://[^\s\x00]{1,100}")
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether a socket may be opened to ``text``: ``tcp://host:port`` or ``ipc://path``, nothing else."""
+    tcp = _TCP.fullmatch(text)
+    if tcp:
+        return 0 < int(tcp["port"]) < 65536
+    return _IPC.fullmatch(text) is not None

@@ -1,0 +1,76 @@
+"""Every error that crosses a package boundary.
+
+    WaymarkError
+      InvalidValue        something a person or a program sent does not fit   -> 400, 413
+      Conflict            it fits, but something else is already there        -> 409
+      NotFound            the thing named does not exist                      -> 404
+      StoreUnavailable    Redis cannot be reached, or refuses                 -> 503
+      Undecodable         a payload that is no batch of events
+      SettingsError       the process cannot start with these settings
+
+Driver errors are translated where they enter: above ``store`` nobody sees a redis error, above ``ingest``
+nobody a zmq one. Outcomes that a caller can decide about are values, not exceptions (``Verdict`` in
+``store.scripts``).
+"""
+
+from __future__ import annotations
+
+
+class WaymarkError(Exception):
+    """The base of all of ours."""
+
+
+class InvalidValue(WaymarkError):
+    """A value that does not fit. ``sentence`` names the thing, the value, and the way out.
+
+    ``reason`` is one of the slugs of the HTTP contract (``missing``, ``invalid_type``, ``invalid_value``,
+    ``out_of_range``, ...); ``field`` is the wire name of the field; ``index`` a position inside it.
+    """
+
+    def __init__(
+        self, sentence: str, *, reason: str = "invalid_value", field: str | None = None, index: int | None = None
+    ) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.reason = reason
+        self.field = field
+        self.index = index
+
+
+class Conflict(WaymarkError):
+    """What was asked for contradicts what is already there; nothing was changed."""
+
+    def __init__(self, sentence: str, *, field: str | None = None) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.field = field
+
+
+class NotFound(WaymarkError):
+    """The thing named does not exist."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+
+class StoreUnavailable(WaymarkError):
+    """Redis cannot be reached, does not answer in time, or refuses (loading, read-only, out of memory)."""
+
+    def __init__(self, sentence: str, *, retry_after_seconds: int = 1) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Undecodable(WaymarkError):
+    """A payload that is no batch at all. ``kind`` is a short slug for the counter; the text never holds a token."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+        self.sentence = sentence
+
+
+class SettingsError(WaymarkError):
+    """A setting is wrong; the sentence names the variable."""
