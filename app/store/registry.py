@@ -1,0 +1,186 @@
+"""Who is registered: groups, publishers, and how they come and go.
+
+A registration is claimed in ``wm:publishers`` first and given its record and row second; an unregister marks the
+claim as leaving, ends the publisher, and takes the claim out last. Whoever meets a claim half way (a worker, the
+same call again) finishes it, so that a crash between two steps leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import orjson
+
+from app.domain.names import GroupName, PublisherName, Registration
+from app.errors import Conflict, StoreUnavailable
+from app.store import keys
+from app.store.claims import Claim
+from app.store.client import Client
+from app.store.leases import Leases, random_word
+from app.store.scripts import Scripts, Verdict
+
+#: How often a registration is tried against others that change the same publisher at the same time.
+_ATTEMPTS = 20
+
+#: The fields that may not change under a publisher's name, by their names on the wire.
+_FIXED = {
+    "model_name": "modelname",
+    "block_size": "block_size",
+    "kind": "type",
+    "lora_name": "lora_name",
+    "additional_salt": "additionalsalt",
+    "scope": "scope",
+    "copies": "copies",
+    "sequence": "sequence",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEntry:
+    group_id: int
+    shards: int
+
+
+class Registry:
+    def __init__(self, client: Client, scripts: Scripts, leases: Leases, *, shards: int) -> None:
+        self._client = client
+        self._scripts = scripts
+        self._leases = leases
+        self._shards = shards
+
+    async def register(self, registration: Registration) -> bool:
+        """Claim a publisher. True: it is new, or moved to a new address; False: it was there just so.
+
+        Raises Conflict, naming the field, where its name is taken by another model, block size, type, adapter,
+        salt or scope; nothing is changed then.
+        """
+        above = 0
+        for _ in range(_ATTEMPTS):
+            claim = await self._claim(registration.name)
+            if claim is not None:
+                if claim.is_leaving:
+                    await self.finish(claim)
+                    continue
+                _check_same(claim.registration, registration)
+                if claim.registration == registration:
+                    await self.begin(claim)
+                    return False
+                await self._leave(claim)  # a new address is a new life: nothing of the old one holds
+                continue
+            ids = await self._scripts.new_ids(keys.GROUPS, keys.group_field(registration.group), self._shards, above)
+            group_id, shards, publisher = ids.numbers
+            claim = Claim(registration, publisher, group_id, shards)
+            claimed = await self._replace(registration.name, b"", claim)
+            if claimed is None:
+                continue
+            if not await self.begin(claimed):
+                above = group_id  # after a failover this id may be another group's
+                await self._replace(registration.name, claimed.raw, None)
+                continue
+            await self._client.publish(keys.CONTROL, "registered")
+            return True
+        raise StoreUnavailable(
+            f"publisher {registration.name}: others keep changing this registration at the same time; try again"
+        )
+
+    async def begin(self, claim: Claim) -> bool:
+        """Give a claim its record and its row, where it has none yet; False where the group id is another's."""
+        outcome = await self._scripts.begin_publisher(
+            keys.holders(claim.group_id),
+            keys.record(claim.group_id, claim.publisher),
+            claim.publisher,
+            claim.row(),
+            keys.group_field(claim.registration.group),
+            random_word(),
+            random_word(),
+        )
+        return outcome.verdict is not Verdict.OTHER
+
+    async def unregister(self, names: Sequence[PublisherName]) -> list[PublisherName]:
+        """Take publishers out; what they held is gone from answers when this returns. Those that were there."""
+        taken: list[PublisherName] = []
+        for name in names:
+            claim = await self._claim(name)
+            if claim is not None:
+                await self._leave(claim)
+                taken.append(name)
+        return taken
+
+    async def _leave(self, claim: Claim) -> None:
+        if not claim.is_leaving:
+            marked = await self._replace(claim.registration.name, claim.raw, replace(claim, is_leaving=True))
+            if marked is None:
+                return  # somebody else was faster
+            claim = marked
+        await self.finish(claim)
+
+    async def finish(self, claim: Claim) -> None:
+        """End a publisher whose claim is leaving, then take the claim out."""
+        while True:
+            grant = await self._leases.take(claim, "unregister", 5.0, force=True)
+            if grant is None or await self._leases.end(grant):
+                break  # None: it has no record (any more), so nothing of it is in the table
+        await self._replace(claim.registration.name, claim.raw, None)
+        await self._client.publish(keys.CONTROL, "unregistered")
+
+    async def _claim(self, name: PublisherName) -> Claim | None:
+        raw = await self._client.hget(keys.PUBLISHERS, keys.publisher_field(name))
+        return None if raw is None else Claim.decode(raw)
+
+    async def _replace(self, name: PublisherName, expected: bytes, claim: Claim | None) -> Claim | None:
+        """Compare and set; the claim as it stands now, or None where something else stood there."""
+        raw = b"" if claim is None else claim.encode()
+        outcome = await self._scripts.claim_publisher(keys.PUBLISHERS, keys.publisher_field(name), expected, raw)
+        if not outcome.is_applied or claim is None:
+            return None
+        return replace(claim, raw=raw)
+
+    async def claims(self) -> list[Claim]:
+        """Every claim, leaving ones too, in order of registration."""
+        claims = [Claim.decode(raw) for raw in (await self._client.hgetall(keys.PUBLISHERS)).values()]
+        return sorted(claims, key=lambda claim: claim.publisher)
+
+    async def registrations(self) -> list[Registration]:
+        """Every registration, in order."""
+        return [claim.registration for claim in await self.claims() if not claim.is_leaving]
+
+    async def is_tenant_known(self, tenant_id: str) -> bool:
+        """Whether the tenant has a registration, of any model."""
+        fields = await self._client.hkeys(keys.PUBLISHERS)
+        return any(orjson.loads(field)[1] == tenant_id for field in fields)
+
+    async def group(self, group: GroupName) -> GroupEntry | None:
+        """The group's id and shards; None where nothing was ever registered for it."""
+        value = await self._client.hget(keys.GROUPS, keys.group_field(group))
+        if value is None:
+            return None
+        group_id, shards = value.split()
+        return GroupEntry(int(group_id), int(shards))
+
+    async def groups(self) -> dict[GroupName, GroupEntry]:
+        fields = await self._client.hgetall(keys.GROUPS)
+        found: dict[GroupName, GroupEntry] = {}
+        for field, value in fields.items():
+            if field.startswith(b"["):
+                group_id, shards = value.split()
+                found[keys.parse_group_field(field)] = GroupEntry(int(group_id), int(shards))
+        return found
+
+
+def _check_same(old: Registration, new: Registration) -> None:
+    for attribute, field in _FIXED.items():
+        before, after = getattr(old, attribute), getattr(new, attribute)
+        if before != after:
+            # A salt may be a secret of its tenant; it is compared, never shown.
+            difference = f"another {field}" if field == "additionalsalt" else f"{field} {_show(before)}, not {_show(after)}"
+            raise Conflict(
+                f"publisher {_show(old.name)} is registered with {difference}; "
+                "unregister it first, or use another instance_id or dp_rank",
+                field=field,
+            )
+
+
+def _show(value: object) -> str:
+    text = "none" if value is None else str(value)
+    return repr(text if len(text) <= 80 else text[:77] + "...")

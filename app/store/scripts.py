@@ -1,0 +1,149 @@
+"""The Lua scripts in ``lua/``, as typed coroutines.
+
+One method per script, same name, same argument names as the signature on the script's first line; a test holds
+the two together. Nothing outside this module knows what order a script's KEYS are in or how a reply looks on
+the wire. A list argument stands for the starred name of the signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from app.store.client import Client
+
+Arg = str | bytes | int
+
+
+class Verdict(StrEnum):
+    """What a script decided. Only ``APPLIED`` wrote anything."""
+
+    APPLIED = "applied"
+    STALE = "stale"
+    FENCED = "fenced"
+    HELD = "held"
+    GONE = "gone"
+    OTHER = "other"
+
+
+class Outcome(NamedTuple):
+    verdict: Verdict
+    numbers: tuple[int, ...]
+    """What they mean is in the script's header."""
+
+    @property
+    def is_applied(self) -> bool:
+        return self.verdict is Verdict.APPLIED
+
+
+class Scripts:
+    """``lua/`` on one Redis."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def _run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Outcome:
+        verdict, *numbers = await self._client.run(name, keys, args)
+        return Outcome(Verdict(verdict.decode()), tuple(numbers))
+
+    async def apply_batch(
+        self,
+        fence: str,
+        engine: Sequence[str],
+        block: Sequence[bytes],
+        record: str | None,
+        publisher: int,
+        token: str,
+        watermark: Arg,
+        ts: Arg,
+        newest_ts: Arg,
+        digest: Arg,
+        holders: Sequence[Arg],
+        run: Sequence[Arg],
+    ) -> Outcome:
+        keys: list[str | bytes] = [fence, *engine, *block]
+        if record is not None:
+            keys.append(record)
+        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, len(engine), *holders, *run]
+        return await self._run("apply_batch", keys, args)
+
+    async def commit_batch(
+        self, record: str, token: str, watermark: int, ts: Arg, newest_ts: Arg, digest: Arg
+    ) -> Outcome:
+        return await self._run("commit_batch", [record], [token, watermark, ts, newest_ts, digest])
+
+    async def new_life(
+        self,
+        holders: str,
+        record: str,
+        fence: str,
+        dead: str,
+        token: str,
+        version: str,
+        above: int,
+        unit: str,
+        life: str,
+        begin: Sequence[Arg],
+    ) -> Outcome:
+        return await self._run(
+            "new_life", [holders, record, fence, dead], [token, version, above, unit, life, *begin]
+        )
+
+    async def raise_fence(self, fence: str, publisher: int, token: str) -> Outcome:
+        return await self._run("raise_fence", [fence], [publisher, token])
+
+    async def drop_fence(self, fence: str, publisher: int, token: str) -> Outcome:
+        return await self._run("drop_fence", [fence], [publisher, token])
+
+    async def take_lease(
+        self, lease: str, record: str, own: str, random: str, worker: str, milliseconds: int, above: int, force: str
+    ) -> Outcome:
+        return await self._run("take_lease", [lease, record], [own, random, worker, milliseconds, above, force])
+
+    async def renew_lease(self, lease: str, record: str, token: str, milliseconds: int) -> Outcome:
+        return await self._run("renew_lease", [lease, record], [token, milliseconds])
+
+    async def drop_lease(self, lease: str, record: str, token: str) -> Outcome:
+        return await self._run("drop_lease", [lease, record], [token])
+
+    async def write_record(self, record: str, token: str, field: Sequence[Arg]) -> Outcome:
+        return await self._run("write_record", [record], [token, *field])
+
+    async def new_ids(self, groups: str, group: bytes, shards: int, above: int) -> Outcome:
+        return await self._run("new_ids", [groups], [group, shards, above])
+
+    async def claim_publisher(self, publishers: str, publisher: bytes, expected: Arg, registration: Arg) -> Outcome:
+        return await self._run("claim_publisher", [publishers], [publisher, expected, registration])
+
+    async def begin_publisher(
+        self, holders: str, record: str, publisher: int, row: bytes, group: bytes, version: str, life: str
+    ) -> Outcome:
+        return await self._run("begin_publisher", [holders, record], [publisher, row, group, version, life])
+
+    async def mark_publisher(
+        self, holders: str, record: str, publisher: int, token: str, row: bytes, version: str
+    ) -> Outcome:
+        return await self._run("mark_publisher", [holders, record], [publisher, token, row, version])
+
+    async def end_publisher(
+        self, holders: str, record: str, lease: str, dead: str, publisher: int, token: str, version: str
+    ) -> Outcome:
+        return await self._run("end_publisher", [holders, record, lease, dead], [publisher, token, version])
+
+    async def sweep_holder(
+        self, engine: str, block: Sequence[bytes], holder: int, engine_hash: Sequence[bytes]
+    ) -> Outcome:
+        return await self._run("sweep_holder", [engine, *block], [holder, *engine_hash])
+
+    async def forget_dead(self, dead: str, holder: int) -> Outcome:
+        return await self._run("forget_dead", [dead], [holder])
+
+    async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
+        """Who is alive; the one script whose numbers are names."""
+        _, *alive = await self._client.run("beat", [workers], [worker, keep_seconds, leaving])
+        return [name.decode() for name in alive]
+
+    async def name_birth(self, birth: str, word: str) -> str:
+        _, name = await self._client.run("name_birth", [birth], [word])
+        return str(name.decode())

@@ -1,0 +1,62 @@
+"""The store, put together: one per process, over one Redis for writes and perhaps another for reads."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+from redis.asyncio.client import PubSub
+
+from app.errors import StoreUnavailable
+from app.store import keys
+from app.store.client import Client
+from app.store.index import Index
+from app.store.leases import Leases
+from app.store.reader import Reader
+from app.store.records import Records
+from app.store.registry import Registry
+from app.store.scripts import Scripts
+from app.store.sweep import Sweeper
+
+
+class Store:
+    def __init__(self, client: Client, read_client: Client | None = None, *, shards: int = 1) -> None:
+        self._client = client
+        self._read_client = read_client
+        self.scripts = Scripts(client)
+        self.leases = Leases(client, self.scripts)
+        self.registry = Registry(client, self.scripts, self.leases, shards=shards)
+        self.index = Index(client, self.scripts)
+        self.records = Records(client, self.scripts)
+        self.sweeper = Sweeper(client, self.scripts)
+        reading = read_client or client
+        read_scripts = Scripts(reading)
+        self.reader = Reader(
+            reading, Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards)
+        )
+
+    @classmethod
+    def open(
+        cls, url: str, read_url: str | None = None, *, shards: int = 1, timeout_seconds: float = 2.0
+    ) -> Store:
+        """A store on a URL; nothing is connected before the first command."""
+        read_client = None if read_url is None else Client.open(read_url, timeout_seconds=timeout_seconds)
+        return cls(Client.open(url, timeout_seconds=timeout_seconds), read_client, shards=shards)
+
+    async def close(self) -> None:
+        await self._client.close()
+        if self._read_client is not None:
+            await self._read_client.close()
+
+    def hints(self) -> AbstractAsyncContextManager[PubSub]:
+        """The channel on which registrations say "look again"."""
+        return self._client.subscription(keys.CONTROL)
+
+    async def check(self) -> list[str]:
+        """Why queries and events could not be served; empty where Redis answers and the scripts are there."""
+        try:
+            await self._client.load_scripts()
+            if self._read_client is not None:
+                await self._read_client.ping()
+        except StoreUnavailable as exc:
+            return [exc.sentence]
+        return []

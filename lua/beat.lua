@@ -1,0 +1,19 @@
+-- beat(workers; worker, keep_seconds, leaving) -> {verdict, worker*}
+--
+-- Say that an ingest worker is alive, by the clock of Redis; learn who else is.
+--
+-- KEYS  workers       zset  worker id, scored by the Redis time of its last beat, in seconds
+-- ARGV  worker        who beats; '' only asks
+--       keep_seconds  workers silent for longer are forgotten
+--       leaving       '1': this one is forgotten now
+--
+-- {'applied', worker*}  who is alive
+
+local now = tonumber(redis.call('TIME')[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
+if ARGV[3] == '1' then
+  redis.call('ZREM', KEYS[1], ARGV[1])
+elseif ARGV[1] ~= '' then
+  redis.call('ZADD', KEYS[1], now, ARGV[1])
+end
+return {'applied', unpack(redis.call('ZRANGE', KEYS[1], 0, 4095))}

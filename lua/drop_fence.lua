@@ -1,0 +1,16 @@
+-- drop_fence(fence; publisher, token) -> {verdict, 0}
+--
+-- Forget an ended publisher on one shard. No token at all refuses as well as a higher one does: its id is
+-- never used again.
+--
+-- KEYS  fence      hash  the shard's
+-- ARGV  publisher  its integer id
+--       token      the token under which it was ended
+--
+-- {'applied', 0}  nothing of the publisher is left in the fence
+-- {'fenced', 0}   another token stands there; nothing written
+
+local seen = redis.call('HGET', KEYS[1], ARGV[1])
+if seen and seen ~= ARGV[2] then return {'fenced', 0} end
+redis.call('HDEL', KEYS[1], ARGV[1])
+return {'applied', 0}

@@ -1,0 +1,15 @@
+-- drop_lease(lease, record; token) -> {verdict, 0}
+--
+-- Give a lease back at once, if it is still ours.
+--
+-- KEYS  lease   string, PX  the token of who has it
+--       record  hash        the publisher's record
+-- ARGV  token   the caller's
+--
+-- {'applied', 0}  it is free
+-- {'fenced', 0}   it was somebody else's already; nothing written
+
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'fenced', 0} end
+redis.call('DEL', KEYS[1])
+if redis.call('HGET', KEYS[2], 'token') == ARGV[1] then redis.call('HDEL', KEYS[2], 'worker') end
+return {'applied', 0}

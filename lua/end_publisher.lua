@@ -1,0 +1,31 @@
+-- end_publisher(holders, record, lease, dead; publisher, token, version) -> {verdict, ended}
+--
+-- The end of a publisher: its row and all its holders leave the table at once. The fence was raised before.
+--
+-- KEYS  holders    hash        the group's holder table
+--       record     hash        the publisher's record
+--       lease      string, PX  who applies its stream
+--       dead       set         holder ids whose blocks are still to be swept
+-- ARGV  publisher  its integer id
+--       token      the token under which the fence was raised
+--       version    a random word
+--
+-- {'applied', ended}  so many holders ended
+-- {'fenced', 0}       somebody else ended it, or is about to; nothing written
+
+local fields = redis.call('HGETALL', KEYS[2])
+local ids, token = {}, nil
+for i = 1, #fields, 2 do
+  if fields[i]:sub(1, 7) == 'holder:' then ids[#ids + 1] = fields[i + 1] end
+  if fields[i] == 'token' then token = fields[i + 1] end
+end
+if token ~= ARGV[2] then return {'fenced', 0} end
+
+if #ids > 0 then
+  redis.call('SADD', KEYS[4], unpack(ids))
+  redis.call('HDEL', KEYS[1], unpack(ids))
+end
+redis.call('HDEL', KEYS[1], 'publisher:' .. ARGV[1])
+redis.call('HSET', KEYS[1], 'version', ARGV[3])
+redis.call('DEL', KEYS[2], KEYS[3])
+return {'applied', #ids}

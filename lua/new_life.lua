@@ -1,0 +1,65 @@
+-- new_life(holders, record, fence, dead; token, version, above, unit, life, begin*) -> {verdict, holder*}
+--
+-- End holders of a publisher and begin others, in one step that readers see at once, however many blocks the
+-- ended ones had. With nothing to end it only begins: a holder for a medium or rank not seen before.
+--
+-- KEYS  holders  hash  the group's holder table; `version` is a new word after every change
+--       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name
+--       fence    hash  shard 0's; `holder`: the highest holder id handed out or seen
+--       dead     set   holder ids whose blocks are still to be swept
+-- ARGV  token    the lease token the caller believes is the highest
+--       version  a random word
+--       above    the highest holder id seen on the other shards; 0 where there are none
+--       unit     which holders end: '*' all; else the one of this name, and those whose name begins with it
+--                and a space (names are `<rank> <medium> ...`, so '0' is all of rank 0); '' none
+--       life     '' goes on with this life of the stream; else a random word: a new life, and what the record
+--                knows of the old one (watermark, flags, ...) is forgotten
+--       begin*   name, holder record (JSON without the id); a name that is still live keeps its id
+--
+-- {'applied', holder*}  the ids of begin*, in order
+-- {'fenced'}            somebody else has the stream, or it is gone; nothing written
+
+local holders, record, fence, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local unit = ARGV[4]
+
+local fields = redis.call('HGETALL', record)
+local live, token = {}, nil
+for i = 1, #fields, 2 do
+  local name = fields[i]:match('^holder:(.*)$')
+  if name then live[name] = fields[i + 1] end
+  if fields[i] == 'token' then token = fields[i + 1] end
+end
+if token ~= ARGV[1] then return {'fenced'} end
+
+for name, id in pairs(live) do
+  if unit == '*' or name == unit or (unit ~= '' and name:sub(1, #unit + 1) == unit .. ' ') then
+    redis.call('SADD', dead, id)
+    redis.call('HDEL', holders, id)
+    redis.call('HDEL', record, 'holder:' .. name)
+    live[name] = nil
+  end
+end
+
+if ARGV[5] ~= '' then
+  local forgotten = {'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups'}
+  for i = 1, #fields, 2 do
+    if fields[i]:sub(1, 6) == 'event:' then forgotten[#forgotten + 1] = fields[i] end
+  end
+  redis.call('HDEL', record, unpack(forgotten))
+  redis.call('HSET', record, 'life', ARGV[5])
+end
+
+local ids, highest = {}, math.max(tonumber(redis.call('HGET', fence, 'holder') or 0), tonumber(ARGV[3]))
+for i = 6, #ARGV, 2 do
+  local id = live[ARGV[i]]
+  if not id then
+    highest = highest + 1
+    id = string.format('%.0f', highest)
+    redis.call('HSET', holders, id, ARGV[i + 1])
+    redis.call('HSET', record, 'holder:' .. ARGV[i], id)
+  end
+  ids[#ids + 1] = tonumber(id)
+end
+redis.call('HSET', fence, 'holder', string.format('%.0f', highest))
+redis.call('HSET', holders, 'version', ARGV[2])
+return {'applied', unpack(ids)}

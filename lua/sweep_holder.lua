@@ -1,0 +1,49 @@
+-- sweep_holder(engine, block*; holder, engine_hash*) -> {verdict, blocks}
+--
+-- Take a dead holder out of a bounded piece of the blocks it left on one shard.
+--
+-- KEYS  engine        hash    the dead holder's engine hashes on this shard
+--       block*        string  blocks its entries name; none: all are done, what is left of `engine` goes
+-- ARGV  holder        its id
+--       engine_hash*  the entry of each block*
+--
+-- {'applied', blocks}  so many of the blocks are done, from the first; less than all of them where 64 KiB of
+--                      values were read: call again with the rest
+
+local VALUE_BYTES = 65536
+
+local blocks, id = #KEYS - 1, ARGV[1]
+if blocks == 0 then
+  redis.call('UNLINK', KEYS[1])
+  return {'applied', 0}
+end
+
+local done, bytes_read, without = 0, 0, {}
+while done < blocks and bytes_read <= VALUE_BYTES do
+  local to = math.min(done + 16, blocks)
+  local values = redis.call('MGET', unpack(KEYS, 2 + done, 1 + to))
+  local empty, rest = {}, {}
+  for i, value in ipairs(values) do
+    if value then
+      bytes_read = bytes_read + #value
+      if without[value] == nil then
+        local ids, found = {}, false
+        for each in value:gmatch('%d+') do
+          if each == id then found = true else ids[#ids + 1] = each end
+        end
+        without[value] = found and table.concat(ids, ' ')
+      end
+      if without[value] == '' then
+        empty[#empty + 1] = KEYS[1 + done + i]
+      elseif without[value] then
+        rest[#rest + 1] = KEYS[1 + done + i]
+        rest[#rest + 1] = without[value]
+      end
+    end
+  end
+  if #rest > 0 then redis.call('MSET', unpack(rest)) end
+  if #empty > 0 then redis.call('DEL', unpack(empty)) end
+  redis.call('HDEL', KEYS[1], unpack(ARGV, 2 + done, 1 + to))
+  done = to
+end
+return {'applied', done}

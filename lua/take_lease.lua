@@ -1,0 +1,28 @@
+-- take_lease(lease, record; own, random, worker, milliseconds, above, force) -> {verdict, counter}
+--
+-- Acquire the right to apply a publisher's stream. It is not complete before the fence is raised on every shard.
+--
+-- KEYS  lease         string, PX  the token of who has it
+--       record        hash        the publisher's record; `token` is the highest given out, `worker` whose it is
+-- ARGV  own           a token the caller has already, to take a larger one; '' where it has none
+--       random        the random part of the new token, `<counter>.<random>`
+--       worker        who asks
+--       milliseconds  how long the lease holds
+--       above         the new counter is larger than this
+--       force         '1' takes it from whoever has it (an unregister, a move)
+--
+-- {'applied', counter}  the token is `<counter>.<random>`
+-- {'held', 0}           somebody else has it; nothing written
+-- {'gone', 0}           there is no such publisher; nothing written
+
+local state = redis.call('HMGET', KEYS[2], 'life', 'token')
+if not state[1] then return {'gone', 0} end
+local holding = redis.call('GET', KEYS[1])
+if holding and holding ~= ARGV[1] and ARGV[6] ~= '1' then return {'held', 0} end
+
+local last = state[2] and tonumber(state[2]:match('^%d+')) or 0
+local counter = math.max(last, tonumber(ARGV[5])) + 1
+local token = string.format('%.0f.%s', counter, ARGV[2])
+redis.call('SET', KEYS[1], token, 'PX', ARGV[4])
+redis.call('HSET', KEYS[2], 'token', token, 'worker', ARGV[3])
+return {'applied', counter}
