@@ -1,0 +1,190 @@
+"""From decoded batches to Redis: plan, look up, resolve, apply, and only then believe the new watermark.
+
+While Redis does not answer, the same call is made again: every one of them may come twice. What arrives
+meanwhile waits in the subscriber's bounded buffer. ``Fenced`` means that the stream belongs to somebody else now; the
+applier is of no use any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from app.domain.events import Batch
+from app.domain.names import Holder
+from app.domain.resolver import Resolver
+from app.domain.runs import Commit, Run
+from app.errors import StoreUnavailable
+from app.logs import fields
+from app.metrics import Metrics
+from app.store.leases import Grant
+from app.store.records import Begin
+from app.store.scripts import Verdict
+from app.store.store import Store
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PAUSE_SECONDS_MIN = 0.05
+_PAUSE_SECONDS_MAX = 1.0
+
+
+class Fenced(Exception):
+    """Somebody else has the stream; nothing this process believes of it holds any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A batch on its way into the index."""
+
+    seq: int
+    digest: str
+    batch: Batch
+
+
+class Applier:
+    """Applies folds of one stream under one grant."""
+
+    def __init__(self, grant: Grant, store: Store, resolver: Resolver, metrics: Metrics, counters: Counter[str]) -> None:
+        self.grant = grant
+        self.resolver = resolver
+        self.counters = counters
+        """Absolute, as the record has them."""
+        self.last_error: str | None = None
+        self._store = store
+        self._metrics = metrics
+        self._waiting_dropped = 0
+
+    async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The reply of a call that is made until Redis answers."""
+        pause = _PAUSE_SECONDS_MIN
+        while True:
+            try:
+                reply = await call()
+            except StoreUnavailable as exc:
+                if self.last_error is None:
+                    log.warning("redis does not answer", extra=fields(error=exc.sentence))
+                self.last_error = exc.sentence
+                self._metrics.redis_up.set(0)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+            else:
+                if self.last_error is not None:
+                    self.last_error = None
+                    self._metrics.redis_up.set(1)
+                return reply
+
+    async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
+        """Apply batches in order; with ``commit`` the watermark moves in the same step."""
+        resolver, batches = self.resolver, [incoming.batch for incoming in fold]
+        plan = resolver.plan(batches)
+        if plan.is_news:
+            await self.keep_facts()
+        for unit in plan.ended:
+            await self._turn(unit, is_restart=False)
+        if plan.begun:
+            await self._begin(plan.begun)
+        asked = resolver.lookups(plan, batches)
+        if asked:
+            resolver.learn(await self.answered(lambda: self._store.index.entries(self.grant, asked)))
+        runs = [
+            run
+            for i, incoming in enumerate(fold)
+            for run in resolver.resolve(plan, i, incoming.seq, incoming.batch)
+        ]
+        modes = {run.holder: resolver.mode(run.holder) for run in runs}
+        began = time.perf_counter()
+        verdict = await self.answered(lambda: self._store.index.apply(self.grant, runs, modes, commit))
+        if verdict is Verdict.FENCED:
+            raise Fenced
+        self._metrics.apply_duration_seconds.observe(time.perf_counter() - began)
+        self._count(fold, runs)
+
+    async def new_life(self, unit: str = "*") -> None:
+        """End the holders of ``unit``; of '*' the whole life with its watermark and flags."""
+        await self._turn(unit, is_restart=unit == "*")
+
+    async def keep_facts(self) -> None:
+        """Write what a later lease holder must know before it may apply anything: flags and the main group."""
+        resolver = self.resolver
+        group = "" if resolver.main_group is None else str(resolver.main_group)
+        facts = {"flags": " ".join(sorted(resolver.flags)), "main_groups": group}
+        await self.write(facts, {})
+
+    async def write(self, facts: Mapping[str, str | int | float], counters: Mapping[str, int]) -> None:
+        written = await self.answered(lambda: self._store.records.write(self.grant, facts, counters))
+        if not written:
+            raise Fenced
+
+    async def mark(self, *, is_lost: bool) -> None:
+        if not await self.answered(lambda: self._store.records.mark(self.grant, is_lost=is_lost)):
+            raise Fenced
+
+    async def renew(self, seconds: float) -> None:
+        if not await self.answered(lambda: self._store.leases.renew(self.grant, seconds)):
+            raise Fenced
+
+    async def _turn(self, unit: str, *, is_restart: bool) -> None:
+        above = await self._above()
+        ids = await self.answered(
+            lambda: self._store.records.new_life(
+                self.grant, unit=unit, is_restart=is_restart, begin=[], above=above
+            )
+        )
+        if ids is None:
+            raise Fenced
+        self.counters["waiting_lost"] += self.resolver.end(unit)
+
+    async def _begin(self, begun: Mapping[str, Holder]) -> None:
+        above = await self._above()
+        begin = [Begin(name, holder) for name, holder in begun.items()]
+        ids = await self.answered(
+            lambda: self._store.records.new_life(self.grant, unit="", is_restart=False, begin=begin, above=above)
+        )
+        if ids is None:
+            raise Fenced
+        self.resolver.begin(list(begun), ids)
+
+    async def _above(self) -> int:
+        """The highest holder id anywhere. Asked anew where other shards may know more than the one that counts."""
+        if self.grant.shards == 1:
+            return self.grant.above
+        above = await self.answered(lambda: self._store.leases.highest_holder(self.grant))
+        if above is None:
+            raise Fenced
+        return above
+
+    def _count(self, fold: Sequence[Incoming], runs: Sequence[Run]) -> None:
+        metrics, resolver = self._metrics, self.resolver
+        for run in runs:
+            metrics.blocks_applied.labels(op="stored" if run.kind == "+" else "removed").inc(len(run.keys))
+        metrics.batches.inc(len(fold))
+        newest = max((each.batch.ts for each in fold if each.batch.ts is not None), default=None)
+        if newest is not None:
+            metrics.lag_seconds.observe(max(0.0, time.time() - newest))
+        for each in fold:
+            for event in each.batch.events:
+                self.counters[f"events.{type(event).__name__.lower()}"] += 1
+                metrics.events.labels(type=type(event).__name__.lower()).inc()
+            for kind, count in each.batch.rejected.items():
+                self.counters[f"decode_errors.{kind}"] += count
+                metrics.decode_errors.labels(kind=kind).inc(count)
+            for reason, count in each.batch.ignored.items():
+                self.counters[f"ignored.{reason}"] += count
+                metrics.events_ignored.labels(reason=reason).inc(count)
+        for reason, count in resolver.ignored.items():
+            self.counters[f"ignored.{reason}"] += count
+            metrics.events_ignored.labels(reason=reason).inc(count)
+        resolver.ignored.clear()
+        self.counters["unresolved"] += resolver.unresolved
+        metrics.unresolved.inc(resolver.unresolved)
+        resolver.unresolved = 0
+        dropped, self._waiting_dropped = resolver.waiting.dropped - self._waiting_dropped, resolver.waiting.dropped
+        self.counters["waiting_dropped"] += dropped
+        metrics.waiting_dropped.inc(dropped)

@@ -1,0 +1,66 @@
+"""What stands on the wire around a payload: live frames, replies of a replay, its end marker.
+
+Nothing here opens a socket. A frame that is not of the contract's form is None, never an exception: it is the
+transport's business to count it and go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_hexdigest
+
+SEQ_BYTES = 8
+"""A seq is an unsigned big-endian u64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One live frame, as it came off a SUB socket."""
+
+    seq: int
+    payload: bytes
+    topic: bytes
+    """Never identity; empty where the publisher sent none."""
+    connection: int
+    """Which handshake of the subscriber the frame came over, from 1."""
+    received: float
+    """When it was read from the socket, on the subscriber's monotonic clock."""
+
+
+def parse_live(parts: Sequence[bytes], connection: int, received: float) -> Frame | None:
+    """``[topic, seq, payload]`` or ``[seq, payload]``; None for anything else."""
+    if len(parts) == 3:
+        topic, seq, payload = parts
+    elif len(parts) == 2:
+        topic = b""
+        seq, payload = parts
+    else:
+        return None
+    if len(seq) != SEQ_BYTES:
+        return None
+    return Frame(int.from_bytes(seq, "big"), payload, topic, connection, received)
+
+
+def parse_replay(parts: Sequence[bytes]) -> tuple[int, bytes] | None:
+    """(seq, payload) of a reply, read from its end; None for anything else.
+
+    Engines answer ``["", seq, payload]`` or ``["", topic, seq, payload]``; either may come without the empty frame.
+    """
+    if not 2 <= len(parts) <= 4 or (len(parts) == 4 and parts[0]):
+        return None
+    seq, payload = parts[-2:]
+    if len(seq) != SEQ_BYTES:
+        return None
+    return int.from_bytes(seq, "big"), payload
+
+
+def is_end_marker(payload: bytes) -> bool:
+    """Whether a reply ends its replay. The payload alone tells; the seq beside it is all ones in practice."""
+    return not payload
+
+
+def digest(payload: bytes) -> str:
+    """What a watermark remembers of its payload: XXH3-64 with seed 0, as 16 hex digits."""
+    return xxh3_64_hexdigest(payload)

@@ -1,0 +1,258 @@
+"""An ingest worker: which streams are mine, and keeping them running.
+
+Every worker looks at the same list of publishers and the same list of live workers, and knows without asking anybody
+which streams are its share (rendezvous hashing: adding or losing a worker moves only that worker's streams). What the
+lease says goes: a share is a wish, a lease is the right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import zmq
+from xxhash import xxh3_64_intdigest
+
+from app.domain.names import PublisherName
+from app.domain.resolver import Resolver
+from app.engines import decoder
+from app.errors import InvalidValue, StoreUnavailable
+from app.ingest.applier import Applier
+from app.ingest.life import Life
+from app.ingest.stream import Stream, StreamOptions
+from app.ingest.subscriber import Context
+from app.logs import fields
+from app.metrics import Metrics
+from app.store.claims import Claim
+from app.store.leases import Grant
+from app.store.store import Store
+
+log = logging.getLogger(__name__)
+
+STATUSES = ("pending", "active", "replaying", "degraded", "lost", "failed")
+
+_LOOK_SECONDS = 2.0
+_SOCKETS_PER_STREAM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What a worker goes by; the names are those of the settings."""
+
+    worker_id: str
+    stream: StreamOptions
+    hash_seed: int = 1337
+    hash_cache_entries: int = 200_000
+    waiting_blocks: int = 10_000
+    replays_max: int = 8
+    sweep_blocks_per_second: int = 20_000
+    streams_max: int = 4096
+
+
+@dataclass(slots=True)
+class _Running:
+    claim: Claim
+    task: asyncio.Task[None]
+    grant: Grant | None = None
+    stream: Stream | None = None
+    resolver: Resolver | None = None
+
+
+class Worker:
+    def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._options = options
+        self._running: dict[PublisherName, _Running] = {}
+        self._replays = asyncio.Semaphore(options.replays_max)
+        self._context: Context
+        self._look = asyncio.Event()
+        self._leaving: set[bytes] = set()
+
+    async def run(self) -> None:
+        """Until cancelled; then leases are given back at once."""
+        self._context = zmq.Context(io_threads=2)
+        # One subscriber is a socket and both ends of its monitor; a replay is one more.
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_STREAM * self._options.streams_max)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._listen())
+                tasks.create_task(self._sweep())
+                tasks.create_task(self._keep_looking(tasks))
+        finally:
+            await self._leave()
+            self._context.term()
+
+    # ---- which streams are mine --------------------------------------------------------------------
+
+    async def _keep_looking(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            try:
+                await self._reconcile(tasks)
+                self._metrics.redis_up.set(1)
+            except StoreUnavailable as exc:
+                self._metrics.redis_up.set(0)
+                log.warning("cannot look for streams", extra=fields(error=exc.sentence))
+            self._look.clear()
+            try:
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self._look.wait()
+            except TimeoutError:
+                continue
+
+    async def _reconcile(self, tasks: asyncio.TaskGroup) -> None:
+        workers = await self._store.records.alive(
+            self._options.worker_id, keep_seconds=max(2, int(self._options.stream.lease_seconds))
+        )
+        claims = await self._store.registry.claims()
+        mine: dict[PublisherName, Claim] = {}
+        leaving = {claim.raw for claim in claims if claim.is_leaving}
+        for claim in claims:
+            if claim.is_leaving:
+                # Whoever marked it is at work on it; one that is still there a look later was left behind.
+                if claim.raw in self._leaving:
+                    await self._store.registry.finish(claim)
+            elif claim.registration.endpoint is not None and self._is_mine(claim, workers):
+                mine[claim.registration.name] = claim
+        await self._stop_others(mine)
+        for name, running in self._running.items():
+            if running.resolver is not None and name in mine:
+                running.resolver.foreign_ranks = _foreign_ranks(mine[name], claims)
+        for name, claim in mine.items():
+            if name not in self._running and len(self._running) < self._options.streams_max:
+                foreign = _foreign_ranks(claim, claims)
+                task = tasks.create_task(self._run_stream(claim, foreign))
+                self._running[name] = _Running(claim, task)
+        self._leaving = leaving
+        counts = Counter(running.stream.status for running in self._running.values() if running.stream)
+        for status in STATUSES:
+            self._metrics.streams.labels(status=status).set(counts[status])
+        waiting = sum(r.resolver.waiting.blocks for r in self._running.values() if r.resolver)
+        self._metrics.waiting_blocks.set(waiting)
+
+    async def _stop_others(self, mine: Mapping[PublisherName, Claim]) -> None:
+        """Stop what is not this worker's any more, or is registered anew; forget what has stopped."""
+        stopping: list[asyncio.Task[None]] = []
+        for name, running in self._running.items():
+            if name not in mine or mine[name].raw != running.claim.raw:
+                running.task.cancel()
+                stopping.append(running.task)
+        if stopping:
+            await asyncio.wait(stopping, timeout=_LOOK_SECONDS)
+        self._running = {name: running for name, running in self._running.items() if not running.task.done()}
+
+    def _is_mine(self, claim: Claim, workers: Sequence[str]) -> bool:
+        """Rendezvous: the stream goes to the live worker with the largest hash of the two names."""
+        return self._options.worker_id == max(
+            workers,
+            key=lambda worker: (xxh3_64_intdigest(f"{worker} {claim.publisher}".encode()), worker),
+            default=self._options.worker_id,
+        )
+
+    async def _run_stream(self, claim: Claim, foreign_ranks: frozenset[int]) -> None:
+        """One stream, from its lease to its end; whatever happens to it happens to no other."""
+        name = claim.registration.name
+        grant: Grant | None = None
+        try:
+            await self._store.registry.begin(claim)
+            grant = await self._store.leases.take(claim, self._options.worker_id, self._options.stream.lease_seconds)
+            if grant is not None:
+                stream = await self._build(claim, grant, foreign_ranks)
+                if stream is not None:
+                    await stream.run()
+        except (StoreUnavailable, InvalidValue, OSError) as exc:
+            log.warning("stream stopped, will be taken up again", extra=fields(stream=str(name), error=str(exc)))
+        except Exception:
+            # A defect met by one publisher's bytes must not stop the others' streams; it is taken up again, too.
+            log.exception("stream failed, will be taken up again", extra=fields(stream=str(name)))
+        finally:
+            if grant is not None:
+                await self._give_back(grant)
+
+    async def _build(self, claim: Claim, grant: Grant, foreign_ranks: frozenset[int]) -> Stream | None:
+        state = await self._store.records.read(grant)
+        if state is None:
+            return None
+        registration, options = claim.registration, self._options
+        resolver = Resolver(
+            registration,
+            claim.publisher,
+            seed=options.hash_seed,
+            memory_entries=options.hash_cache_entries,
+            waiting_blocks=options.waiting_blocks,
+            foreign_ranks=foreign_ranks,
+        )
+        main_group = int(state.main_groups) if state.main_groups else None
+        resolver.resume(state.holders, state.flags, main_group, state.event_ids)
+        applier = Applier(grant, self._store, resolver, self._metrics, Counter(state.counters))
+        decode = decoder(registration.kind, seed=options.hash_seed)
+        life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
+        stream = Stream(life, self._context, self._replays, options.stream)
+        running = self._running[registration.name]
+        running.grant, running.stream, running.resolver = grant, stream, resolver
+        return stream
+
+    async def _give_back(self, grant: Grant) -> None:
+        try:
+            await asyncio.shield(self._store.leases.drop(grant))
+        except StoreUnavailable as exc:
+            # It runs out by itself.
+            log.debug("lease not given back", extra=fields(error=exc.sentence))
+
+    async def _leave(self) -> None:
+        try:
+            await self._store.records.alive(self._options.worker_id, keep_seconds=60, is_leaving=True)
+        except StoreUnavailable as exc:
+            log.debug("not signed off", extra=fields(error=exc.sentence))
+
+    # ---- hints and sweeping ------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Look again as soon as somebody says so; a hint, so that losing it costs two seconds."""
+        while True:
+            try:
+                async with self._store.hints() as hints:
+                    while True:
+                        if await hints.get_message(timeout=_LOOK_SECONDS) is not None:
+                            self._look.set()
+            except StoreUnavailable:
+                await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _sweep(self) -> None:
+        """Take dead holders out of their blocks, a step at a time, at the pace of the setting."""
+        while True:
+            swept = 0
+            try:
+                entries = await self._store.registry.groups()
+                left = 0
+                for entry in entries.values():
+                    left += await self._store.sweeper.left(entry)
+                    holder = await self._store.sweeper.pick(entry)
+                    if holder is None:
+                        continue
+                    async for blocks in self._store.sweeper.steps(entry, holder):
+                        swept += blocks
+                        self._metrics.sweep_blocks.inc(blocks)
+                        await asyncio.sleep(blocks / self._options.sweep_blocks_per_second)
+                    left -= 1
+                self._metrics.dead_holders.set(left)
+            except StoreUnavailable as exc:
+                log.debug("sweeping waits for redis", extra=fields(error=exc.sentence))
+                left = 0
+            if not left:
+                await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _foreign_ranks(claim: Claim, claims: Sequence[Claim]) -> frozenset[int]:
+    """Ranks of the same instance and tenant that have a registration, and so a stream, of their own."""
+    own = claim.registration
+    return frozenset(
+        other.registration.dp_rank
+        for other in claims
+        if other.publisher != claim.publisher
+        and other.registration.instance_id == own.instance_id
+        and other.registration.tenant_id == own.tenant_id
+    )

@@ -1,0 +1,409 @@
+"""The SUB side over real sockets: order, bounds, and the truth about the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from app.errors import InvalidValue
+from app.ingest import subscriber as module
+from app.ingest.frames import Frame
+from app.ingest.subscriber import Context, Subscriber, open_socket
+from tests.conftest import wait_until
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    """A context for the code under test; that it can be terminated proves that every socket was closed."""
+    context: Context = zmq.Context()
+    yield context
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    ending.join(5)
+    assert not ending.is_alive(), "a socket was left open"
+
+
+class Publisher:
+    """An XPUB: a PUB that also tells when somebody has subscribed."""
+
+    def __init__(self, context: Context, endpoint: str) -> None:
+        self.socket = context.socket(zmq.XPUB)
+        self.socket.set(zmq.SNDHWM, 0)
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError:
+            self.socket.close(0)
+            raise
+        self.endpoint: str = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def has_subscriber(self) -> bool:
+        return bool(self.socket.poll(0))
+
+    def send(self, *seqs: int, payload: bytes = b"batch") -> None:
+        for seq in seqs:
+            self.socket.send_multipart([b"", seq.to_bytes(8, "big"), payload])
+
+    def close(self) -> None:
+        """What was sent still goes out."""
+        self.socket.close(2000)
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[[str], Publisher]]:
+    context: Context = zmq.Context()
+    publishers: list[Publisher] = []
+
+    def make(endpoint: str) -> Publisher:
+        publishers.append(Publisher(context, endpoint))
+        return publishers[-1]
+
+    yield make
+    for publisher in publishers:
+        publisher.socket.close(0)
+    context.term()
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def address(request: pytest.FixtureRequest, tmp_path: Path, free_port: int) -> str:
+    return f"tcp://127.0.0.1:{free_port}" if request.param == "tcp" else f"ipc://{tmp_path}/kv"
+
+
+async def bind_again(publish: Callable[[str], Publisher], endpoint: str) -> Publisher:
+    """A closed socket gives its address back a little later."""
+    made: list[Publisher] = []
+
+    def is_bound() -> bool:
+        with contextlib.suppress(zmq.ZMQError):
+            made.append(publish(endpoint))
+        return bool(made)
+
+    await wait_until(is_bound, f"{endpoint} is free")
+    return made[0]
+
+
+def subscriber_of(
+    context: Context, endpoint: str, *, buffer_bytes: int = 2**24, buffer_frames: int = 100_000
+) -> Subscriber:
+    return Subscriber(context, endpoint, buffer_bytes=buffer_bytes, buffer_frames=buffer_frames)
+
+
+def state_of(subscriber: Subscriber) -> tuple[bool, int, int]:
+    return subscriber.is_connected, subscriber.connection, subscriber.state_version
+
+
+async def take_all(subscriber: Subscriber, count: int) -> list[Frame]:
+    """``count`` frames, through ``wait`` and ``take`` alone."""
+    frames: list[Frame] = []
+    async with asyncio.timeout(10):
+        while len(frames) < count:
+            await subscriber.wait(1)
+            frames += subscriber.take(1000)
+    return frames
+
+
+async def test_frames_come_in_order_in_both_framings(
+    context: Context, publish: Callable[[str], Publisher], address: str
+) -> None:
+    publisher = publish(address)
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.socket.send_multipart([b"kv@pod@model", (7).to_bytes(8, "big"), b"first"])
+        publisher.socket.send_multipart([(8).to_bytes(8, "big"), b"second"])
+        frames = await take_all(subscriber, 2)
+
+    assert [(f.seq, f.topic, f.payload, f.connection) for f in frames] == [
+        (7, b"kv@pod@model", b"first", 1),
+        (8, b"", b"second", 1),
+    ]
+    assert frames[0].received <= frames[1].received
+
+
+async def test_a_malformed_frame_is_counted_and_its_neighbours_arrive(
+    context: Context, publish: Callable[[str], Publisher]
+) -> None:
+    publisher = publish("tcp://127.0.0.1:*")
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.send(1)
+        publisher.socket.send_multipart([b"alone"])
+        publisher.socket.send_multipart([b"", b"short", b"batch"])
+        publisher.socket.send_multipart([b"", b"", (2).to_bytes(8, "big"), b"batch"])
+        publisher.send(3)
+        assert [f.seq for f in await take_all(subscriber, 2)] == [1, 3]
+        assert subscriber.malformed == 3
+        assert subscriber.dropped == 0
+
+
+@pytest.mark.parametrize("bounds", [{"buffer_frames": 4}, {"buffer_bytes": 49}], ids=["frames", "bytes"])
+async def test_what_the_buffer_cannot_hold_is_dropped_and_counted(
+    context: Context, publish: Callable[[str], Publisher], bounds: dict[str, int]
+) -> None:
+    publisher = publish("tcp://127.0.0.1:*")
+    async with subscriber_of(context, publisher.endpoint, **bounds) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.send(*range(10), payload=b"x" * 12)
+        await wait_until(lambda: subscriber.dropped == 6, "six dropped")
+        assert (subscriber.buffered_frames, subscriber.buffered_bytes) == (4, 48)
+        assert [f.seq for f in subscriber.take(10)] == [0, 1, 2, 3]
+        assert (subscriber.buffered_frames, subscriber.buffered_bytes) == (0, 0)
+
+        publisher.send(10, payload=b"x" * 12)
+        assert [f.seq for f in await take_all(subscriber, 1)] == [10]
+        assert subscriber.dropped == 6
+
+
+async def test_take_gives_the_oldest_and_leaves_the_rest(context: Context, publish: Callable[[str], Publisher]) -> None:
+    publisher = publish("tcp://127.0.0.1:*")
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.send(*range(5))
+        await wait_until(lambda: subscriber.buffered_frames == 5, "five frames")
+        assert [f.seq for f in subscriber.take(2)] == [0, 1]
+        assert (subscriber.buffered_frames, subscriber.buffered_bytes) == (3, 15)
+        assert await subscriber.wait(0)
+        assert [f.seq for f in subscriber.take(100)] == [2, 3, 4]
+        assert subscriber.take(100) == []
+
+
+async def test_wait_tells_a_change_of_connection_once(context: Context, publish: Callable[[str], Publisher]) -> None:
+    publisher = publish("tcp://127.0.0.1:*")
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        assert state_of(subscriber) == (False, 0, 0)
+        assert await subscriber.wait(10)
+        assert state_of(subscriber) == (True, 1, 1)
+        assert not await subscriber.wait(0.02)
+
+        publisher.close()
+        assert await subscriber.wait(10)
+        assert state_of(subscriber) == (False, 1, 2)
+        assert not await subscriber.wait(0)
+
+
+async def test_a_frame_wakes_who_is_waiting(context: Context, publish: Callable[[str], Publisher]) -> None:
+    publisher = publish("tcp://127.0.0.1:*")
+    async with subscriber_of(context, publisher.endpoint) as subscriber, asyncio.timeout(10):
+        await wait_until(publisher.has_subscriber, "subscribed")
+        assert await subscriber.wait(10)
+        waiting = asyncio.create_task(subscriber.wait(60))
+        await asyncio.sleep(0)
+        publisher.send(0)
+        assert await waiting
+        assert subscriber.buffered_frames == 1
+
+
+async def test_a_publisher_may_come_after_its_subscriber(
+    context: Context, publish: Callable[[str], Publisher], address: str
+) -> None:
+    async with subscriber_of(context, address) as subscriber:
+        assert not await subscriber.wait(0.3)
+        assert state_of(subscriber) == (False, 0, 0)
+
+        publisher = publish(address)
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.send(5)
+        assert [(f.seq, f.connection) for f in await take_all(subscriber, 1)] == [(5, 1)]
+        assert state_of(subscriber) == (True, 1, 1)
+
+
+async def test_a_publisher_that_comes_back_is_another_connection(
+    context: Context, publish: Callable[[str], Publisher], address: str
+) -> None:
+    publisher = publish(address)
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.send(9)
+        assert [f.connection for f in await take_all(subscriber, 1)] == [1]
+        publisher.close()
+        await wait_until(lambda: not subscriber.is_connected, "disconnected")
+
+        publisher = await bind_again(publish, publisher.endpoint)
+        await wait_until(publisher.has_subscriber, "subscribed again")
+        publisher.send(0)
+        assert [(f.seq, f.connection) for f in await take_all(subscriber, 1)] == [(0, 2)]
+        assert state_of(subscriber) == (True, 2, 3)
+
+
+async def test_frames_bear_their_connection_when_the_loop_slept_through_a_restart(
+    context: Context, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The next attempt is due long before the frames of the lost connection are read.
+    monkeypatch.setattr(module, "FRAMES_PER_TURN", 10)
+    monkeypatch.setattr(module, "RECONNECT_SECONDS", 0.001)
+    publisher = publish("tcp://127.0.0.1:*")
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.send(*range(3000))
+        publisher.close()
+
+        restarted: list[Publisher] = []
+        bound = threading.Event()
+
+        def restart() -> None:
+            restarted.append(asyncio.run(bind_again(publish, publisher.endpoint)))
+            bound.set()
+
+        threading.Thread(target=restart, daemon=True).start()
+        # Both block the loop on purpose, the second for as long as a socket that reconnects by itself would take.
+        assert bound.wait(10)
+        restarted[0].socket.poll(500)
+
+        await wait_until(restarted[0].has_subscriber, "subscribed again")
+        restarted[0].send(*range(10))
+        frames = await take_all(subscriber, 3010)
+
+    assert [f.seq for f in frames] == [*range(3000), *range(10)]
+    assert [f.connection for f in frames] == [1] * 3000 + [2] * 10
+
+
+async def test_a_peer_of_another_kind_is_no_publisher_and_does_not_end_the_attempts(
+    context: Context, publish: Callable[[str], Publisher]
+) -> None:
+    other: Context = zmq.Context()
+    router = other.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    endpoint = f"tcp://127.0.0.1:{port}"
+    async with subscriber_of(context, endpoint) as subscriber:
+        assert not await subscriber.wait(0.3)
+        router.close(0)
+        other.term()
+        publisher = await bind_again(publish, endpoint)
+        await wait_until(publisher.has_subscriber, "subscribed")
+        await wait_until(lambda: subscriber.connection == 1, "connected")
+
+
+async def test_a_host_that_falls_silent_is_a_lost_connection(
+    context: Context, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_INTERVAL_MILLISECONDS", 50)
+    monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_MILLISECONDS", 200)
+    publisher = publish("tcp://127.0.0.1:*")
+    port = int(publisher.endpoint.rpartition(":")[2])
+    is_silent = False
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(4096):
+            if not is_silent:
+                writer.write(piece)
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    relaying = await asyncio.start_server(relay, "127.0.0.1", 0)
+    relay_port = relaying.sockets[0].getsockname()[1]
+    async with subscriber_of(context, f"tcp://127.0.0.1:{relay_port}") as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        await wait_until(lambda: subscriber.is_connected, "connected")
+        is_silent = True
+        relaying.close()
+        await wait_until(lambda: not subscriber.is_connected, "the silence was noticed")
+
+
+async def test_a_burst_of_small_frames_arrives_whole(context: Context, publish: Callable[[str], Publisher]) -> None:
+    publisher = publish("tcp://127.0.0.1:*")
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.send(*range(20_000))
+        assert [f.seq for f in await take_all(subscriber, 20_000)] == list(range(20_000))
+        assert (subscriber.dropped, subscriber.malformed, subscriber.buffered_bytes) == (0, 0, 0)
+
+
+async def test_other_tasks_get_their_turn_during_a_burst(context: Context, publish: Callable[[str], Publisher]) -> None:
+    publisher = publish("tcp://127.0.0.1:*")
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.send(*range(5000))
+        seen = {0}
+        while subscriber.buffered_frames < 5000:
+            await asyncio.sleep(0)
+            seen.add(subscriber.buffered_frames)
+    assert len(seen) > 5000 // module.FRAMES_PER_TURN // 2
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://nowhere", "tcp://two words:1", "carrier-pigeon://roof", "ipc://" + "x" * 200]
+)
+async def test_an_endpoint_that_cannot_be_read_is_refused(context: Context, endpoint: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        subscriber_of(context, endpoint).start()
+    assert refused.value.field == "endpoint"
+    assert endpoint in refused.value.sentence
+
+
+async def test_a_name_that_does_not_resolve_is_only_a_peer_that_is_not_there(context: Context) -> None:
+    async with subscriber_of(context, "tcp://no-such-host.invalid:5557") as subscriber:
+        assert not await subscriber.wait(0.3)
+        assert state_of(subscriber) == (False, 0, 0)
+
+
+async def test_no_socket_left_is_an_error_at_the_start_and_a_failed_attempt_later(
+    context: Context, publish: Callable[[str], Publisher]
+) -> None:
+    context.set(zmq.MAX_SOCKETS, 3)
+    publisher = publish("tcp://127.0.0.1:*")
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        await wait_until(lambda: subscriber.is_connected, "connected")
+        with pytest.raises(OSError, match=publisher.endpoint):
+            subscriber_of(context, publisher.endpoint).start()
+
+        publisher.close()
+        publisher = await bind_again(publish, publisher.endpoint)
+        await wait_until(lambda: subscriber.connection == 2, "connected again")
+
+
+async def test_closing_wakes_who_is_waiting_and_keeps_what_was_buffered(
+    context: Context, publish: Callable[[str], Publisher]
+) -> None:
+    publisher = publish("tcp://127.0.0.1:*")
+    subscriber = subscriber_of(context, publisher.endpoint)
+    subscriber.start()
+    await wait_until(publisher.has_subscriber, "subscribed")
+    assert await subscriber.wait(10)
+    waiting = asyncio.create_task(subscriber.wait(60))
+    await asyncio.sleep(0)
+    subscriber.close()
+    async with asyncio.timeout(10):
+        assert await waiting
+    assert not subscriber.is_connected
+    subscriber.close()
+
+
+async def test_closing_between_two_attempts_ends_them(context: Context, tmp_path: Path) -> None:
+    attempts = 0
+    opened: list[zmq.Socket[Any]] = []
+    make = context.socket
+
+    def counted(kind: int) -> zmq.Socket[bytes]:
+        nonlocal attempts
+        attempts += 1
+        opened.append(make(kind))
+        return opened[-1]
+
+    context.socket = counted  # type: ignore[method-assign,assignment]
+    async with subscriber_of(context, f"ipc://{tmp_path}/nobody") as subscriber:
+        await wait_until(lambda: attempts >= 4, "tried again")
+        assert not subscriber.is_connected
+    assert all(socket.closed for socket in opened)
+
+
+def test_sockets_have_the_options_of_the_contract(context: Context) -> None:
+    expected = {
+        zmq.RCVHWM: 0,
+        zmq.LINGER: 0,
+        zmq.HEARTBEAT_IVL: 5000,
+        zmq.HEARTBEAT_TIMEOUT: 15000,
+        zmq.TCP_KEEPALIVE: 1,
+    }
+    for endpoint, ipv6 in [("tcp://[::1]:5557", 1), ("tcp://host:5557", 0), ("ipc:///run/kv", 0)]:
+        with open_socket(context, zmq.SUB, endpoint) as socket:
+            assert {option: socket.get(option) for option in expected} == expected
+            assert socket.get(zmq.IPV6) == ipv6
