@@ -1,0 +1,144 @@
+"""The HTTP application: every path once, with who may call it and what the contract says of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from app.api import dynamo_schemas as dynamo_bodies
+from app.api import schemas as bodies
+from app.api.access import Access, Gate
+from app.api.bodies import Format, encode
+from app.api.conductor import Conductor
+from app.api.contract import Contract
+from app.api.dynamo import Dynamo
+from app.api.dynamo_views import DynamoViews
+from app.api.errors import shown
+from app.api.operations import Doc, Handler, Method, Operation, Surroundings
+from app.api.probes import Probes
+from app.api.views import Views
+from app.metrics import Metrics
+from app.settings import Settings
+from app.store.store import Store
+
+log = logging.getLogger(__name__)
+
+_TEXT, _HTML = "text/plain", "text/html"
+
+_HEALTH = Doc("200 while the process turns.", needs_redis=False)
+_METRICS = Doc("Prometheus text.", media_type=_TEXT, needs_redis=False)
+_QUERY = Doc("How much of a prompt each instance has, by tokens.", bodies.QueryRequest, bodies.QueryAnswer)
+_QUERY_BY_HASH = Doc("The same, by rolling hashes.", bodies.QueryByHashRequest, bodies.QueryAnswer)
+_REGISTER = Doc("Subscribe to a publisher.", bodies.RegisterRequest, bodies.RegisterAnswer, errors=(409,))
+_UNREGISTER = Doc("Take a publisher out.", bodies.UnregisterRequest, bodies.UnregisterAnswer, errors=(404,))
+_DYNAMO_QUERY = Doc(
+    "How much of a prompt each worker has.",
+    dynamo_bodies.DynamoQueryRequest,
+    dynamo_bodies.DynamoQueryAnswer,
+    errors=(404,),
+)
+_DYNAMO_QUERY_BY_HASH = Doc(
+    "The same, by local hashes of the base model.",
+    dynamo_bodies.DynamoQueryByHashRequest,
+    dynamo_bodies.DynamoQueryAnswer,
+    errors=(404,),
+)
+_DYNAMO_REGISTER = Doc(
+    "Subscribe to an engine.", dynamo_bodies.DynamoRegisterRequest, dynamo_bodies.DynamoStatus, 201, errors=(409,)
+)
+_DYNAMO_UNREGISTER = Doc(
+    "Take an instance out.", dynamo_bodies.DynamoUnregisterRequest, dynamo_bodies.DynamoStatus, errors=(404,)
+)
+_REGISTER_PEER = Doc("Remember a peer.", dynamo_bodies.PeerRequest, dynamo_bodies.DynamoStatus, 201, needs_redis=False)
+_DEREGISTER_PEER = Doc(
+    "Forget a peer.", dynamo_bodies.PeerRequest, dynamo_bodies.DynamoStatus, errors=(404,), needs_redis=False
+)
+
+
+def create_app(store: Store, settings: Settings, metrics: Metrics) -> Starlette:
+    """The ASGI application over an open store; whoever opened the store closes it."""
+    token = None if settings.api_token is None else settings.api_token.get_secret_value()
+    gate = Gate(token, protect_reads=settings.protect_reads)
+    contract = Contract()
+    operations = _operations(store, contract, Surroundings(settings, metrics, gate))
+    contract.describe(operations)
+
+    async def not_routed(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        metrics.http_requests.labels(route="none", method="other", status=str(error.status_code)).inc()
+        sentence = "there is no such path; GET /docs lists those there are"
+        return _json({"error": sentence, "reason": "not_found"}, error.status_code)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        # The server logs the traceback; this line says which request it was, without a word of what was sent.
+        log.error("request failed unexpectedly: %s %s", shown(request.scope["path"]), type(error).__name__)
+        return _json({"error": "a fault of this service; its log has it", "reason": "internal"}, 500)
+
+    app = Starlette(
+        routes=[Route(operation.path, operation) for operation in operations],
+        exception_handlers={HTTPException: not_routed, Exception: unexpected},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _json(content: Any, status: int) -> Response:
+    return Response(encode(content, Format.JSON), status, media_type="application/json")
+
+
+def _operations(store: Store, contract: Contract, surroundings: Surroundings) -> list[Operation]:
+    settings, metrics = surroundings.settings, surroundings.metrics
+    root, views, probes = Conductor(store, settings, metrics), Views(store), Probes(store, metrics)
+    dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
+    # Starlette tries routes in order: queries first.
+    table: list[tuple[Method, str, Access, Handler, Doc]] = [
+        ("POST", "/query", "read", root.query, _QUERY),
+        ("POST", "/query_by_hash", "read", root.query_by_hash, _QUERY_BY_HASH),
+        ("POST", "/dynamo/query", "read", dynamo.query, _DYNAMO_QUERY),
+        ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, _DYNAMO_QUERY_BY_HASH),
+        ("POST", "/register", "write", root.register, _REGISTER),
+        ("POST", "/unregister", "write", root.unregister, _UNREGISTER),
+        ("GET", "/services", "read", views.services, Doc("Every registration.")),
+        ("GET", "/workers", "read", views.workers, Doc("Publishers and ingest workers, with their state.")),
+        ("GET", "/global_view", "read", views.global_view, Doc("Contexts, their instances and block counts.")),
+        ("GET", "/health", "open", probes.health, _HEALTH),
+        ("GET", "/ready", "open", probes.ready, Doc("200 when queries can be answered.")),
+        ("GET", "/metrics", "read", probes.metrics, _METRICS),
+        ("GET", "/openapi.json", "read", contract.openapi, Doc("This contract.", needs_redis=False)),
+        ("GET", "/docs", "read", contract.docs, Doc("This contract to read.", media_type=_HTML, needs_redis=False)),
+        ("POST", "/dynamo/register", "write", dynamo.register, _DYNAMO_REGISTER),
+        ("POST", "/dynamo/unregister", "write", dynamo.unregister, _DYNAMO_UNREGISTER),
+        ("GET", "/dynamo/workers", "read", dynamo_views.workers, Doc("Registered workers.")),
+        ("GET", "/dynamo/dump", "read", dynamo_views.dump, Doc("The groups; there are no events to recover.")),
+        ("GET", "/dynamo/health", "open", dynamo_views.health, _HEALTH),
+        ("GET", "/dynamo/metrics", "read", probes.metrics, _METRICS),
+        ("POST", "/dynamo/register_peer", "write", dynamo_views.register_peer, _REGISTER_PEER),
+        ("POST", "/dynamo/deregister_peer", "write", dynamo_views.deregister_peer, _DEREGISTER_PEER),
+        ("GET", "/dynamo/peers", "read", dynamo_views.peers, Doc("The peers of this process.", needs_redis=False)),
+    ]
+    return [
+        Operation(method, path, handler, access=access, doc=doc, surroundings=surroundings)
+        for method, path, access, handler, doc in table
+    ]
+
+
+def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlette:
+    """``/health``, ``/ready`` and ``/metrics`` alone: what an ingest worker answers."""
+    probes, surroundings = Probes(store, metrics), Surroundings(settings, metrics, Gate(None, protect_reads=False))
+    table: list[tuple[str, Handler, Doc]] = [
+        ("/health", probes.health, _HEALTH),
+        ("/ready", probes.ready, Doc("200 when Redis answers.")),
+        ("/metrics", probes.metrics, _METRICS),
+    ]
+    return Starlette(
+        routes=[
+            Route(path, Operation("GET", path, handler, access="open", doc=doc, surroundings=surroundings))
+            for path, handler, doc in table
+        ]
+    )

@@ -1,0 +1,102 @@
+"""Request and answer bodies of the Dynamo dialect."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AliasChoices, BaseModel, Field
+
+from app.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
+from app.api.schemas import Hashes, Rank, TokenIds
+from app.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
+
+_GROUP = f"{OPTIONAL_NAME}; empty is '{DEFAULT_TENANT}'"
+_RANK = f"an integer of 0..{U32_MAX}"
+_ID = "an integer of 0..2^64-1"
+
+InstanceId = Annotated[int, Field(ge=0, le=U64_MASK)]
+
+
+class _Grouped(Request):
+    model_name: Name = Field(description=NAME)
+    routing_group: OptionalName = Field(default=None, description=_GROUP)
+    tenant_id: OptionalName = Field(default=None, description=f"{_GROUP}; routing_group wins")
+
+    @property
+    def partition(self) -> str | None:
+        """The one partition key; None where the request names none."""
+        return self.routing_group or self.tenant_id
+
+
+class DynamoRegisterRequest(_Grouped):
+    """An engine's publisher of KV events."""
+
+    instance_id: InstanceId = Field(description=_ID)
+    endpoint: str = Field(description="a text, tcp://host:port or ipc://path")
+    block_size: Annotated[int, Field(ge=0, le=U32_MAX)] = Field(description="an integer of 1..65536, tokens per block")
+    dp_rank: Rank = Field(default=0, description=_RANK)
+    replay_endpoint: OptionalName = Field(default=None, description="a text, tcp://host:port or ipc://path")
+    additional_salt: OptionalName = Field(
+        default=None,
+        validation_alias=AliasChoices("additional_salt", "additionalsalt"),
+        description=f"{OPTIONAL_NAME}; empty is none",
+    )
+
+
+class DynamoUnregisterRequest(_Grouped):
+    """The publishers to take out: without a group in all of them, without ``dp_rank`` all ranks."""
+
+    instance_id: InstanceId = Field(description=_ID)
+    dp_rank: Rank | None = Field(default=None, description=_RANK)
+
+
+class DynamoQueryRequest(_Grouped):
+    """How much of a prompt each worker already has; the block size is that of the model and group."""
+
+    token_ids: TokenIds = Field(description="a list of token ids, or in msgpack a bin of little-endian u32")
+    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is the base model")
+    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is none")
+
+
+class DynamoQueryByHashRequest(_Grouped):
+    """As a query by tokens, with the local hashes of the prompt's blocks."""
+
+    block_hashes: Hashes = Field(
+        description="a list of local hashes, signed or unsigned, or in msgpack a bin of little-endian u64"
+    )
+
+
+class PeerRequest(Request):
+    """A peer's base URL."""
+
+    url: Annotated[str, Field(max_length=4096)] = Field(description="a text of at most 4096 characters")
+
+
+class DynamoStatus(BaseModel):
+    """Done."""
+
+    status: str
+
+
+class DynamoInstance(BaseModel):
+    """One worker's unbroken prefixes, in tokens, the maximum over its ranks."""
+
+    longest_matched: int = Field(description="same as disk")
+    gpu: int = Field(description="through blocks on the device")
+    dp: dict[str, int] = Field(description="device tokens of each rank with a match")
+    cpu: int = Field(description="through blocks on device or host")
+    disk: int = Field(description="through blocks anywhere")
+
+
+class DynamoQueryAnswer(BaseModel):
+    """Workers with a match."""
+
+    scores: dict[str, dict[str, int]] = Field(description="device tokens by instance_id and rank, without zeros")
+    frequencies: list[int] = Field(description="always empty")
+    instances: dict[str, DynamoInstance]
+
+
+class DynamoErrorBody(BaseModel):
+    """Every answer of the Dynamo dialect that is not a 2xx."""
+
+    error: str

@@ -1,0 +1,147 @@
+"""One HTTP operation as a raw ASGI endpoint: method, access, body, handler, answer, errors, metrics.
+
+Starlette routes to it and does nothing else on the way: its request and response objects cost more than a query
+that is mostly known. An operation never turns an unexpected exception into an answer; the application's one
+handler does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from app.api.access import Access, Gate
+from app.api.bodies import Body, Disconnected, Format, Headers, decode, encode, format_of, read_body
+from app.api.errors import body_of, headers_of, status_of
+from app.errors import WaymarkError
+from app.metrics import Metrics
+from app.settings import Settings
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a handler gives back. ``content`` is encoded in the request's format; bytes are sent as they are."""
+
+    content: Any
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    media_type: str = "text/plain; charset=utf-8"
+    """Of ``content`` that is bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """What the published contract says of an operation, beside what follows from its method and access."""
+
+    summary: str
+    request: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    status: int = 200
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    """404, 409: where it has them."""
+    needs_redis: bool = True
+
+
+Handler: TypeAlias = Callable[[Body], Awaitable[Answer]]
+Method: TypeAlias = Literal["GET", "POST"]
+Dialect: TypeAlias = Literal["conductor", "dynamo"]
+
+_NO_BODY = Body({})
+
+# A method is the client's text; a label must be one of a few.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every operation is given by the application."""
+
+    settings: Settings
+    metrics: Metrics
+    gate: Gate
+
+
+class Operation:
+    """A path with its one method (GET answers HEAD too)."""
+
+    def __init__(
+        self,
+        method: Method,
+        path: str,
+        handler: Handler,
+        *,
+        access: Access,
+        doc: Doc,
+        surroundings: Surroundings,
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.handler = handler
+        self.dialect: Dialect = "dynamo" if path.startswith("/dynamo/") else "conductor"
+        self.access: Access = access
+        self.doc = doc
+        self._gate = surroundings.gate
+        self._max_body_bytes = surroundings.settings.max_body_bytes
+        self._metrics = surroundings.metrics
+        self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
+        self._methods = ("GET", "HEAD") if method == "GET" else ("POST",)
+        self._unfit_status = 422 if self.dialect == "dynamo" else 400
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = perf_counter()
+        status = 500
+        try:
+            answer, body_format = await self._answer(scope, receive)
+            status = answer.status
+            await send_answer(answer, body_format, send, is_head=scope["method"] == "HEAD")
+        except Disconnected:
+            status = 499
+        finally:
+            self._duration.observe(perf_counter() - started)
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._metrics.http_requests.labels(route=self.path, method=method, status=str(status)).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive) -> tuple[Answer, Format]:
+        headers: Headers = scope["headers"]
+        body_format = Format.JSON
+        try:
+            if scope["method"] not in self._methods:
+                return self._method_not_allowed(scope["method"]), body_format
+            self._gate.check(self.access, headers)
+            body = _NO_BODY
+            if self.method == "POST":
+                body_format = format_of(headers)
+                raw = await read_body(headers, receive, self._max_body_bytes)
+                body = decode(raw, body_format)
+            return await self.handler(body), body_format
+        except WaymarkError as exc:
+            status = status_of(exc, unfit_status=self._unfit_status)
+            return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
+
+    def _method_not_allowed(self, method: str) -> Answer:
+        error = {
+            "error": f"{self.path} does not know {method[:16]}; send {self.method}",
+            "reason": "method_not_allowed",
+        }
+        return Answer(self._error(error), 405, {"Allow": ", ".join(self._methods)})
+
+    def _error(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"error": body["error"]} if self.dialect == "dynamo" else body
+
+
+async def send_answer(answer: Answer, body_format: Format, send: Send, *, is_head: bool = False) -> None:
+    """Send an answer as two ASGI messages."""
+    if isinstance(answer.content, bytes):
+        content, media_type = answer.content, answer.media_type.encode()
+    else:
+        content, media_type = encode(answer.content, body_format), body_format.value
+    headers = [(b"content-type", media_type), (b"content-length", str(len(content)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if is_head else content})

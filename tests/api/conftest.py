@@ -1,0 +1,138 @@
+"""An application over a store on an emulated and a real Redis, and a way to fill caches behind its back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from itertools import count
+from typing import Any, Protocol
+
+import httpx
+import pytest
+
+from app.api.application import create_app
+from app.domain.hashing import extend, namespace, token_bytes
+from app.domain.names import Adapter, Holder
+from app.domain.runs import Commit, Run
+from app.metrics import Metrics
+from app.settings import Settings
+from app.store.records import Begin
+from app.store.scripts import Verdict
+from app.store.store import Store
+
+
+class MakeClient(Protocol):
+    async def __call__(self, store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient: ...
+
+
+class Hold(Protocol):
+    async def __call__(
+        self,
+        instance_id: str,
+        tokens: Sequence[int],
+        *,
+        rank: int = 0,
+        batch_rank: int | None = None,
+        medium: str = "GPU",
+        tenant_id: str = "default",
+        blocks: Sequence[int] | None = None,
+        adapter: Adapter = None,
+        salts: Sequence[str] = (),
+    ) -> None: ...
+
+
+@pytest.fixture
+async def make_client() -> AsyncIterator[MakeClient]:
+    """Builds clients of an application; what the application raises becomes its 500."""
+    async with AsyncExitStack() as stack:
+
+        async def make(store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient:
+            app = create_app(store, Settings(**settings), metrics or Metrics())
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            return await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://waymark"))
+
+        yield make
+
+
+@pytest.fixture
+async def memory_store() -> AsyncIterator[Store]:
+    """For what does not depend on Redis: one that is emulated, and empty."""
+    store = Store.open("memory://")
+    yield store
+    await store.close()
+
+
+@pytest.fixture(params=["emulated", "real"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    """An empty store, once emulated, once real."""
+    store = Store.open("memory://" if request.param == "emulated" else request.getfixturevalue("redis_url"))
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def away(free_port: int) -> AsyncIterator[Store]:
+    """A store whose Redis is not there."""
+    store = Store.open(f"redis://127.0.0.1:{free_port}", timeout_seconds=0.5)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def api(memory_store: Store, make_client: MakeClient) -> httpx.AsyncClient:
+    return await make_client(memory_store)
+
+
+@pytest.fixture
+async def client(store: Store, make_client: MakeClient) -> httpx.AsyncClient:
+    return await make_client(store)
+
+
+@pytest.fixture
+def register(client: httpx.AsyncClient) -> Callable[..., Awaitable[None]]:
+    """Registers a vLLM instance of model ``m`` with blocks of two tokens, unless told otherwise."""
+
+    async def register(instance_id: str, **fields: Any) -> None:
+        body = {"type": "vLLM", "endpoint": "tcp://10.0.0.1:5557", "modelname": "m", "block_size": 2} | fields
+        answer = await client.post("/register", json=body | {"instance_id": instance_id})
+        assert answer.status_code == 200, answer.text
+
+    return register
+
+
+@pytest.fixture
+def hold(store: Store) -> Hold:
+    """Lets a registered publisher hold the blocks of a prompt, or those of them at the indexes ``blocks``."""
+    seqs = count(1)
+
+    async def hold(
+        instance_id: str,
+        tokens: Sequence[int],
+        *,
+        rank: int = 0,
+        batch_rank: int | None = None,
+        medium: str = "GPU",
+        tenant_id: str = "default",
+        blocks: Sequence[int] | None = None,
+        adapter: Adapter = None,
+        salts: Sequence[str] = (),
+    ) -> None:
+        name = (instance_id, tenant_id, rank)
+        claim = next(claim for claim in await store.registry.claims() if claim.registration.name == name)
+        grant = await store.leases.take(claim, "test", 60.0, force=True)
+        assert grant is not None
+        of = claim.registration
+        dp_rank = rank if batch_rank is None else batch_rank
+        holder = Holder(0, claim.publisher, instance_id, dp_rank, medium, of.block_size, instance_id, of.scope)
+        begin = Begin(f"{dp_rank} {medium}", holder)
+        ids = await store.records.new_life(grant, unit="", is_restart=False, begin=[begin], above=grant.above)
+        assert ids is not None
+        ns = namespace(adapter, salts)
+        hashes = extend(None, token_bytes(tokens), of.block_size)
+        keys = [hashes[i] ^ ns for i in (range(len(hashes)) if blocks is None else blocks)]
+        seq = next(seqs)
+        runs = [Run("+", ids[0], seq, 1, keys, keys, ns)]
+        verdict = await store.index.apply(grant, runs, {ids[0]: "set"}, Commit(seq, None, None, "0" * 16))
+        assert verdict is Verdict.APPLIED
+
+    return hold

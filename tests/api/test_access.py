@@ -1,0 +1,53 @@
+"""Where a registration may point to, by globs and CIDRs."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.api.access import AllowedEndpoints
+from app.errors import InvalidValue
+
+
+@pytest.mark.parametrize(
+    ("allowed", "endpoint"),
+    [
+        ([], "tcp://anywhere:1"),
+        (["10.0.0.0/8"], "tcp://10.1.2.3:5557"),
+        (["10.1.2.3"], "tcp://10.1.2.3:5557"),
+        (["fd00::/8"], "tcp://[fd00::1]:5557"),
+        (["10.0.0.0/8"], "tcp://[::ffff:10.1.2.3]:5557"),
+        (["*.engines.svc"], "tcp://pod-1.engines.svc:5557"),
+        (["*.Engines.svc"], "tcp://POD.engines.SVC:5557"),
+        (["tcp://*:5557"], "tcp://anywhere:5557"),
+        (["ipc:///run/Engines/*"], "ipc:///run/Engines/a.sock"),
+        (["192.168.0.0/16", "ipc://*"], "ipc://x"),
+    ],
+)
+def test_allowed(allowed: list[str], endpoint: str) -> None:
+    AllowedEndpoints(allowed).check(endpoint, "endpoint")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "endpoint"),
+    [
+        (["10.0.0.0/8"], "tcp://11.0.0.1:5557"),
+        (["10.0.0.0/8"], "tcp://10.0.0.1.evil.com:5557"),
+        (["10.0.0.0/8"], "tcp://localhost:5557"),
+        (["10.0.0.0/8"], "tcp://[:::::::]:5557"),
+        (["10.0.0.0/8"], "tcp://10.1:5557"),
+        (["10.0.0.0/8"], "ipc://10.0.0.1"),
+        (["10.0.0.0/33"], "tcp://10.0.0.1:5557"),
+        (["*"], "ipc:///etc/passwd"),
+        (["*.engines.svc"], "tcp://engines.svc.evil.com:5557"),
+        (["tcp://*:5557"], "tcp://anywhere:22"),
+        (["ipc:///run/engines/*"], "ipc:///run/Engines/a.sock"),
+    ],
+)
+def test_refused(allowed: list[str], endpoint: str) -> None:
+    with pytest.raises(InvalidValue, match="WAYMARK_ALLOWED_ENDPOINTS") as caught:
+        AllowedEndpoints(allowed).check(endpoint, "replay_endpoint")
+    assert caught.value.field == "replay_endpoint"
+
+
+def test_an_endpoint_that_is_absent_points_nowhere() -> None:
+    AllowedEndpoints(["10.0.0.0/8"]).check(None, "endpoint")

@@ -1,0 +1,319 @@
+"""The root dialect: registrations come and go, queries tell what each instance has."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+
+from app.api.conductor import in_tokens
+from app.domain.hashing import extend, token_bytes
+from app.domain.match import ConductorRow
+from app.metrics import Metrics
+from app.store.reader import Reading
+from app.store.store import Store
+from tests.api.conftest import Hold, MakeClient
+
+TOKENS = [101, 15, 100, 55, 89, 63]
+
+Register = Callable[..., Awaitable[None]]
+
+
+def row(
+    longest: int = 0, gpu: int = 0, dp: dict[str, int] | None = None, cpu: int = 0, disk: int = 0
+) -> dict[str, Any]:
+    return {"longest_matched": longest, "GPU": gpu, "DP": {"0": 0} if dp is None else dp, "CPU": cpu, "DISK": disk}
+
+
+async def ask(client: httpx.AsyncClient, path: str = "/query", **fields: Any) -> Any:
+    body = {"model": "m", "block_size": 2} | fields
+    if path == "/query":
+        body = {"token_ids": TOKENS} | body
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_worked_example_of_the_contract(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    await register("engine", dp_rank=0)
+    await register("engine", dp_rank=1)
+    await register("pool", type="Mooncake")
+    await hold("engine", TOKENS, rank=0, blocks=[0, 1])
+    await hold("engine", TOKENS, rank=1, blocks=[0])
+    await hold("pool", TOKENS, medium="CPU", blocks=[0, 1])
+    await hold("pool", TOKENS, medium="DISK", blocks=[0, 2])
+
+    answer = await ask(client)
+    assert answer == {"default": {"engine": row(6, 4, {"0": 4, "1": 2}, 4, 4)}}
+    assert list(answer["default"]["engine"]) == ["longest_matched", "GPU", "DP", "CPU", "DISK"]
+
+    by_hash = await ask(client, "/query_by_hash", seq_hashes=extend(None, token_bytes(TOKENS), 2))
+    assert by_hash == answer
+
+
+async def test_every_instance_of_the_model_is_a_row(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    await register("a")
+    await register("b", dp_rank=3)
+    await register("other-model", modelname="n")
+    await register("other-tenant", tenant_id="t")
+    await hold("a", TOKENS[:4])
+    assert await ask(client) == {"default": {"a": row(4, 4, {"0": 4}), "b": row(dp={"3": 0})}}
+    assert await ask(client, tenant_id="t") == {"t": {"other-tenant": row()}}
+
+
+async def test_instance_id_asks_for_one_row(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    await register("a")
+    await register("b")
+    await register("pool", type="Mooncake")
+    await hold("a", TOKENS)
+    assert await ask(client, instance_id="a") == {"default": {"a": row(6, 6, {"0": 6})}}
+    assert await ask(client, instance_id="b") == {"default": {"b": row()}}
+    assert await ask(client, instance_id="nobody") == {"default": {"nobody": row(dp={})}}
+    assert await ask(client, instance_id="pool") == {"default": {"pool": row(dp={})}}
+    assert await ask(client, instance_id="") == await ask(client)
+
+
+async def test_unknown_model_and_unknown_tenant(client: httpx.AsyncClient, register: Register) -> None:
+    assert await ask(client) == {}
+    await register("a")
+    assert await ask(client, model="unknown") == {"default": {}}
+    assert await ask(client, model="unknown", instance_id="a") == {"default": {"a": row(dp={})}}
+    assert await ask(client, tenant_id="unknown") == {}
+    assert await ask(client, tenant_id="unknown", instance_id="a") == {}
+
+
+async def test_tenant_without_registrations_is_not_known_any_more(
+    client: httpx.AsyncClient, register: Register, hold: Hold
+) -> None:
+    await register("a")
+    await hold("a", TOKENS)
+    assert (await client.post("/unregister", json={"instance_id": "a"})).status_code == 200
+    assert await ask(client) == {}
+    await register("pool", type="Mooncake")
+    assert await ask(client) == {"default": {}}
+
+
+async def test_a_query_creates_nothing(client: httpx.AsyncClient, store: Store, register: Register) -> None:
+    await register("a")
+    groups = await store.registry.groups()
+    await ask(client, model="unknown")
+    await ask(client, tenant_id="unknown")
+    assert await store.registry.groups() == groups
+
+
+@pytest.mark.parametrize("tokens", [[], [101], TOKENS[:1]])
+async def test_prompt_without_a_complete_block_matches_nothing(
+    client: httpx.AsyncClient, register: Register, hold: Hold, tokens: list[int]
+) -> None:
+    await register("a")
+    await hold("a", TOKENS)
+    assert await ask(client, token_ids=tokens) == {"default": {"a": row()}}
+
+
+async def test_long_prompt_matches_over_many_chunks(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    tokens = list(range(3001))
+    await register("a")
+    await hold("a", tokens)
+    assert await ask(client, token_ids=tokens) == {"default": {"a": row(3000, 3000, {"0": 3000})}}
+    assert await ask(client, token_ids=tokens[:2000] + [7] + tokens[2001:]) == {
+        "default": {"a": row(2000, 2000, {"0": 2000})}
+    }
+
+
+async def test_another_block_size_matches_nothing(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    await register("a")
+    await hold("a", TOKENS)
+    assert await ask(client, block_size=1) == {"default": {"a": row()}}
+
+
+async def test_new_medium_and_rank_known_from_batches_only(
+    client: httpx.AsyncClient, register: Register, hold: Hold
+) -> None:
+    await register("a", dp_rank=2)
+    await hold("a", TOKENS[:2], rank=2, batch_rank=10, medium="CXL")
+    expected = row(2, 0, {"2": 0, "10": 2}) | {"CXL": 2}
+    answer = await ask(client)
+    assert answer == {"default": {"a": expected}}
+    assert list(answer["default"]["a"]["DP"]) == ["2", "10"]
+
+
+def test_further_media_come_last_and_in_order() -> None:
+    answer = in_tokens(ConductorRow(longest=3, media={"ZNS": 1, "CXL": 2, "GPU": 3}, ranks={10: 3, 9: 0}), 16)
+    assert list(answer) == ["longest_matched", "GPU", "DP", "CPU", "DISK", "CXL", "ZNS"]
+    assert list(answer["DP"]) == ["9", "10"]
+    assert answer == {"longest_matched": 48, "GPU": 48, "DP": {"9": 0, "10": 48}, "CPU": 0, "DISK": 0} | {
+        "CXL": 32,
+        "ZNS": 16,
+    }
+
+
+async def test_salts_separate_and_either_field_may_carry_them(
+    client: httpx.AsyncClient, register: Register, hold: Hold
+) -> None:
+    await register("a")
+    await hold("a", TOKENS, salts=["w8a8"])
+    matched, nothing = {"default": {"a": row(6, 6, {"0": 6})}}, {"default": {"a": row()}}
+    assert await ask(client) == nothing
+    assert await ask(client, cache_salt="w8a8") == matched
+    assert await ask(client, additional_salt="w8a8") == matched
+    assert await ask(client, additionalsalt="w8a8", cache_salt="") == matched
+    assert await ask(client, additional_salt="w8", cache_salt="a8") == nothing
+    await hold("a", TOKENS[:2], salts=["x", "y"])
+    assert (await ask(client, additional_salt="x", cache_salt="y"))["default"]["a"]["GPU"] == 2
+    assert await ask(client, additional_salt="y", cache_salt="x") == nothing
+
+
+async def test_adapters_separate_and_an_id_is_not_a_name(
+    client: httpx.AsyncClient, register: Register, hold: Hold
+) -> None:
+    await register("a")
+    await hold("a", TOKENS[:2], adapter=7)
+    await hold("a", TOKENS[:4], adapter="7")
+    asked: dict[str, dict[str, Any]] = {
+        "base": {},
+        "id": {"lora_id": 7},
+        "name": {"lora_name": "7"},
+        "empty": {"lora_name": ""},
+    }
+    lengths = {}
+    for name, fields in asked.items():
+        lengths[name] = (await ask(client, **fields))["default"]["a"]["longest_matched"]
+    assert lengths == {"base": 0, "id": 2, "name": 4, "empty": 0}
+    refused = await client.post(
+        "/query", json={"model": "m", "block_size": 2, "token_ids": [], "lora_name": "x", "lora_id": 1}
+    )
+    assert refused.status_code == 400
+    assert refused.json()["field"] == "lora_id"
+
+
+@pytest.mark.parametrize("spelling", ["seq_hashes", "block_hash", "block_hashes"])
+async def test_hashes_may_be_signed_or_decimal_strings(
+    client: httpx.AsyncClient, register: Register, hold: Hold, spelling: str
+) -> None:
+    await register("a")
+    await hold("a", TOKENS)
+    hashes = extend(None, token_bytes(TOKENS), 2)
+    expected = {"default": {"a": row(6, 6, {"0": 6})}}
+    assert await ask(client, "/query_by_hash", **{spelling: hashes}) == expected
+    assert await ask(client, "/query_by_hash", **{spelling: [str(h) for h in hashes]}) == expected
+    signed = [h - 2**64 if h >= 2**63 else h for h in hashes]
+    assert any(h < 0 for h in signed)
+    assert await ask(client, "/query_by_hash", **{spelling: signed}) == expected
+    assert await ask(client, "/query_by_hash", **{spelling: []}) == {"default": {"a": row()}}
+
+
+@pytest.mark.parametrize("media_type", ["application/msgpack", "application/x-msgpack"])
+async def test_msgpack_is_answered_in_msgpack(
+    client: httpx.AsyncClient, register: Register, hold: Hold, media_type: str
+) -> None:
+    await register("a")
+    await hold("a", TOKENS)
+    hashes = extend(None, token_bytes(TOKENS), 2)
+    for path, fields in (
+        ("/query", {"token_ids": TOKENS}),
+        ("/query", {"token_ids": token_bytes(TOKENS)}),
+        ("/query_by_hash", {"seq_hashes": hashes}),
+        ("/query_by_hash", {"seq_hashes": b"".join(h.to_bytes(8, "little") for h in hashes)}),
+    ):
+        body = msgpack.packb({"model": "m", "block_size": 2} | fields)
+        answer = await client.post(path, content=body, headers={"content-type": media_type})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/msgpack"
+        assert msgpack.unpackb(answer.content) == {"default": {"a": row(6, 6, {"0": 6})}}
+
+
+async def test_registering_again_moves_or_conflicts(client: httpx.AsyncClient, store: Store) -> None:
+    body = {"type": "SGLang", "endpoint": "tcp://a:1", "model": "m", "instance_id": "i", "block_size": 16}
+    for _ in range(2):
+        answer = await client.post("/register", json=body)
+        assert (answer.status_code, answer.json()) == (
+            200,
+            {"status": "registered successfully", "instance_id": "i"},
+        )
+    assert (await client.post("/register", json=body | {"endpoint": "tcp://b:1"})).status_code == 200
+    for field, value in {
+        "block_size": 32,
+        "model": "other",
+        "type": "vllm",
+        "lora_name": "x",
+        "additional_salt": "very-secret",
+        "scope": "shared",
+    }.items():
+        conflict = await client.post("/register", json=body | {"endpoint": "tcp://b:1", field: value})
+        assert conflict.status_code == 409, field
+        assert conflict.json()["reason"] == "conflict"
+        assert "very-secret" not in conflict.text
+    (registration,) = await store.registry.registrations()
+    assert (registration.endpoint, registration.block_size) == ("tcp://b:1", 16)
+
+
+async def test_unregister_takes_out_a_rank_or_the_instance(client: httpx.AsyncClient, register: Register) -> None:
+    for rank in (0, 1, 2):
+        await register("a", dp_rank=rank)
+    await register("a", tenant_id="t")
+    await register("b")
+    one = await client.post("/unregister", json={"instance_id": "a", "dp_rank": 1, "block_size": "not used"})
+    assert one.json() == {"status": "unregistered successfully", "removed_instances": ["a|default|1"]}
+    rest = await client.post("/unregister", json={"instance_id": "a", "tenant_id": None})
+    assert rest.json()["removed_instances"] == ["a|default|0", "a|default|2"]
+    gone = await client.post("/unregister", json={"instance_id": "a", "dp_rank": 0})
+    assert gone.status_code == 404
+    assert gone.json() == {"error": "service not found: a|default|0", "reason": "not_found"}
+    assert await ask(client) == {"default": {"b": row()}}
+
+
+async def test_partial_reading_is_marked_and_counted(
+    client: httpx.AsyncClient,
+    store: Store,
+    make_client: MakeClient,
+    register: Register,
+    hold: Hold,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await register("a")
+    await hold("a", TOKENS)
+    metrics = Metrics()
+    counted = await make_client(store, metrics=metrics)
+    body = {"model": "m", "block_size": 2, "token_ids": TOKENS}
+    complete = await counted.post("/query", json=body)
+    assert "x-waymark-partial" not in complete.headers
+
+    read = store.reader.read
+
+    async def cut_short(*args: Any, **options: Any) -> Reading | None:
+        reading = await read(*args, **options)
+        assert reading is not None
+        return Reading(reading.walk, True, reading.round_trips, reading.blocks)
+
+    monkeypatch.setattr(store.reader, "read", cut_short)
+    partial = await counted.post("/query", json=body)
+    assert partial.headers["x-waymark-partial"] == "true"
+    assert partial.json() == complete.json()
+    value = metrics.registry.get_sample_value
+    assert value("waymark_query_partial_total") == 1
+    assert value("waymark_query_blocks_total") == 6
+    assert value("waymark_query_matched_blocks_total") == 6
+    assert (value("waymark_query_round_trips_total") or 0) >= 2
+    labels = {"route": "/query", "method": "POST", "status": "200"}
+    assert value("waymark_http_requests_total", labels) == 2
+    assert value("waymark_http_request_duration_seconds_count", {"route": "/query"}) == 2
+
+
+async def test_endpoints_may_be_limited_by_the_operator(memory_store: Store, make_client: MakeClient) -> None:
+    client = await make_client(memory_store, allowed_endpoints=("10.0.0.0/8", "*.engines.svc"))
+    body = {"type": "vLLM", "model": "m", "instance_id": "i", "block_size": 16}
+    allowed = await client.post("/register", json=body | {"endpoint": "tcp://10.1.2.3:5557"})
+    assert allowed.status_code == 200
+    for fields, field in (
+        ({"endpoint": "tcp://169.254.169.254:80"}, "endpoint"),
+        ({"endpoint": "tcp://a.engines.svc:1", "replay_endpoint": "tcp://evil:1"}, "replay_endpoint"),
+    ):
+        refused = await client.post("/register", json=body | fields | {"instance_id": "j"})
+        assert (refused.status_code, refused.json()["field"]) == (400, field)
+    dynamo = await client.post(
+        "/dynamo/register", json={"instance_id": 1, "endpoint": "tcp://evil:1", "model_name": "m", "block_size": 16}
+    )
+    assert dynamo.status_code == 400

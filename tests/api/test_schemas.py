@@ -1,0 +1,211 @@
+"""Fields, aliases and defaults of the root dialect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.api.errors import Unfit
+from app.api.fields import NAME_BYTES_MAX
+from app.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
+from app.domain.names import EngineKind, GroupName, Registration
+
+REGISTER: dict[str, Any] = {
+    "endpoint": "tcp://1.1.1.1:5557",
+    "type": "vLLM",
+    "modelname": "deepseek",
+    "instance_id": "node1",
+    "block_size": 128,
+}
+QUERY: dict[str, Any] = {"model": "m", "block_size": 2, "token_ids": [1]}
+
+
+def registration(**fields: Any) -> Registration:
+    return RegisterRequest.of(REGISTER | fields).registration()
+
+
+def test_published_registration_is_taken_whole() -> None:
+    published = {
+        "endpoint": "tcp://1.1.1.1:5557",
+        "replay_endpoint": "tcp://1.1.1.1:5558",
+        "type": "vLLM",
+        "modelname": "deepseek",
+        "lora_name": "sql-adapter",
+        "tenant_id": "default",
+        "instance_id": "vllm-prefill-node1",
+        "block_size": 128,
+        "dp_rank": 0,
+        "additionalsalt": "w8a8",
+    }
+    assert RegisterRequest.of(published).registration() == Registration(
+        kind=EngineKind.VLLM,
+        instance_id="vllm-prefill-node1",
+        tenant_id="default",
+        dp_rank=0,
+        model_name="deepseek",
+        block_size=128,
+        endpoint="tcp://1.1.1.1:5557",
+        replay_endpoint="tcp://1.1.1.1:5558",
+        lora_name="sql-adapter",
+        additional_salt="w8a8",
+        scope="instance",
+        copies="count",
+        sequence="publisher",
+    )
+
+
+@pytest.mark.parametrize("nothing", [{}, None, ""])
+@pytest.mark.parametrize(
+    ("field", "attribute", "default"),
+    [
+        ("tenant_id", "tenant_id", "default"),
+        ("lora_name", "lora_name", None),
+        ("additionalsalt", "additional_salt", None),
+        ("replay_endpoint", "replay_endpoint", None),
+    ],
+)
+def test_absent_null_and_empty_are_the_same(nothing: Any, field: str, attribute: str, default: Any) -> None:
+    given = {} if nothing == {} else {field: nothing}
+    assert getattr(registration(**given), attribute) == default
+
+
+@pytest.mark.parametrize("spelling", ["modelname", "model_name", "model"])
+def test_names_of_the_model(spelling: str) -> None:
+    fields = {name: value for name, value in REGISTER.items() if name != "modelname"}
+    assert RegisterRequest.of(fields | {spelling: "x"}).registration().model_name == "x"
+    query = {name: value for name, value in QUERY.items() if name != "model"}
+    assert QueryRequest.of(query | {spelling: "x"}).group == GroupName("default", "x")
+
+
+@pytest.mark.parametrize("spelling", ["additionalsalt", "additional_salt"])
+def test_names_of_the_salt(spelling: str) -> None:
+    assert registration(**{spelling: "w8a8"}).additional_salt == "w8a8"
+    assert QueryRequest.of(QUERY | {spelling: "w8a8", "cache_salt": "c"}).salts == ["w8a8", "c"]
+
+
+@pytest.mark.parametrize("name", ["vllm", "VLLM", "vLLM", "sglang", "SGLANG", "mooncake", "Standard"])
+def test_type_in_any_case(name: str) -> None:
+    assert registration(type=name).kind.lower() == name.lower()
+
+
+@pytest.mark.parametrize(
+    ("kind", "scope", "copies"),
+    [
+        ("vLLM", "instance", "count"),
+        ("SGLang", "instance", "count"),
+        ("Mooncake", "shared", "set"),
+        ("standard", "instance", "set"),
+    ],
+)
+def test_scope_and_copies_follow_the_type_unless_given(kind: str, scope: str, copies: str) -> None:
+    default = registration(type=kind)
+    assert (default.scope, default.copies) == (scope, copies)
+    given = registration(type=kind, scope="instance", copies="set", sequence="rank")
+    assert (given.scope, given.copies, given.sequence) == ("instance", "set", "rank")
+
+
+def test_only_a_standard_publisher_needs_no_endpoint() -> None:
+    assert registration(type="standard", endpoint=None).endpoint is None
+    for nothing in (None, ""):
+        with pytest.raises(Unfit) as caught:
+            registration(endpoint=nothing)
+        assert (caught.value.field, caught.value.reason) == ("endpoint", "missing")
+    with pytest.raises(Unfit) as caught:
+        registration(type="standard", endpoint=None, replay_endpoint="tcp://a:1")
+    assert caught.value.field == "replay_endpoint"
+
+
+@pytest.mark.parametrize("field", ["endpoint", "type", "modelname", "instance_id", "block_size"])
+def test_required_fields_are_named_when_missing_or_null(field: str) -> None:
+    for fields in ({name: value for name, value in REGISTER.items() if name != field}, REGISTER | {field: None}):
+        with pytest.raises(Unfit) as caught:
+            RegisterRequest.of(fields).registration()
+        assert (caught.value.field, caught.value.reason) == (field, "missing")
+        assert caught.value.sentence.startswith(f"{field} is missing; ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"),
+    [
+        ({"type": "triton"}, "type", "invalid_value"),
+        ({"type": 7}, "type", "invalid_type"),
+        ({"endpoint": "http://a:1"}, "endpoint", "invalid_value"),
+        ({"endpoint": "tcp://a"}, "endpoint", "invalid_value"),
+        ({"endpoint": "tcp://a:70000"}, "endpoint", "invalid_value"),
+        ({"endpoint": "tcp://a:1\n"}, "endpoint", "invalid_value"),
+        ({"endpoint": "tcp://*:5557"}, "endpoint", "invalid_value"),
+        ({"endpoint": ["tcp://a:1"]}, "endpoint", "invalid_type"),
+        ({"replay_endpoint": "udp://a:1"}, "replay_endpoint", "invalid_value"),
+        ({"modelname": ""}, "modelname", "invalid_value"),
+        ({"modelname": 7}, "modelname", "invalid_type"),
+        ({"instance_id": 7}, "instance_id", "invalid_type"),
+        ({"instance_id": ""}, "instance_id", "invalid_value"),
+        ({"block_size": 0}, "block_size", "out_of_range"),
+        ({"block_size": 65537}, "block_size", "out_of_range"),
+        ({"block_size": -1}, "block_size", "out_of_range"),
+        ({"block_size": 2.0**70}, "block_size", "out_of_range"),
+        ({"block_size": 16.0}, "block_size", "invalid_type"),
+        ({"block_size": "16"}, "block_size", "invalid_type"),
+        ({"block_size": True}, "block_size", "invalid_type"),
+        ({"dp_rank": -1}, "dp_rank", "out_of_range"),
+        ({"dp_rank": 2**32}, "dp_rank", "out_of_range"),
+        ({"tenant_id": 7}, "tenant_id", "invalid_type"),
+        ({"scope": "global"}, "scope", "invalid_value"),
+        ({"copies": "twice"}, "copies", "invalid_value"),
+        ({"sequence": "batch"}, "sequence", "invalid_value"),
+        ({"additionalsalt": "s3cret" * 1000}, "additionalsalt", "out_of_range"),
+        ({"additionalsalt": ["s3cret"]}, "additionalsalt", "invalid_type"),
+        ({"additional_salt": 12345678}, "additional_salt", "invalid_type"),
+    ],
+)
+def test_what_does_not_fit_is_named(fields: dict[str, Any], field: str, reason: str) -> None:
+    with pytest.raises(Unfit) as caught:
+        registration(**fields)
+    assert (caught.value.field, caught.value.reason) == (field, reason)
+    assert "it must be" in caught.value.sentence
+    assert "s3cret" not in caught.value.sentence
+    assert "12345678" not in caught.value.sentence
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"),
+    [
+        ({"block_size": 0}, "block_size", "out_of_range"),
+        ({"block_size": None}, "block_size", "missing"),
+        ({"token_ids": None}, "token_ids", "missing"),
+        ({"model": None}, "model", "missing"),
+        ({"lora_id": -1}, "lora_id", "out_of_range"),
+        ({"lora_id": True}, "lora_id", "invalid_type"),
+        ({"lora_id": "7"}, "lora_id", "invalid_type"),
+        ({"lora_name": 7}, "lora_name", "invalid_type"),
+        ({"cache_salt": 12345678}, "cache_salt", "invalid_type"),
+        ({"instance_id": 7}, "instance_id", "invalid_type"),
+    ],
+)
+def test_what_does_not_fit_in_a_query_is_named(fields: dict[str, Any], field: str, reason: str) -> None:
+    with pytest.raises(Unfit) as caught:
+        QueryRequest.of(QUERY | fields)
+    assert (caught.value.field, caught.value.reason) == (field, reason)
+    assert "12345678" not in caught.value.sentence
+
+
+def test_hashes_missing_under_every_name() -> None:
+    with pytest.raises(Unfit) as caught:
+        QueryByHashRequest.of({"model": "m", "block_size": 2})
+    assert (caught.value.field, caught.value.reason) == ("seq_hashes", "missing")
+
+
+@pytest.mark.parametrize("name", ["a|b", "{x}", "{17}:holders", "two\nlines", "\x00", "é" * 2048, "x" * NAME_BYTES_MAX])
+def test_names_are_any_text_of_bounded_length(name: str) -> None:
+    assert registration(instance_id=name, modelname=name, tenant_id=name, lora_name=name).group == (name, name)
+    assert UnregisterRequest.of({"instance_id": name}).instance_id == name
+
+
+@pytest.mark.parametrize("name", ["x" * 2**20, "x" * (NAME_BYTES_MAX + 1), "é" * 2049])
+@pytest.mark.parametrize("field", ["instance_id", "modelname", "tenant_id", "lora_name", "additionalsalt"])
+def test_longer_names_are_refused_and_shown_short(name: str, field: str) -> None:
+    with pytest.raises(Unfit) as caught:
+        registration(**{field: name})
+    assert (caught.value.field, caught.value.reason) == (field, "out_of_range")
+    assert len(caught.value.sentence) < 250

@@ -1,0 +1,118 @@
+"""What operators see: services, workers, contexts, probes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from app.store.claims import Claim
+from app.store.store import Store
+from tests.api.conftest import Hold
+
+Register = Callable[..., Awaitable[None]]
+
+
+async def test_services_lists_registrations_in_order(client: httpx.AsyncClient, register: Register) -> None:
+    assert (await client.get("/services")).json() == {"count": 0, "services": []}
+    await register("b", replay_endpoint="tcp://10.0.0.1:5558", lora_name="l", additionalsalt="w8a8", dp_rank=3)
+    await register("a", type="standard", endpoint=None, tenant_id="t")
+    assert (await client.get("/services")).json() == {
+        "count": 2,
+        "services": [
+            {
+                "Endpoint": "tcp://10.0.0.1:5557",
+                "ReplayEndpoint": "tcp://10.0.0.1:5558",
+                "Type": "vLLM",
+                "ModelName": "m",
+                "LoraName": "l",
+                "TenantID": "default",
+                "InstanceID": "b",
+                "BlockSize": 2,
+                "DPRank": 3,
+                "AdditionalSalt": "w8a8",
+            },
+            {
+                "Endpoint": "",
+                "ReplayEndpoint": "",
+                "Type": "standard",
+                "ModelName": "m",
+                "LoraName": "",
+                "TenantID": "t",
+                "InstanceID": "a",
+                "BlockSize": 2,
+                "DPRank": 0,
+                "AdditionalSalt": "",
+            },
+        ],
+    }
+
+
+async def test_workers_tells_publishers_and_ingest_workers(
+    client: httpx.AsyncClient, store: Store, register: Register, hold: Hold
+) -> None:
+    await register("a")
+    await register("b", dp_rank=1)
+    await hold("a", [1, 2, 3, 4])
+    await store.records.alive("worker-1", keep_seconds=60)
+    view = (await client.get("/workers")).json()
+    first, second = view["publishers"]
+    assert (first["instance_id"], first["tenant_id"], first["dp_rank"]) == ("a", "default", 0)
+    assert first["blocks"] == {"GPU": 2}
+    assert first["watermark"] == 1
+    assert (second["instance_id"], second["dp_rank"], second["status"]) == ("b", 1, "pending")
+    assert second["watermark"] is None
+    for publisher in view["publishers"]:
+        assert publisher.keys() >= {"lag_seconds", "gaps", "restarts", "last_error", "worker"}
+    assert [worker["id"] for worker in view["workers"]] == ["worker-1"]
+
+
+async def test_a_publisher_that_is_leaving_is_not_listed(
+    client: httpx.AsyncClient, store: Store, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await register("stays")
+    await register("leaves")
+    first, second = await store.registry.claims()
+
+    async def claims() -> list[Claim]:
+        return [first, replace(second, is_leaving=True)]
+
+    monkeypatch.setattr(store.registry, "claims", claims)
+    publishers = (await client.get("/workers")).json()["publishers"]
+    assert [publisher["instance_id"] for publisher in publishers] == ["stays"]
+    assert (await client.get("/services")).json()["count"] == 1
+
+
+async def test_global_view_counts_blocks_by_context(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    await register("a")
+    await register("b")
+    await register("pool", type="Mooncake")
+    await register("a", modelname="n", tenant_id="t", block_size=1)
+    await hold("a", [1, 2, 3, 4])
+    await hold("a", [1, 2], medium="CPU")
+    await hold("b", [1, 2])
+    await hold("pool", [1, 2], medium="DISK")
+    view = (await client.get("/global_view")).json()
+    assert view["count"] == 2
+    context, other = view["contexts"]
+    assert context == {
+        "model_name": "m",
+        "tenant_id": "default",
+        "block_size": 2,
+        "lora_name": "",
+        "additional_salt": "",
+        "blocks": {"GPU": 3, "CPU": 1, "DISK": 1},
+        "instances": {"a": {"GPU": 2, "CPU": 1}, "b": {"GPU": 1}},
+        "pools": {"pool": {"DISK": 1}},
+    }
+    assert (other["tenant_id"], other["model_name"], other["instances"]) == ("t", "n", {"a": {}})
+
+
+async def test_probes(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    assert (await client.get("/ready")).json() == {"status": "ready"}
+    metrics = await client.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain; version=")
+    assert "# TYPE waymark_http_requests_total counter" in metrics.text
