@@ -1,0 +1,43 @@
+# Needs make and Python 3.11 or later, nothing else: everything is installed into .venv.
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint redis-server clean
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simulated engines
+	@$(BIN)/waymark demo
+
+test: $(VENV)/.installed-dev redis-server lint ## check everything: style, types, and the tests on a real Redis
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev ## check style and types only
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+clean: ## remove the environment, builds and caches
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+redis-server:
+	@sh scripts/redis-server.sh
+
+# Editable, so that a change of the code needs no new install; a change of pyproject.toml does.
+$(VENV)/.installed: pyproject.toml | $(VENV)/.made
+	@echo 'installing Waymark into $(VENV)'
+	@$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.made
+	@echo 'installing Waymark and what its tests need into $(VENV)'
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+# Marked at the end: an environment that was left half made is made anew.
+$(VENV)/.made:
+	@python="$$(sh scripts/python.sh)" && "$$python" -m venv --clear $(VENV)
+	@touch $@

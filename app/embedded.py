@@ -1,0 +1,98 @@
+"""Processes, put together: the API, the ingest worker, or both, over one store.
+
+No logic of its own: it wires what the roles are. SIGTERM and SIGINT end a process in order: the API answers what it
+has begun, the worker gives its leases back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from app.api.application import create_app, create_probes
+from app.ingest.stream import StreamOptions
+from app.ingest.worker import Worker, WorkerOptions
+from app.metrics import Metrics
+from app.settings import Settings
+from app.store.store import Store
+
+#: How long requests that have begun may take to end.
+_SHUTDOWN_SECONDS = 5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the signals left to us: it would end the process before the worker has given back its leases."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def worker_options(settings: Settings) -> WorkerOptions:
+    """What a worker needs of the settings."""
+    return WorkerOptions(
+        worker_id=settings.worker_id,
+        hash_seed=settings.hash_seed,
+        hash_cache_entries=settings.hash_cache_entries,
+        waiting_blocks=settings.waiting_blocks,
+        replays_max=settings.replays_max,
+        sweep_blocks_per_second=settings.sweep_blocks_per_second,
+        stream=StreamOptions(
+            on_gap=settings.on_gap,
+            probe_seconds=settings.probe_seconds,
+            replay_idle_seconds=settings.replay_idle_seconds,
+            replay_seconds=settings.replay_seconds,
+            publisher_timeout=settings.publisher_timeout,
+            lease_seconds=settings.lease_seconds,
+            stream_buffer_bytes=settings.stream_buffer_bytes,
+            stream_buffer_frames=settings.stream_buffer_frames,
+            fold_batches=settings.fold_batches,
+        ),
+    )
+
+
+async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
+    """One process, until a signal ends it."""
+    store = Store.open(
+        settings.redis_url,
+        settings.redis_read_url,
+        shards=settings.shards,
+        timeout_seconds=settings.redis_timeout_seconds,
+    )
+    metrics = Metrics()
+    port = settings.port if has_api else settings.ingest_port
+    server = _Server(
+        uvicorn.Config(
+            create_app(store, settings, metrics) if has_api else create_probes(store, settings, metrics),
+            host=settings.host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        )
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            ended: set[asyncio.Task[Any]] = {tasks.create_task(stop.wait())}
+            if port:
+                ended.add(tasks.create_task(server.serve()))
+            worker = tasks.create_task(Worker(store, metrics, worker_options(settings)).run()) if has_worker else None
+            # A server that ends by itself could not open its port.
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            stop.set()
+            server.should_exit = True
+            if worker is not None:
+                worker.cancel()
+    finally:
+        await store.close()

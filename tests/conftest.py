@@ -1,0 +1,107 @@
+"""Fixtures for every test: an emulated and a real Redis, a deadline to wait by, a free port.
+
+Whoever asks for ``redis`` runs twice, on fakeredis and on a real server, each time with an empty database.
+The real server is started here, once a session, on a unix socket in a directory of its own. Where there is no
+redis-server the tests fail: a test that skips itself has proved nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+from fakeredis import FakeAsyncRedis, FakeServer
+from redis import Redis as SyncRedis
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+SERVER_START_SECONDS = 10.0
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def wait_until(predicate: Callable[[], bool | Awaitable[bool]], description: str, seconds: float = 10.0) -> None:
+    """Return as soon as ``predicate``, plain or async, is true; fail with ``description`` after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = predicate()
+        if inspect.isawaitable(answer):
+            answer = await answer
+        if answer:
+            return
+        if time.monotonic() >= deadline:
+            pytest.fail(f"after {seconds:g} s it is still not so: {description}")
+        await anyio.sleep(0.01)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def redis_socket() -> Iterator[Path]:
+    """The unix socket of a real redis-server that lives as long as the test session."""
+    server = shutil.which("redis-server") or shutil.which("valkey-server")
+    if server is None:
+        pytest.fail("no redis-server on PATH: install it (Debian: apt-get install redis-server)", pytrace=False)
+    # A path of ours, not pytest's tmp_path: a unix socket's may have 107 characters at most.
+    with tempfile.TemporaryDirectory(prefix="wm-") as directory:
+        path = Path(directory) / "redis.sock"
+        options = ["--port", "0", "--unixsocket", str(path), "--dir", directory, "--save", "", "--appendonly", "no"]
+        log = Path(directory) / "redis.log"
+        with log.open("wb") as output, subprocess.Popen([server, *options], stdout=output, stderr=output) as process:
+            try:
+                _wait_for_server(process, path, log)
+                yield path
+            finally:
+                process.terminate()
+                process.wait(timeout=10)
+
+
+def _wait_for_server(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
+    deadline = time.monotonic() + SERVER_START_SECONDS
+    with SyncRedis(unix_socket_path=str(path), protocol=2) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                client.ping()
+            except RedisConnectionError:
+                time.sleep(0.02)
+            else:
+                return
+    pytest.fail(f"redis-server did not start:\n{log.read_text()}", pytrace=False)
+
+
+@pytest.fixture
+def redis_url(redis_socket: Path) -> str:
+    """The URL of the real Redis, emptied."""
+    with SyncRedis(unix_socket_path=str(redis_socket), protocol=2) as client:
+        client.flushall()
+        client.script_flush()
+    return f"unix://{redis_socket}"
+
+
+@pytest.fixture(params=["emulated", "real"])
+async def redis(request: pytest.FixtureRequest) -> AsyncIterator[Redis]:
+    """A client of an empty Redis, replies as bytes over RESP2; once emulated, once real."""
+    if request.param == "real":
+        client = Redis.from_url(request.getfixturevalue("redis_url"), protocol=2, decode_responses=False)
+    else:
+        client = FakeAsyncRedis(server=FakeServer(), protocol=2, decode_responses=False)
+    async with client:
+        yield client

@@ -1,0 +1,75 @@
+"""Imports go one way: this is the table of who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOP = {"__main__", "cli", "demo", "embedded"}
+LEAVES = {"errors", "settings", "metrics", "logs"}
+BELOW_ROLES = LEAVES | {"domain", "engines", "store"}
+
+# Part of app -> the other parts of it that it may import. The version in app/__init__.py is free for all.
+PARTS: dict[str, set[str]] = {
+    "__init__": set(),
+    "errors": set(),
+    **{leaf: {"errors"} for leaf in LEAVES - {"errors"}},
+    "domain": {"errors"},
+    "store": LEAVES | {"domain"},
+    "engines": {"domain", "errors"},
+    "ingest": BELOW_ROLES,
+    "api": BELOW_ROLES,
+    "simulator": {"domain", "errors"},
+    **{top: BELOW_ROLES | TOP | {"api", "ingest", "simulator"} for top in TOP},
+}
+
+# Third-party package -> the parts or modules that may import it.
+LIBRARIES: dict[str, set[str]] = {
+    "annotated_types": {"settings"},
+    "fakeredis": {"store"},
+    "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
+    "orjson": {"store", "ingest", "api", *TOP},
+    "prometheus_client": {"metrics"},
+    "pydantic": {"settings", "api"},
+    "pydantic_core": {"api"},
+    "pydantic_settings": {"settings"},
+    "redis": {"store"},
+    "starlette": {"api"},
+    "uvicorn": {"cli", "embedded"},
+    "uvloop": {"cli", "embedded"},
+    "xxhash": {"domain.hashing", "ingest"},
+    "zmq": {"ingest", "simulator"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}, line {node.lineno}: imports here are absolute"
+            # `from app import logs` means app.logs, `from app import __version__` does not.
+            names |= {f"app.{alias.name}" for alias in node.names} if node.module == "app" else {str(node.module)}
+    return names - {"app", "app.__version__"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "app").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
+    module = ".".join(path.relative_to(ROOT / "app").with_suffix("").parts)
+    part = module.partition(".")[0]
+    wrong = []
+    for name in imported(path):
+        package, _, rest = name.partition(".")
+        if package == "app":
+            target = rest.partition(".")[0]
+            allowed = target == part or target in PARTS[part]
+        else:
+            allowed = package in sys.stdlib_module_names or bool({part, module} & LIBRARIES.get(package, set()))
+        if not allowed:
+            wrong.append(name)
+    assert sorted(wrong) == [], f"app.{module} may not import these"

@@ -1,0 +1,103 @@
+"""logs: a constant sentence with fields, one line each, nothing secret."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+from pydantic import SecretStr
+
+from app.logs import configure, fields
+
+log = logging.getLogger("app.test")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []
+    yield
+    logging.captureWarnings(False)
+    root.handlers, root.level = handlers, level
+
+
+def start(log_format: Literal["text", "json"], level: str = "info") -> io.StringIO:
+    stream = io.StringIO()
+    configure(level, log_format, stream)
+    return stream
+
+
+def only_entry(stream: io.StringIO) -> dict[str, Any]:
+    (line,) = stream.getvalue().splitlines()
+    entry: dict[str, Any] = json.loads(line)
+    return entry
+
+
+def test_a_text_line_has_the_sentence_and_then_the_fields() -> None:
+    stream = start("text")
+    log.info("stream resynced", extra=fields(stream="vllm-0|default|0", missing=7))
+    time, rest = stream.getvalue().split(" ", 1)
+    assert time.endswith("Z")
+    assert rest == 'INFO app.test: stream resynced stream="vllm-0|default|0" missing=7\n'
+
+
+def test_a_json_line_is_one_object() -> None:
+    stream = start("json")
+    log.warning("stream resynced", extra=fields(stream="vllm-0", missing=7))
+    entry = only_entry(stream)
+    assert entry.pop("time").endswith("Z")
+    assert entry == {
+        "level": "warning",
+        "logger": "app.test",
+        "message": "stream resynced",
+        "stream": "vllm-0",
+        "missing": 7,
+    }
+
+
+def test_lines_below_the_level_are_not_written() -> None:
+    stream = start("text", "warning")
+    log.info("not this one")
+    log.warning("this one")
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_field_never_takes_the_place_of_what_every_line_has() -> None:
+    stream = start("json")
+    log.info("the sentence", extra=fields(message="another", name="x", args=1))
+    entry = only_entry(stream)
+    assert (entry["message"], entry["name"], entry["args"]) == ("the sentence", "x", 1)
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_name_with_a_newline_stays_on_its_line(log_format: Literal["text", "json"]) -> None:
+    stream = start(log_format)
+    log.info("registered", extra=fields(instance_id="a\n2026 ERROR forged"))
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_nothing_secret_is_written(log_format: Literal["text", "json"]) -> None:
+    stream = start(log_format)
+    try:
+        raise ConnectionError("redis://user:hunter2@cache:6379 refused")
+    except ConnectionError:
+        log.exception(
+            "cannot reach redis://:hunter2@cache",
+            extra=fields(url="redis://:hunter2@cache", password="hunter2", api_token=SecretStr("hunter2")),
+        )
+    written = stream.getvalue()
+    assert "hunter2" not in written
+    assert "redis://***@cache" in written
+    assert "ConnectionError" in written
+
+
+def test_a_second_configuration_replaces_the_first() -> None:
+    first, second = start("text"), start("text")
+    log.info("once")
+    assert (first.getvalue(), second.getvalue().count("once")) == ("", 1)

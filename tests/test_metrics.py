@@ -1,0 +1,105 @@
+"""metrics: exported names and labels are an API for dashboards, so here is the list."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from app import __version__
+from app.metrics import Metrics
+
+EXPORTED = [
+    "waymark_apply_duration_seconds",
+    "waymark_batches_lost_total",
+    "waymark_batches_total",
+    "waymark_blocks_applied_total{op}",
+    "waymark_buffer_dropped_total",
+    "waymark_build_info{version,python}",
+    "waymark_dead_holders",
+    "waymark_decode_errors_total{kind}",
+    "waymark_events_ignored_total{reason}",
+    "waymark_events_total{type}",
+    "waymark_frames_malformed_total",
+    "waymark_gaps_total",
+    "waymark_http_request_duration_seconds{route}",
+    "waymark_http_requests_total{route,method,status}",
+    "waymark_lag_seconds",
+    "waymark_query_blocks_total",
+    "waymark_query_matched_blocks_total",
+    "waymark_query_partial_total",
+    "waymark_query_round_trips_total",
+    "waymark_redis_up",
+    "waymark_replays_total{outcome}",
+    "waymark_restarts_total",
+    "waymark_stale_batches_total",
+    "waymark_streams{status}",
+    "waymark_sweep_blocks_total",
+    "waymark_unresolved_total",
+    "waymark_waiting_blocks",
+    "waymark_waiting_dropped_total",
+]
+
+
+def declared(metrics: Metrics) -> dict[str, Counter | Gauge | Histogram]:
+    return {name: value for name, value in vars(metrics).items() if isinstance(value, (Counter, Gauge, Histogram))}
+
+
+def touch(metric: Counter | Gauge | Histogram) -> None:
+    """Make a metric with labels appear, by one series."""
+    series = metric.labels(*(["x"] * len(metric._labelnames))) if metric._labelnames else metric
+    if isinstance(series, Histogram):
+        series.observe(0.001)
+    else:
+        series.inc()
+
+
+def test_names_and_labels_are_as_listed() -> None:
+    exported = []
+    for metric in declared(Metrics()).values():
+        (family,) = metric.describe()
+        name = family.name + ("_total" if family.type == "counter" else "")
+        exported.append(name + (f"{{{','.join(metric._labelnames)}}}" if metric._labelnames else ""))
+    assert sorted(exported) == EXPORTED
+
+
+def test_an_attribute_is_called_as_its_metric() -> None:
+    for attribute, metric in declared(Metrics()).items():
+        (family,) = metric.describe()
+        assert family.name == f"waymark_{attribute}"
+
+
+def test_help_is_a_sentence_that_says_how_many_or_how_long() -> None:
+    for attribute, metric in declared(Metrics()).items():
+        (family,) = metric.describe()
+        assert re.fullmatch(r"(How many|How long|Whether|Which) .+\.", family.documentation), attribute
+
+
+def test_what_is_rendered_can_be_read_by_prometheus() -> None:
+    metrics = Metrics()
+    for metric in declared(metrics).values():
+        touch(metric)
+    body, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    ours = {name for name in families if name.startswith("waymark_")}
+    assert len(ours) == len(EXPORTED)
+    assert not [name for name in ours if name.endswith("_created")]
+    assert {"version": __version__} in [
+        {"version": sample.labels["version"]} for sample in families["waymark_build_info"].samples
+    ]
+
+
+def test_a_request_of_a_hundred_microseconds_has_a_bucket_of_its_own() -> None:
+    metrics = Metrics()
+    metrics.http_request_duration_seconds.labels(route="/query").observe(0.00009)
+    body, _ = metrics.render()
+    assert b'waymark_http_request_duration_seconds_bucket{le="0.0001",route="/query"} 1.0' in body
+
+
+def test_two_roles_in_one_process_do_not_meet() -> None:
+    one, other = Metrics(), Metrics()
+    one.gaps.inc()
+    assert b"waymark_gaps_total 1.0" in one.render()[0]
+    assert b"waymark_gaps_total 0.0" in other.render()[0]

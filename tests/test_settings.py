@@ -1,0 +1,179 @@
+"""settings: read once, wrong values named, nothing secret shown."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from app.errors import SettingsError
+from app.settings import Settings, describe, hide_password
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    settings = Settings.from_env({})
+    assert (settings.redis_url, settings.redis_read_url, settings.port) == ("memory://", None, 13333)
+    assert (settings.hash_seed, settings.shards, settings.on_gap) == (1337, 1, "keep")
+    assert (settings.max_body_bytes, settings.max_tokens) == (16 * 2**20, 2**21)
+    assert (settings.allowed_endpoints, settings.medium_ttl, settings.api_token) == ((), {}, None)
+
+
+def test_every_kind_of_value_is_read() -> None:
+    settings = Settings.from_env(
+        {
+            "WAYMARK_REDIS_URL": "redis://cache:6379/0",
+            "WAYMARK_HASH_SEED": str(2**64 - 1),
+            "WAYMARK_REDIS_TIMEOUT_SECONDS": "0.5",
+            "WAYMARK_ACCESS_LOG": "true",
+            "WAYMARK_ALLOWED_ENDPOINTS": "tcp://10.0.0.*:5557, 10.1.0.0/16,",
+            "WAYMARK_MEDIUM_TTL": "disk=3600, CPU=600",
+            "WAYMARK_ON_GAP": "RESET",
+            "WAYMARK_API_TOKEN": "s3cret",
+        }
+    )
+    assert settings.hash_seed == 2**64 - 1
+    assert settings.redis_timeout_seconds == 0.5
+    assert settings.access_log is True
+    assert settings.allowed_endpoints == ("tcp://10.0.0.*:5557", "10.1.0.0/16")
+    assert settings.medium_ttl == {"DISK": 3600, "CPU": 600}
+    assert settings.on_gap == "reset"
+    assert settings.api_token is not None
+    assert settings.api_token.get_secret_value() == "s3cret"
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WAYMARK_PORT", "8080")
+    assert Settings.from_env().port == 8080
+    assert Settings().port == 13333, "only from_env reads the environment"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        pytest.param("WAYMARK_PORT", "http", ["'http'", "1 to 65535", "13333"], id="not-a-number"),
+        pytest.param("WAYMARK_PORT", "65536", ["'65536'", "1 to 65535"], id="too-large"),
+        pytest.param("WAYMARK_HASH_SEED", "-1", ["'-1'", "0 to 18446744073709551615"], id="negative-seed"),
+        pytest.param("WAYMARK_LEASE_SECONDS", "nan", ["'nan'"], id="not-finite"),
+        pytest.param("WAYMARK_ON_GAP", "drop", ["'drop'", "`keep` or `reset`"], id="no-such-choice"),
+        pytest.param("WAYMARK_ACCESS_LOG", "maybe", ["'maybe'", "`true` or `false`"], id="not-a-truth"),
+        pytest.param("WAYMARK_REDIS_URL", "cache:6379", ["'cache:6379'", "redis://"], id="url-without-scheme"),
+        pytest.param("WAYMARK_MEDIUM_TTL", "DISK", ["'DISK'", "NAME=SECONDS"], id="ttl-without-seconds"),
+        pytest.param("WAYMARK_MEDIUM_TTL", "DISK=1,disk=2", ["once"], id="ttl-given-twice"),
+        pytest.param("WAYMARK_MEDIUM_TTL", "DISK=0", ["'DISK=0'"], id="ttl-of-nothing"),
+    ],
+)
+def test_a_wrong_value_names_the_variable_the_value_and_the_way_out(
+    variable: str, value: str, words: list[str]
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_env({variable: value})
+    sentence = str(caught.value)
+    assert sentence.startswith(f"{variable} is ")
+    assert [word for word in words if word not in sentence] == []
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(SettingsError, match="WAYMARK_SHARD is not a setting: did you mean WAYMARK_SHARDS"):
+        Settings.from_env({"WAYMARK_SHARD": "2"})
+    with pytest.raises(SettingsError, match="waymark_port is not a setting: did you mean WAYMARK_PORT"):
+        Settings.from_env({"waymark_port": "2"})
+
+
+def test_all_complaints_come_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_env({"WAYMARK_PORT": "x", "WAYMARK_SHARDS": "0", "WAYMARK_ZZZZ": "1"})
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == [
+        "WAYMARK_ZZZZ",
+        "WAYMARK_PORT",
+        "WAYMARK_SHARDS",
+    ]
+
+
+def test_what_kubernetes_adds_for_a_service_called_waymark_is_not_ours() -> None:
+    links = {
+        "WAYMARK_SERVICE_HOST": "10.0.0.7",
+        "WAYMARK_SERVICE_PORT_HTTP": "13333",
+        "WAYMARK_PORT": "tcp://10.0.0.7:13333",
+        "WAYMARK_PORT_13333_TCP_ADDR": "10.0.0.7",
+        "WAYMARK_QUERY_PORT": "tcp://10.0.0.8:13333",
+        "WAYMARK_QUERY_PORT_13333_TCP": "tcp://10.0.0.8:13333",
+    }
+    assert Settings.from_env(links).port == 13333
+
+
+def test_an_empty_value_counts_as_none_but_an_empty_token_is_refused() -> None:
+    assert Settings.from_env({"WAYMARK_REDIS_READ_URL": "", "WAYMARK_PORT": ""}).redis_read_url is None
+    with pytest.raises(SettingsError, match="WAYMARK_API_TOKEN is not usable"):
+        Settings.from_env({"WAYMARK_API_TOKEN": ""})
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable"),
+    [
+        pytest.param({"WAYMARK_PROTECT_READS": "true"}, "WAYMARK_API_TOKEN", id="reads-protected-by-no-token"),
+        pytest.param({"WAYMARK_REDIS_READ_URL": "memory://"}, "WAYMARK_REDIS_READ_URL", id="reading-nowhere"),
+        pytest.param(
+            {"WAYMARK_REPLAY_IDLE_SECONDS": "9", "WAYMARK_REPLAY_SECONDS": "8"},
+            "WAYMARK_REPLAY_SECONDS",
+            id="idle-for-longer-than-in-all",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(environ: dict[str, str], variable: str) -> None:
+    with pytest.raises(SettingsError, match=variable):
+        Settings.from_env(environ)
+
+
+def test_nothing_secret_is_shown() -> None:
+    url = "redis://user:hunter2@cache:6379/0?sentinel_password=hunter2&db=1"
+    settings = Settings.from_env({"WAYMARK_REDIS_URL": url, "WAYMARK_API_TOKEN": "hunter2"})
+    for shown in (repr(settings), str(settings), f"{settings}"):
+        assert "hunter2" not in shown
+        assert "redis://***@cache:6379/0?sentinel_password=***&db=1" in shown
+    assert settings.redis_url == url
+
+    for environ in (
+        {"WAYMARK_REDIS_URL": "user:hunter2@cache"},
+        {"WAYMARK_API_TOKEN": "hunter2\n"},
+        {"WAYMARK_REDIS_URL": url, "WAYMARK_PORT": "x"},
+    ):
+        with pytest.raises(SettingsError) as caught:
+            Settings.from_env(environ)
+        assert "hunter2" not in str(caught.value)
+        assert caught.value.__context__ is None or "hunter2" not in str(caught.value.__context__)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://cache:6379/0", "redis://cache:6379/0"),
+        ("redis://:p@ss/word@cache:6379", "redis://***@cache:6379"),
+        ("rediss://a@cache?ssl_password=x", "rediss://***@cache?ssl_password=***"),
+        ("unix:///run/redis.sock?password=x&db=2", "unix:///run/redis.sock?password=***&db=2"),
+        ("memory://", "memory://"),
+    ],
+)
+def test_a_password_in_a_url_is_hidden(url: str, shown: str) -> None:
+    assert hide_password(url) == shown
+
+
+def test_settings_are_frozen_and_closed() -> None:
+    with pytest.raises(ValidationError):
+        Settings().port = 1  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        Settings(prot=1)  # type: ignore[call-arg]
+
+
+def test_two_processes_on_one_host_have_different_worker_ids() -> None:
+    assert Settings().worker_id != Settings().worker_id
+
+
+def test_every_setting_is_described_by_a_sentence() -> None:
+    described = describe()
+    assert len(described) == len(Settings.model_fields)
+    for variable, kind, default, sentence in described:
+        assert variable.startswith("WAYMARK_")
+        assert kind
+        assert default
+        assert sentence[0].isupper(), variable
+        assert sentence.endswith("."), variable
+        assert "|" not in kind + default + sentence, "it would break the table"
