@@ -19,6 +19,7 @@ from app.ingest.stream import StreamOptions
 from app.ingest.worker import Worker, WorkerOptions
 from app.metrics import Metrics
 from app.settings import Settings
+from app.store.hot import HotBlocks
 from app.store.store import Store
 
 #: How long requests that have begun may take to end.
@@ -63,6 +64,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         settings.redis_read_url,
         shards=settings.shards,
         timeout_seconds=settings.redis_timeout_seconds,
+        hot=HotBlocks(settings.hot_block_ms / 1000, settings.hot_block_bytes),
     )
     metrics = Metrics()
     port = settings.port if has_api else settings.ingest_port

@@ -52,6 +52,8 @@ class Stored:
     """KV-cache group of a hybrid model."""
     is_main_attention: bool | None = None
     """What the event says of its group; None where it says nothing."""
+    tells_salts: bool = field(default=True, compare=False)
+    """The event's form has a place for salts and images, so that none told means none."""
     is_identity: bool = False
     """The hashes are seq_hashes already (standard events without tokens)."""
     envelope: Envelope | None = None

@@ -54,13 +54,14 @@ class HashMemory:
             self._whole.add(holder)
 
     def end(self, holder: int) -> None:
-        """Forget a holder and what is gone on its rank."""
+        """Forget a holder; with the last one of its rank, what is gone there too."""
         if self._known.pop(holder, None) is None:
             return
         dp_rank = self._rank.pop(holder)
         self._holders[dp_rank].remove(holder)
-        self._gone[dp_rank].clear()
         self._whole.discard(holder)
+        if not self._holders[dp_rank]:
+            del self._holders[dp_rank], self._gone[dp_rank]
 
     def store(self, holder: int, engine_hashes: Sequence[int], places: Sequence[int]) -> None:
         known = self._known[holder]
@@ -79,7 +80,8 @@ class HashMemory:
 
         A hash may be stored several times and removed as often, so one that is gone is still found here.
         """
-        gone = self._gone[self._rank[holder]]
+        dp_rank = self._rank[holder]
+        gone = self._gone[dp_rank]
         place = self._known[holder].pop(engine_hash, None)
         if place is None:
             return gone.get(engine_hash)
@@ -87,6 +89,8 @@ class HashMemory:
         gone[engine_hash] = place
         if len(gone) > self._entries_max:
             _forget_oldest(gone, self._entries_max)
+            # What is gone here may have a copy left in Redis.
+            self._whole.difference_update(self._holders[dp_rank])
         return place
 
     def own(self, holder: int, engine_hash: int) -> int | None:
@@ -115,6 +119,13 @@ class HashMemory:
         known = [self._known[holder] for holder in holders]
         missing = [h for h in engine_hashes if h not in gone and not any(h in each for each in known)]
         return {holder: missing for holder in holders if holder not in self._whole} if missing else {}
+
+    def unknown_own(self, holder: int, engine_hashes: Iterable[int]) -> list[int]:
+        """Which of the hashes must be looked up to know what they stand for on this very holder."""
+        if holder in self._whole:
+            return []
+        known, gone = self._known[holder], self._gone[self._rank[holder]]
+        return [h for h in engine_hashes if h not in known and h not in gone]
 
     def _trim(self, known: dict[int, int], holder: int) -> None:
         if len(known) > self._entries_max:

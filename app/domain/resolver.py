@@ -13,41 +13,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from app.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
-from app.domain.hashing import dimensions_digest, extend, namespace
-from app.domain.memory import HashMemory, block_key, namespace_of, place_of, seq_hash_of
-from app.domain.names import Adapter, EngineKind, Holder, Registration
-from app.domain.runs import Kind, Mode, Run
+from app.domain.events import Batch, Cleared, Event, Removed, Stored
+from app.domain.hashing import extend
+from app.domain.memory import HashMemory, namespace_of, place_of, seq_hash_of
+from app.domain.names import EngineKind, Registration
+from app.domain.plan import EXTRA_KEYS, OWN_HASHES, UNTRUSTED, Plan, Planner, is_of
+from app.domain.runs import Mode, Run, RunList
 from app.domain.waiting import Waiting, WaitingRoom
 
-EXTRA_KEYS = "extra_keys"
-"""Flag: this life has reported a salt or an image."""
-UNTRUSTED = "untrusted"
-"""Flag: batches were lost, so counts of copies are not what they seem."""
+__all__ = ["EXTRA_KEYS", "OWN_HASHES", "UNTRUSTED", "Plan", "Resolver"]
 
-OWN_HASHES = "own_hashes"
-"""Flag: this standard publisher has sent tokens, so its hashes may be its own and not seq_hashes."""
-
-MEDIA_MAX = 16
-
-#: Namespaces whose adapter and salts are remembered.
-_SPACES_MAX = 10_000
-
-
-@dataclass(slots=True)
-class Plan:
-    """What must happen before a fold can be resolved."""
-
-    ended: list[str] = field(default_factory=list)
-    """Units to end: a rank, or the name of a standard stream's holder."""
-    begun: dict[str, Holder] = field(default_factory=dict)
-    """Holders to begin, by name."""
-    is_news: bool = False
-    """Flags or the main group have changed and must be kept before anything is applied."""
-    last_clear: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(batch, event) of the last clear of a unit in the fold; what it has before that is not written at all."""
+_Piece: TypeAlias = tuple[int, list[int], list[int]]
+"""Consecutive hashes of an event with their places, of one namespace: index of the first, hashes, places."""
+_Placed: TypeAlias = list[tuple[int, Sequence[int]]]
+"""Ranks with engine hashes that have a place now; somebody may wait for one."""
 
 
 class Resolver:
@@ -62,24 +43,35 @@ class Resolver:
         foreign_ranks: frozenset[int] = frozenset(),
     ) -> None:
         self.registration = registration
-        self.publisher = publisher
-        self.foreign_ranks = foreign_ranks
-        """Ranks of the same instance with a registration of their own; their batches are theirs to apply."""
         self.memory = HashMemory(memory_entries)
         self.waiting = WaitingRoom(waiting_blocks)
         self.holders: dict[str, int] = {}
         """Live holder ids by name."""
         self.event_ids: dict[int, int] = {}
         """Standard events: the last event_id per holder."""
-        self.flags: set[str] = set()
-        self.main_group: int | None = None
         self.ignored: Counter[str] = Counter()
         """Events that came to nothing, by reason; the owner reads and clears it."""
         self.unresolved = 0
         """Hashes that nobody knows: of removals and placeholders."""
+        self._planner = Planner(registration, publisher, foreign_ranks)
         self._seed = seed
-        self._salts = (registration.additional_salt,) if registration.additional_salt else ()
-        self._spaces: dict[int, tuple[Adapter, tuple[str, ...]]] = {0: (None, ())}
+
+    @property
+    def flags(self) -> set[str]:
+        return self._planner.flags
+
+    @property
+    def main_group(self) -> int | None:
+        return self._planner.main_group
+
+    @property
+    def foreign_ranks(self) -> frozenset[int]:
+        """Ranks of the same instance with a registration of their own; their batches are theirs to apply."""
+        return self._planner.foreign_ranks
+
+    @foreign_ranks.setter
+    def foreign_ranks(self, ranks: frozenset[int]) -> None:
+        self._planner.foreign_ranks = ranks
 
     # ---- lives -------------------------------------------------------------------------------------
 
@@ -91,7 +83,8 @@ class Resolver:
         event_ids: Mapping[int, int],
     ) -> None:
         """Take over a stream as its record has it."""
-        self.flags, self.main_group, self.event_ids = set(flags), main_group, dict(event_ids)
+        self._planner.flags, self._planner.main_group = set(flags), main_group
+        self.event_ids = dict(event_ids)
         for name, holder in holders.items():
             self._begin(name, holder, is_new=False)
 
@@ -102,14 +95,14 @@ class Resolver:
 
     def end(self, unit: str) -> int:
         """Forget the holders of a unit ('*': all, and the life with them); blocks that waited are counted."""
-        names = [name for name in self.holders if unit == "*" or name == unit or name.startswith(unit + " ")]
+        names = [name for name in self.holders if unit == "*" or is_of(name, unit)]
         ended = [self.holders.pop(name) for name in names]
         for holder in ended:
             self.memory.end(holder)
             self.event_ids.pop(holder, None)
         if unit == "*":
-            self.flags.clear()
-            self.main_group = None
+            self._planner.flags.clear()
+            self._planner.main_group = None
         return self.waiting.clear(ended)
 
     def _begin(self, name: str, holder: int, *, is_new: bool) -> None:
@@ -126,47 +119,29 @@ class Resolver:
 
     def plan(self, batches: Sequence[Batch]) -> Plan:
         """What must be ended, begun and kept first. Learns flags and the main group on the way."""
-        plan = Plan()
-        before = (frozenset(self.flags), self.main_group)
-        for i, batch in enumerate(batches):
-            for j, event in enumerate(batch.events):
-                if isinstance(event, Cleared) and self._rank(batch, event) not in self.foreign_ranks:
-                    plan.last_clear[self._unit(batch, event)] = (i, j)
-        plan.ended = list(plan.last_clear)
-        kept = {name for name in self.holders if not any(_is_of(name, unit) for unit in plan.ended)}
-        for i, batch in enumerate(batches):
-            for j, event in enumerate(batch.events):
-                if not isinstance(event, Stored) or self._why_not(plan, batch, event, i, j):
-                    continue
-                if event.salts or event.extras:
-                    self.flags.add(EXTRA_KEYS)
-                if event.envelope is not None and event.tokens:
-                    self.flags.add(OWN_HASHES)
-                if self.main_group is None and event.group is not None and event.tokens:
-                    if event.is_main_attention is not False:
-                        self.main_group = event.group
-                name = self._name(batch, event)
-                if name not in kept and name not in plan.begun:
-                    if len(kept) + len(plan.begun) < MEDIA_MAX * 64 and self._has_room(name, kept, plan):
-                        plan.begun[name] = self._holder(batch, event)
-        plan.is_news = before != (frozenset(self.flags), self.main_group)
-        return plan
+        return self._planner.plan(batches, self.holders, self.event_ids)
 
     def lookups(self, plan: Plan, batches: Sequence[Batch]) -> dict[int, list[int]]:
         """Engine hashes to ask Redis for, per holder, after the plan was carried out."""
+        planner, memory = self._planner, self.memory
         asked: dict[int, dict[int, None]] = {}
         for i, batch in enumerate(batches):
             for j, event in enumerate(batch.events):
-                if isinstance(event, Cleared) or self._is_plain(event) or self._why_not(plan, batch, event, i, j):
+                if isinstance(event, Cleared) or self._is_plain(event) or planner.why_not(plan, batch, event, i, j):
                     continue
-                hashes: list[int] = []
-                if isinstance(event, Removed) or not event.tokens or self._may_alias(event):
-                    hashes += event.engine_hashes
-                if isinstance(event, Stored) and event.parent is not None and event.tokens:
-                    hashes.append(event.parent)
-                if hashes:
-                    for holder, missing in self.memory.unknown(self._rank(batch, event), hashes).items():
+                anywhere: list[int] = []  # on any medium of the rank
+                if isinstance(event, Stored):
+                    if event.tokens and event.parent is not None:
+                        anywhere.append(event.parent)
+                    if not event.tokens or self._is_unsalted(event):
+                        anywhere += event.engine_hashes
+                if anywhere:
+                    for holder, missing in memory.unknown(planner.rank(batch, event), anywhere).items():
                         asked.setdefault(holder, {}).update(dict.fromkeys(missing))
+                if isinstance(event, Removed) or self._may_alias(event):
+                    own = self.holders.get(planner.name(batch, event))
+                    if own is not None and (missing := memory.unknown_own(own, event.engine_hashes)):
+                        asked.setdefault(own, {}).update(dict.fromkeys(missing))
         return {holder: list(hashes) for holder, hashes in asked.items()}
 
     def learn(self, entries: Mapping[int, Mapping[int, tuple[int, int]]]) -> None:
@@ -178,44 +153,43 @@ class Resolver:
 
     def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> list[Run]:
         """The runs of one batch of the fold, ``index`` its place in it."""
-        runs = _Runs(seq)
+        runs = RunList(seq)
         position = 1
-        released: list[Waiting] = []
+        placed: _Placed = []
         for j, event in enumerate(batch.events):
-            if isinstance(event, Cleared):
-                position += 1
-                continue
-            reason = self._why_not(plan, batch, event, index, j)
+            reason = self._planner.why_not(plan, batch, event, index, j)
             if reason is not None:
                 self.ignored[reason] += 1
             elif isinstance(event, Stored):
-                self._stored(runs, position, batch, event, released)
-            else:
+                self._stored(runs, position, batch, event, placed)
+            elif isinstance(event, Removed):
                 self._removed(runs, position, batch, event)
-            position += len(event.engine_hashes)
-        # What waited for a block of this batch comes after all of its own events: those have their positions
-        # whether or not somebody waited.
-        while released:
-            waiting = released.pop(0)
-            assert waiting.event.parent is not None
-            place = self.memory.find(waiting.holder, waiting.event.parent)
-            if place is None:
-                self.waiting.add(waiting)
             else:
-                self._place(runs, position, waiting, place, released)
-            position += len(waiting.event.engine_hashes)
-        return runs.finished()
+                self._cleared(plan, index, j, batch, event)
+            position += self._positions(event)
+        # What waited for a block of this batch comes after all of its own events: those have their positions
+        # whether or not somebody waited, and a removal among them still finds what waits.
+        while placed:
+            for waiting in self.waiting.take_children(*placed.pop(0)):
+                assert waiting.event.parent is not None
+                place = self.memory.find(waiting.holder, waiting.event.parent)
+                if place is None:
+                    self.waiting.add(waiting)
+                else:
+                    self._place(runs, position, waiting, place, placed)
+                position += self._positions(waiting.event)
+        return runs.runs
 
-    def _stored(self, runs: _Runs, position: int, batch: Batch, event: Stored, released: list[Waiting]) -> None:
-        holder = self.holders.get(self._name(batch, event))
+    def _stored(self, runs: RunList, position: int, batch: Batch, event: Stored, placed: _Placed) -> None:
+        holder = self.holders.get(self._planner.name(batch, event))
         if holder is None:
             self.ignored["too_many_media"] += 1
             return
         if self._is_seen(holder, event):
             return
-        waiting = Waiting(event, self._rank(batch, event), holder)
+        waiting = Waiting(event, self._planner.rank(batch, event), holder)
         if event.is_identity:
-            ns = self._namespace(event, event.salts or self._salts)
+            ns = self._planner.spaces.at_root(event)
             places = [place_of(ns, h) for h in event.engine_hashes]
             runs.add("+", holder, position, places, event.engine_hashes, is_identity=True)
         elif not event.tokens:
@@ -223,133 +197,120 @@ class Resolver:
         elif len(event.tokens) > 4 * self.registration.block_size * len(event.engine_hashes):
             self.ignored["sparse"] += 1
         elif event.parent is None:
-            self._place(runs, position, waiting, None, released)
+            self._place(runs, position, waiting, None, placed)
         else:
             place = self.memory.find(holder, event.parent)
             if place is not None:
-                self._place(runs, position, waiting, place, released)
+                self._place(runs, position, waiting, place, placed)
             elif self._is_unsalted(event) and any(
                 self.memory.find(holder, h) is not None for h in event.engine_hashes
             ):
-                self._place(runs, position, waiting, None, released)
+                self._place(runs, position, waiting, None, placed)
             else:
                 self.waiting.add(waiting)
 
-    def _place(
-        self, runs: _Runs, position: int, waiting: Waiting, parent: int | None, released: list[Waiting]
-    ) -> None:
+    def _place(self, runs: RunList, position: int, waiting: Waiting, parent: int | None, placed: _Placed) -> None:
         """Blocks of a store that goes on from ``parent``, or begins at the root."""
-        event, holder = waiting.event, waiting.holder
+        event = waiting.event
         if parent is None:
-            salts = (event.salts or self._salts) if event.envelope else self._salts + event.salts
-            ns = self._namespace(event, salts)
+            ns = self._planner.spaces.at_root(event)
         else:
             ns = namespace_of(parent)
-            if not self._is_of_adapter(event, ns):
+            if not self._planner.spaces.has(event, ns):
                 self.ignored["adapter_mismatch"] += 1
                 return
         hashes = event.engine_hashes
         if self._is_unsalted(event):
             self._unsalted(runs, position, waiting, ns, parent)
-            released += self.waiting.take_children(waiting.dp_rank, hashes)
-            return
-        seq_hashes = extend(
-            None if parent is None else seq_hash_of(parent),
-            event.tokens,
-            self.registration.block_size,
-            seed=self._seed,
-            extras=event.extras,
-        )
-        if len(seq_hashes) < len(hashes):
+        else:
+            seq_hashes = extend(
+                None if parent is None else seq_hash_of(parent),
+                event.tokens,
+                self.registration.block_size,
+                seed=self._seed,
+                extras=event.extras,
+            )
             hashes = hashes[: len(seq_hashes)]
-        places = [ns << 64 | s for s in seq_hashes] if ns else seq_hashes
-        self._add(runs, position, waiting, hashes, places)
-        released += self.waiting.take_children(waiting.dp_rank, hashes)
+            places = [place_of(ns, seq_hash) for seq_hash in seq_hashes] if ns else seq_hashes
+            if places:
+                self._add(runs, position, waiting, [(0, list(hashes), places)])
+        if self.waiting.blocks:
+            placed.append((waiting.dp_rank, hashes))
 
-    def _unsalted(self, runs: _Runs, position: int, waiting: Waiting, ns: int, parent: int | None) -> None:
+    def _unsalted(self, runs: RunList, position: int, waiting: Waiting, ns: int, parent: int | None) -> None:
         """A store off the GPU: its tokens are told, but not the salt or image that went into its hashes.
 
         What is known by its hash is that block. The rest goes on from the block before it, unless this life has
         reported a salt or an image: then nobody can say what it is.
         """
         event, width = waiting.event, 4 * self.registration.block_size
-        hashes: list[int] = []
-        places: list[int] = []
-        before = parent
-        is_placed = parent is not None or event.parent is None
+        may_hash = EXTRA_KEYS not in self.flags
+        is_placed, before = parent is not None or event.parent is None, parent
+        places: list[int | None] = []
         for i, h in enumerate(event.engine_hashes[: len(event.tokens) // width]):
             place = self.memory.find(waiting.holder, h)
-            if place is None and is_placed and EXTRA_KEYS not in self.flags:
+            if place is None and is_placed and may_hash:
                 tokens = event.tokens[i * width : (i + 1) * width]
-                seq = extend(
-                    None if before is None else seq_hash_of(before),
-                    tokens,
-                    self.registration.block_size,
-                    seed=self._seed,
-                )[0]
-                place = place_of(ns, seq)
-            if place is None:
-                self.unresolved += 1
-                is_placed = False
-                self._add(runs, position, waiting, hashes, places)
-                position += len(hashes) + 1
-                hashes, places = [], []
-                continue
-            is_placed, before, ns = True, place, namespace_of(place)
-            hashes.append(h)
+                above = None if before is None else seq_hash_of(before)
+                place = place_of(ns, extend(above, tokens, self.registration.block_size, seed=self._seed)[0])
             places.append(place)
-        self._add(runs, position, waiting, hashes, places)
+            is_placed, before = place is not None, place
+            ns = ns if place is None else namespace_of(place)
+        self._add_known(runs, position, waiting, places)
 
-    def _placeholder(self, runs: _Runs, position: int, waiting: Waiting) -> None:
+    def _placeholder(self, runs: RunList, position: int, waiting: Waiting) -> None:
         """A store without tokens: says that blocks known by their hash are on its medium, too."""
-        for i, h in enumerate(waiting.event.engine_hashes):
-            place = self.memory.find(waiting.holder, h)
+        places = [self.memory.find(waiting.holder, h) for h in waiting.event.engine_hashes]
+        self._add_known(runs, position, waiting, places)
+
+    def _add_known(self, runs: RunList, position: int, waiting: Waiting, places: Sequence[int | None]) -> None:
+        """Blocks of an event that were looked up one by one; those without a place are nobody's."""
+        pieces: list[_Piece] = []
+        for i, (h, place) in enumerate(zip(waiting.event.engine_hashes, places, strict=False)):
             if place is None:
                 self.unresolved += 1
-            else:
-                self._add(runs, position + i, waiting, [h], [place])
+                continue
+            if pieces:
+                start, hashes, known = pieces[-1]
+                if start + len(known) == i and namespace_of(known[0]) == namespace_of(place):
+                    hashes.append(h)
+                    known.append(place)
+                    continue
+            pieces.append((i, [h], [place]))
+        self._add(runs, position, waiting, pieces)
 
-    def _add(
-        self, runs: _Runs, position: int, waiting: Waiting, hashes: Sequence[int], places: Sequence[int]
-    ) -> None:
-        holder = waiting.holder
-        if waiting.removed:
-            for i, (h, place) in enumerate(zip(hashes, places, strict=True)):
-                if h not in waiting.removed:
-                    self._add_some(runs, position + i, holder, [h], [place], self._may_alias(waiting.event))
-        elif hashes:
-            self._add_some(runs, position, holder, hashes, places, self._may_alias(waiting.event))
-
-    def _add_some(
-        self,
-        runs: _Runs,
-        position: int,
-        holder: int,
-        hashes: Sequence[int],
-        places: Sequence[int],
-        may_alias: bool,
-    ) -> None:
-        if may_alias:
-            olds = [self.memory.own(holder, h) for h in hashes]
-            if any(old is not None and old != place for old, place in zip(olds, places, strict=True)):
-                for i, (h, old, place) in enumerate(zip(hashes, olds, places, strict=True)):
+    def _add(self, runs: RunList, position: int, waiting: Waiting, pieces: Sequence[_Piece]) -> None:
+        """Store pieces of an event whose first hash has ``position``."""
+        holder, event, memory = waiting.holder, waiting.event, self.memory
+        if self._may_alias(event):
+            # All of them leave before any is stored: positions ascend, and a block that one hash leaves may be
+            # the one that another comes to mean.
+            for start, hashes, places in pieces:
+                for i, (h, place) in enumerate(zip(hashes, places, strict=True), start):
+                    old = memory.own(holder, h)
                     if old is not None and old != place:
                         self.ignored["hash_stored_as_another_block"] += 1
                         runs.add("!", holder, position + i, [old], [h])
+            position += len(event.engine_hashes)
+        for start, hashes, places in pieces:
+            memory.store(holder, hashes, places)
+            if not waiting.removed:
+                runs.add("+", holder, position + start, places, hashes)
+                continue
+            for i, (h, place) in enumerate(zip(hashes, places, strict=True), start):
+                if h in waiting.removed:
+                    memory.remove(holder, h)
+                else:
                     runs.add("+", holder, position + i, [place], [h])
-                self.memory.store(holder, hashes, places)
-                return
-        runs.add("+", holder, position, places, hashes)
-        self.memory.store(holder, hashes, places)
 
-    def _removed(self, runs: _Runs, position: int, batch: Batch, event: Removed) -> None:
-        holder = self.holders.get(self._name(batch, event))
+    def _removed(self, runs: RunList, position: int, batch: Batch, event: Removed) -> None:
+        holder = self.holders.get(self._planner.name(batch, event))
         if holder is None:
             self.unresolved += len(event.engine_hashes)
             return
         if self._is_seen(holder, event):
             return
-        ns = self._namespace(event, event.salts or self._salts) if event.is_identity else 0
+        ns = self._planner.spaces.at_root(event) if event.is_identity else 0
         if self._is_plain(event):
             places = [place_of(ns, h) for h in event.engine_hashes]
             runs.add("-", holder, position, places, event.engine_hashes, is_identity=True)
@@ -358,12 +319,22 @@ class Resolver:
             if self.waiting.blocks and self.waiting.remove(holder, h):
                 continue
             place = self.memory.remove(holder, h)
-            if place is None and event.is_identity:
-                runs.add("-", holder, position + i, [place_of(ns, h)], [h], is_identity=True)
-            elif place is None:
-                self.unresolved += 1
-            else:
+            if place is not None:
                 runs.add("-", holder, position + i, [place], [h])
+            elif event.is_identity:
+                runs.add("-", holder, position + i, [place_of(ns, h)], [h], is_identity=True)
+            else:
+                self.unresolved += 1
+
+    def _cleared(self, plan: Plan, i: int, j: int, batch: Batch, event: Cleared) -> None:
+        """The plan has ended what this ends. Here only the event_id is left to be kept, for what follows."""
+        if event.envelope is None:
+            return
+        name = self._planner.name(batch, event)
+        if plan.last_clear.get(name) != (i, j):
+            self.ignored["seen"] += 1
+        elif (holder := self.holders.get(name)) is not None:
+            self.event_ids[holder] = event.envelope.event_id
 
     def _is_seen(self, holder: int, event: Stored | Removed) -> bool:
         """Whether a standard event came before; its own order is its event_id."""
@@ -375,58 +346,15 @@ class Resolver:
         self.event_ids[holder] = event.envelope.event_id
         return False
 
-    # ---- what an event belongs to ------------------------------------------------------------------
+    # ---- kinds of events ---------------------------------------------------------------------------
 
-    def _rank(self, batch: Batch, event: Event) -> int:
-        if event.envelope is not None and event.envelope.dp_rank is not None:
-            return event.envelope.dp_rank
-        return self.registration.dp_rank if batch.dp_rank is None else batch.dp_rank
-
-    def _name(self, batch: Batch, event: Stored | Removed | Cleared) -> str:
-        """The name of the event's holder in this stream."""
-        name = f"{self._rank(batch, event)} {event.medium or 'GPU'}"
-        return name if event.envelope is None else f"{name} {self._dimensions(event, event.envelope)}"
-
-    def _unit(self, batch: Batch, event: Cleared) -> str:
-        """Which holders a clear ends: all of a rank; for a standard event, those of its own stream."""
-        return str(self._rank(batch, event)) if event.envelope is None else self._name(batch, event)
-
-    def _dimensions(self, event: Event, envelope: Envelope) -> str:
-        return dimensions_digest(envelope.backend_id, self._adapter(event), event.salts or self._salts)
-
-    def _holder(self, batch: Batch, event: Stored) -> Holder:
-        registration = self.registration
-        return Holder(
-            id=0,
-            publisher=self.publisher,
-            instance_id=registration.instance_id,
-            dp_rank=self._rank(batch, event),
-            medium=event.medium,
-            block_size=registration.block_size,
-            backend_id=event.envelope.backend_id if event.envelope else registration.instance_id,
-            scope=registration.scope,
-        )
-
-    def _has_room(self, name: str, kept: set[str], plan: Plan) -> bool:
-        media = {other.split(" ")[1] for other in (*kept, *plan.begun)}
-        return name.split(" ")[1] in media or len(media) < MEDIA_MAX
-
-    def _adapter(self, event: Event) -> Adapter:
-        return self.registration.lora_name if event.adapter is None else event.adapter
-
-    def _namespace(self, event: Event, salts: tuple[str, ...]) -> int:
-        adapter = self._adapter(event)
-        ns = namespace(adapter, salts)
-        if ns and ns not in self._spaces:
-            if len(self._spaces) >= _SPACES_MAX:
-                self._spaces = {0: (None, ())}
-            self._spaces[ns] = (adapter, salts)
-        return ns
-
-    def _is_of_adapter(self, event: Stored, ns: int) -> bool:
-        """Whether a child's adapter is its parent's; a namespace that nobody remembers is believed."""
-        space = self._spaces.get(ns)
-        return space is None or space[0] == self._adapter(event)
+    def _positions(self, event: Event) -> int:
+        """How many positions an event takes in its batch, whatever comes of it."""
+        if isinstance(event, Cleared):
+            return 1
+        if isinstance(event, Stored) and self._may_alias(event):
+            return 2 * len(event.engine_hashes)
+        return len(event.engine_hashes)
 
     def _is_unsalted(self, event: Stored) -> bool:
         """Whether the event may keep silent about a salt or image that went into its hashes."""
@@ -444,88 +372,6 @@ class Resolver:
 
     def _may_alias(self, event: Stored) -> bool:
         """Whether one engine hash of this publisher can come to mean another block."""
+        if event.is_identity:
+            return False
         return event.medium != "GPU" or self.registration.kind is not EngineKind.VLLM
-
-    def _why_not(self, plan: Plan, batch: Batch, event: Stored | Removed, i: int, j: int) -> str | None:
-        """Why the event counts for nothing; None where it counts."""
-        if self._rank(batch, event) in self.foreign_ranks:
-            return "other_registration"
-        if plan.last_clear:
-            unit = str(self._rank(batch, event)) if event.envelope is None else self._name(batch, event)
-            if (i, j) < plan.last_clear.get(unit, (-1, -1)):
-                return "cleared"
-        if event.envelope is not None:
-            return self._why_not_ours(event, event.envelope)
-        if isinstance(event, Stored):
-            if event.block_size != self.registration.block_size and (event.tokens or event.block_size):
-                return "block_size_mismatch"
-            if event.is_main_attention is False:
-                return "other_attention"
-        if event.group is None:
-            return None
-        if self.main_group is None:
-            is_main = event.group == 0 or (isinstance(event, Stored) and bool(event.tokens))
-        else:
-            is_main = event.group == self.main_group
-        return None if is_main else "other_group"
-
-    def _why_not_ours(self, event: Stored | Removed, envelope: Envelope) -> str | None:
-        registration = self.registration
-        if envelope.tenant_id != registration.tenant_id:
-            return "other_tenant"
-        if envelope.model_name not in (None, registration.model_name):
-            return "other_model"
-        if envelope.block_size not in (None, registration.block_size):
-            return "block_size_mismatch"
-        return None
-
-
-class _Runs:
-    """Collects runs: consecutive blocks of one holder and kind, none twice."""
-
-    def __init__(self, seq: int) -> None:
-        self._seq = seq
-        self._runs: list[Run] = []
-        self._keys: set[int] = set()
-
-    def add(
-        self,
-        kind: Kind,
-        holder: int,
-        position: int,
-        places: Sequence[int],
-        hashes: Sequence[int],
-        *,
-        is_identity: bool = False,
-    ) -> None:
-        ns = namespace_of(places[0])
-        keys = [block_key(place) for place in places] if ns else list(places)
-        last = self._runs[-1] if self._runs else None
-        distinct = set(keys)
-        if len(distinct) < len(keys):
-            # Two hashes of one event that stand for the same block: one at a time.
-            for i in range(len(keys)):
-                self.add(kind, holder, position + i, places[i : i + 1], hashes[i : i + 1], is_identity=is_identity)
-            return
-        if (
-            last is not None
-            and last.kind == kind
-            and last.holder == holder
-            and last.namespace == ns
-            and last.is_identity == is_identity
-            and last.first + len(last.keys) == position
-            and self._keys.isdisjoint(distinct)
-        ):
-            last.keys += keys
-            last.hashes += hashes
-            self._keys |= distinct
-            return
-        self._runs.append(Run(kind, holder, self._seq, position, keys, list(hashes), ns, is_identity))
-        self._keys = distinct
-
-    def finished(self) -> list[Run]:
-        return self._runs
-
-
-def _is_of(name: str, unit: str) -> bool:
-    return name == unit or name.startswith(unit + " ")

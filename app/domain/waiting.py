@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from app.domain.events import Stored
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Waiting:
     """One store that waits."""
 
@@ -27,18 +27,25 @@ class WaitingRoom:
     def __init__(self, blocks_max: int) -> None:
         self._blocks_max = blocks_max
         self._by_parent: dict[tuple[int, int], list[Waiting]] = {}
+        self._by_hash: dict[tuple[int, int], list[Waiting]] = {}  # of those that wait for a holder
         self.blocks = 0
         self.dropped = 0
         """Blocks that were dropped for lack of room, in all."""
 
     def add(self, waiting: Waiting) -> None:
-        parent = waiting.event.parent
+        """Let it wait; where there is no room, those that have waited longest are dropped."""
+        parent, hashes = waiting.event.parent, waiting.event.engine_hashes
         assert parent is not None
+        if len(hashes) > self._blocks_max:
+            self.dropped += len(hashes)
+            return
         self._by_parent.setdefault((waiting.dp_rank, parent), []).append(waiting)
-        self.blocks += len(waiting.event.engine_hashes)
+        for engine_hash in hashes:
+            self._by_hash.setdefault((waiting.holder, engine_hash), []).append(waiting)
+        self.blocks += len(hashes)
         while self.blocks > self._blocks_max:
             key = next(iter(self._by_parent))
-            self.dropped += self._count(self._by_parent.pop(key))
+            self.dropped += self._leave(self._by_parent.pop(key))
 
     def take_children(self, dp_rank: int, parents: Iterable[int]) -> list[Waiting]:
         """Those that waited for one of ``parents``; they are out of the room."""
@@ -47,23 +54,16 @@ class WaitingRoom:
             for parent in parents:
                 waiting = self._by_parent.pop((dp_rank, parent), None)
                 if waiting is not None:
-                    self._count(waiting)
+                    self._leave(waiting)
                     taken += waiting
         return taken
 
     def remove(self, holder: int, engine_hash: int) -> bool:
         """Whether the hash waits for this holder; then it will not be stored when its turn comes."""
-        if not self._by_parent:
-            return False
-        for group in self._by_parent.values():
-            for waiting in group:
-                if (
-                    waiting.holder == holder
-                    and engine_hash in waiting.event.engine_hashes
-                    and engine_hash not in waiting.removed
-                ):
-                    waiting.removed.add(engine_hash)
-                    return True
+        for waiting in self._by_hash.get((holder, engine_hash), ()):
+            if engine_hash not in waiting.removed:
+                waiting.removed.add(engine_hash)
+                return True
         return False
 
     def clear(self, holders: Iterable[int]) -> int:
@@ -71,14 +71,22 @@ class WaitingRoom:
         ended, forgotten = set(holders), 0
         for key, group in list(self._by_parent.items()):
             kept = [waiting for waiting in group if waiting.holder not in ended]
-            forgotten += self._count([waiting for waiting in group if waiting.holder in ended])
+            forgotten += self._leave([waiting for waiting in group if waiting.holder in ended])
             if kept:
                 self._by_parent[key] = kept
             else:
                 del self._by_parent[key]
         return forgotten
 
-    def _count(self, group: list[Waiting]) -> int:
-        blocks = sum(len(waiting.event.engine_hashes) for waiting in group)
+    def _leave(self, group: list[Waiting]) -> int:
+        """They are out of the room; how many blocks."""
+        blocks = 0
+        for waiting in group:
+            blocks += len(waiting.event.engine_hashes)
+            for engine_hash in waiting.event.engine_hashes:
+                others = self._by_hash[waiting.holder, engine_hash]
+                others.remove(waiting)
+                if not others:
+                    del self._by_hash[waiting.holder, engine_hash]
         self.blocks -= blocks
         return blocks

@@ -27,6 +27,7 @@ STORED_FIELDS: Final = (
     "group_idx",
     "kv_cache_spec_kind",
 )
+_EXTRA_KEYS_AT: Final = 1 + STORED_FIELDS.index("extra_keys")
 REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 
 _MAIN_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
@@ -49,7 +50,8 @@ def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event
     if isinstance(locality, str) and locality.upper() == "REMOTE":
         return Ignored.REMOTE
     if tag == "BlockStored":
-        return _stored(_values(listed, named, STORED_FIELDS), named, seed, zero_is_unknown)
+        tells_salts = listed is None or len(listed) > _EXTRA_KEYS_AT
+        return _stored(_values(listed, named, STORED_FIELDS), named, seed, zero_is_unknown, tells_salts)
     if tag == "BlockRemoved":
         block_hashes, medium, group = _values(listed, named, REMOVED_FIELDS)
         removed = wire.hashes(block_hashes, "block_hashes")
@@ -64,7 +66,9 @@ def _values(listed: list[Any] | None, named: Mapping[Any, Any], fields: tuple[st
     return values + [None] * (len(fields) - len(values))
 
 
-def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero_is_unknown: bool) -> Event | Ignored:
+def _stored(
+    values: list[Any], named: Mapping[Any, Any], seed: int, zero_is_unknown: bool, tells_salts: bool
+) -> Event | Ignored:
     block_hashes, above, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group, kind = values
     engine_hashes = wire.hashes(block_hashes, "block_hashes")
     if not engine_hashes:
@@ -99,6 +103,7 @@ def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero_is_unkn
         extras=extras,
         group=_group(group),
         is_main_attention=_is_main(kind),
+        tells_salts=tells_salts,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 from app.ingest.applier import Incoming
-from app.ingest.life import JOINED_LATE, Life
+from app.ingest.life import Life
 from app.ingest.replay import Replay, ReplayOutcome
 from app.ingest.subscriber import Context
 
@@ -62,14 +62,13 @@ class CatchUp:
             has_heard = has_heard or not request.is_empty
             self._hole = request.hole
             if request.is_over:
-                continue
-            if outcome is ReplayOutcome.COMPLETE:
+                pass
+            elif outcome is ReplayOutcome.COMPLETE:
                 if not request.is_empty or order.watermark is None:
                     return Outcome.COMPLETE
                 # Not even the batch at our watermark: it restarted, and has sent nothing yet.
                 await self._life.begin_anew("empty replay")
-                continue
-            if not has_heard:
+            elif not has_heard:
                 return Outcome.SILENT
             tries = 0 if order.watermark != before else tries + 1
         return Outcome.INCOMPLETE
@@ -90,6 +89,7 @@ class CatchUp:
                 await self._beat()
                 if request.is_over:
                     break
+            self._life.count("frames_malformed", replay.malformed)
             return replay.outcome
 
 
@@ -124,7 +124,7 @@ class _Request:
         if order.watermark is None:
             self._is_first = False
             if seq > life.first_seq:
-                life.reasons.add(JOINED_LATE)
+                await life.join_late()
         elif seq <= order.watermark:
             return
         elif seq > order.watermark + 1:
@@ -143,11 +143,14 @@ class _Request:
         if first.seq == life.order.watermark:
             if first.digest == life.order.digest:
                 life.is_proven = True
+                await life.found()
                 return True
             await life.begin_anew("other batch at the watermark")
             return False
         if life.is_proven:
-            await life.lose(first.seq)
+            assert life.order.watermark is not None
+            if first.seq > life.order.watermark + 1:
+                await life.lose(first.seq)
             return True
         await life.begin_anew("life cannot be proven")
         return False

@@ -29,12 +29,20 @@ log = logging.getLogger(__name__)
 _SEQ_MAX = 2**53 - 1
 _KINDS_LOGGED_MAX = 100
 
-#: Why a stream is not all it could be.
 JOINED_LATE = "joined_late"
 BATCHES_LOST = "batches_lost"
 NO_REPLAY = "no_replay"
 REPLAY_SILENT = "replay_silent"
 REPLAY_INCOMPLETE = "replay_incomplete"
+
+#: Why a stream is not all it could be, as it is told.
+REASONS = {
+    JOINED_LATE: "this life began before the first batch that could be had",
+    BATCHES_LOST: "batches were lost for good in this life",
+    NO_REPLAY: "no replay endpoint to ask for what is missing; register one",
+    REPLAY_SILENT: "the replay endpoint does not answer",
+    REPLAY_INCOMPLETE: "the last replay broke off before its end",
+}
 
 
 class Life:
@@ -50,10 +58,13 @@ class Life:
         self.counters: Counter[str] = applier.counters
         self.first_seq = 1 if registration.kind is EngineKind.MOONCAKE else 0
         self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags else set()
+        if JOINED_LATE in state.flags and state.watermark is not None:
+            self.reasons.add(JOINED_LATE)
         self.is_proven = False
         """The watermark is known to belong to what is behind this connection."""
         self.is_lost = state.status == "lost"
         """Its socket has been down for too long; readers do not count its holders."""
+        self._dp_rank = registration.dp_rank
         self._decode = decode
         self._metrics = metrics
         self._on_gap = on_gap
@@ -78,6 +89,12 @@ class Life:
                 self._logged.add(kind)
                 log.warning("events rejected", extra=fields(stream=self.name, kind=kind, sample=sample, bytes=len(payload)))
         return Incoming(seq, digest(payload), batch)
+
+    def rank_of(self, batch: Batch) -> int | None:
+        """Whose batch it is: the rank it names, else the registered one; None where it is no batch."""
+        if batch.dp_rank is not None:
+            return batch.dp_rank
+        return None if batch.rejected and not batch.events else self._dp_rank
 
     def append(self, incoming: Incoming) -> None:
         """Put the next batch into the open fold."""
@@ -106,6 +123,8 @@ class Life:
     async def lost(self) -> None:
         """The publisher has been away for too long: it is not counted until it is found again."""
         self.is_lost = True
+        # Written first: whoever takes over after a crash in between will mark it found again.
+        await self.applier.write({"status": "lost"}, {})
         await self.applier.mark(is_lost=True)
         log.warning("publisher lost", extra=fields(stream=self.name))
 
@@ -117,8 +136,21 @@ class Life:
         log.info("publisher begins a new life", extra=fields(stream=self.name, why=why))
         await self.applier.new_life()
         self.order.restart()
-        self.reasons.clear()
+        # The others tell of the life that has ended.
+        self.reasons &= {NO_REPLAY, REPLAY_SILENT}
         await self.found()
+
+    async def join_late(self) -> None:
+        """The life began before what can be had of it, and whoever takes over shall know."""
+        self.reasons.add(JOINED_LATE)
+        await self._flag(JOINED_LATE)
+
+    async def yield_ranks(self) -> None:
+        """End what is held here for ranks that have a registration of their own by now: theirs tells of them."""
+        resolver = self.applier.resolver
+        ranks = {int(name.split(" ", 1)[0]) for name in resolver.holders}
+        for dp_rank in ranks & resolver.foreign_ranks:
+            await self.applier.new_life(str(dp_rank))
 
     async def lose(self, seq: int) -> None:
         """The batches before ``seq`` cannot be had again: go on without them, or end the life."""
@@ -139,9 +171,13 @@ class Life:
 
     async def distrust_counts(self) -> None:
         """Stores or removals were missed: from now on a removal takes the block, whatever its count."""
+        await self._flag(UNTRUSTED)
+
+    async def _flag(self, flag: str) -> None:
+        """Keep a flag of this life before anything more is applied."""
         flags = self.applier.resolver.flags
-        if UNTRUSTED not in flags:
-            flags.add(UNTRUSTED)
+        if flag not in flags:
+            flags.add(flag)
             await self.applier.keep_facts()
 
     # ---- counting ----------------------------------------------------------------------------------

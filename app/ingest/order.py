@@ -33,22 +33,26 @@ class Order:
         """The largest ts of this life."""
         self.last_live: int | None = None
         """Seq of the last live frame on this connection, whatever came of it."""
-        self._last_source: tuple[bytes, int | None] | None = None
+        self._last_topic = b""
+        self._last_rank: int | None = None
 
     def connected(self) -> None:
         """A new connection: what was live on the old one says nothing any more."""
         self.last_live = None
-        self._last_source = None
+        self._last_rank = None
 
     def judge(self, frame: Frame, digest: str, ts: float | None, dp_rank: int | None) -> Judgement:
-        """What a live frame means; its seq is the last live one from now on."""
-        source = (frame.topic, dp_rank)
-        last, last_source = self.last_live, self._last_source
-        self.last_live, self._last_source = frame.seq, source
+        """What a live frame means; its seq is the last live one from now on.
+
+        ``dp_rank`` None is that of a payload that is no batch: it may be anybody's.
+        """
+        last, topic, rank = self.last_live, self._last_topic, self._last_rank
+        self.last_live, self._last_topic = frame.seq, frame.topic
+        if dp_rank is not None:
+            self._last_rank = dp_rank
         if last is not None and frame.seq <= last:
-            if source != last_source:
-                return Judgement.MIXED
-            return Judgement.RESTART
+            is_other_rank = dp_rank is not None and rank is not None and dp_rank != rank
+            return Judgement.MIXED if is_other_rank or frame.topic != topic else Judgement.RESTART
         return self.place(frame.seq, digest, ts)
 
     def place(self, seq: int, digest: str, ts: float | None) -> Judgement:
@@ -70,5 +74,6 @@ class Order:
             self.newest_ts = ts
 
     def restart(self) -> None:
-        """A new life: no watermark."""
+        """A new life: no watermark, and what was live before was another process's."""
         self.watermark, self.digest, self.newest_ts = None, "", None
+        self.last_live = None

@@ -71,6 +71,7 @@ class Worker:
         self._context: Context
         self._look = asyncio.Event()
         self._leaving: set[bytes] = set()
+        self._birth = ""
 
     async def run(self) -> None:
         """Until cancelled; then leases are given back at once."""
@@ -107,6 +108,7 @@ class Worker:
         workers = await self._store.records.alive(
             self._options.worker_id, keep_seconds=max(2, int(self._options.stream.lease_seconds))
         )
+        await self._heal_empty_redis()
         claims = await self._store.registry.claims()
         mine: dict[PublisherName, Claim] = {}
         leaving = {claim.raw for claim in claims if claim.is_leaving}
@@ -132,6 +134,15 @@ class Worker:
             self._metrics.streams.labels(status=status).set(counts[status])
         waiting = sum(r.resolver.waiting.blocks for r in self._running.values() if r.resolver)
         self._metrics.waiting_blocks.set(waiting)
+
+    async def _heal_empty_redis(self) -> None:
+        """Register again what this worker had a stream of, where Redis has come back without its memory."""
+        birth = await self._store.records.birth()
+        if self._birth not in ("", birth):
+            log.warning("redis has come back empty", extra=fields(streams=len(self._running)))
+            for running in self._running.values():
+                await self._store.registry.register(running.claim.registration)
+        self._birth = birth
 
     async def _stop_others(self, mine: Mapping[PublisherName, Claim]) -> None:
         """Stop what is not this worker's any more, or is registered anew; forget what has stopped."""

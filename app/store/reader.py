@@ -8,8 +8,10 @@ truth.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from app.domain.match import Walk
 from app.domain.names import GroupName
@@ -18,6 +20,7 @@ from app.errors import StoreUnavailable
 from app.store import keys
 from app.store.claims import decode_table
 from app.store.client import Client
+from app.store.hot import HotBlocks
 from app.store.registry import GroupEntry, Registry
 
 KeySource = Callable[[int], list[int]]
@@ -77,7 +80,8 @@ class _Query:
 
 
 class Reader:
-    def __init__(self, client: Client, registry: Registry) -> None:
+    def __init__(self, client: Client, registry: Registry, hot: HotBlocks) -> None:
+        self._hot = hot
         self._client = client
         self._registry = registry
         self._groups: dict[GroupName, GroupEntry] = {}
@@ -100,6 +104,7 @@ class Reader:
                     if await self._walk(group, entry, query):
                         return query.reading(is_partial=False)
                     # The id is another group's: this Redis has come back empty, so nothing known of it holds.
+                    self._hot.clear()
                     self._groups.clear()
                     self._tables.clear()
                     query.restart()
@@ -169,28 +174,29 @@ class Reader:
         self, entry: GroupEntry, wanted: list[int], query: _Query, *, with_version: bool
     ) -> tuple[bytes | None, list[bytes | None]]:
         """The values of ``wanted``, in order, each shard asked once; and the table's version, if asked for."""
+        kept = self._hot.find(entry.group_id, wanted, time.monotonic())
         picked: dict[int, list[int]] = {}
-        if entry.shards == 1:
-            picked[0] = list(range(len(wanted)))
-        else:
-            for i, key in enumerate(wanted):
+        for i, key in enumerate(wanted):
+            if i not in kept:
                 picked.setdefault(key % entry.shards, []).append(i)
         commands: list[tuple[str | bytes, ...]] = []
         for shard, indexes in picked.items():
-            if indexes:
-                prefix = keys.block_prefix(entry.group_id, shard)
-                commands.append(("MGET", *(b"%b%016x" % (prefix, wanted[i]) for i in indexes)))
+            prefix = keys.block_prefix(entry.group_id, shard)
+            commands.append(("MGET", *(b"%b%016x" % (prefix, wanted[i]) for i in indexes)))
         if with_version:
             commands.append(("HGET", keys.holders(entry.group_id), "version"))
-        replies = await self._client.several(commands)
-        query.round_trips += 1
+        replies: list[Any] = []
+        if commands:
+            replies = await self._client.several(commands)
+            query.round_trips += 1
         version = replies.pop() if with_version else None
-        if entry.shards == 1:
-            return version, replies[0] if replies else []
         values: list[bytes | None] = [None] * len(wanted)
+        for i, value in kept.items():
+            values[i] = value
         for indexes, reply in zip(picked.values(), replies, strict=True):
             for i, value in zip(indexes, reply, strict=True):
                 values[i] = value
+        self._hot.keep(entry.group_id, wanted, values, time.monotonic())
         return version, values
 
     async def _read_table(self, group_id: int) -> HolderTable | None:

@@ -7,6 +7,8 @@ same call again) finishes it, so that a crash between two steps leaves nothing b
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -63,8 +65,7 @@ class Registry:
                     await self.finish(claim)
                     continue
                 _check_same(claim.registration, registration)
-                if claim.registration == registration:
-                    await self.begin(claim)
+                if claim.registration == registration and await self.begin(claim):
                     return False
                 await self._leave(claim)  # a new address is a new life: nothing of the old one holds
                 continue
@@ -75,8 +76,8 @@ class Registry:
             if claimed is None:
                 continue
             if not await self.begin(claimed):
-                above = group_id  # after a failover this id may be another group's
-                await self._replace(registration.name, claimed.raw, None)
+                if await self._withdraw(claimed):
+                    above = group_id  # after a failover this id may be another group's
                 continue
             await self._client.publish(keys.CONTROL, "registered")
             return True
@@ -85,7 +86,10 @@ class Registry:
         )
 
     async def begin(self, claim: Claim) -> bool:
-        """Give a claim its record and its row, where it has none yet; False where the group id is another's."""
+        """Give a claim its record and its row, where it has none yet.
+
+        False where it has none now: the group id is another's, or the claim does not stand any more.
+        """
         outcome = await self._scripts.begin_publisher(
             keys.holders(claim.group_id),
             keys.record(claim.group_id, claim.publisher),
@@ -95,7 +99,12 @@ class Registry:
             random_word(),
             random_word(),
         )
-        return outcome.verdict is not Verdict.OTHER
+        if outcome.verdict is Verdict.OTHER:
+            return False
+        if await self._client.hget(keys.PUBLISHERS, keys.publisher_field(claim.registration.name)) == claim.raw:
+            return True
+        await self._end(claim)  # unregistered before it began: what it was given now, nobody else would take back
+        return False
 
     async def unregister(self, names: Sequence[PublisherName]) -> list[PublisherName]:
         """Take publishers out; what they held is gone from answers when this returns. Those that were there."""
@@ -117,24 +126,35 @@ class Registry:
 
     async def finish(self, claim: Claim) -> None:
         """End a publisher whose claim is leaving, then take the claim out."""
-        while True:
+        await self._end(claim)
+        await self._withdraw(claim)
+        await self._client.publish(keys.CONTROL, "unregistered")
+
+    async def _end(self, claim: Claim) -> None:
+        for attempt in range(_ATTEMPTS):
             grant = await self._leases.take(claim, "unregister", 5.0, force=True)
             if grant is None or await self._leases.end(grant):
-                break  # None: it has no record (any more), so nothing of it is in the table
-        await self._replace(claim.registration.name, claim.raw, None)
-        await self._client.publish(keys.CONTROL, "unregistered")
+                return  # None: it has no record (any more), so nothing of it is in the table
+            # Somebody else ends it too. Without a pause, two would take the lease from each other for ever.
+            await asyncio.sleep(random.uniform(0, 0.01 * (attempt + 1)))
+        raise StoreUnavailable(
+            f"publisher {claim.registration.name}: others keep ending it at the same time; try again"
+        )
 
     async def _claim(self, name: PublisherName) -> Claim | None:
         raw = await self._client.hget(keys.PUBLISHERS, keys.publisher_field(name))
         return None if raw is None else Claim.decode(raw)
 
-    async def _replace(self, name: PublisherName, expected: bytes, claim: Claim | None) -> Claim | None:
+    async def _replace(self, name: PublisherName, expected: bytes, claim: Claim) -> Claim | None:
         """Compare and set; the claim as it stands now, or None where something else stood there."""
-        raw = b"" if claim is None else claim.encode()
+        raw = claim.encode()
         outcome = await self._scripts.claim_publisher(keys.PUBLISHERS, keys.publisher_field(name), expected, raw)
-        if not outcome.is_applied or claim is None:
-            return None
-        return replace(claim, raw=raw)
+        return replace(claim, raw=raw) if outcome.is_applied else None
+
+    async def _withdraw(self, claim: Claim) -> bool:
+        """Take a claim out, if it still stands as it was read."""
+        field = keys.publisher_field(claim.registration.name)
+        return (await self._scripts.claim_publisher(keys.PUBLISHERS, field, claim.raw, b"")).is_applied
 
     async def claims(self) -> list[Claim]:
         """Every claim, leaving ones too, in order of registration."""

@@ -9,6 +9,7 @@ from redis.asyncio.client import PubSub
 from app.errors import StoreUnavailable
 from app.store import keys
 from app.store.client import Client
+from app.store.hot import HotBlocks
 from app.store.index import Index
 from app.store.leases import Leases
 from app.store.reader import Reader
@@ -19,7 +20,9 @@ from app.store.sweep import Sweeper
 
 
 class Store:
-    def __init__(self, client: Client, read_client: Client | None = None, *, shards: int = 1) -> None:
+    def __init__(
+        self, client: Client, read_client: Client | None = None, *, shards: int = 1, hot: HotBlocks | None = None
+    ) -> None:
         self._client = client
         self._read_client = read_client
         self.scripts = Scripts(client)
@@ -31,16 +34,24 @@ class Store:
         reading = read_client or client
         read_scripts = Scripts(reading)
         self.reader = Reader(
-            reading, Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards)
+            reading,
+            Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards),
+            hot or HotBlocks(0, 0),
         )
 
     @classmethod
     def open(
-        cls, url: str, read_url: str | None = None, *, shards: int = 1, timeout_seconds: float = 2.0
+        cls,
+        url: str,
+        read_url: str | None = None,
+        *,
+        shards: int = 1,
+        timeout_seconds: float = 2.0,
+        hot: HotBlocks | None = None,
     ) -> Store:
-        """A store on a URL; nothing is connected before the first command."""
+        """A store on a URL, and another to read from; nothing is connected before the first command."""
         read_client = None if read_url is None else Client.open(read_url, timeout_seconds=timeout_seconds)
-        return cls(Client.open(url, timeout_seconds=timeout_seconds), read_client, shards=shards)
+        return cls(Client.open(url, timeout_seconds=timeout_seconds), read_client, shards=shards, hot=hot)
 
     async def close(self) -> None:
         await self._client.close()

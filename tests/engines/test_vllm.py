@@ -352,3 +352,11 @@ def test_the_seed_reaches_the_digest_of_leftovers() -> None:
         (None, extra_digest([["img", 0]], seed=1)),
         (None, extra_digest([["img", 0]], seed=2)),
     ]
+
+
+@pytest.mark.parametrize(("length", "tells"), [(6, False), (8, False), (9, True), (12, True)])
+def test_a_list_too_short_for_extra_keys_cannot_tell_salts(length: int, tells: bool) -> None:
+    event = ["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU", None, [None], 0, "full_attention", None][:length]
+    (stored,) = decoder(EngineKind.VLLM, seed=1337)(msgpack.packb([1.0, [event], 0])).events
+    assert isinstance(stored, Stored)
+    assert stored.tells_salts is tells
