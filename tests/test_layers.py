@@ -31,6 +31,7 @@ PARTS: dict[str, set[str]] = {
 LIBRARIES: dict[str, set[str]] = {
     "annotated_types": {"settings"},
     "fakeredis": {"store"},
+    "hiredis": {"store"},
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
     "orjson": {"store", "ingest", "api", *TOP},
     "prometheus_client": {"metrics"},
