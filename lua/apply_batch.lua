@@ -3,7 +3,8 @@
 -- Apply folded batches of one stream to the blocks of one shard, exactly once and in order.
 --
 -- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id
---       engine*    hash    one per holder in the call: engine hash to seq_hash, `*<block>` copies, `applied`
+--       engine*    hash    one per holder in the call: engine hash to seq_hash, `*<block>` copies and `*` how many
+--                          such fields there are, `applied`
 --       block*     string  one per block of every run, in the order of the runs: ascending holder ids
 --       record     hash    the publisher's record; only on the shard that has it (shard 0), else absent
 -- ARGV  publisher  its integer id
@@ -129,6 +130,11 @@ local function entry_of(run, i)
   return ARGV[run.args + i], run.form == 'key' and word or ARGV[run.args + run.n + i]
 end
 
+-- `*` says how many fields of the hash are no blocks: it keeps HLEN telling how many blocks a holder has.
+local function count_copied(engine, change)
+  if change ~= 0 then redis.call('HINCRBY', engine, '*', change) end
+end
+
 local function stored(run, from, to, engine, id, mode)
   local keys, entries, copied = {}, {}, {}
   local pairs_, values = {}, redis.call('MGET', unpack(KEYS, run.keys + from, run.keys + to))
@@ -149,15 +155,18 @@ local function stored(run, from, to, engine, id, mode)
     entries[#entries + 1] = hash
     entries[#entries + 1] = entry
   end
+  local first_copies = 0
   if #copied > 0 then
     local counts = redis.call('HMGET', engine, unpack(copied))
     for i, name in ipairs(copied) do
+      if not counts[i] then first_copies = first_copies + 1 end
       entries[#entries + 1] = name
       entries[#entries + 1] = tostring(tonumber(counts[i] or 1) + 1)
     end
   end
   call_if_any('MSET', nil, pairs_)
   call_if_any('HSET', engine, entries)
+  count_copied(engine, first_copies)
 end
 
 local function removed(run, from, to, engine, id, mode)
@@ -169,7 +178,7 @@ local function removed(run, from, to, engine, id, mode)
     for i = from, to do names[#names + 1] = '*' .. KEYS[run.keys + i]:sub(-16) end
     counts = redis.call('HMGET', engine, unpack(names))
   end
-  local empty, rest, gone, fewer = {}, {}, {}, {}
+  local empty, rest, gone, fewer, single = {}, {}, {}, {}, {}
   for i = from, to do
     local value, key = values[i - from + 1], KEYS[run.keys + i]
     local count = tonumber(counts[i - from + 1] or 1)
@@ -178,7 +187,7 @@ local function removed(run, from, to, engine, id, mode)
       fewer[#fewer + 1] = '*' .. key:sub(-16)
       fewer[#fewer + 1] = tostring(count - 1)
     elseif count == 2 then
-      gone[#gone + 1] = '*' .. key:sub(-16)
+      single[#single + 1] = '*' .. key:sub(-16)
     else
       local left = value and take(value, id)
       if left == '' then
@@ -188,13 +197,14 @@ local function removed(run, from, to, engine, id, mode)
         rest[#rest + 1] = left
       end
       gone[#gone + 1] = (entry_of(run, i))
-      if whole and mode ~= 'set' then gone[#gone + 1] = '*' .. key:sub(-16) end
+      if whole and mode ~= 'set' then single[#single + 1] = '*' .. key:sub(-16) end
     end
   end
   call_if_any('MSET', nil, rest)
   call_if_any('HSET', engine, fewer)
   call_if_any('DEL', nil, empty)
   call_if_any('HDEL', engine, gone)
+  if #single > 0 then count_copied(engine, -redis.call('HDEL', engine, unpack(single))) end
 end
 
 -- All of a run at once where none of its blocks exists: then no holder has them, this one neither, and there
@@ -240,13 +250,14 @@ for _, run in ipairs(runs) do
   local mode, i = ARGV[7 + 2 * run.holder], first_new(run, mark)
   if i <= run.n then
     if run.kind == '+' and stored_new(run, i, engine, id) then i = run.n + 1 end
-    local chunk = 16
+    -- Neighbours are alike: the first value says how long the others will be.
+    local chunk = i <= run.n and redis.call('STRLEN', KEYS[run.keys + i]) > 1024 and 16 or 128
     while i <= run.n and bytes_read <= VALUE_BYTES do
       local to, before = math.min(i + chunk - 1, run.n), bytes_read
       local one = run.kind == '+' and stored or removed
       one(run, i, to, engine, id, mode)
       i = to + 1
-      chunk = bytes_read - before < 2048 and 128 or 16
+      chunk = bytes_read - before < 4096 and 128 or 16
     end
     if i > 1 then
       mark.seq, mark.position = run.seq, position_of(run, i - 1)

@@ -21,9 +21,9 @@ for i = 1, #fields, 2 do
 end
 if token ~= ARGV[2] then return {'fenced', 0} end
 
-if #ids > 0 then
-  redis.call('SADD', KEYS[4], unpack(ids))
-  redis.call('HDEL', KEYS[1], unpack(ids))
+for _, id in ipairs(ids) do -- one by one: a standard publisher may have more than one `unpack` can hold
+  redis.call('SADD', KEYS[4], id)
+  redis.call('HDEL', KEYS[1], id)
 end
 redis.call('HDEL', KEYS[1], 'publisher:' .. ARGV[1])
 redis.call('HSET', KEYS[1], 'version', ARGV[3])

@@ -4,7 +4,8 @@
 -- ended ones had. With nothing to end it only begins: a holder for a medium or rank not seen before.
 --
 -- KEYS  holders  hash  the group's holder table; `version` is a new word after every change
---       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name
+--       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name,
+--                      `event:<id>` the last event_id of a holder
 --       fence    hash  shard 0's; `holder`: the highest holder id handed out or seen
 --       dead     set   holder ids whose blocks are still to be swept
 -- ARGV  token    the lease token the caller believes is the highest
@@ -35,17 +36,16 @@ for name, id in pairs(live) do
   if unit == '*' or name == unit or (unit ~= '' and name:sub(1, #unit + 1) == unit .. ' ') then
     redis.call('SADD', dead, id)
     redis.call('HDEL', holders, id)
-    redis.call('HDEL', record, 'holder:' .. name)
+    redis.call('HDEL', record, 'holder:' .. name, 'event:' .. id)
     live[name] = nil
   end
 end
 
 if ARGV[5] ~= '' then
-  local forgotten = {'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups'}
+  redis.call('HDEL', record, 'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups')
   for i = 1, #fields, 2 do
-    if fields[i]:sub(1, 6) == 'event:' then forgotten[#forgotten + 1] = fields[i] end
+    if fields[i]:sub(1, 6) == 'event:' then redis.call('HDEL', record, fields[i]) end
   end
-  redis.call('HDEL', record, unpack(forgotten))
   redis.call('HSET', record, 'life', ARGV[5])
 end
 

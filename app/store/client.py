@@ -7,6 +7,7 @@ write of ours is a script that may come twice. Everything the driver raises leav
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -71,8 +72,13 @@ class Client:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task else 0
         try:
             yield
+            # The driver sends through asyncio.wait_for, which before Python 3.12 can swallow a cancellation.
+            if task and task.cancelling() > cancels:
+                raise asyncio.CancelledError
         except (RedisError, OSError, TimeoutError) as exc:
             raise StoreUnavailable(
                 f"Redis at {self.url} does not answer as it should ({type(exc).__name__}: {exc}); try again in a moment"

@@ -115,9 +115,7 @@ class Index:
             args,
         )
 
-    async def entries(
-        self, grant: Grant, wanted: Mapping[int, Sequence[int]]
-    ) -> dict[int, dict[int, tuple[int, int]]]:
+    async def entries(self, grant: Grant, wanted: Mapping[int, Sequence[int]]) -> dict[int, dict[int, tuple[int, int]]]:
         """The blocks that engine hashes stand for: per holder, engine hash to (namespace, seq_hash).
 
         ``wanted`` names, per holder, the engine hashes to look up; on every shard, since only the block knows

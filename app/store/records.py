@@ -74,9 +74,7 @@ class Records:
 
     async def read(self, grant: Grant) -> StreamState | None:
         """The record; None where it is gone or names another token."""
-        fields = {
-            name.decode(): value.decode() for name, value in (await self._client.hgetall(grant.record)).items()
-        }
+        fields = {name.decode(): value.decode() for name, value in (await self._client.hgetall(grant.record)).items()}
         if fields.get("token") != grant.token:
             return None
         return StreamState(
@@ -150,11 +148,14 @@ class Records:
                 if name.startswith("holder:"):
                     for shard in range(claim.shards):
                         asked.append((i, name.split()[1]))
-                        lengths.append(("HLEN", keys.engine(claim.group_id, shard, int(holder))))
+                        engine = keys.engine(claim.group_id, shard, int(holder))
+                        lengths += (("HLEN", engine), ("HGET", engine, "*"))
         blocks: list[dict[str, int]] = [{} for _ in claims]
-        for (i, medium), length in zip(asked, await self._client.several(lengths), strict=True):
-            # One field of an engine hash is its mark; the few that count copies are counted along.
-            blocks[i][medium] = blocks[i].get(medium, 0) + max(0, length - 1)
+        replies = await self._client.several(lengths)
+        for (i, medium), length, copied in zip(asked, replies[::2], replies[1::2], strict=True):
+            # Fields of an engine hash that are no blocks: its mark, those that count copies, and how many these are.
+            others = 1 + (0 if copied is None else 1 + int(copied))
+            blocks[i][medium] = blocks[i].get(medium, 0) + max(0, length - others)
         states: list[PublisherState] = []
         for claim, fields, held in zip(claims, decoded, blocks, strict=True):
             ts = _number(fields.get("ts"))

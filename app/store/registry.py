@@ -119,8 +119,10 @@ class Registry:
     async def _leave(self, claim: Claim) -> None:
         if not claim.is_leaving:
             marked = await self._replace(claim.registration.name, claim.raw, replace(claim, is_leaving=True))
-            if marked is None:
-                return  # somebody else was faster
+            if marked is None:  # somebody else was faster, and may not be done
+                marked = await self._claim(claim.registration.name)
+                if marked is None or marked.publisher != claim.publisher:
+                    return
             claim = marked
         await self.finish(claim)
 
@@ -193,7 +195,8 @@ def _check_same(old: Registration, new: Registration) -> None:
         before, after = getattr(old, attribute), getattr(new, attribute)
         if before != after:
             # A salt may be a secret of its tenant; it is compared, never shown.
-            difference = f"another {field}" if field == "additionalsalt" else f"{field} {_show(before)}, not {_show(after)}"
+            shown = f"{field} {_show(before)}, not {_show(after)}"
+            difference = f"another {field}" if field == "additionalsalt" else shown
             raise Conflict(
                 f"publisher {_show(old.name)} is registered with {difference}; "
                 "unregister it first, or use another instance_id or dp_rank",

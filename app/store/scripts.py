@@ -86,9 +86,7 @@ class Scripts:
         life: str,
         begin: Sequence[Arg],
     ) -> Outcome:
-        return await self._run(
-            "new_life", [holders, record, fence, dead], [token, version, above, unit, life, *begin]
-        )
+        return await self._run("new_life", [holders, record, fence, dead], [token, version, above, unit, life, *begin])
 
     async def raise_fence(self, fence: str, publisher: int, token: str) -> Outcome:
         return await self._run("raise_fence", [fence], [publisher, token])

@@ -36,7 +36,7 @@ class Store:
         self.reader = Reader(
             reading,
             Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards),
-            hot or HotBlocks(0, 0),
+            HotBlocks(0, 0) if hot is None else hot,
         )
 
     @classmethod

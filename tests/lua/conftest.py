@@ -1,0 +1,16 @@
+"""The store's fixtures: a script is called through its wrapper, on both kinds of Redis."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.store.client import Client
+from app.store.scripts import Scripts
+from tests.store.conftest import client, key_table, redis, shards, store, stream
+
+__all__ = ["client", "key_table", "redis", "scripts", "shards", "store", "stream"]
+
+
+@pytest.fixture
+def scripts(client: Client) -> Scripts:
+    return Scripts(client)

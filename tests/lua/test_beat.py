@@ -1,0 +1,30 @@
+"""beat.lua, name_birth.lua: who is alive, and in which Redis."""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+
+from app.store import keys
+from app.store.scripts import Scripts
+
+
+async def test_who_beats_is_alive_until_it_leaves(scripts: Scripts) -> None:
+    assert await scripts.beat(keys.WORKERS, "", 10, "") == []
+    assert await scripts.beat(keys.WORKERS, "a", 10, "") == ["a"]
+    assert await scripts.beat(keys.WORKERS, "b", 10, "") == ["a", "b"]
+    assert await scripts.beat(keys.WORKERS, "", 10, "") == ["a", "b"], "who only asks is not counted"
+    assert await scripts.beat(keys.WORKERS, "a", 10, "1") == ["b"]
+
+
+async def test_who_is_silent_for_too_long_is_forgotten(redis: Redis, scripts: Scripts) -> None:
+    seconds, _ = await redis.time()
+    await redis.zadd(keys.WORKERS, {"silent": seconds - 60, "recent": seconds - 20})
+    assert await scripts.beat(keys.WORKERS, "now", 40, "") == ["recent", "now"]
+    assert await redis.zcard(keys.WORKERS) == 2
+
+
+async def test_a_redis_keeps_the_first_word_it_was_given(redis: Redis, scripts: Scripts) -> None:
+    assert await scripts.name_birth(keys.BIRTH, "a" * 16) == "a" * 16
+    assert await scripts.name_birth(keys.BIRTH, "b" * 16) == "a" * 16
+    await redis.flushall()
+    assert await scripts.name_birth(keys.BIRTH, "c" * 16) == "c" * 16

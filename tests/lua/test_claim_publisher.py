@@ -1,0 +1,62 @@
+"""claim_publisher.lua, new_ids.lua: names are claimed once, ids are handed out once."""
+
+from __future__ import annotations
+
+from asyncio import gather
+
+from redis.asyncio import Redis
+
+from app.store import keys
+from app.store.scripts import Scripts, Verdict
+from tests.store.factories import hgetall, snapshot
+
+NAME, OTHER = b'["pod","t",0]', b'["pod","t",1]'
+GROUP, LARGE = b'["t","m"]', b'["t","large"]'
+
+
+async def claim(scripts: Scripts, expected: bytes, registration: bytes, name: bytes = NAME) -> Verdict:
+    return (await scripts.claim_publisher(keys.PUBLISHERS, name, expected, registration)).verdict
+
+
+async def test_a_claim_is_written_replaced_and_taken_out(redis: Redis, scripts: Scripts) -> None:
+    assert await claim(scripts, b"", b'{"a":1}') is Verdict.APPLIED
+    assert await claim(scripts, b"", b'{"b":1}', OTHER) is Verdict.APPLIED
+    assert await claim(scripts, b'{"a":1}', b'{"a":2}') is Verdict.APPLIED
+    assert await hgetall(redis, keys.PUBLISHERS) == {NAME: b'{"a":2}', OTHER: b'{"b":1}'}
+    assert await claim(scripts, b'{"a":2}', b"") is Verdict.APPLIED
+    assert await hgetall(redis, keys.PUBLISHERS) == {OTHER: b'{"b":1}'}
+
+
+async def test_a_claim_that_is_not_as_it_was_seen_stays(redis: Redis, scripts: Scripts) -> None:
+    await claim(scripts, b"", b'{"a":1}')
+    before = await snapshot(redis)
+    for expected in (b"", b'{"a":2}'):
+        for wanted in (b'{"a":3}', b""):
+            assert await claim(scripts, expected, wanted) is Verdict.STALE
+    assert await claim(scripts, b'{"b":1}', b'{"b":2}', OTHER) is Verdict.STALE
+    assert await snapshot(redis) == before
+
+
+async def test_of_twenty_claims_at_once_one_stands(redis: Redis, scripts: Scripts) -> None:
+    verdicts = await gather(*(claim(scripts, b"", b'{"a":%d}' % i) for i in range(20)))
+    assert verdicts.count(Verdict.APPLIED) == 1
+    assert await hgetall(redis, keys.PUBLISHERS) == {NAME: b'{"a":%d}' % verdicts.index(Verdict.APPLIED)}
+
+
+async def test_a_group_keeps_its_id_and_shards_and_publishers_get_new_ones(scripts: Scripts) -> None:
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0)).numbers == (1, 1, 1)
+    assert (await scripts.new_ids(keys.GROUPS, LARGE, 3, 0)).numbers == (2, 3, 2)
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 8, 0)).numbers == (1, 1, 3)
+
+
+async def test_a_group_whose_id_was_anothers_gets_one_above_it(redis: Redis, scripts: Scripts) -> None:
+    await scripts.new_ids(keys.GROUPS, GROUP, 1, 0)
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 2, 6)).numbers == (7, 2, 2)
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 3, 6)).numbers == (7, 2, 3)
+    assert (await scripts.new_ids(keys.GROUPS, LARGE, 1, 0)).numbers == (8, 1, 4)
+    assert await hgetall(redis, keys.GROUPS) == {
+        GROUP: b"7 2",
+        LARGE: b"8 1",
+        b"last_group": b"8",
+        b"last_publisher": b"4",
+    }

@@ -1,0 +1,80 @@
+"""begin_publisher.lua, mark_publisher.lua, end_publisher.lua: a publisher's row, from first to last."""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+
+from app.store import keys
+from app.store.scripts import Scripts, Verdict
+from app.store.store import Store
+from tests.store.factories import GROUP, Stream, claim_of, hgetall, registration, snapshot
+
+
+async def begin(scripts: Scripts, group: bytes, row: bytes = b'{"row":1}') -> Verdict:
+    outcome = await scripts.begin_publisher(keys.holders(1), keys.record(1, 1), 1, row, group, "a" * 16, "b" * 16)
+    return outcome.verdict
+
+
+async def test_a_publisher_begins_with_a_record_and_a_row(redis: Redis, scripts: Scripts) -> None:
+    assert await begin(scripts, b'["t","m"]') is Verdict.APPLIED
+    assert await hgetall(redis, keys.record(1, 1)) == {b"life": b"b" * 16, b"status": b"pending"}
+    assert await hgetall(redis, keys.holders(1)) == {
+        b"group": b'["t","m"]',
+        b"publisher:1": b'{"row":1}',
+        b"version": b"a" * 16,
+    }
+
+
+async def test_beginning_again_changes_nothing(redis: Redis, scripts: Scripts) -> None:
+    await begin(scripts, b'["t","m"]')
+    before = await snapshot(redis)
+    assert await begin(scripts, b'["t","m"]', b'{"row":2}') is Verdict.APPLIED
+    assert await snapshot(redis) == before
+
+
+async def test_what_a_crash_left_out_is_made_good(redis: Redis, scripts: Scripts) -> None:
+    await begin(scripts, b'["t","m"]')
+    whole = await snapshot(redis)
+    for lost in (keys.record(1, 1), keys.holders(1)):
+        await redis.delete(lost)
+        assert await begin(scripts, b'["t","m"]') is Verdict.APPLIED
+        assert await snapshot(redis) == whole
+
+
+async def test_the_table_of_another_group_is_not_touched(redis: Redis, scripts: Scripts) -> None:
+    await begin(scripts, b'["t","m"]')
+    before = await snapshot(redis)
+    assert await begin(scripts, b'["other","m"]') is Verdict.OTHER
+    assert await snapshot(redis) == before
+
+
+async def test_a_mark_is_seen_by_readers(redis: Redis, stream: Stream) -> None:
+    before = (await hgetall(redis, keys.holders(1)))[b"version"]
+    assert await stream.store.records.mark(stream.grant, is_lost=True)
+    table = await stream.store.reader.table(GROUP)
+    assert table is not None
+    assert table.publishers[1].is_lost
+    assert table.version != before
+
+
+async def test_an_end_takes_row_holders_record_and_lease_and_leaves_the_neighbour(
+    redis: Redis, stream: Stream, store: Store
+) -> None:
+    await stream.begin("0 GPU", "0 CPU")
+    await store.registry.register(registration("pod-2"))
+    neighbour = (await claim_of(store, registration("pod-2"))).publisher
+    assert await store.leases.end(stream.grant)
+    left = await snapshot(redis)
+    assert left[keys.dead(1).encode()][2] == {b"1", b"2"}
+    assert left[keys.holders(1).encode()][2].keys() == {b"group", b"version", b"publisher:%d" % neighbour}
+    assert stream.grant.record.encode() not in left
+    assert stream.grant.lease.encode() not in left
+    assert left[keys.fence(1, 0).encode()][2] == {b"holder": b"2"}
+
+
+async def test_more_holders_than_one_unpack_can_hold_end(redis: Redis, stream: Stream, store: Store) -> None:
+    for start in range(0, 8100, 900):
+        await stream.begin(*(f"0 GPU {number:016x}" for number in range(start, start + 900)))
+    assert await store.leases.end(stream.grant)
+    assert await redis.scard(keys.dead(1)) == 8100
+    assert (await hgetall(redis, keys.holders(1))).keys() == {b"group", b"version"}

@@ -1,0 +1,131 @@
+"""new_life.lua: holders end and begin in one step that readers see at once."""
+
+from __future__ import annotations
+
+import pytest
+from redis.asyncio import Redis
+
+from app.store import keys
+from app.store.records import StreamState
+from app.store.scripts import Scripts, Verdict
+from tests.store.factories import GROUP, Stream, hgetall, registration, snapshot, stored, stream_of
+
+
+async def state_of(stream: Stream) -> StreamState:
+    state = await stream.store.records.read(stream.grant)
+    assert state is not None
+    return state
+
+
+async def dead_of(redis: Redis) -> set[bytes]:
+    return set((await snapshot(redis)).get(keys.dead(1).encode(), ("set", False, set()))[2])
+
+
+async def test_ids_ascend_and_a_live_name_keeps_its_own(stream: Stream) -> None:
+    assert await stream.begin("0 GPU", "0 CPU") == [1, 2]
+    assert await stream.begin("0 CPU", "1 GPU", "0 GPU") == [2, 3, 1]
+    assert (await state_of(stream)).holders == {"0 GPU": 1, "0 CPU": 2, "1 GPU": 3}
+
+
+async def test_beginning_twice_changes_only_the_version(redis: Redis, stream: Stream) -> None:
+    await stream.begin("0 GPU")
+    before = await snapshot(redis)
+    await stream.begin("0 GPU")
+    after = await snapshot(redis)
+    table = keys.holders(1).encode()
+    assert before[table][2].pop(b"version") != after[table][2].pop(b"version")
+    assert after == before
+
+
+async def test_the_table_says_what_an_id_is(stream: Stream) -> None:
+    await stream.begin("0 GPU", "3 DISK")
+    table = await stream.store.reader.table(GROUP)
+    assert table is not None
+    assert {holder.id: (holder.instance_id, holder.dp_rank, holder.medium) for holder in table.holders.values()} == {
+        1: ("pod-1", 0, "GPU"),
+        2: ("pod-1", 3, "DISK"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("unit", "left"),
+    [
+        pytest.param("*", [], id="all"),
+        pytest.param("0", ["10 GPU", "10 CPU"], id="a-rank-and-not-one-that-begins-with-its-digit"),
+        pytest.param("0 GPU", ["0 CPU", "10 GPU", "10 CPU"], id="a-name-and-those-that-go-on-from-it"),
+        pytest.param("0 GPU 0123456789abcdef", ["0 GPU", "0 CPU", "10 GPU", "10 CPU"], id="the-longest-name"),
+        pytest.param("1", ["0 GPU", "0 GPU 0123456789abcdef", "0 CPU", "10 GPU", "10 CPU"], id="nobody"),
+        pytest.param("", ["0 GPU", "0 GPU 0123456789abcdef", "0 CPU", "10 GPU", "10 CPU"], id="none"),
+    ],
+)
+async def test_a_unit_ends(redis: Redis, stream: Stream, unit: str, left: list[str]) -> None:
+    names = ["0 GPU", "0 GPU 0123456789abcdef", "0 CPU", "10 GPU", "10 CPU"]
+    ids = dict(zip(names, await stream.begin(*names), strict=True))
+    await stream.end(unit)
+    assert (await state_of(stream)).holders == {name: ids[name] for name in left}
+    table = await stream.store.reader.table(GROUP)
+    assert table is not None
+    assert table.holders.keys() == {ids[name] for name in left}
+    assert await dead_of(redis) == {b"%d" % ids[name] for name in names if name not in left}
+
+
+async def test_an_id_is_never_used_again(stream: Stream) -> None:
+    assert await stream.begin("0 GPU") == [1]
+    await stream.end()
+    assert await stream.begin("0 GPU") == [2]
+    assert (await stream.store.registry.unregister([stream.grant.claim.registration.name])) != []
+    other = await stream_of(stream.store, stream.redis, registration("pod-2"))
+    assert await other.begin("0 GPU") == [3]
+
+
+async def test_a_new_id_is_above_all_that_other_shards_have_seen(stream: Stream, scripts: Scripts) -> None:
+    grant = stream.grant
+    scripts_keys = keys.holders(1), grant.record, keys.fence(1, 0), keys.dead(1)
+    begun = await scripts.new_life(*scripts_keys, grant.token, "a" * 16, 40, "", "", ["0 GPU", "{1}"])
+    assert begun == (Verdict.APPLIED, (41,))
+    ended = await scripts.new_life(*scripts_keys, grant.token, "b" * 16, 0, "*", "", [])
+    assert ended == (Verdict.APPLIED, ())
+    assert await stream.begin("0 GPU") == [42]
+
+
+async def test_a_restart_forgets_what_the_old_life_knew(stream: Stream) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, [1, 2], seq=7))
+    await stream.store.records.write(
+        stream.grant, {"flags": "extra", "main_groups": "1", "status": "active", f"event:{gpu}": 3}, {"gaps": 4}
+    )
+    before = await state_of(stream)
+    assert (before.watermark, before.flags, before.main_groups) == (7, frozenset({"extra"}), "1")
+    assert before.event_ids == {gpu: 3}
+    await stream.end(is_restart=True)
+    after = await state_of(stream)
+    assert after.life != before.life
+    assert (after.watermark, after.ts, after.newest_ts, after.digest) == (None, None, None, "")
+    assert (after.flags, after.main_groups, after.event_ids, after.holders) == (frozenset(), "", {}, {})
+    assert (after.status, after.counters) == ("active", {"gaps": 4}), "a publisher's counters outlive its lives"
+
+
+async def test_a_cleared_rank_goes_on_with_the_life_and_its_watermark(stream: Stream) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, [1, 2], seq=7))
+    before = await state_of(stream)
+    await stream.end("0")
+    after = await state_of(stream)
+    assert (after.life, after.watermark) == (before.life, 7)
+
+
+async def test_the_last_event_of_a_holder_ends_with_it(stream: Stream) -> None:
+    first, second = await stream.begin("0 GPU aa", "0 GPU bb")
+    await stream.store.records.write(stream.grant, {f"event:{first}": 3, f"event:{second}": 4}, {})
+    await stream.end("0 GPU aa")
+    assert (await state_of(stream)).event_ids == {second: 4}
+
+
+async def test_more_holders_than_one_unpack_can_hold_begin_and_end(redis: Redis, stream: Stream) -> None:
+    for start in range(0, 8100, 900):
+        await stream.begin(*(f"0 GPU {number:016x}" for number in range(start, start + 900)))
+    await stream.store.records.write(stream.grant, {f"event:{holder}": 1 for holder in range(1, 8101)}, {})
+    await stream.end("0 GPU", is_restart=True)
+    assert len(await dead_of(redis)) == 8100
+    assert (await hgetall(redis, keys.holders(1))).keys() == {b"group", b"version", b"publisher:1"}
+    assert (await state_of(stream)).event_ids == {}

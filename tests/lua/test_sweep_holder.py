@@ -1,0 +1,73 @@
+"""sweep_holder.lua, forget_dead.lua: a dead holder leaves its blocks in bounded pieces."""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+
+from app.store import keys
+from app.store.scripts import Scripts, Verdict
+from tests.store.factories import Stream, hgetall, snapshot, stored
+
+BLOCKS = list(range(1, 41))
+
+
+async def sweep(scripts: Scripts, stream: Stream, holder: int, blocks: list[int]) -> int:
+    outcome = await scripts.sweep_holder(
+        keys.engine(1, 0, holder), [stream.key(block) for block in blocks], holder, [b"%016x" % b for b in blocks]
+    )
+    assert outcome.verdict is Verdict.APPLIED
+    return outcome.numbers[0]
+
+
+async def test_a_piece_leaves_other_holders_and_other_blocks(scripts: Scripts, stream: Stream) -> None:
+    gpu, cpu = await stream.begin("0 GPU", "0 CPU")
+    await stream.apply(stored(gpu, BLOCKS), stored(cpu, BLOCKS[:2], first=41))
+    assert await sweep(scripts, stream, gpu, BLOCKS[:20]) == 20
+    assert await stream.values(BLOCKS) == [b"2"] * 2 + [None] * 18 + [b"1"] * 20
+    assert set(await stream.engine(gpu)) == {b"%016x" % block for block in BLOCKS[20:]}
+    assert len(await stream.engine(cpu)) == 2
+
+
+async def test_the_same_piece_again_changes_nothing(redis: Redis, scripts: Scripts, stream: Stream) -> None:
+    gpu, cpu = await stream.begin("0 GPU", "0 CPU")
+    await stream.apply(stored(gpu, BLOCKS), stored(cpu, BLOCKS[:2], first=41))
+    await sweep(scripts, stream, gpu, BLOCKS[:20])
+    before = await snapshot(redis)
+    assert await sweep(scripts, stream, gpu, BLOCKS[:20]) == 20
+    assert await snapshot(redis) == before
+
+
+async def test_an_id_that_is_part_of_another_is_left_alone(redis: Redis, scripts: Scripts, stream: Stream) -> None:
+    await redis.mset({stream.key(1): b"1 10 11 21", stream.key(2): b"11", stream.key(3): b"11 111"})
+    await sweep(scripts, stream, 1, [1, 2, 3])
+    assert await stream.values([1, 2, 3]) == [b"10 11 21", b"11", b"11 111"]
+    await sweep(scripts, stream, 11, [1, 2, 3])
+    assert await stream.values([1, 2, 3]) == [b"10 21", None, b"111"]
+
+
+async def test_a_piece_stops_after_64_kib_of_values(redis: Redis, scripts: Scripts, stream: Stream) -> None:
+    crowd = b" ".join(b"%d" % holder for holder in range(1001, 1801))
+    blocks = list(range(1, 257))
+    await redis.mset({stream.key(block): b"7 " + crowd for block in blocks})
+    done = await sweep(scripts, stream, 7, blocks)
+    assert 16 <= done <= 48
+    assert await stream.values(blocks) == [crowd] * done + [b"7 " + crowd] * (256 - done)
+
+
+async def test_without_blocks_what_is_left_of_the_engine_hash_goes(
+    redis: Redis, scripts: Scripts, stream: Stream
+) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, BLOCKS, seq=1), stored(gpu, BLOCKS, seq=2))
+    await sweep(scripts, stream, gpu, BLOCKS)
+    assert len(await hgetall(redis, keys.engine(1, 0, gpu))) == 42, "copies, how many, and the mark"
+    assert await sweep(scripts, stream, gpu, []) == 0
+    assert not await redis.exists(keys.engine(1, 0, gpu))
+
+
+async def test_a_forgotten_holder_is_no_longer_dead(redis: Redis, scripts: Scripts, stream: Stream) -> None:
+    await stream.begin("0 GPU", "0 CPU")
+    await stream.end()
+    for _ in range(2):
+        assert await scripts.forget_dead(keys.dead(1), 1) == (Verdict.APPLIED, (0,))
+        assert (await snapshot(redis))[keys.dead(1).encode()][2] == {b"2"}

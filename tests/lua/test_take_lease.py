@@ -1,0 +1,106 @@
+"""take_lease.lua, renew_lease.lua, drop_lease.lua: who may start."""
+
+from __future__ import annotations
+
+import pytest
+from redis.asyncio import Redis
+
+from app.store import keys
+from app.store.scripts import Outcome, Scripts, Verdict
+from tests.conftest import wait_until
+from tests.store.factories import hgetall, snapshot
+
+LEASE, RECORD = keys.lease(1, 1), keys.record(1, 1)
+A, B, C = "a" * 16, "b" * 16, "c" * 16
+
+
+@pytest.fixture(autouse=True)
+async def publisher(scripts: Scripts) -> None:
+    await scripts.begin_publisher(keys.holders(1), RECORD, 1, b'{"row":1}', b'["t","m"]', A, A)
+
+
+async def take(
+    scripts: Scripts, random: str, *, own: str = "", milliseconds: int = 60_000, above: int = 0, force: str = ""
+) -> Outcome:
+    return await scripts.take_lease(LEASE, RECORD, own, random, f"worker-{random[0]}", milliseconds, above, force)
+
+
+async def is_free(redis: Redis) -> bool:
+    return not await redis.exists(LEASE)
+
+
+async def test_the_first_gets_the_first_token(redis: Redis, scripts: Scripts) -> None:
+    assert await take(scripts, A) == (Verdict.APPLIED, (1,))
+    assert await redis.get(LEASE) == b"1." + A.encode()
+    assert 0 < await redis.pttl(LEASE) <= 60_000
+    record = await hgetall(redis, RECORD)
+    assert (record[b"token"], record[b"worker"]) == (b"1." + A.encode(), b"worker-a")
+
+
+async def test_the_second_waits(redis: Redis, scripts: Scripts) -> None:
+    await take(scripts, A)
+    before = await snapshot(redis)
+    assert await take(scripts, B) == (Verdict.HELD, (0,))
+    assert await snapshot(redis) == before
+
+
+async def test_force_takes_it_with_a_larger_token(redis: Redis, scripts: Scripts) -> None:
+    await take(scripts, A)
+    assert await take(scripts, B, force="1") == (Verdict.APPLIED, (2,))
+    assert await redis.get(LEASE) == b"2." + B.encode()
+
+
+async def test_who_has_it_may_have_a_larger_token(scripts: Scripts) -> None:
+    await take(scripts, A)
+    assert await take(scripts, B, own=f"1.{A}", above=7) == (Verdict.APPLIED, (8,))
+    assert await take(scripts, C, own=f"1.{A}") == (Verdict.HELD, (0,))
+
+
+async def test_a_lease_that_ran_out_is_free_and_the_counter_goes_on(redis: Redis, scripts: Scripts) -> None:
+    await take(scripts, A, milliseconds=1)
+    await wait_until(lambda: is_free(redis), "the lease has run out")
+    assert await take(scripts, B) == (Verdict.APPLIED, (2,))
+
+
+async def test_of_a_publisher_that_is_gone_nothing_can_be_taken(redis: Redis, scripts: Scripts) -> None:
+    await redis.flushall()
+    assert await take(scripts, A, force="1") == (Verdict.GONE, (0,))
+    assert await snapshot(redis) == {}
+
+
+async def test_renewing_holds_it_for_longer(redis: Redis, scripts: Scripts) -> None:
+    await take(scripts, A, milliseconds=5_000)
+    assert await scripts.renew_lease(LEASE, RECORD, f"1.{A}", 90_000) == (Verdict.APPLIED, (0,))
+    assert await redis.pttl(LEASE) > 60_000
+
+
+async def test_one_that_ran_out_is_taken_up_again_if_nobody_has_taken_it(redis: Redis, scripts: Scripts) -> None:
+    await take(scripts, A, milliseconds=1)
+    await wait_until(lambda: is_free(redis), "the lease has run out")
+    assert (await scripts.renew_lease(LEASE, RECORD, f"1.{A}", 60_000)).is_applied
+    assert await redis.get(LEASE) == b"1." + A.encode()
+
+
+async def test_one_that_somebody_else_took_and_gave_back_is_lost(redis: Redis, scripts: Scripts) -> None:
+    await take(scripts, A)
+    await take(scripts, B, force="1")
+    await scripts.drop_lease(LEASE, RECORD, f"2.{B}")
+    assert (await scripts.renew_lease(LEASE, RECORD, f"1.{A}", 60_000)).verdict is Verdict.FENCED
+    assert await is_free(redis)
+
+
+async def test_a_dropped_one_is_free_and_nobodys(redis: Redis, scripts: Scripts) -> None:
+    await take(scripts, A)
+    assert await scripts.drop_lease(LEASE, RECORD, f"1.{A}") == (Verdict.APPLIED, (0,))
+    assert await is_free(redis)
+    assert b"worker" not in await hgetall(redis, RECORD)
+    assert await take(scripts, B) == (Verdict.APPLIED, (2,))
+
+
+async def test_dropping_twice_leaves_the_next_one_alone(redis: Redis, scripts: Scripts) -> None:
+    await take(scripts, A)
+    await scripts.drop_lease(LEASE, RECORD, f"1.{A}")
+    await take(scripts, B)
+    before = await snapshot(redis)
+    assert (await scripts.drop_lease(LEASE, RECORD, f"1.{A}")).verdict is Verdict.FENCED
+    assert await snapshot(redis) == before

@@ -1,0 +1,39 @@
+"""write_record.lua, commit_batch.lua: what a stream keeps of itself."""
+
+from __future__ import annotations
+
+import pytest
+from redis.asyncio import Redis
+
+from app.store.scripts import Scripts, Verdict
+from tests.store.factories import Stream, hgetall, snapshot
+
+
+async def test_fields_are_written_and_an_empty_one_goes(redis: Redis, scripts: Scripts, stream: Stream) -> None:
+    record, token = stream.grant.record, stream.grant.token
+    before = await hgetall(redis, record)
+    fields = ["status", "active", "flags", "a b", "count:gaps", "3"]
+    assert await scripts.write_record(record, token, fields) == (Verdict.APPLIED, (0,))
+    assert await hgetall(redis, record) == before | {b"status": b"active", b"flags": b"a b", b"count:gaps": b"3"}
+    await scripts.write_record(record, token, ["flags", "", "never", "", "status", "lost"])
+    assert await hgetall(redis, record) == before | {b"status": b"lost", b"count:gaps": b"3"}
+
+
+async def test_a_commit_moves_the_watermark_and_what_is_beside_it(
+    redis: Redis, scripts: Scripts, stream: Stream
+) -> None:
+    record, token = stream.grant.record, stream.grant.token
+    assert await scripts.commit_batch(record, token, 7, "1.5", "2.5", "d" * 16) == (Verdict.APPLIED, (7,))
+    fields = await hgetall(redis, record)
+    beside = [fields[name] for name in (b"watermark", b"ts", b"newest_ts", b"digest")]
+    assert beside == [b"7", b"1.5", b"2.5", b"d" * 16]
+    assert await scripts.commit_batch(record, token, 12, "", "2.5", "e" * 16) == (Verdict.APPLIED, (12,))
+
+
+@pytest.mark.parametrize("seq", [0, 9, 10])
+async def test_a_watermark_never_goes_back(redis: Redis, scripts: Scripts, stream: Stream, seq: int) -> None:
+    await scripts.commit_batch(stream.grant.record, stream.grant.token, 10, "", "", "d" * 16)
+    before = await snapshot(redis)
+    outcome = await scripts.commit_batch(stream.grant.record, stream.grant.token, seq, "", "", "e" * 16)
+    assert outcome == (Verdict.STALE, (10,))
+    assert await snapshot(redis) == before

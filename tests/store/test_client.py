@@ -1,0 +1,136 @@
+"""The contact point with Redis: what a failure becomes, in which time, and what it never says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import anyio
+import pytest
+from redis.asyncio import Redis
+
+from app.errors import SettingsError, StoreUnavailable
+from app.store import keys
+from app.store.client import Client
+from app.store.lua import SCRIPTS
+from app.store.store import Store
+from tests.store.factories import GROUP, registration
+
+
+@pytest.fixture
+async def silent_port() -> AsyncIterator[int]:
+    """Something that accepts connections and never says a word."""
+    gone = asyncio.Event()
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await gone.wait()
+        writer.close()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+        gone.set()
+
+
+async def check_unavailable(store: Store) -> None:
+    """Every way to Redis ends in our error, and ends."""
+    ways: list[Callable[[], Awaitable[object]]] = [
+        lambda: store.registry.register(registration()),
+        lambda: store.registry.registrations(),
+        lambda: store.registry.is_tenant_known("default"),
+        lambda: store.records.birth(),
+        lambda: store.reader.read(GROUP, 16, lambda n: [], deadline_seconds=5.0),
+    ]
+    with anyio.fail_after(20):
+        for way in ways:
+            with pytest.raises(StoreUnavailable) as caught:
+                await way()
+            assert caught.value.retry_after_seconds >= 1
+        (reason,) = await store.check()
+    assert "does not answer" in reason
+
+
+async def test_a_redis_that_is_away_is_unavailable(free_port: int) -> None:
+    store = Store.open(f"redis://127.0.0.1:{free_port}", timeout_seconds=0.5)
+    await check_unavailable(store)
+    await store.close()
+
+
+async def test_a_redis_that_says_nothing_is_unavailable_in_bounded_time(silent_port: int) -> None:
+    store = Store.open(f"redis://127.0.0.1:{silent_port}", timeout_seconds=0.05)
+    await check_unavailable(store)
+    await store.close()
+
+
+async def test_an_error_that_redis_answers_is_unavailable_too(redis: Redis, store: Store) -> None:
+    await redis.set(keys.GROUPS, "not a hash")
+    with pytest.raises(StoreUnavailable, match="WRONGTYPE"):
+        await store.registry.group(GROUP)
+    await redis.delete(keys.GROUPS)
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_a_connection_that_broke_is_made_again(redis: Redis, redis_url: str) -> None:
+    client = Client.open(redis_url)
+    await client.ping()
+    await redis.client_kill_filter(_type="normal", skipme=True)
+    await client.ping()
+    await client.close()
+
+
+async def test_a_script_that_redis_forgot_is_loaded_again(redis: Redis, store: Store) -> None:
+    birth = await store.records.birth()
+    await redis.script_flush()
+    assert await store.records.birth() == birth
+    assert await store.registry.register(registration())
+
+
+async def test_check_loads_every_script(redis: Redis, store: Store) -> None:
+    await redis.script_flush()
+    assert await store.check() == []
+    assert all(await redis.script_exists(*(script.sha for script in SCRIPTS.values())))
+
+
+async def test_commands_in_one_round_trip_fail_as_one(redis: Redis, client: Client) -> None:
+    with pytest.raises(StoreUnavailable):
+        await client.several([("PING",), ("HGET", "only-a-key"), ("PING",)])
+    assert await client.several([("ECHO", "a"), ("ECHO", "b")]) == [b"a", b"b"]
+    assert await client.several([]) == []
+
+
+async def test_a_word_on_the_channel_is_heard(store: Store, client: Client) -> None:
+    async with client.subscription(keys.CONTROL) as subscription:
+        await subscription.get_message(timeout=5)  # the subscription itself
+        await store.registry.register(registration())
+        with anyio.fail_after(10):
+            while (heard := await subscription.get_message(timeout=1)) is None:
+                continue
+        assert heard["data"] == b"registered"
+
+
+async def test_every_memory_url_is_a_redis_of_its_own() -> None:
+    one, other = Store.open("memory://"), Store.open("memory://")
+    await one.registry.register(registration())
+    assert await other.registry.registrations() == []
+    await one.close()
+    await other.close()
+
+
+async def test_an_error_does_not_tell_the_password(free_port: int) -> None:
+    store = Store.open(f"redis://user:secret@127.0.0.1:{free_port}", timeout_seconds=0.5)
+    with pytest.raises(StoreUnavailable) as caught:
+        await store.records.birth()
+    assert "secret" not in caught.value.sentence
+    assert "user" not in caught.value.sentence
+    assert f"redis://***@127.0.0.1:{free_port}" in caught.value.sentence
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://user:secret@redis:6379", "redis://user:secret@redis:port", "redis://user:sec/ret@redis:6379", "redis"],
+)
+def test_a_url_that_cannot_be_used_names_the_setting_and_not_the_password(url: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Client.open(url)
+    assert "WAYMARK_REDIS_URL" in str(caught.value)
+    assert "sec" not in str(caught.value).replace("seconds", "")

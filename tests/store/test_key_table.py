@@ -1,0 +1,176 @@
+"""The key table of lua/README.md against a life of two groups: neither has anything the other has not."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+
+from app.domain.hashing import namespace
+from app.store.client import Client, Reply
+from app.store.lua import SCRIPTS
+from app.store.store import Store
+from tests.conftest import wait_until
+from tests.store.factories import Stream, registration, removed, snapshot, stored, stream_of
+from tests.store.key_table import README, KeyTable, Row, facts
+
+NS = namespace("adapter", ["salt"])
+BLOCKS = list(range(0xA0, 0xB0))
+
+
+class Watched(Client):
+    """Sees, around every script, which rows of the key table it wrote and which it took out."""
+
+    def __init__(self, redis: Redis, table: KeyTable) -> None:
+        super().__init__(redis, "redis://test")
+        self.table = table
+        self.written: defaultdict[Row, set[str]] = defaultdict(set)
+        self.removed: defaultdict[Row, set[str]] = defaultdict(set)
+        self.strangers: set[str] = set()
+        self.scripts: set[str] = set()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
+        async with self._one_at_a_time:
+            before = await snapshot(self._redis)
+            reply = await super().run(name, keys, args)
+            after = await snapshot(self._redis)
+        self.scripts.add(name)
+        self.strangers.update(self.table.strangers(after))
+        old, new = set(facts(before)), set(facts(after))
+        places_left = {fact[:4] for fact in new}
+        for fact in new - old:
+            self._note(self.written, fact, name)
+        for fact in old - new:
+            if fact[:4] not in places_left:
+                self._note(self.removed, fact, name)
+        return reply
+
+    def _note(self, where: defaultdict[Row, set[str]], fact: Any, script: str) -> None:
+        row = self.table.row_of(*fact)
+        if row is not None:
+            where[row].add(script)
+
+
+async def live(client: Client, redis: Redis) -> None:
+    """Everything that happens to publishers, on one shard and on three."""
+    one, three = Store(client), Store(client, shards=3)
+    await one.records.birth()
+    await one.records.alive("worker-1", keep_seconds=60)
+    await publish_and_unregister(await stream_of(one, redis))
+    await publish_and_unregister(await stream_of(three, redis, registration("pod-2", model_name="large")))
+    lease_lost = await stream_of(one, redis, registration("pod-3"))
+    await lease_lost.store.leases.drop(lease_lost.grant)
+    await one.records.alive("worker-1", keep_seconds=60, is_leaving=True)
+
+
+async def publish_and_unregister(stream: Stream) -> None:
+    store, redis, grant = stream.store, stream.redis, stream.grant
+    of = grant.claim.registration
+    other = await stream_of(store, redis, registration(f"{of.instance_id}-neighbour", model_name=of.model_name))
+    (shared,) = await other.begin("0 GPU")
+    await other.apply(stored(shared, BLOCKS[:4]))
+
+    gpu, disk = await stream.begin("0 GPU", "0 DISK 0123456789abcdef")
+    await stream.apply(stored(gpu, BLOCKS), stored(disk, BLOCKS[:4], is_identity=True))
+    salted = [block ^ NS for block in BLOCKS]
+    await stream.apply(stored(gpu, salted, seq=2, ns=NS), stored(gpu, BLOCKS, seq=3))
+    await stream.apply(removed(gpu, salted[:9], seq=4))
+    await stream.apply(removed(gpu, BLOCKS[8:], seq=5), removed(disk, BLOCKS[:2], seq=5, first=9))
+    await stream.apply(removed(gpu, BLOCKS[8:], seq=6))
+    await stream.apply(stored(gpu, salted, seq=7, ns=NS))
+    told = {"flags": "extra", "main_groups": "0", "last_error": "no replay"}
+    await store.records.write(grant, told | {"status": "degraded", f"event:{disk}": "9"}, {"gaps": 1})
+    await store.records.write(grant, {"flags": "", "main_groups": "", "last_error": ""}, {})
+    await store.records.mark(grant, is_lost=True)
+
+    await redis.pexpire(grant.lease, 1)
+    await wait_until(lambda: _is_gone(redis, grant.lease), "the lease has run out")
+    await store.leases.renew(grant, 60.0)
+
+    await store.records.write(grant, {"flags": "extra", "main_groups": "0"}, {})
+    await stream.end(is_restart=True)
+    left = await store.sweeper.pick(stream.entry)
+    assert left is not None
+    async for _ in store.sweeper.steps(stream.entry, left):
+        pass  # the other dead holder is left
+
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, BLOCKS, seq=1), stored(gpu, BLOCKS, seq=2))
+    await store.records.write(grant, told | {"status": "active", f"event:{gpu}": "1"}, {"gaps": 2})
+    await store.registry.unregister([grant.claim.registration.name])
+    while (holder := await store.sweeper.pick(stream.entry)) is not None:
+        async for _ in store.sweeper.steps(stream.entry, holder):
+            pass
+
+
+async def _is_gone(redis: Redis, key: str) -> bool:
+    return not await redis.exists(key)
+
+
+async def test_a_life_of_two_groups_and_the_table_agree_in_both_directions(redis: Redis, key_table: KeyTable) -> None:
+    watched = Watched(redis, key_table)
+    await live(watched, redis)
+    assert watched.scripts == SCRIPTS.keys()
+    assert watched.strangers == set()
+    assert [str(row) for row in key_table.rows if row not in watched.written] == []
+    claimed = {str(row): (row.written, row.removed) for row in key_table.rows}
+    seen = {str(row): (frozenset(watched.written[row]), frozenset(watched.removed[row])) for row in key_table.rows}
+    assert seen == claimed
+
+
+def test_what_the_table_does_not_have_is_named(key_table: KeyTable) -> None:
+    held = {
+        b"wm:{1}:dead": ("set", False, {b"7"}),
+        b"wm:{1}:surprise": ("string", False, b"1"),
+        b"wm:{1}:holders": ("hash", False, {b"surprise": b"1"}),
+        b"wm:{1}:lease:1": ("string", False, b"1.0123456789abcdef"),
+        b"wm:{1}:00000000000000aa": ("string", False, b"1  2"),
+    }
+    assert key_table.strangers(held) == [
+        "wm:{1}:surprise string False  1",
+        "wm:{1}:holders hash False surprise 1",
+        "wm:{1}:lease:1 string False  1.0123456789abcdef",
+        "wm:{1}:00000000000000aa string False  1  2",
+    ]
+
+
+async def test_scripts_touch_no_key_that_was_not_declared(redis_url: str) -> None:
+    async with Redis.from_url(redis_url, protocol=2) as redis, redis.monitor() as monitor:
+        async with Redis.from_url(redis_url, protocol=2) as worker:
+            await live(Client(worker, redis_url), worker)
+            await worker.echo("the end")
+        declared: set[str] = set()
+        touched = 0
+        while "ECHO" not in (seen := await monitor.next_command())["command"]:
+            named = set(re.findall(r"wm:\S+", seen["command"]))
+            if seen["client_type"] == "lua":
+                assert named <= declared, f"{seen['command']}: not in KEYS"
+                touched += len(named)
+            elif seen["command"].startswith("EVALSHA"):
+                declared = named
+        assert touched > 100
+
+
+async def test_every_command_of_the_tour_answers_something(redis_url: str) -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("    redis-cli")]
+    assert len(commands) > 10
+    async with Redis.from_url(redis_url, protocol=2) as redis:
+        client = Client(redis, redis_url)
+        store = Store(client)
+        await store.records.birth()
+        await store.records.alive("worker-1", keep_seconds=60)
+        stream = await stream_of(store, redis)
+        (gpu, cpu) = await stream.begin("0 GPU", "0 CPU")
+        await stream.apply(stored(gpu, [0xCB39AC69B63E3C9C]))
+        await stream.end("0 CPU")
+        assert cpu == 2
+        for command in commands:
+            (reply,) = await client.several([command])
+            assert reply, command

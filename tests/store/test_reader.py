@@ -1,0 +1,311 @@
+"""Reader: few round trips, exact answers, and never a row of somebody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from redis import Redis as SyncRedis
+from redis.asyncio import Redis
+
+from app.domain.hashing import namespace
+from app.domain.match import ConductorRow, conductor_rows
+from app.domain.names import GroupName
+from app.errors import StoreUnavailable
+from app.store import keys
+from app.store.client import Client
+from app.store.hot import HotBlocks
+from app.store.reader import Reader, Reading
+from app.store.store import Store
+from tests.store.factories import GROUP, Meeting, Stream, begins, hgetall, registration, snapshot, stored, stream_of
+
+CHAIN = list(range(1, 2001))
+SHARDS = pytest.mark.parametrize("shards", [1, 3])
+
+
+class Source:
+    """A prompt's block keys, asked for piece by piece."""
+
+    def __init__(self, blocks: Sequence[int], before: Callable[[int], None] = lambda call: None) -> None:
+        self.asked: list[int] = []
+        self._blocks = list(blocks)
+        self._before = before
+
+    def __call__(self, count: int) -> list[int]:
+        self.asked.append(count)
+        self._before(len(self.asked))
+        piece, self._blocks = self._blocks[:count], self._blocks[count:]
+        return piece
+
+
+async def read(reader: Reader, source: Source | Sequence[int], group: GroupName = GROUP) -> Reading:
+    source = source if isinstance(source, Source) else Source(source)
+    reading = await reader.read(group, 16, source, deadline_seconds=30.0)
+    assert reading is not None
+    return reading
+
+
+def rows(reading: Reading) -> dict[str, ConductorRow]:
+    return conductor_rows(reading.walk)
+
+
+def longest(reading: Reading) -> dict[str, int]:
+    return {instance: row.longest for instance, row in rows(reading).items()}
+
+
+@pytest.fixture
+async def held(stream: Stream) -> Stream:
+    """pod-1 has the whole chain on its device, and its first ten blocks on the host."""
+    gpu, cpu = await stream.begin("0 GPU", "0 CPU")
+    await stream.apply(stored(gpu, CHAIN), stored(cpu, CHAIN[:10], first=2001))
+    return stream
+
+
+@SHARDS
+async def test_a_chain_is_walked_in_growing_chunks(store: Store, held: Stream, shards: int) -> None:
+    source = Source(CHAIN)
+    reading = await read(store.reader, source)
+    assert source.asked == [32, 64, 128, 256, 512, 512, 512]
+    assert longest(reading) == {"pod-1": 2000}
+    assert rows(reading)["pod-1"].media == {"GPU": 2000, "CPU": 10}
+    assert (reading.blocks, reading.is_partial) == (2000, False)
+    assert reading.round_trips == 7 + 1, "the table, once"
+    assert (await read(store.reader, CHAIN)).round_trips == 7
+
+
+@SHARDS
+async def test_a_walk_ends_at_the_first_block_that_nobody_has(store: Store, held: Stream, shards: int) -> None:
+    await read(store.reader, [])
+    for hole in (0, 1, 31, 32, 33, 95, 96, 500):
+        prompt = [*CHAIN[:hole], 9999, *CHAIN[hole:]]
+        source = Source(prompt)
+        reading = await read(store.reader, source)
+        assert longest(reading) == {"pod-1": hole}
+        assert reading.round_trips == len(source.asked) == {0: 1, 1: 1, 31: 1, 32: 2, 33: 2, 95: 2, 96: 3, 500: 5}[hole]
+
+
+async def test_a_walk_ends_where_no_instance_goes_on(store: Store, redis: Redis, held: Stream) -> None:
+    """Blocks beyond are held, but by one that does not have the beginning."""
+    other = await stream_of(store, redis, registration("pod-2"))
+    (gpu,) = await other.begin("0 GPU")
+    await other.apply(stored(gpu, [*CHAIN[:40], *range(5000, 5200)]))
+    source = Source([*CHAIN[:64], *range(5000, 5200)])
+    reading = await read(store.reader, source)
+    assert longest(reading) == {"pod-1": 64, "pod-2": 40}
+    assert source.asked == [32, 64]
+
+
+@SHARDS
+async def test_an_empty_prompt_has_a_row_for_everybody(store: Store, held: Stream, shards: int) -> None:
+    reading = await read(store.reader, [])
+    assert longest(reading) == {"pod-1": 0}
+    assert rows(reading)["pod-1"].ranks == {0: 0}
+    assert (reading.blocks, reading.is_partial) == (0, False)
+
+
+async def test_an_unknown_group_is_none_and_creates_nothing(store: Store, redis: Redis) -> None:
+    assert await store.reader.read(GROUP, 16, Source(CHAIN), deadline_seconds=30.0) is None
+    assert await store.reader.table(GROUP) is None
+    assert await snapshot(redis) == {}
+
+
+async def test_a_group_is_found_as_soon_as_it_is_registered(store: Store, redis: Redis) -> None:
+    assert await store.reader.read(GROUP, 16, Source(CHAIN), deadline_seconds=30.0) is None
+    await store.registry.register(registration())
+    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 0}
+
+
+async def test_a_namespace_finds_its_own_blocks_only(store: Store, stream: Stream) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    salted = namespace(None, ["salt"])
+    await stream.apply(stored(gpu, [block ^ salted for block in CHAIN[:50]], ns=salted))
+    assert longest(await read(store.reader, CHAIN[:50])) == {"pod-1": 0}
+    assert longest(await read(store.reader, [block ^ salted for block in CHAIN[:50]])) == {"pod-1": 50}
+
+
+async def test_every_change_of_the_table_is_seen_by_the_next_query(store: Store, held: Stream, redis: Redis) -> None:
+    reader = store.reader
+    assert longest(await read(reader, CHAIN)) == {"pod-1": 2000}
+    await store.registry.register(registration("pod-2"))
+    assert longest(await read(reader, CHAIN)) == {"pod-1": 2000, "pod-2": 0}
+    await store.records.mark(held.grant, is_lost=True)
+    assert longest(await read(reader, CHAIN)) == {"pod-1": 0, "pod-2": 0}
+    await store.records.mark(held.grant, is_lost=False)
+    assert longest(await read(reader, CHAIN)) == {"pod-1": 2000, "pod-2": 0}
+    await held.end("0 GPU")
+    assert longest(await read(reader, CHAIN)) == {"pod-1": 10, "pod-2": 0}
+    await store.registry.unregister([registration().name])
+    assert longest(await read(reader, CHAIN)) == {"pod-2": 0}
+    await store.registry.unregister([registration("pod-2").name])
+    assert longest(await read(reader, CHAIN)) == {}
+
+
+async def test_a_holder_that_began_during_the_query_is_counted(store: Store, client: Client, held: Stream) -> None:
+    """Its id is above all ids of the table that was read: the table is read again, once, and all is walked anew."""
+    other = await stream_of(store, held.redis, registration("pod-2"))
+
+    async def begin_and_store() -> None:
+        (gpu,) = await other.begin("0 GPU")
+        await other.apply(stored(gpu, CHAIN))
+
+    reader = Store(Meeting(client, "several", begin_and_store, call=3)).reader
+    await read(reader, [])  # the table is known, without the new one
+    reading = await read(reader, CHAIN)
+    assert longest(reading) == {"pod-1": 2000, "pod-2": 0}, "no holder of pod-2 was in the first chunk's table"
+
+
+async def test_a_block_of_an_unknown_holder_makes_the_table_be_read_again_once(store: Store, held: Stream) -> None:
+    reader = store.reader
+    await read(reader, [])
+    assert (await read(reader, CHAIN[:20])).round_trips == 1
+    await held.redis.set(held.key(CHAIN[5]).decode(), "1 77")
+    await held.redis.set(held.key(CHAIN[700]).decode(), "1 77")
+    reading = await read(reader, CHAIN[:20])
+    assert (longest(reading), reading.round_trips) == ({"pod-1": 20}, 2)
+    reading = await read(reader, CHAIN)
+    assert (longest(reading), reading.round_trips) == ({"pod-1": 2000}, 7 + 1)
+
+
+async def test_a_table_that_is_behind_its_blocks_catches_up_within_the_query(
+    store: Store, client: Client, held: Stream
+) -> None:
+    """As on a replica whose table lags: the word is the old one still, the blocks are new."""
+    reader = store.reader
+    await read(reader, [])
+    version = (await hgetall(held.redis, keys.holders(1)))[b"version"]
+    (more,) = await held.begin("1 GPU")
+    await held.apply(stored(more, CHAIN[:50], seq=2))
+    await held.redis.hset(keys.holders(1), "version", version.decode())
+    reading = await read(reader, CHAIN)
+    assert rows(reading)["pod-1"].ranks == {0: 2000, 1: 50}
+
+
+async def test_another_redis_never_gives_another_tenants_row(redis: Redis, client: Client) -> None:
+    """It came back empty, and the groups were registered in another order: ids have changed places."""
+    store, reader = Store(client), Store(client).reader
+    mine, theirs = GROUP, GroupName("other", "m")
+    for names, expected in ((("default", "other"), 30), (("other", "default"), 20)):
+        await redis.flushall()
+        for name in names:
+            stream = await stream_of(store, redis, registration(f"pod-of-{name}", tenant_id=name))
+            (gpu,) = await stream.begin("0 GPU")
+            await stream.apply(stored(gpu, CHAIN[: 30 if name == names[0] else 20]))
+        assert longest(await read(reader, CHAIN, mine)) == {"pod-of-default": expected}
+        assert longest(await read(reader, CHAIN, theirs)) == {"pod-of-other": 50 - expected}
+
+
+async def test_a_group_that_is_gone_with_its_redis_is_unknown(store: Store, redis: Redis, held: Stream) -> None:
+    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 2000}
+    await redis.flushall()
+    assert await store.reader.read(GROUP, 16, Source(CHAIN), deadline_seconds=30.0) is None
+    await store.registry.register(registration("pod-9", model_name="another"))
+    assert await store.reader.read(GROUP, 16, Source(CHAIN), deadline_seconds=30.0) is None
+
+
+async def test_800_holders_of_one_prompt(store: Store, redis: Redis) -> None:
+    """Ten instances of 80 ranks each; every rank has one block fewer than the one before it."""
+    streams = [await stream_of(store, redis, registration(f"pod-{i}")) for i in range(10)]
+    values: list[list[bytes]] = [[] for _ in CHAIN[:800]]
+    for i, stream in enumerate(streams):
+        names = [f"{rank} GPU" for rank in range(80)]
+        ids = await store.records.new_life(
+            stream.grant, unit="", is_restart=False, begin=begins(stream.grant.claim, *names), above=0
+        )
+        assert ids is not None
+        for rank, holder in enumerate(ids):
+            for block in range(800 - 80 * i - rank):
+                values[block].append(b"%d" % holder)
+    await redis.mset({streams[0].key(b): b" ".join(ids) for b, ids in zip(CHAIN, values, strict=False) if ids})
+    reading = await read(store.reader, CHAIN)
+    assert longest(reading) == {f"pod-{i}": 800 - 80 * i for i in range(10)}
+    assert rows(reading)["pod-3"].ranks == {rank: 560 - rank for rank in range(80)}
+
+
+# ---- deadline --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paused(redis_url: str) -> Callable[[], None]:
+    """Makes the real Redis answer nobody for a while; whoever asks then waits."""
+
+    def pause() -> None:
+        with SyncRedis.from_url(redis_url, protocol=2) as admin:
+            admin.client_pause(600)
+
+    return pause
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_what_was_walked_by_the_deadline_is_answered(
+    store: Store, held: Stream, paused: Callable[[], None]
+) -> None:
+    await read(store.reader, [])
+    source = Source(CHAIN, before=lambda call: paused() if call == 3 else None)
+    reading = await store.reader.read(GROUP, 16, source, deadline_seconds=0.1)
+    assert reading is not None
+    assert reading.is_partial
+    assert longest(reading) == {"pod-1": 96}
+    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 2000}, "and afterwards all is as before"
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_without_any_answer_by_the_deadline_redis_is_away(
+    store: Store, held: Stream, paused: Callable[[], None]
+) -> None:
+    paused()
+    with pytest.raises(StoreUnavailable, match=r"within 0\.05 s"):
+        await store.reader.read(GROUP, 16, Source(CHAIN), deadline_seconds=0.05)
+    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 2000}
+
+
+# ---- values kept for a moment ----------------------------------------------------------------------
+
+
+class Counted(Client):
+    """Counts the blocks asked for."""
+
+    asked = 0
+
+    async def several(self, commands: Any) -> list[Any]:
+        commands = list(commands)
+        self.asked += sum(len(command) - 1 for command in commands if command[0] == "MGET")
+        return await super().several(commands)
+
+
+async def test_long_values_are_not_asked_for_again_and_ended_holders_vanish_at_once(
+    store: Store, redis: Redis, held: Stream
+) -> None:
+    crowd = b"1 " + b" ".join(b"%d" % holder for holder in range(1001, 1101))
+    await redis.mset({held.key(block): crowd for block in CHAIN[:500]})
+    counted = Counted(redis, "")
+    reader = Store(counted, hot=HotBlocks(60.0, 1 << 20)).reader
+    assert longest(await read(reader, CHAIN[:600])) == {"pod-1": 600}
+    assert counted.asked == 600
+    assert longest(await read(reader, CHAIN[:600])) == {"pod-1": 600}
+    assert counted.asked == 700, "500 of them were kept"
+    await held.end("0 GPU")
+    assert longest(await read(reader, CHAIN[:600])) == {"pod-1": 0}
+
+
+def test_what_is_kept_is_bounded_in_time_and_in_bytes() -> None:
+    hot = HotBlocks(10.0, 20_000)
+    value, other = b"1" * 1000, b"2" * 1000
+    hot.keep(1, [1, 2, 3], [value, b"short", None], now=0.0)
+    assert hot.find(1, [1, 2, 3], now=9.9) == {0: value}
+    assert hot.find(2, [1], now=9.9) == {}
+    assert hot.find(1, [1], now=10.0) == {}
+    assert (len(hot), hot.bytes) == (0, 0)
+    hot.keep(1, range(100), [value, other] * 50, now=20.0)
+    assert 0 < hot.bytes <= 20_000
+    kept = hot.find(1, range(100), now=21.0)
+    assert max(kept) == 99
+    assert len(kept) == len(hot) > 50, "equal values are kept once"
+    hot.clear()
+    assert (hot.find(1, range(100), now=21.0), hot.bytes) == ({}, 0)
+
+
+def test_nothing_is_kept_where_it_is_off() -> None:
+    for hot in (HotBlocks(0.0, 1000), HotBlocks(1.0, 0)):
+        hot.keep(1, [1], [b"1" * 300], now=0.0)
+        assert len(hot) == 0

@@ -1,0 +1,115 @@
+"""Records: what a stream knows of itself, and what ``/workers`` tells of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from redis.asyncio import Redis
+
+from app.domain.runs import Commit
+from app.store.records import StreamState
+from app.store.scripts import Verdict
+from app.store.store import Store
+from tests.store.factories import GROUP, Stream, registration, stored, stream_of
+
+
+async def state_of(stream: Stream) -> StreamState:
+    state = await stream.store.records.read(stream.grant)
+    assert state is not None
+    return state
+
+
+async def test_a_new_stream_knows_nothing(stream: Stream) -> None:
+    state = await state_of(stream)
+    assert len(state.life) == 16
+    assert (state.watermark, state.ts, state.newest_ts, state.digest) == (None, None, None, "")
+    assert (state.flags, state.main_groups, state.status) == (frozenset(), "", "pending")
+    assert (state.holders, state.event_ids, state.counters) == ({}, {}, {})
+
+
+async def test_what_is_written_is_read(stream: Stream) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    written = {"status": "active", "flags": "a b", "main_groups": "1", f"event:{gpu}": "9"}
+    assert await stream.store.records.write(stream.grant, written, {"gaps": 3, "restarts": 0})
+    state = await state_of(stream)
+    assert (state.status, state.flags, state.main_groups) == ("active", frozenset({"a", "b"}), "1")
+    assert (state.holders, state.event_ids, state.counters) == ({"0 GPU": gpu}, {gpu: 9}, {"gaps": 3, "restarts": 0})
+    assert await stream.store.records.write(stream.grant, {"flags": "", "main_groups": ""}, {})
+    assert (await state_of(stream)).flags == frozenset()
+
+
+@pytest.mark.parametrize("ts", [None, 0.0, 1767225600.123456])
+async def test_the_clock_of_a_publisher_comes_back_as_it_was(stream: Stream, ts: float | None) -> None:
+    commit = Commit(5, ts, ts, "d" * 16)
+    assert await stream.store.index.apply(stream.grant, [], {}, commit) is Verdict.APPLIED
+    state = await state_of(stream)
+    assert (state.watermark, state.ts, state.newest_ts, state.digest) == (5, ts, ts, "d" * 16)
+
+
+async def test_a_worker_that_was_fenced_reads_and_writes_nothing(stream: Stream) -> None:
+    await stream.again()
+    records, grant = stream.store.records, stream.grant
+    assert await records.read(grant) is None
+    assert not await records.write(grant, {"status": "active"}, {})
+    assert not await records.mark(grant, is_lost=True)
+    assert await records.new_life(grant, unit="*", is_restart=True, begin=[], above=0) is None
+
+
+async def test_a_lost_publisher_is_marked_and_comes_back(store: Store, stream: Stream) -> None:
+    for is_lost in (True, False):
+        assert await store.records.mark(stream.grant, is_lost=is_lost)
+        table = await store.reader.table(GROUP)
+        assert table is not None
+        assert table.publishers[stream.grant.publisher].is_lost is is_lost
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_workers_tells_status_watermark_lag_and_blocks_by_medium(
+    store: Store, redis: Redis, stream: Stream
+) -> None:
+    gpu, cpu = await stream.begin("0 GPU", "0 CPU")
+    await stream.begin("1 DISK")
+    # Marks are spread over the shards; each engine hash has one.
+    await stream.apply(stored(gpu, range(1, 31)), stored(cpu, range(1, 7), first=31))
+    an_hour_ago = time.time() - 3600
+    assert await stream.store.index.apply(stream.grant, [], {}, Commit(8, an_hour_ago, an_hour_ago, "d" * 16))
+    await store.records.write(stream.grant, {"status": "degraded", "last_error": "no replay"}, {"gaps": 1})
+    await store.registry.register(registration("pod-2"))
+
+    first, second = await store.records.publisher_states(await store.registry.claims())
+    assert (first.registration, first.id, first.group_id) == (registration(), 1, 1)
+    assert (first.status, first.watermark, first.counters) == ("degraded", 8, {"gaps": 1})
+    assert (first.last_error, first.worker) == ("no replay", "worker-1")
+    assert first.blocks == {"GPU": 30, "CPU": 6, "DISK": 0}
+    assert first.lag_seconds is not None
+    assert 3600 <= first.lag_seconds < 3700
+    assert second.registration == registration("pod-2")
+    assert (second.status, second.watermark, second.lag_seconds, second.worker) == ("pending", None, None, None)
+    assert (second.blocks, second.counters) == ({}, {})
+
+
+async def test_without_publishers_there_is_nothing_to_tell(store: Store) -> None:
+    assert await store.records.publisher_states([]) == []
+
+
+async def test_workers_that_are_alive_know_of_each_other(store: Store) -> None:
+    assert await store.records.alive("a", keep_seconds=60) == ["a"]
+    assert await store.records.alive("b", keep_seconds=60) == ["a", "b"]
+    assert await store.records.alive("a", keep_seconds=60, is_leaving=True) == ["b"]
+    assert await store.records.alive("", keep_seconds=60) == ["b"]
+
+
+async def test_a_redis_that_came_back_empty_has_another_birth(store: Store, redis: Redis) -> None:
+    birth = await store.records.birth()
+    assert await store.records.birth() == birth
+    await redis.flushall()
+    assert await store.records.birth() != birth
+
+
+async def test_two_lives_of_two_publishers_never_have_the_same_word(store: Store, redis: Redis) -> None:
+    first, second = [await stream_of(store, redis, registration(f"pod-{i}")) for i in range(2)]
+    lives = {(await state_of(first)).life, (await state_of(second)).life}
+    await first.end(is_restart=True)
+    lives.add((await state_of(first)).life)
+    assert len(lives) == 3

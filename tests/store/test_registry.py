@@ -1,0 +1,298 @@
+"""Registry: publishers come, move and go; a crash half way is made good by whoever comes next."""
+
+from __future__ import annotations
+
+from asyncio import gather
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from app.domain.names import EngineKind, GroupName, PublisherName
+from app.errors import Conflict, StoreUnavailable
+from app.store import keys
+from app.store.client import Client
+from app.store.registry import GroupEntry
+from app.store.store import Store
+from tests.store.factories import (
+    GROUP,
+    Dying,
+    Meeting,
+    claim_of,
+    hgetall,
+    registration,
+    snapshot,
+    stored,
+    stream_of,
+)
+
+POD = registration()
+
+
+async def rows(store: Store) -> dict[int, str]:
+    """Publisher id to instance, as readers see it."""
+    table = await store.reader.table(GROUP)
+    return {} if table is None else {number: row.instance_id for number, row in table.publishers.items()}
+
+
+async def records(redis: Redis) -> set[bytes]:
+    return {name for name in await snapshot(redis) if b":publisher:" in name}
+
+
+async def is_whole(store: Store, redis: Redis) -> bool:
+    """Whether claims, rows and records are of the same publishers."""
+    claims = {claim.publisher: claim.registration.instance_id for claim in await store.registry.claims()}
+    return (
+        claims == await rows(store)
+        and {keys.record(1, publisher).encode() for publisher in claims} == await records(redis)
+    )  # fmt: skip
+
+
+async def test_a_new_publisher_has_a_claim_a_row_and_a_record(store: Store, redis: Redis) -> None:
+    assert await store.registry.register(POD)
+    assert await store.registry.registrations() == [POD]
+    assert await is_whole(store, redis)
+    claim = await claim_of(store, POD)
+    assert (claim.publisher, claim.group_id, claim.shards, claim.is_leaving) == (1, 1, 1, False)
+
+
+async def test_every_field_of_a_registration_comes_back(store: Store) -> None:
+    every = registration(
+        'p|"od',
+        kind=EngineKind.MOONCAKE,
+        tenant_id="ten ant",
+        dp_rank=7,
+        endpoint=None,
+        replay_endpoint="tcp://10.0.0.1:5558",
+        lora_name="lora",
+        additional_salt="salt",
+        scope="shared",
+        copies="set",
+        sequence="rank",
+    )
+    await store.registry.register(every)
+    assert await store.registry.registrations() == [every]
+
+
+async def test_the_same_again_changes_nothing(store: Store, redis: Redis) -> None:
+    await store.registry.register(POD)
+    before = await snapshot(redis)
+    assert await store.registry.register(POD) is False
+    assert await snapshot(redis) == before
+
+
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
+async def test_a_new_address_is_a_new_life(store: Store, redis: Redis, field: str) -> None:
+    stream = await stream_of(store, redis)
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, [1, 2]))
+    moved = registration(**{field: "tcp://10.0.0.2:5558"})
+    assert await store.registry.register(moved)
+    assert await store.registry.registrations() == [moved]
+    assert await is_whole(store, redis)
+    assert (await claim_of(store, moved)).publisher > stream.grant.publisher
+    assert await store.records.read(stream.grant) is None, "the old lease holder has lost it"
+    table = await store.reader.table(GROUP)
+    assert table is not None
+    assert table.holders == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"model_name": "other"}, "modelname"),
+        ({"block_size": 32}, "block_size"),
+        ({"kind": EngineKind.SGLANG}, "type"),
+        ({"lora_name": "lora"}, "lora_name"),
+        ({"additional_salt": "tenant's secret"}, "additionalsalt"),
+        ({"scope": "shared"}, "scope"),
+        ({"copies": "set"}, "copies"),
+        ({"sequence": "rank"}, "sequence"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_another_publisher_under_the_same_name_is_a_conflict(
+    store: Store, redis: Redis, changed: dict[str, Any], field: str
+) -> None:
+    await store.registry.register(POD)
+    before = await snapshot(redis)
+    with pytest.raises(Conflict) as caught:
+        await store.registry.register(registration(endpoint="tcp://10.0.0.9:1", **changed))
+    assert caught.value.field == field
+    assert "pod-1|default|0" in caught.value.sentence
+    assert field in caught.value.sentence
+    assert "secret" not in caught.value.sentence
+    assert await snapshot(redis) == before
+
+
+async def test_ranks_and_tenants_are_publishers_of_their_own(store: Store) -> None:
+    others = [POD, registration(dp_rank=1), registration(tenant_id="other")]
+    for other in others:
+        assert await store.registry.register(other)
+    assert await store.registry.registrations() == others
+    assert await store.registry.groups() == {
+        GROUP: GroupEntry(1, 1),
+        GroupName("other", "m"): GroupEntry(2, 1),
+    }
+
+
+async def test_names_that_look_alike_when_joined_are_not_the_same(store: Store) -> None:
+    await store.registry.register(registration("a|b", tenant_id="c"))
+    assert await store.registry.register(registration("a", tenant_id="b|c"))
+    assert len(await store.registry.registrations()) == 2
+
+
+async def test_a_group_keeps_its_shards_when_the_setting_changes(store: Store, client: Client) -> None:
+    await store.registry.register(POD)
+    later = Store(client, shards=3)
+    await later.registry.register(registration("pod-2"))
+    assert (await claim_of(later, registration("pod-2"))).shards == 1
+    await later.registry.register(registration("pod-3", model_name="large"))
+    assert await later.registry.group(GroupName("default", "large")) == GroupEntry(2, 3)
+
+
+async def test_twenty_registrations_of_one_name_at_once_give_one_publisher(store: Store, redis: Redis) -> None:
+    answers = await gather(*(store.registry.register(POD) for _ in range(20)))
+    assert answers.count(True) == 1
+    assert await store.registry.registrations() == [POD]
+    assert await is_whole(store, redis)
+
+
+async def test_moves_at_once_leave_one_publisher(store: Store, redis: Redis) -> None:
+    pods = [registration(endpoint=f"tcp://10.0.0.{i}:5557") for i in range(4)]
+    answers = await gather(*(store.registry.register(pod) for pod in pods), return_exceptions=True)
+    assert all(answer is True or isinstance(answer, StoreUnavailable) for answer in answers)
+    (left,) = await store.registry.registrations()
+    assert left in pods
+    assert await is_whole(store, redis)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "there-already"])
+async def test_an_unregister_in_the_middle_of_a_register_leaves_no_row_behind(
+    store: Store, redis: Redis, client: Client, again: bool
+) -> None:
+    if again:
+        await store.registry.register(POD)
+
+    async def unregister() -> None:
+        assert await store.registry.unregister([POD.name]) == [POD.name]
+
+    slow = Store(Meeting(client, "begin_publisher", unregister))
+    assert await slow.registry.register(POD)
+    assert await store.registry.registrations() == [POD]
+    assert await is_whole(store, redis)
+
+
+async def test_a_worker_that_makes_an_old_claim_good_brings_nothing_back(store: Store, redis: Redis) -> None:
+    await store.registry.register(POD)
+    claim = await claim_of(store, POD)
+    await store.registry.unregister([POD.name])
+    assert not await store.registry.begin(claim)
+    assert await rows(store) == {}
+    assert await records(redis) == set()
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("script", ["new_ids", "claim_publisher", "begin_publisher"])
+async def test_a_register_that_died_is_made_good_by_the_next(
+    store: Store, redis: Redis, client: Client, script: str, is_done: bool
+) -> None:
+    with pytest.raises(StoreUnavailable):
+        await Store(Dying(client, script, is_done=is_done)).registry.register(POD)
+    await store.registry.register(POD)
+    assert await store.registry.registrations() == [POD]
+    assert await is_whole(store, redis)
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("script", ["claim_publisher", "take_lease", "raise_fence", "end_publisher", "drop_fence"])
+@pytest.mark.parametrize("next_one", ["unregister", "register", "move"])
+async def test_an_unregister_that_died_is_made_good_by_the_next(
+    store: Store, redis: Redis, client: Client, script: str, is_done: bool, next_one: str
+) -> None:
+    stream = await stream_of(store, redis)
+    await stream.begin("0 GPU")
+    with pytest.raises(StoreUnavailable):
+        await Store(Dying(client, script, is_done=is_done)).registry.unregister([POD.name])
+    wanted = registration(endpoint="tcp://10.0.0.2:5557") if next_one == "move" else POD
+    if next_one == "unregister":
+        await store.registry.unregister([POD.name])
+    else:
+        await store.registry.register(wanted)
+    assert await store.registry.registrations() == ([] if next_one == "unregister" else [wanted])
+    assert await is_whole(store, redis)
+    if (script, is_done, next_one) != ("claim_publisher", False, "register"):  # there, nothing had happened
+        assert await store.records.read(stream.grant) is None
+
+
+async def test_unregister_names_those_that_were_there(store: Store, redis: Redis) -> None:
+    await store.registry.register(POD)
+    unknown = PublisherName("pod-9", "default", 0)
+    assert await store.registry.unregister([unknown, POD.name]) == [POD.name]
+    assert await store.registry.unregister([POD.name]) == []
+    assert await store.registry.registrations() == []
+    assert await rows(store) == {}
+    assert await records(redis) == set()
+
+
+async def test_what_a_publisher_held_is_gone_for_readers_when_unregister_returns(store: Store, redis: Redis) -> None:
+    stream = await stream_of(store, redis)
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, [1, 2]))
+    await store.registry.unregister([POD.name])
+    table = await store.reader.table(GROUP)
+    assert table is not None
+    assert (table.publishers, table.holders) == ({}, {})
+    assert not await redis.exists(stream.grant.lease)
+    assert await hgetall(redis, keys.fence(1, 0)) == {b"holder": b"1"}
+
+
+async def test_unregisters_at_once_do_not_take_the_lease_from_each_other_for_ever(store: Store, redis: Redis) -> None:
+    stream = await stream_of(store, redis)
+    await stream.begin("0 GPU")
+    answers = await gather(*(store.registry.unregister([POD.name]) for _ in range(3)))
+    assert [POD.name] in answers
+    assert await store.registry.claims() == []
+    assert await is_whole(store, redis)
+
+
+async def test_the_slower_of_two_unregisters_does_not_return_before_all_is_gone(
+    store: Store, redis: Redis, client: Client
+) -> None:
+    await store.registry.register(POD)
+
+    async def faster_but_dead() -> None:
+        with pytest.raises(StoreUnavailable):
+            await Store(Dying(client, "take_lease")).registry.unregister([POD.name])
+
+    slower = Store(Meeting(client, "claim_publisher", faster_but_dead))
+    assert await slower.registry.unregister([POD.name]) == [POD.name]
+    assert await rows(store) == {}
+    assert await store.registry.claims() == []
+
+
+async def test_a_tenant_is_known_while_it_has_a_registration(store: Store) -> None:
+    assert not await store.registry.is_tenant_known("default")
+    await store.registry.register(POD)
+    assert await store.registry.is_tenant_known("default")
+    assert not await store.registry.is_tenant_known("def")
+    await store.registry.unregister([POD.name])
+    assert not await store.registry.is_tenant_known("default")
+
+
+async def test_an_unknown_group_is_none_and_asking_creates_nothing(store: Store, redis: Redis) -> None:
+    assert await store.registry.group(GROUP) is None
+    assert await store.registry.groups() == {}
+    assert await store.registry.claims() == []
+    assert await snapshot(redis) == {}
+
+
+async def test_a_group_whose_id_turns_out_to_be_anothers_gets_a_new_one(store: Store, redis: Redis) -> None:
+    """As after a failover that lost the last group."""
+    await store.registry.register(registration("pod-9", model_name="lost"))
+    await redis.delete(keys.GROUPS)
+    assert await store.registry.register(POD)
+    assert await store.registry.group(GROUP) == GroupEntry(2, 1)
+    table = await store.reader.table(GROUP)
+    assert table is not None
+    assert table.group == GROUP
