@@ -2,7 +2,8 @@
 
 A **place** is a namespace and a seq_hash as one integer, ``namespace << 64 | seq_hash``. Per holder the memory
 knows places that were stored; hashes that were removed are kept as *gone*, because a child or a placeholder may
-still name them. Both are bounded; what was forgotten is looked up in Redis, unless the memory is known to have
+still name them. Both are bounded, but only ``trim`` forgets: what was there when a fold's lookups were made must
+be there until the fold is resolved. What was forgotten is looked up in Redis, unless the memory is known to have
 everything.
 """
 
@@ -64,33 +65,25 @@ class HashMemory:
             del self._holders[dp_rank], self._gone[dp_rank]
 
     def store(self, holder: int, engine_hashes: Sequence[int], places: Sequence[int]) -> None:
-        known = self._known[holder]
-        known.update(zip(engine_hashes, places, strict=True))
-        self._trim(known, holder)
+        self._known[holder].update(zip(engine_hashes, places, strict=True))
 
     def learn(self, holder: int, entries: Mapping[int, int]) -> None:
         """What Redis says, where the memory says nothing."""
         known = self._known[holder]
         for engine_hash, place in entries.items():
             known.setdefault(engine_hash, place)
-        self._trim(known, holder)
 
     def remove(self, holder: int, engine_hash: int) -> int | None:
         """The place of a hash that its holder removes; None where it is unknown. From now on it is gone.
 
         A hash may be stored several times and removed as often, so one that is gone is still found here.
         """
-        dp_rank = self._rank[holder]
-        gone = self._gone[dp_rank]
+        gone = self._gone[self._rank[holder]]
         place = self._known[holder].pop(engine_hash, None)
         if place is None:
             return gone.get(engine_hash)
         gone.pop(engine_hash, None)
         gone[engine_hash] = place
-        if len(gone) > self._entries_max:
-            _forget_oldest(gone, self._entries_max)
-            # What is gone here may have a copy left in Redis.
-            self._whole.difference_update(self._holders[dp_rank])
         return place
 
     def own(self, holder: int, engine_hash: int) -> int | None:
@@ -127,10 +120,17 @@ class HashMemory:
         known, gone = self._known[holder], self._gone[self._rank[holder]]
         return [h for h in engine_hashes if h not in known and h not in gone]
 
-    def _trim(self, known: dict[int, int], holder: int) -> None:
-        if len(known) > self._entries_max:
-            _forget_oldest(known, self._entries_max)
-            self._whole.discard(holder)
+    def trim(self) -> None:
+        """Forget the oldest, where there are too many. Between folds only."""
+        for holder, known in self._known.items():
+            if len(known) > self._entries_max:
+                _forget_oldest(known, self._entries_max)
+                self._whole.discard(holder)
+        for dp_rank, gone in self._gone.items():
+            if len(gone) > self._entries_max:
+                _forget_oldest(gone, self._entries_max)
+                # What is gone may have a copy left in Redis.
+                self._whole.difference_update(self._holders[dp_rank])
 
     def __len__(self) -> int:
         return sum(map(len, self._known.values())) + sum(map(len, self._gone.values()))

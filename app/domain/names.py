@@ -121,7 +121,8 @@ def normal_medium(spelling: str | None) -> str | None:
 
 # ---- endpoints -------------------------------------------------------------------------------------
 
-_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})", re.ASCII)
+_HOST = r"\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?\]|[A-Za-z0-9._-]+"
+_TCP = re.compile(rf"tcp://(?:{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
 _IPC = re.compile(r"ipc://[^\s\x00]{1,100}")
 
 

@@ -62,7 +62,7 @@ class Planner:
                 if not isinstance(event, Stored) or self._why_never(batch, event):
                     continue
                 self._learn(event)
-                if self.is_cleared(plan, batch, event, i, j):
+                if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
                     continue
                 name = self.name(batch, event)
                 if name not in kept and name not in plan.begun and _has_room(name, kept, plan):
@@ -125,12 +125,13 @@ class Planner:
 
     def why_not(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> str | None:
         """Why event ``j`` of batch ``i`` of the fold counts for nothing; None where it counts."""
-        return self._why_never(batch, event) or ("cleared" if self.is_cleared(plan, batch, event, i, j) else None)
+        reason = self._why_never(batch, event)
+        if reason is None and plan.last_clear and self.is_cleared(plan, batch, event, i, j):
+            return "cleared"
+        return reason
 
     def is_cleared(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> bool:
         """Whether a later event of the fold clears it away."""
-        if not plan.last_clear:
-            return False
         units = [str(self.rank(batch, event))]
         if event.envelope is not None:
             units.append(self.name(batch, event))

@@ -25,7 +25,7 @@ from app.domain.waiting import Waiting, WaitingRoom
 
 __all__ = ["EXTRA_KEYS", "OWN_HASHES", "UNTRUSTED", "Plan", "Resolver"]
 
-_Piece: TypeAlias = tuple[int, list[int], list[int]]
+_Piece: TypeAlias = tuple[int, Sequence[int], Sequence[int]]
 """Consecutive hashes of an event with their places, of one namespace: index of the first, hashes, places."""
 _Placed: TypeAlias = list[tuple[int, Sequence[int]]]
 """Ranks with engine hashes that have a place now; somebody may wait for one."""
@@ -119,7 +119,12 @@ class Resolver:
 
     def plan(self, batches: Sequence[Batch]) -> Plan:
         """What must be ended, begun and kept first. Learns flags and the main group on the way."""
+        self.memory.trim()
         return self._planner.plan(batches, self.holders, self.event_ids)
+
+    def name_of(self, batch: Batch, event: Event) -> str:
+        """The name of the event's holder in this stream."""
+        return self._planner.name(batch, event)
 
     def lookups(self, plan: Plan, batches: Sequence[Batch]) -> dict[int, list[int]]:
         """Engine hashes to ask Redis for, per holder, after the plan was carried out."""
@@ -202,9 +207,7 @@ class Resolver:
             place = self.memory.find(holder, event.parent)
             if place is not None:
                 self._place(runs, position, waiting, place, placed)
-            elif self._is_unsalted(event) and any(
-                self.memory.find(holder, h) is not None for h in event.engine_hashes
-            ):
+            elif self._is_unsalted(event) and any(self.memory.find(holder, h) is not None for h in event.engine_hashes):
                 self._place(runs, position, waiting, None, placed)
             else:
                 self.waiting.add(waiting)
@@ -233,7 +236,7 @@ class Resolver:
             hashes = hashes[: len(seq_hashes)]
             places = [place_of(ns, seq_hash) for seq_hash in seq_hashes] if ns else seq_hashes
             if places:
-                self._add(runs, position, waiting, [(0, list(hashes), places)])
+                self._add(runs, position, waiting, [(0, hashes, places)])
         if self.waiting.blocks:
             placed.append((waiting.dp_rank, hashes))
 
@@ -265,7 +268,7 @@ class Resolver:
 
     def _add_known(self, runs: RunList, position: int, waiting: Waiting, places: Sequence[int | None]) -> None:
         """Blocks of an event that were looked up one by one; those without a place are nobody's."""
-        pieces: list[_Piece] = []
+        pieces: list[tuple[int, list[int], list[int]]] = []
         for i, (h, place) in enumerate(zip(waiting.event.engine_hashes, places, strict=False)):
             if place is None:
                 self.unresolved += 1
@@ -299,7 +302,7 @@ class Resolver:
                 continue
             for i, (h, place) in enumerate(zip(hashes, places, strict=True), start):
                 if h in waiting.removed:
-                    memory.remove(holder, h)
+                    memory.remove(holder, h)  # gone, but a child may name it
                 else:
                     runs.add("+", holder, position + i, [place], [h])
 

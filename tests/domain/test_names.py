@@ -1,0 +1,93 @@
+"""Media in all their spellings, endpoints that may be opened, names as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.domain.names import GroupName, PublisherName, is_endpoint, normal_medium
+from tests.factories import registration
+
+SPELLINGS = {
+    "GPU": "device GPU HBM NPU XPU",
+    "CPU": "CPU CPU_PINNED CPU_TIER1 HOST DRAM MEMORY",
+    "DISK": "DISK SSD NVME CPU_TIER2 FS NFS DFS 3FS OBJ OBJECT_STORE SHARED_STORAGE EXTERNAL STORAGE REMOTE L3",
+}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "medium"), [(word, medium) for medium, words in SPELLINGS.items() for word in words.split()]
+)
+def test_a_medium_in_any_case(spelling: str, medium: str) -> None:
+    cases = (spelling, spelling.lower(), spelling.upper(), spelling.title())
+    assert {normal_medium(each) for each in cases} == {medium}
+
+
+@pytest.mark.parametrize("absent", [None, ""])
+def test_no_medium_is_the_gpu(absent: str | None) -> None:
+    assert normal_medium(absent) == "GPU"
+
+
+@pytest.mark.parametrize(("spelling", "medium"), [("cxl_2", "CXL_2"), ("7", "7"), ("x" * 32, "X" * 32), ("DP0", "DP0")])
+def test_a_new_medium_keeps_its_name(spelling: str, medium: str) -> None:
+    assert normal_medium(spelling) == medium
+
+
+@pytest.mark.parametrize("spelling", ["DP", "dp", "x" * 33, "a b", "a-b", "CPU ", " ", "CPU\n", "gpü", "a|b", "é"])
+def test_what_is_no_name_of_a_medium(spelling: str) -> None:
+    assert normal_medium(spelling) is None
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://10.0.0.1:5557",
+        "tcp://pod-0.svc_a.cluster.local:1",
+        "tcp://[::1]:65535",
+        "tcp://[fe80::1%eth0]:5557",
+        "ipc:///run/kv.sock",
+        "ipc://relative",
+    ],
+)
+def test_endpoints_that_may_be_opened(endpoint: str) -> None:
+    assert is_endpoint(endpoint)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "10.0.0.1:5557",
+        "tcp://10.0.0.1",
+        "tcp://10.0.0.1:",
+        "tcp://10.0.0.1:0",
+        "tcp://10.0.0.1:65536",
+        "tcp://10.0.0.1:5557/",
+        "tcp://10.0.0.1:5557\n",
+        "tcp://:5557",
+        "tcp://*:5557",
+        "tcp://a b:5557",
+        "tcp://user@host:5557",
+        "tcp://host:\uff15\uff15",
+        "tcp://eth0;10.0.0.1:5557",
+        "TCP://10.0.0.1:5557",
+        "http://10.0.0.1:5557",
+        "inproc://x",
+        "udp://10.0.0.1:5557",
+        "ipc://",
+        "ipc://a b",
+        "ipc://a\x00b",
+        "ipc://" + "x" * 101,
+    ],
+)
+def test_endpoints_that_may_not(endpoint: str) -> None:
+    assert not is_endpoint(endpoint)
+
+
+def test_a_publisher_reads_as_instance_tenant_rank() -> None:
+    assert str(PublisherName("pod-1", "default", 3)) == "pod-1|default|3"
+
+
+def test_a_registration_knows_its_publisher_and_its_group() -> None:
+    of = registration(tenant_id="t", dp_rank=2)
+    assert of.name == PublisherName("pod-1", "t", 2)
+    assert of.group == GroupName("t", "m")

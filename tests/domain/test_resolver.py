@@ -1,0 +1,387 @@
+"""From an event to blocks: each rule of the event contract, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.domain.hashing import extra_digest, namespace
+from app.domain.names import Adapter, EngineKind
+from app.domain.resolver import EXTRA_KEYS, UNTRUSTED
+from tests.domain.index import Index
+from tests.factories import batch, keys, registration, removed, stored
+
+SALTED = namespace(None, ["s"])
+
+
+@pytest.fixture
+def index() -> Index:
+    """pod-1, a vLLM."""
+    return Index()
+
+
+# ---- dense, fewer, sparse, placeholders ------------------------------------------------------------
+
+
+def test_a_dense_store_at_the_root(index: Index) -> None:
+    index.events(stored([1, 2, 3], "ABC"))
+    assert index.held() == dict.fromkeys(keys("ABC"), 1)
+    assert index.resolver.holders == {"0 GPU": 1}
+
+
+def test_a_store_goes_on_from_its_parent(index: Index) -> None:
+    index.events(stored([1, 2], "AB"), stored([3], "C", parent=2), stored([4], "D", parent=1))
+    assert index.has(*keys("ABC"), keys("AD")[1])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "complete"), [("AB", 2), ("AB2", 1), ("ABC1", 2), ("A3", 0)], ids=["two", "and-a-half", "most", "none"]
+)
+def test_of_fewer_tokens_the_complete_leading_blocks_count(index: Index, blocks: str, complete: int) -> None:
+    index.events(stored([1, 2, 3], blocks))
+    assert index.has(*keys("ABC")[:complete])
+    assert index.ignored == {}
+
+
+def test_a_child_of_a_block_without_tokens_waits(index: Index) -> None:
+    index.events(stored([1, 2, 3], "AB"), stored([4], "D", parent=3))
+    assert index.has(*keys("AB"))
+    assert index.resolver.waiting.blocks == 1
+
+
+def test_a_sparse_store_is_skipped_and_counted(index: Index) -> None:
+    index.events(stored([1, 2], "ABC"), stored([3], "C", parent=2))
+    assert index.has()
+    assert index.ignored == {"sparse": 1}
+
+
+def test_a_placeholder_says_where_known_blocks_are(index: Index) -> None:
+    index.events(stored([1, 2, 3], "ABC"))
+    index.events(stored([2, 9, 3], medium="CPU"))
+    index.events(stored([3], medium="DISK"))
+    assert index.has(*keys("ABC")[1:], on="0 CPU")
+    assert index.has(keys("ABC")[2], on="0 DISK")
+    assert index.resolver.unresolved == 1
+
+
+def test_hashes_that_come_to_nothing_have_their_positions_too(index: Index) -> None:
+    index.events(stored([1, 2, 3], "ABC"))
+    index.events(removed(9), stored([1, 8, 2, 3], medium="CPU"), removed(3, 7, 1))
+    # Off the GPU a hash has two positions, one to leave another block and one to be stored.
+    assert [(run.kind, run.first, run.hashes) for run in index.runs] == [
+        ("+", 6, [1]),
+        ("+", 8, [2, 3]),
+        ("-", 10, [3]),
+        ("-", 12, [1]),
+    ]
+
+
+def test_a_placeholder_may_name_what_has_just_left_the_gpu(index: Index) -> None:
+    index.events(stored([1, 2], "AB"), removed(2, 1), stored([1, 2], medium="CPU"))
+    assert index.has()
+    assert index.has(*keys("AB"), on="0 CPU")
+
+
+def test_a_placeholder_of_another_rank_names_other_blocks(index: Index) -> None:
+    index.events(stored([1], "A"))
+    index.events(stored([1], medium="CPU"), rank=1)
+    assert index.has(on="1 CPU")
+    assert index.resolver.unresolved == 1
+
+
+def test_two_hashes_of_one_event_may_be_one_block(index: Index) -> None:
+    index.events(stored([1], "A"), stored([2], "A"))
+    index.events(stored([1, 2], medium="CPU"))
+    assert index.held("0 CPU") == {keys("A")[0]: 2}
+
+
+# ---- block size ------------------------------------------------------------------------------------
+
+
+def test_another_block_size_is_skipped_and_counted(index: Index) -> None:
+    index.events(stored([1], "A"), stored([2], "BC", parent=1, block_size=8), stored([1], medium="CPU", block_size=8))
+    assert index.has(*keys("A"))
+    assert index.has(on="0 CPU")
+    assert index.ignored == {"block_size_mismatch": 2}
+
+
+def test_a_placeholder_may_tell_no_block_size_or_ours(index: Index) -> None:
+    index.events(stored([1, 2], "AB"), stored([1], medium="CPU", block_size=0), stored([2], medium="CPU", block_size=4))
+    assert index.has(*keys("AB"), on="0 CPU")
+
+
+# ---- off the GPU, without a salt -------------------------------------------------------------------
+
+
+def test_off_the_gpu_a_hash_is_looked_up_before_its_tokens_are_believed(index: Index) -> None:
+    index.events(stored([1, 2], "AB", salts=("s",)))
+    index.events(stored([1, 2], "AB", medium="CPU"))
+    assert index.has(*keys("AB", ns=SALTED), on="0 CPU")
+
+
+def test_off_the_gpu_tokens_are_hashed_while_no_extra_key_was_reported(index: Index) -> None:
+    index.events(stored([1], "A"))
+    index.events(stored([1, 2], "AB", medium="CPU"), stored([3], "C", parent=2, medium="DISK"))
+    assert index.has(*keys("AB"), on="0 CPU")
+    assert index.has(keys("ABC")[2], on="0 DISK")
+
+
+@pytest.mark.parametrize("extra", [{"salts": ("s",)}, {"extras": (extra_digest(["image"]),)}], ids=["salt", "image"])
+def test_off_the_gpu_nothing_unknown_is_hashed_after_an_extra_key(index: Index, extra: dict[str, Any]) -> None:
+    index.events(stored([1], "A"))
+    index.events(stored([9], "Z", **extra))
+    assert index.plan.is_news
+    index.events(stored([1, 2, 3], "ABC", medium="CPU"))
+    assert index.has(*keys("A"), on="0 CPU")
+    assert index.resolver.unresolved == 2
+
+
+def test_a_new_life_believes_tokens_off_the_gpu_again(index: Index) -> None:
+    index.events(stored([9], "Z", salts=("s",)))
+    index.end("*")
+    index.events(stored([1], "A", medium="CPU"))
+    assert index.has(*keys("A"), on="0 CPU")
+
+
+def test_the_extra_keys_of_a_life_outlive_a_takeover(index: Index) -> None:
+    index.events(stored([9], "Z", salts=("s",)))
+    index.take_over()
+    assert index.resolver.flags == {EXTRA_KEYS}
+    index.events(stored([1], "A", medium="CPU"))
+    assert index.has(on="0 CPU")
+
+
+def test_sglang_names_its_salt_in_every_store_so_its_tokens_are_hashed_anywhere() -> None:
+    index = Index(registration(EngineKind.SGLANG))
+    index.events(stored([9], "Z", salts=("s",)))
+    index.events(stored([1, 2], "AB", medium="CPU"))
+    assert index.has(*keys("AB"), on="0 CPU")
+
+
+def test_off_the_gpu_a_store_that_tells_its_salt_is_hashed(index: Index) -> None:
+    index.events(stored([1], "A", medium="CPU", salts=("s",)))
+    assert index.has(*keys("A", ns=SALTED), on="0 CPU")
+
+
+def test_off_the_gpu_known_hashes_need_no_known_parent(index: Index) -> None:
+    index.events(stored([9], "Z", salts=("s",)), stored([1, 2, 3], "ABC"))
+    index.events(stored([7, 2, 8, 3], "XBYC", parent=6, medium="CPU"))
+    assert index.has(*keys("ABC")[1:], on="0 CPU")
+    assert (index.resolver.waiting.blocks, index.resolver.unresolved) == (0, 2)
+
+
+def test_off_the_gpu_nothing_is_hashed_that_has_no_known_block_before_it(index: Index) -> None:
+    index.events(stored([1, 2], "AB"))
+    index.events(stored([7, 2, 3], "XBC", parent=6, medium="CPU"))
+    assert index.has(*keys("ABC")[1:], on="0 CPU")
+    assert index.resolver.unresolved == 1
+
+
+def test_off_the_gpu_each_hash_keeps_the_namespace_it_is_known_in(index: Index) -> None:
+    index.events(stored([1], "A"), stored([2], "B", salts=("s",)))
+    index.events(stored([1, 2], "AB", medium="CPU"))
+    assert index.has(*keys("A"), *keys("B", ns=SALTED), on="0 CPU")
+    assert index.entries[index.resolver.holders["0 CPU"]] == {1: (0, keys("A")[0]), 2: (SALTED, keys("B")[0])}
+
+
+# ---- extra keys ------------------------------------------------------------------------------------
+
+
+def test_the_same_tokens_with_other_images_are_other_blocks(index: Index) -> None:
+    cat, dog = extra_digest(["cat"]), extra_digest(["dog"])
+    index.events(stored([1, 2], "AB", extras=(None, cat)), stored([3, 4], "AB", extras=(None, dog)))
+    index.events(stored([5, 6], "AB"))
+    (a, b), (_, with_cat), (_, with_dog) = keys("AB"), keys("AB", extras=(None, cat)), keys("AB", extras=(None, dog))
+    assert len({b, with_cat, with_dog}) == 3
+    assert index.held() == {a: 3, b: 1, with_cat: 1, with_dog: 1}
+
+
+def test_what_follows_an_image_is_another_prompt(index: Index) -> None:
+    cat = extra_digest(["cat"])
+    index.events(stored([1], "A", extras=(cat,)), stored([2], "B", parent=1))
+    assert index.has(*keys("AB", extras=(cat, None)))
+
+
+# ---- adapters and salts ----------------------------------------------------------------------------
+
+
+def test_a_child_inherits_its_parents_salts(index: Index) -> None:
+    index.events(stored([1], "A", salts=("s",)), stored([2], "B", parent=1))
+    assert index.has(*keys("AB", ns=SALTED))
+
+
+def test_the_registrations_salt_comes_before_the_requests() -> None:
+    index = Index(registration(additional_salt="w8a8"))
+    index.events(stored([1], "A"), stored([2], "A", salts=("s",)))
+    assert index.has(*keys("A", ns=namespace(None, ["w8a8"])), *keys("A", ns=namespace(None, ["w8a8", "s"])))
+
+
+@pytest.mark.parametrize(
+    ("registered", "told", "expected"),
+    [(None, "sql", "sql"), ("sql", None, "sql"), ("sql", "art", "art"), ("sql", 7, 7), (None, None, None)],
+)
+def test_an_adapter_is_the_events_else_the_registrations(
+    registered: str | None, told: Adapter, expected: Adapter
+) -> None:
+    index = Index(registration(lora_name=registered))
+    index.events(stored([1], "A", adapter=told), stored([2], "B", parent=1, adapter=told))
+    assert index.has(*keys("AB", ns=namespace(expected, [])))
+    assert index.ignored == {}
+
+
+@pytest.mark.parametrize(("parents", "childs"), [("sql", "art"), ("sql", None), (None, "sql"), (7, "7")])
+def test_a_child_of_another_adapter_is_dropped_and_counted(index: Index, parents: Adapter, childs: Adapter) -> None:
+    index.events(stored([1], "A", adapter=parents), stored([2], "B", parent=1, adapter=childs))
+    assert index.has(*keys("A", ns=namespace(parents, [])))
+    assert index.ignored == {"adapter_mismatch": 1}
+
+
+# ---- removals and copies ---------------------------------------------------------------------------
+
+
+def test_a_removal_is_of_its_medium_only(index: Index) -> None:
+    index.events(stored([1, 2], "AB"), stored([1, 2], medium="CPU"))
+    index.events(removed(1), removed(2, medium="CPU"))
+    assert index.has(keys("AB")[1])
+    assert index.has(keys("AB")[0], on="0 CPU")
+
+
+def test_what_nobody_knows_is_counted_when_it_is_removed(index: Index) -> None:
+    index.events(removed(1, 2))
+    index.events(stored([1], "A"), removed(3))
+    assert index.resolver.unresolved == 3
+
+
+def test_a_block_is_there_until_its_last_copy_is_removed(index: Index) -> None:
+    index.events(stored([1], "A"), stored([1], "A"))
+    index.events(removed(1))
+    assert index.held() == {keys("A")[0]: 1}
+    index.events(removed(1))
+    assert index.has()
+    assert index.resolver.unresolved == 0
+
+
+def test_copies_are_of_the_block_whatever_its_hash(index: Index) -> None:
+    index.events(stored([1], "A"), stored([2], "A"))
+    index.events(removed(2))
+    assert index.has(*keys("A"))
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(EngineKind.VLLM, "set"), (EngineKind.SGLANG, "count")])
+def test_how_copies_count_is_the_registrations_word(kind: EngineKind, mode: str) -> None:
+    index = Index(registration(kind, copies=mode))
+    index.events(stored([1], "A"), stored([1], "A"), removed(1))
+    assert index.resolver.mode(1) == mode
+    assert index.has(*(keys("A") if mode == "count" else []))
+
+
+def test_after_a_lost_gap_a_removal_takes_the_block_whatever_its_count(index: Index) -> None:
+    index.events(stored([1], "A"), stored([1], "A"))
+    index.resolver.flags.add(UNTRUSTED)
+    assert index.resolver.mode(1) == "all"
+    index.events(removed(1))
+    assert index.has()
+    index.end("*")
+    assert index.resolver.mode(1) == "count"
+
+
+def test_sets_stay_sets_after_a_lost_gap() -> None:
+    index = Index(registration(copies="set"))
+    index.resolver.flags.add(UNTRUSTED)
+    assert index.resolver.mode(1) == "set"
+
+
+# ---- a hash stored again as another block ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [EngineKind.SGLANG, EngineKind.MOONCAKE])
+def test_a_hash_stored_as_another_block_first_leaves_the_old_one(kind: EngineKind) -> None:
+    index = Index(registration(kind))
+    index.events(stored([1, 2], "AB"))
+    index.events(stored([1, 2, 3], "AXC"))
+    assert index.has(*keys("AXC"))
+    assert index.ignored == {"hash_stored_as_another_block": 1}
+    index.events(removed(1, 2, 3))
+    assert sum(index.held().values()) == (kind is EngineKind.SGLANG)  # A has a second copy
+
+
+def test_off_the_gpu_a_hash_leaves_its_old_block_too(index: Index) -> None:
+    index.events(stored([1], "A", medium="CPU", salts=("s",)))
+    index.events(stored([1], "B", medium="CPU", salts=("s",)))
+    assert index.has(*keys("B", ns=SALTED), on="0 CPU")
+    assert index.ignored == {"hash_stored_as_another_block": 1}
+
+
+def test_hashes_that_change_places_all_leave_before_any_is_stored() -> None:
+    index = Index(registration(EngineKind.SGLANG))
+    index.events(stored([1, 2], "AB"))
+    index.events(stored([3], "A"), removed(3))
+    index.events(stored([2, 1], "AB"))
+    assert index.has(*keys("AB"))
+    assert index.ignored == {"hash_stored_as_another_block": 2}
+
+
+def test_a_placeholder_follows_a_hash_to_its_new_block() -> None:
+    index = Index(registration(EngineKind.SGLANG))
+    index.events(stored([1, 2], "AB"), stored([1, 2], medium="CPU"), removed(1, 2, medium="CPU"))
+    index.events(stored([1, 2], "XY"))
+    index.events(stored([9, 1, 8, 2], medium="CPU"))
+    assert index.has(*keys("XY"), on="0 CPU")
+    assert index.resolver.unresolved == 2
+
+
+def test_another_blocks_hash_is_left_after_a_takeover_too() -> None:
+    index = Index(registration(EngineKind.SGLANG))
+    index.events(stored([1, 2], "AB"))
+    index.take_over()
+    index.events(stored([1, 2], "AX"))
+    assert index.has(*keys("AX"))
+
+
+# ---- what only Redis knows -------------------------------------------------------------------------
+
+
+def test_after_a_takeover_parents_removals_and_placeholders_are_looked_up(index: Index) -> None:
+    index.events(stored([1, 2, 3], "ABC", salts=("s",)))
+    index.take_over()
+    index.events(stored([4], "D", parent=3), stored([2], medium="CPU"), removed(1))
+    assert sorted(index.asked) == [1]
+    assert set(index.asked[1]) == {1, 2, 3}
+    assert index.has(*keys("ABCD", ns=SALTED)[1:])
+    assert index.has(keys("ABC", ns=SALTED)[1], on="0 CPU")
+
+
+def test_a_removal_is_looked_up_on_its_medium_though_another_one_knows_the_hash(index: Index) -> None:
+    index.events(stored([1], "A"), stored([1], medium="CPU"))
+    index.take_over()
+    index.events(stored([1], "A"))
+    index.events(removed(1, medium="CPU"))
+    assert index.has(on="0 CPU")
+    assert index.resolver.unresolved == 0
+
+
+def test_a_plain_prefill_asks_nothing(index: Index) -> None:
+    index.events(stored([1, 2], "AB"))
+    assert index.asked == {}
+    index.events(stored([3], "C", parent=2), removed(1), stored([2], medium="CPU"), removed(9))
+    assert index.asked == {}
+
+
+def test_what_the_memory_forgot_is_looked_up() -> None:
+    index = Index(memory_entries=4)
+    index.events(stored([1, 2, 3, 4], "ABCD"), stored([4], "D", parent=3))
+    index.events(stored([5, 6, 7], "XYZ"))
+    index.events(removed(1), stored([8], "E", parent=2))
+    assert set(index.asked[1]) == {1, 2}
+    assert index.has(*keys("ABCD")[1:], *keys("XYZ"), keys("ABE")[2])
+    assert index.resolver.unresolved == 0
+
+
+def test_what_a_fold_was_not_looked_up_for_is_not_forgotten_in_its_midst() -> None:
+    index = Index(memory_entries=4)
+    index.events(stored([1, 2, 3, 4], "ABCD"))
+    index.fold(batch(stored([5, 6, 7], "XYZ")), batch(removed(1), stored([8], "E", parent=2)))
+    assert index.asked == {}
+    assert index.has(*keys("ABCD")[1:], *keys("XYZ"), keys("ABE")[2])
+    assert index.resolver.unresolved == 0

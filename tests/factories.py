@@ -1,0 +1,85 @@
+"""Builders of registrations, events and batches, for scenarios that read like the contract.
+
+A block is a letter here: ``tokens("AB")`` are two blocks of four tokens, all of a block the letter's code. A block's
+key is what the index finds it by, ``keys("AB")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
+from app.domain.hashing import extend, token_bytes
+from app.domain.names import EngineKind, Registration
+
+BLOCK_SIZE = 4
+SEED = 1337
+
+
+def tokens(blocks: str) -> bytes:
+    """Blocks of four tokens, one per letter; a digit at the end is so many tokens of the last block: ``"AB2"``."""
+    full, rest = (blocks[:-1], int(blocks[-1])) if blocks[-1:].isdigit() else (blocks, BLOCK_SIZE)
+    packed = token_bytes([ord(letter) for letter in full for _ in range(BLOCK_SIZE)])
+    return packed[: len(packed) - 4 * (BLOCK_SIZE - rest)]
+
+
+def keys(blocks: str, *, ns: int = 0, extras: Sequence[int | None] | None = None) -> list[int]:
+    """The key of each block of a prompt, from its beginning."""
+    return [seq_hash ^ ns for seq_hash in extend(None, tokens(blocks), BLOCK_SIZE, seed=SEED, extras=extras)]
+
+
+def registration(kind: EngineKind = EngineKind.VLLM, **fields: Any) -> Registration:
+    """Rank 0 of instance ``pod-1`` of model ``m``, unless told otherwise."""
+    told: dict[str, Any] = {
+        "kind": kind,
+        "instance_id": "pod-1",
+        "tenant_id": "default",
+        "dp_rank": 0,
+        "model_name": "m",
+        "block_size": BLOCK_SIZE,
+        "endpoint": "tcp://10.0.0.1:5557",
+        "replay_endpoint": None,
+        "lora_name": None,
+        "additional_salt": None,
+        "scope": "shared" if kind is EngineKind.MOONCAKE else "instance",
+        "copies": "count" if kind in (EngineKind.VLLM, EngineKind.SGLANG) else "set",
+        "sequence": "publisher",
+    }
+    return Registration(**(told | fields))
+
+
+def stored(hashes: Sequence[int], blocks: str = "", **fields: Any) -> Stored:
+    """A store at the root of the GPU; without ``blocks`` a placeholder."""
+    told: dict[str, Any] = {
+        "engine_hashes": tuple(hashes),
+        "parent": None,
+        "tokens": tokens(blocks),
+        "block_size": BLOCK_SIZE if blocks else 0,
+        "medium": "GPU",
+    }
+    return Stored(**(told | fields))
+
+
+def removed(*hashes: int, medium: str = "GPU", **fields: Any) -> Removed:
+    return Removed(hashes, medium, **fields)
+
+
+def cleared(**fields: Any) -> Cleared:
+    return Cleared(**fields)
+
+
+def envelope(event_id: int, **fields: Any) -> Envelope:
+    """What makes an event a standard one."""
+    told: dict[str, Any] = {
+        "backend_id": "pod-1",
+        "tenant_id": "default",
+        "model_name": None,
+        "block_size": None,
+        "dp_rank": None,
+    }
+    return Envelope(event_id=event_id, **(told | fields))
+
+
+def batch(*events: Event, rank: int | None = None, ts: float | None = 1.0) -> Batch:
+    return Batch(ts, events, rank)
