@@ -67,6 +67,10 @@ class HashMemory:
     def store(self, holder: int, engine_hashes: Sequence[int], places: Sequence[int]) -> None:
         self._known[holder].update(zip(engine_hashes, places, strict=True))
 
+    def mark_partial(self, holder: int) -> None:
+        """Something was stored that is not remembered: what is unknown must be looked up from now on."""
+        self._whole.discard(holder)
+
     def learn(self, holder: int, entries: Mapping[int, int]) -> None:
         """What Redis says, where the memory says nothing."""
         known = self._known[holder]

@@ -1,7 +1,8 @@
 """What an event of a stream belongs to, whether it counts, and what a fold asks for before it is resolved.
 
 A **unit** is what a clear ends: a rank (``"0"``), or for standard events one stream of the envelope, by the name
-of its holder. Holders are named ``<rank> <medium>``, with a digest of the further dimensions for standard events.
+of its holder. Holders are named ``<rank> <medium>``, with a digest of the further dimensions for standard events, and
+``#<epoch>`` on media whose blocks go by time.
 How batches are folded must not change what comes of them, so facts are learned from what a clear undoes, too.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from app.domain.events import Batch, Cleared, Envelope, Event, Stored
+from app.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
 from app.domain.names import Holder, Registration
 from app.domain.spaces import Spaces
 
@@ -45,6 +46,9 @@ class Planner:
 
     def __init__(self, registration: Registration, publisher: int, foreign_ranks: frozenset[int]) -> None:
         self.foreign_ranks = foreign_ranks
+        self.epochs: dict[str, int] = {}
+        """Media that report no removals, with the number of their present epoch: what is stored goes to its holder,
+        and the holder of the epoch before the last one ends."""
         self.flags: set[str] = set()
         self.main_group: int | None = None
         self.spaces = Spaces(registration)
@@ -55,13 +59,17 @@ class Planner:
         """What must be ended, begun and kept first. Learns flags and the main group on the way."""
         plan = Plan()
         before = (frozenset(self.flags), self.main_group)
-        self._find_clears(plan, batches, {name: event_ids[h] for name, h in holders.items() if h in event_ids})
+        seen = {lasting(name): event_ids[h] for name, h in holders.items() if h in event_ids}
+        self._find_clears(plan, batches, seen)
         kept = {name for name in holders if not any(is_of(name, unit) for unit in plan.ended)}
         for i, batch in enumerate(batches):
             for j, event in enumerate(batch.events):
-                if not isinstance(event, Stored) or self._why_never(batch, event):
+                if isinstance(event, Removed) or self._why_never(batch, event):
                     continue
-                self._learn(event)
+                if isinstance(event, Stored):
+                    self._learn(event)
+                elif event.envelope is None:
+                    continue  # a standard stream's holder begins anew at once: it keeps the event_id
                 if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
                     continue
                 name = self.name(batch, event)
@@ -79,7 +87,7 @@ class Planner:
                     if isinstance(event, Cleared) and not self._why_never(batch, event):
                         plan.last_clear[str(self.rank(batch, event))] = (i, j)
                 elif not self._why_never(batch, event):
-                    name = self.name(batch, event)
+                    name = self._lasting_name(batch, event)
                     if envelope.event_id > seen.get(name, -1):
                         seen[name] = envelope.event_id
                         if isinstance(event, Cleared):
@@ -105,17 +113,32 @@ class Planner:
 
     def name(self, batch: Batch, event: Event) -> str:
         """The name of the event's holder in this stream."""
+        name = self._lasting_name(batch, event)
+        epoch = self.epochs.get(event.medium or "GPU") if self.epochs else None
+        return name if epoch is None else f"{name} #{epoch}"
+
+    def expired(self, holders: Mapping[str, int]) -> list[str]:
+        """Names of holders whose time is over: of an epoch before the last, or from before there were any."""
+        return [
+            name
+            for name in holders
+            if (epoch := self.epochs.get(name.split(" ")[1])) is not None
+            and (name == lasting(name) or int(name.rpartition("#")[2]) < epoch - 1)
+        ]
+
+    def _lasting_name(self, batch: Batch, event: Event) -> str:
+        """The name without an epoch, which is also the unit that a standard clear ends."""
         name = f"{self.rank(batch, event)} {event.medium or 'GPU'}"
         return name if event.envelope is None else f"{name} {self.spaces.dimensions(event, event.envelope)}"
 
-    def _holder(self, batch: Batch, event: Stored) -> Holder:
+    def _holder(self, batch: Batch, event: Stored | Cleared) -> Holder:
         registration = self._registration
         return Holder(
             id=0,
             publisher=self._publisher,
             instance_id=registration.instance_id,
             dp_rank=self.rank(batch, event),
-            medium=event.medium,
+            medium=event.medium or "GPU",
             block_size=registration.block_size,
             backend_id=event.envelope.backend_id if event.envelope else registration.instance_id,
             scope=registration.scope,
@@ -134,7 +157,7 @@ class Planner:
         """Whether a later event of the fold clears it away."""
         units = [str(self.rank(batch, event))]
         if event.envelope is not None:
-            units.append(self.name(batch, event))
+            units.append(self._lasting_name(batch, event))
         return any((i, j) < plan.last_clear.get(unit, (-1, -1)) for unit in units)
 
     def _why_never(self, batch: Batch, event: Event) -> str | None:
@@ -166,6 +189,11 @@ class Planner:
         if envelope.block_size not in (None, registration.block_size):
             return "block_size_mismatch"
         return None
+
+
+def lasting(name: str) -> str:
+    """A holder's name without its epoch."""
+    return name.partition(" #")[0]
 
 
 def is_of(name: str, unit: str) -> bool:

@@ -19,7 +19,7 @@ from app.domain.events import Batch, Cleared, Event, Removed, Stored
 from app.domain.hashing import extend
 from app.domain.memory import HashMemory, namespace_of, place_of, seq_hash_of
 from app.domain.names import EngineKind, Registration
-from app.domain.plan import EXTRA_KEYS, OWN_HASHES, UNTRUSTED, Plan, Planner, is_of
+from app.domain.plan import EXTRA_KEYS, OWN_HASHES, UNTRUSTED, Plan, Planner, is_of, lasting
 from app.domain.runs import Mode, Run, RunList
 from app.domain.waiting import Waiting, WaitingRoom
 
@@ -53,6 +53,8 @@ class Resolver:
         """Events that came to nothing, by reason; the owner reads and clears it."""
         self.unresolved = 0
         """Hashes that nobody knows: of removals and placeholders."""
+        self.unsalted = 0
+        """Stores of releases that cannot tell a salt or an image: they may be taken for what they are not."""
         self._planner = Planner(registration, publisher, foreign_ranks)
         self._seed = seed
 
@@ -91,6 +93,10 @@ class Resolver:
     def begin(self, names: Sequence[str], ids: Sequence[int]) -> None:
         """Holders that were begun for a plan."""
         for name, holder in zip(names, ids, strict=True):
+            # The order of a standard stream does not end with an epoch.
+            before = [self.event_ids.get(other, -1) for other in self._epochs_of(name)]
+            if max(before, default=-1) >= 0:
+                self.event_ids[holder] = max(before)
             self._begin(name, holder, is_new=True)
 
     def end(self, unit: str) -> int:
@@ -104,6 +110,15 @@ class Resolver:
             self._planner.flags.clear()
             self._planner.main_group = None
         return self.waiting.clear(ended)
+
+    def at(self, epochs: Mapping[str, int]) -> list[str]:
+        """Set the present epoch of media whose blocks go by time; the names of holders whose time is over."""
+        self._planner.epochs = dict(epochs)
+        return self._planner.expired(self.holders)
+
+    def _epochs_of(self, name: str) -> list[int]:
+        """The holders of all epochs of a name, oldest first."""
+        return [holder for other, holder in self.holders.items() if lasting(other) == lasting(name)]
 
     def _begin(self, name: str, holder: int, *, is_new: bool) -> None:
         self.holders[name] = holder
@@ -192,11 +207,14 @@ class Resolver:
             return
         if self._is_seen(holder, event):
             return
+        if not event.tells_salts and event.tokens and self.registration.kind is EngineKind.VLLM:
+            self.unsalted += 1
         waiting = Waiting(event, self._planner.rank(batch, event), holder)
         if event.is_identity:
             ns = self._planner.spaces.at_root(event)
             places = [place_of(ns, h) for h in event.engine_hashes]
             runs.add("+", holder, position, places, event.engine_hashes, is_identity=True)
+            self.memory.mark_partial(holder)  # a child with tokens may name one as its parent
         elif not event.tokens:
             self._placeholder(runs, position, waiting)
         elif len(event.tokens) > 4 * self.registration.block_size * len(event.engine_hashes):
@@ -307,12 +325,17 @@ class Resolver:
                     runs.add("+", holder, position + i, [place], [h])
 
     def _removed(self, runs: RunList, position: int, batch: Batch, event: Removed) -> None:
-        holder = self.holders.get(self._planner.name(batch, event))
-        if holder is None:
+        name = self._planner.name(batch, event)
+        holders = [self.holders[name]] if name in self.holders else []
+        if self._planner.epochs:
+            holders = self._epochs_of(name)
+        if not holders:
             self.unresolved += len(event.engine_hashes)
-            return
-        if self._is_seen(holder, event):
-            return
+        elif not self._is_seen(holders[-1], event):
+            for holder in holders:
+                self._removed_from(runs, position, holder, event)
+
+    def _removed_from(self, runs: RunList, position: int, holder: int, event: Removed) -> None:
         ns = self._planner.spaces.at_root(event) if event.is_identity else 0
         if self._is_plain(event):
             places = [place_of(ns, h) for h in event.engine_hashes]
@@ -334,7 +357,7 @@ class Resolver:
         if event.envelope is None:
             return
         name = self._planner.name(batch, event)
-        if plan.last_clear.get(name) != (i, j):
+        if plan.last_clear.get(lasting(name)) != (i, j):
             self.ignored["seen"] += 1
         elif (holder := self.holders.get(name)) is not None:
             self.event_ids[holder] = event.envelope.event_id
