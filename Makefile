@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint redis-server clean
+.PHONY: help demo test conformance lint redis-server clean
 
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simulated engines
 	@$(BIN)/waymark demo
@@ -15,13 +15,16 @@ demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simul
 test: $(VENV)/.installed-dev redis-server lint ## check everything: style, types, and the tests on a real Redis
 	@$(BIN)/python -m pytest
 
+conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer, which is downloaded; writes docs/conformance.md
+	@$(VENV)-conformance/bin/python -m tests.conformance.compare --output docs/conformance.md
+
 lint: $(VENV)/.installed-dev ## check style and types only
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
 clean: ## remove the environment, builds and caches
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-conformance build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 redis-server:
 	@sh scripts/redis-server.sh
@@ -36,6 +39,13 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.made
 	@echo 'installing Waymark and what its tests need into $(VENV)'
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)-conformance/.installed: pyproject.toml
+	@python="$$(sh scripts/python.sh)" && "$$python" -m venv --clear $(VENV)-conformance
+	@echo 'installing Waymark and dynamo.indexer into $(VENV)-conformance'
+	@echo '*' >$(VENV)-conformance/.gitignore
+	@$(VENV)-conformance/bin/python -m pip install --quiet --editable '.[client]' 'ai-dynamo-runtime==1.6.1'
+	@touch $@
 
 # Marked at the end: an environment that was left half made is made anew.
 $(VENV)/.made:

@@ -31,6 +31,8 @@ EXIT_FAILED = 1
 """It ran, and what it was to show did not come out."""
 EXIT_USAGE = 2
 """An argument or a setting is wrong; nothing was started."""
+EXIT_NO_PORT = 3
+"""The port could not be opened. uvicorn ends the process with it, after a log line that names the port."""
 
 _EXAMPLES = """\
 examples:
@@ -146,7 +148,8 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         for field in fields(options):
             kind, flag = kinds[field.name], f"--{prefix}{field.name.replace('_', '-')}"
             if kind is bool and field.default is True:
-                parser.add_argument(flag.replace("--has-", "--no-"), dest=field.name, action="store_false", default=None)
+                flag = flag.replace("--has-", "--no-")
+                parser.add_argument(flag, dest=field.name, action="store_false", default=None)
             elif kind is bool:
                 parser.add_argument(flag, dest=field.name, action="store_true", default=None)
             elif kind is not Faults:

@@ -98,7 +98,9 @@ def table(lines: list[Line]) -> str:
         for line in lines
     ]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
     text.insert(1, "  ".join("-" * width for width in widths[:-1]))
     return "\n".join(text)
 
@@ -125,9 +127,7 @@ async def _ask(
 
     async def is_right() -> bool:
         last.update((await _post(base, "/query", body))["default"])
-        return {
-            name: (row["longest_matched"], row["GPU"], row["CPU"]) for name, row in last.items()
-        } == expected
+        return {name: (row["longest_matched"], row["GPU"], row["CPU"]) for name, row in last.items()} == expected
 
     try:
         await _until(is_right, f"the right answer for '{question.label}'", service)

@@ -15,6 +15,8 @@ from typing import Any
 import uvicorn
 
 from app.api.application import create_app, create_probes
+from app.connections import Bounds, Connections, files_for
+from app.domain.names import normal_medium
 from app.ingest.stream import StreamOptions
 from app.ingest.worker import Worker, WorkerOptions
 from app.metrics import Metrics
@@ -24,6 +26,8 @@ from app.store.store import Store
 
 #: How long requests that have begun may take to end.
 _SHUTDOWN_SECONDS = 5
+#: How long a connection is kept for a next request: longer than load balancers keep theirs, usually 60 s.
+_KEEP_ALIVE_SECONDS = 65
 
 
 class _Server(uvicorn.Server):
@@ -53,6 +57,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
             stream_buffer_bytes=settings.stream_buffer_bytes,
             stream_buffer_frames=settings.stream_buffer_frames,
             fold_batches=settings.fold_batches,
+            medium_ttl={normal_medium(name) or name: seconds for name, seconds in settings.medium_ttl.items()},
         ),
     )
 
@@ -67,16 +72,20 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         hot=HotBlocks(settings.hot_block_ms / 1000, settings.hot_block_bytes),
     )
     metrics = Metrics()
+    bounds = Bounds(settings.request_seconds, files_for(settings.connections_max), settings.bodies_max_bytes)
     port = settings.port if has_api else settings.ingest_port
     server = _Server(
         uvicorn.Config(
             create_app(store, settings, metrics) if has_api else create_probes(store, settings, metrics),
+            http=Connections(bounds, metrics).protocol(),
+            ws="none",
             host=settings.host,
             port=port,
             log_config=None,
             access_log=False,
             server_header=False,
             lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
     )

@@ -59,6 +59,10 @@ class Metrics:
         self.http_request_duration_seconds = histogram(
             "http_request_duration_seconds", "How long an HTTP request took.", _REQUEST_BUCKETS, "route"
         )
+        self.http_connections = gauge("http_connections", "How many HTTP connections are open.")
+        self.http_connections_cut = counter(
+            "http_connections_cut", "How many HTTP connections were cut before their time, by why.", "reason"
+        )
 
         # ---- queries
         self.query_blocks = counter("query_blocks", "How many complete blocks queries asked about.")

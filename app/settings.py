@@ -136,6 +136,12 @@ class Settings(BaseSettings):
     """The largest request body that is read."""
     max_tokens: int = Field(2**21, ge=1, le=2**26)
     """The most tokens or hashes one request may hold."""
+    bodies_max_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
+    """How many bytes of request bodies are held at once; beyond it the one that has been arriving longest is cut."""
+    request_seconds: float = Field(30.0, ge=0.1, le=3600)
+    """How long a request may take to arrive and its answer to be taken; then the connection is cut."""
+    connections_max: int = Field(4096, ge=1, le=1_000_000)
+    """How many HTTP connections are held at once; beyond it the one that has been silent longest is cut."""
     api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
     """The bearer token that requests which write must carry; without it anybody may write."""
     protect_reads: bool = False
@@ -187,6 +193,11 @@ class Settings(BaseSettings):
             )
         if self.redis_read_url is not None and self.redis_read_url.startswith("memory://"):
             raise ValueError("WAYMARK_REDIS_READ_URL is memory://, which nobody writes to: leave it out")
+        if self.max_body_bytes > self.bodies_max_bytes:
+            raise ValueError(
+                f"WAYMARK_MAX_BODY_BYTES is {self.max_body_bytes}, more than all bodies together may have:"
+                f" give at most WAYMARK_BODIES_MAX_BYTES, {self.bodies_max_bytes}"
+            )
         if self.replay_idle_seconds > self.replay_seconds:
             raise ValueError(
                 f"WAYMARK_REPLAY_IDLE_SECONDS is {self.replay_idle_seconds:g}, longer than a whole replay may take:"

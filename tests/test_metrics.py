@@ -23,6 +23,8 @@ EXPORTED = [
     "waymark_events_total{type}",
     "waymark_frames_malformed_total",
     "waymark_gaps_total",
+    "waymark_http_connections",
+    "waymark_http_connections_cut_total{reason}",
     "waymark_http_request_duration_seconds{route}",
     "waymark_http_requests_total{route,method,status}",
     "waymark_lag_seconds",

@@ -10,19 +10,24 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from app.api import dynamo_schemas as dynamo_bodies
 from app.api import schemas as bodies
 from app.api.access import Access, Gate
+from app.api.access_log import AccessLog
 from app.api.bodies import Format, encode
 from app.api.conductor import Conductor
 from app.api.contract import Contract
 from app.api.dynamo import Dynamo
 from app.api.dynamo_views import DynamoViews
 from app.api.errors import shown
+from app.api.events import Events
 from app.api.operations import Doc, Handler, Method, Operation, Surroundings
 from app.api.probes import Probes
+from app.api.turns import Turns
 from app.api.views import Views
+from app.logs import fields
 from app.metrics import Metrics
 from app.settings import Settings
 from app.store.store import Store
@@ -32,11 +37,19 @@ log = logging.getLogger(__name__)
 _TEXT, _HTML = "text/plain", "text/html"
 
 _HEALTH = Doc("200 while the process turns.", needs_redis=False)
+_DYNAMO_HEALTH = Doc("200 while the process turns, and no body.", media_type=_TEXT, needs_redis=False)
 _METRICS = Doc("Prometheus text.", media_type=_TEXT, needs_redis=False)
 _QUERY = Doc("How much of a prompt each instance has, by tokens.", bodies.QueryRequest, bodies.QueryAnswer)
 _QUERY_BY_HASH = Doc("The same, by rolling hashes.", bodies.QueryByHashRequest, bodies.QueryAnswer)
 _REGISTER = Doc("Subscribe to a publisher.", bodies.RegisterRequest, bodies.RegisterAnswer, errors=(409,))
 _UNREGISTER = Doc("Take a publisher out.", bodies.UnregisterRequest, bodies.UnregisterAnswer, errors=(404,))
+_EVENTS = Doc(
+    "Standard events, for publishers without a socket.",
+    bodies.EventsRequest,
+    bodies.EventsAnswer,
+    errors=(404, 409),
+    may_be_list=True,
+)
 _DYNAMO_QUERY = Doc(
     "How much of a prompt each worker has.",
     dynamo_bodies.DynamoQueryRequest,
@@ -61,12 +74,12 @@ _DEREGISTER_PEER = Doc(
 )
 
 
-def create_app(store: Store, settings: Settings, metrics: Metrics) -> Starlette:
+def create_app(store: Store, settings: Settings, metrics: Metrics) -> ASGIApp:
     """The ASGI application over an open store; whoever opened the store closes it."""
     token = None if settings.api_token is None else settings.api_token.get_secret_value()
     gate = Gate(token, protect_reads=settings.protect_reads)
     contract = Contract()
-    operations = _operations(store, contract, Surroundings(settings, metrics, gate))
+    operations = _operations(store, contract, Surroundings(settings, metrics, gate, Turns()))
     contract.describe(operations)
 
     async def not_routed(_: Request, error: Exception) -> Response:
@@ -77,7 +90,9 @@ def create_app(store: Store, settings: Settings, metrics: Metrics) -> Starlette:
 
     async def unexpected(request: Request, error: Exception) -> Response:
         # The server logs the traceback; this line says which request it was, without a word of what was sent.
-        log.error("request failed unexpectedly: %s %s", shown(request.scope["path"]), type(error).__name__)
+        where = fields(request_id=request.scope.get("request_id", "none"))
+        sentence = "request failed unexpectedly: %s %s"
+        log.error(sentence, shown(request.scope["path"]), type(error).__name__, extra=where)
         return _json({"error": "a fault of this service; its log has it", "reason": "internal"}, 500)
 
     app = Starlette(
@@ -85,7 +100,7 @@ def create_app(store: Store, settings: Settings, metrics: Metrics) -> Starlette:
         exception_handlers={HTTPException: not_routed, Exception: unexpected},
     )
     app.router.redirect_slashes = False
-    return app
+    return AccessLog(app) if settings.access_log else app
 
 
 def _json(content: Any, status: int) -> Response:
@@ -104,6 +119,7 @@ def _operations(store: Store, contract: Contract, surroundings: Surroundings) ->
         ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, _DYNAMO_QUERY_BY_HASH),
         ("POST", "/register", "write", root.register, _REGISTER),
         ("POST", "/unregister", "write", root.unregister, _UNREGISTER),
+        ("POST", "/events", "write", Events(store, settings, metrics).events, _EVENTS),
         ("GET", "/services", "read", views.services, Doc("Every registration.")),
         ("GET", "/workers", "read", views.workers, Doc("Publishers and ingest workers, with their state.")),
         ("GET", "/global_view", "read", views.global_view, Doc("Contexts, their instances and block counts.")),
@@ -116,7 +132,7 @@ def _operations(store: Store, contract: Contract, surroundings: Surroundings) ->
         ("POST", "/dynamo/unregister", "write", dynamo.unregister, _DYNAMO_UNREGISTER),
         ("GET", "/dynamo/workers", "read", dynamo_views.workers, Doc("Registered workers.")),
         ("GET", "/dynamo/dump", "read", dynamo_views.dump, Doc("The groups; there are no events to recover.")),
-        ("GET", "/dynamo/health", "open", dynamo_views.health, _HEALTH),
+        ("GET", "/dynamo/health", "open", dynamo_views.health, _DYNAMO_HEALTH),
         ("GET", "/dynamo/metrics", "read", probes.metrics, _METRICS),
         ("POST", "/dynamo/register_peer", "write", dynamo_views.register_peer, _REGISTER_PEER),
         ("POST", "/dynamo/deregister_peer", "write", dynamo_views.deregister_peer, _DEREGISTER_PEER),
@@ -130,7 +146,8 @@ def _operations(store: Store, contract: Contract, surroundings: Surroundings) ->
 
 def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlette:
     """``/health``, ``/ready`` and ``/metrics`` alone: what an ingest worker answers."""
-    probes, surroundings = Probes(store, metrics), Surroundings(settings, metrics, Gate(None, protect_reads=False))
+    gate = Gate(None, protect_reads=False)
+    probes, surroundings = Probes(store, metrics), Surroundings(settings, metrics, gate, Turns())
     table: list[tuple[str, Handler, Doc]] = [
         ("/health", probes.health, _HEALTH),
         ("/ready", probes.ready, Doc("200 when Redis answers.")),

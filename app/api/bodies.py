@@ -36,12 +36,19 @@ _FORMATS = {
 }
 
 
+#: Lists and objects of one body. Empty ones are 64 bytes here and one or two there: without a bound a body of the
+#: largest size becomes a gigabyte.
+CONTAINERS_MAX = 2**18
+
+
 class Body(NamedTuple):
     """A parsed request body."""
 
     fields: dict[str, Any]
     may_hold_booleans: bool = True
     """False where the text cannot hold one: a list of integers then needs no look at each element's type."""
+    documents: list[Any] | None = None
+    """Where a list may stand for several bodies: the one or the many."""
 
 
 class Disconnected(Exception):
@@ -94,25 +101,55 @@ def _too_large(max_bytes: int) -> InvalidValue:
     )
 
 
-def decode(body: bytes, body_format: Format) -> Body:
+def decode(body: bytes, body_format: Format, *, may_be_list: bool = False) -> Body:
     """The fields of a body; ``InvalidValue`` where it cannot be read, ``Unfit`` where it is no object."""
     if body_format is Format.JSON:
+        # A bracket inside a text is counted too; nothing that is read has so many.
+        if len(body) > CONTAINERS_MAX and body.count(b"[") + body.count(b"{") > CONTAINERS_MAX:
+            raise _too_many_containers()
         try:
             value = orjson.loads(body)
         except orjson.JSONDecodeError as exc:
             raise InvalidValue(f"the body is not JSON: {exc}; send one JSON object", reason="invalid_json") from None
         may_hold_booleans = _may_hold(body, b"true", b"u") or _may_hold(body, b"false", b"f")
     else:
+        count = _Containers()
         try:
             # A str that is no UTF-8, an unfinished value and data behind it are all ValueErrors.
-            value = msgpack.unpackb(body, raw=False, strict_map_key=True)
+            value = msgpack.unpackb(
+                body, raw=False, strict_map_key=True, list_hook=count, object_hook=count, ext_hook=count.extension
+            )
         except ValueError as exc:
             problem = str(exc)[:120] or type(exc).__name__
             raise InvalidValue(f"the body is not msgpack: {problem}; send one map", reason="invalid_msgpack") from None
         may_hold_booleans = True
+    if may_be_list:
+        return Body({}, may_hold_booleans, value if isinstance(value, list) else [value])
     if not isinstance(value, dict):
         raise Unfit(f"the body is {kind(value)}; send an object with the fields by name", reason="invalid_type")
     return Body(value, may_hold_booleans)
+
+
+class _Containers:
+    """Called for each list, map and extension while a body is parsed; ``InvalidValue`` at one too many."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, value: Any) -> Any:
+        self._count += 1
+        if self._count > CONTAINERS_MAX:
+            raise _too_many_containers()
+        return value
+
+    def extension(self, code: int, data: bytes) -> Any:
+        return self(msgpack.ExtType(code, data))
+
+
+def _too_many_containers() -> InvalidValue:
+    return InvalidValue(
+        f"the body has more than {CONTAINERS_MAX} lists and objects; send less in one request", reason="too_large"
+    )
 
 
 def _may_hold(text: bytes, word: bytes, letter: bytes) -> bool:

@@ -36,6 +36,8 @@ class ErrorBody(BaseModel):
     )
     field: str | None = Field(default=None, description="the field it is about, as the client spelled it")
     index: int | None = Field(default=None, description="the position inside that field, from 0")
+    applied: int | None = Field(default=None, description="of a gap: how many events were applied before it")
+    expected: int | None = Field(default=None, description="of a gap: the event_id to go on from")
 
 
 class Unfit(InvalidValue):

@@ -54,7 +54,7 @@ class Events:
 
     async def events(self, body: Body) -> Answer:
         """Apply one event or a list, up to the first gap. Nothing is applied where one of them does not fit."""
-        documents = body.documents
+        documents = body.documents or []
         events = [_decoded(document, i if len(documents) > 1 else None) for i, document in enumerate(documents)]
         claims = [claim for claim in await self._store.registry.claims() if not claim.is_leaving]
         owners = [_owner(claims, event) for event in events]
@@ -110,7 +110,9 @@ class Events:
         main_group = int(state.main_groups) if state.main_groups else None
         resolver.resume(state.holders, state.flags, main_group, state.event_ids)
         applier = Applier(grant, self._store, resolver, self._metrics, Counter(state.counters), is_patient=False)
-        standing = {name: state.event_ids[holder] for name, holder in state.holders.items() if holder in state.event_ids}
+        standing = {
+            name: state.event_ids[holder] for name, holder in state.holders.items() if holder in state.event_ids
+        }
         fold: list[Incoming] = []
         for event in events:
             assert event.envelope is not None

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from app.api.access import Access, Gate
 from app.api.bodies import Body, Disconnected, Format, Headers, decode, encode, format_of, read_body
 from app.api.errors import body_of, headers_of, status_of
+from app.api.turns import Turns
 from app.errors import WaymarkError
 from app.metrics import Metrics
 from app.settings import Settings
@@ -46,6 +47,8 @@ class Doc:
     errors: tuple[int, ...] = ()
     """404, 409: where it has them."""
     needs_redis: bool = True
+    may_be_list: bool = False
+    """A list of bodies is as good as one."""
 
 
 Handler: TypeAlias = Callable[[Body], Awaitable[Answer]]
@@ -54,8 +57,8 @@ Dialect: TypeAlias = Literal["conductor", "dynamo"]
 
 _NO_BODY = Body({})
 
-# A method is the client's text; a label must be one of a few.
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+#: A method is the client's text; a label must be one of a few.
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Surroundings:
     settings: Settings
     metrics: Metrics
     gate: Gate
+    turns: Turns
 
 
 class Operation:
@@ -87,6 +91,8 @@ class Operation:
         self.access: Access = access
         self.doc = doc
         self._gate = surroundings.gate
+        # A probe is answered beside those that wait.
+        self._turns = surroundings.turns if doc.needs_redis and access != "open" else None
         self._max_body_bytes = surroundings.settings.max_body_bytes
         self._metrics = surroundings.metrics
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
@@ -104,7 +110,7 @@ class Operation:
             status = 499
         finally:
             self._duration.observe(perf_counter() - started)
-            method = scope["method"] if scope["method"] in _METHODS else "other"
+            method = scope["method"] if scope["method"] in METHODS else "other"
             self._metrics.http_requests.labels(route=self.path, method=method, status=str(status)).inc()
 
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[Answer, Format]:
@@ -114,15 +120,22 @@ class Operation:
             if scope["method"] not in self._methods:
                 return self._method_not_allowed(scope["method"]), body_format
             self._gate.check(self.access, headers)
-            body = _NO_BODY
+            raw = None
             if self.method == "POST":
                 body_format = format_of(headers)
                 raw = await read_body(headers, receive, self._max_body_bytes)
-                body = decode(raw, body_format)
-            return await self.handler(body), body_format
+            if self._turns is None:
+                return await self._handle(raw, body_format), body_format
+            async with self._turns:
+                return await self._handle(raw, body_format), body_format
         except WaymarkError as exc:
             status = status_of(exc, unfit_status=self._unfit_status)
             return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
+
+    async def _handle(self, raw: bytes | None, body_format: Format) -> Answer:
+        return await self.handler(
+            _NO_BODY if raw is None else decode(raw, body_format, may_be_list=self.doc.may_be_list)
+        )
 
     def _method_not_allowed(self, method: str) -> Answer:
         error = {

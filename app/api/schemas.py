@@ -207,3 +207,34 @@ class InstanceRow(BaseModel):
 
 class QueryAnswer(RootModel[dict[str, dict[str, InstanceRow]]]):
     """By tenant and instance; empty where the tenant is not known."""
+
+
+class StandardEvent(BaseModel):
+    """One event of the KV Events envelope."""
+
+    event_id: int = Field(ge=0, le=2**64 - 1, description="the event's number in its stream, one more each time")
+    event_type: Literal["stored", "removed", "cleared"]
+    backend_id: str = Field(description="the registered instance_id")
+    tenant_id: str | None = None
+    model_name: str | None = Field(None, description="absent or null: the registered one, as of the next two")
+    block_size: int | None = None
+    dp_rank: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    additional_salt: str | None = None
+    seq_hashes: Hashes | None = Field(None, description="rolling hashes, or with token_ids the publisher's own")
+    base_block_idx: int | None = None
+    parent_hash: int | str | None = None
+    token_ids: TokenIds | None = None
+    timestamp: int | float | None = None
+
+
+class EventsRequest(RootModel[StandardEvent | list[StandardEvent]]):
+    """One event, or a list of them."""
+
+
+class EventsAnswer(BaseModel):
+    """How many events were applied, and how many had been applied before."""
+
+    applied: int
+    stale: int

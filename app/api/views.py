@@ -95,6 +95,7 @@ def _publisher(state: PublisherState) -> dict[str, Any]:
         "lag_seconds": state.lag_seconds,
         "gaps": state.counters.get("gaps", 0),
         "restarts": state.counters.get("restarts", 0),
+        "unsalted_events": state.counters.get("unsalted_events", 0),
         "blocks": state.blocks,
         "last_error": state.last_error,
         "worker": state.worker,

@@ -11,10 +11,10 @@ import time
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
-from app.ingest.applier import Incoming
 from app.ingest.life import Life
 from app.ingest.replay import Replay, ReplayOutcome
 from app.ingest.subscriber import Context
+from app.store.applier import Incoming
 
 _CHUNK_BYTES = 8 * 2**20
 _TRIES = 3

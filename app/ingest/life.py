@@ -7,7 +7,9 @@ Live frames and replays both move it, so it stands by itself. ``Order`` runs ahe
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Literal
 
 from app.domain.events import Batch
@@ -16,11 +18,11 @@ from app.domain.resolver import UNTRUSTED
 from app.domain.runs import Commit
 from app.engines import Decoder
 from app.errors import Undecodable
-from app.ingest.applier import Applier, Incoming
 from app.ingest.frames import digest
 from app.ingest.order import Order
 from app.logs import fields
 from app.metrics import Metrics
+from app.store.applier import Applier, Incoming
 from app.store.records import StreamState
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,13 @@ class Life:
     """The state of one stream that is not its sockets'."""
 
     def __init__(
-        self, applier: Applier, decode: Decoder, metrics: Metrics, state: StreamState, *, on_gap: Literal["keep", "reset"]
+        self,
+        applier: Applier,
+        decode: Decoder,
+        metrics: Metrics,
+        state: StreamState,
+        *,
+        on_gap: Literal["keep", "reset"],
     ) -> None:
         registration = applier.grant.claim.registration
         self.applier = applier
@@ -74,7 +82,7 @@ class Life:
     # ---- forward -----------------------------------------------------------------------------------
 
     def incoming(self, seq: int, payload: bytes) -> Incoming | None:
-        """The decoded batch; None where the seq is none. A payload that is no batch still has its place in the order."""
+        """The decoded batch; None where the seq is none. A payload that is no batch has its place in the order, too."""
         if seq > _SEQ_MAX:
             self.count("frames_malformed")
             return None
@@ -87,7 +95,8 @@ class Life:
         for kind, sample in batch.samples.items():
             if kind not in self._logged and len(self._logged) < _KINDS_LOGGED_MAX:
                 self._logged.add(kind)
-                log.warning("events rejected", extra=fields(stream=self.name, kind=kind, sample=sample, bytes=len(payload)))
+                about = fields(stream=self.name, kind=kind, sample=sample, bytes=len(payload))
+                log.warning("events rejected", extra=about)
         return Incoming(seq, digest(payload), batch)
 
     def rank_of(self, batch: Batch) -> int | None:
@@ -145,12 +154,21 @@ class Life:
         self.reasons.add(JOINED_LATE)
         await self._flag(JOINED_LATE)
 
+    def has_holders_of(self, dp_rank: int) -> bool:
+        return any(name.startswith(f"{dp_rank} ") for name in self.applier.resolver.holders)
+
     async def yield_ranks(self) -> None:
         """End what is held here for ranks that have a registration of their own by now: theirs tells of them."""
         resolver = self.applier.resolver
         ranks = {int(name.split(" ", 1)[0]) for name in resolver.holders}
         for dp_rank in ranks & resolver.foreign_ranks:
             await self.applier.new_life(str(dp_rank))
+
+    async def turn_epochs(self, medium_ttl: Mapping[str, int]) -> None:
+        """On media that report no removals, what was not stored again in time ends, by whole holders."""
+        if medium_ttl:
+            for name in self.applier.resolver.at(epochs(medium_ttl)):
+                await self.applier.new_life(name)
 
     async def lose(self, seq: int) -> None:
         """The batches before ``seq`` cannot be had again: go on without them, or end the life."""
@@ -193,3 +211,9 @@ class Life:
     def count_replay(self, outcome: str) -> None:
         self.counters[f"replays.{outcome}"] += 1
         self._metrics.replays.labels(outcome=outcome).inc()
+
+
+def epochs(medium_ttl: Mapping[str, int]) -> dict[str, int]:
+    """The number of the present epoch of each medium, by the clock: all workers count alike."""
+    now = time.time()
+    return {medium: int(now // seconds) for medium, seconds in medium_ttl.items()}

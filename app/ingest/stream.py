@@ -9,21 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from app.ingest.applier import Fenced, Incoming
+from app.errors import InvalidValue
 from app.ingest.catch_up import CatchUp, Outcome
 from app.ingest.frames import Frame
-from app.ingest.life import BATCHES_LOST, JOINED_LATE, NO_REPLAY, REPLAY_INCOMPLETE, REPLAY_SILENT, Life
-from app.ingest.order import Judgement, Order
+from app.ingest.lanes import Lanes
+from app.ingest.life import NO_REPLAY, REPLAY_INCOMPLETE, REPLAY_SILENT, Life
+from app.ingest.order import Judgement
 from app.ingest.subscriber import Context, Subscriber
+from app.ingest.teller import Teller
 from app.logs import fields
+from app.store.applier import Fenced, Incoming
 
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 _REPORT_SECONDS = 1.0
+_SETTLE_TRIES = 2
 
 _MIXED = (
     "frames of several topics or ranks come with counters of their own; "
@@ -44,6 +49,7 @@ class StreamOptions:
     stream_buffer_bytes: int = 64 * 2**20
     stream_buffer_frames: int = 20_000
     fold_batches: int = 64
+    medium_ttl: Mapping[str, int] = field(default_factory=dict)
 
 
 class Stream:
@@ -65,7 +71,9 @@ class Stream:
             buffer_frames=options.stream_buffer_frames,
         )
         self._connection = 0
-        self._lanes: dict[int, Order] = {}
+        self._over = 0
+        """A connection that is over, of a life that has ended: what is left of it is nobody's any more."""
+        self._lanes = Lanes(life, on_gap=options.on_gap)
         self._is_failed = False
         self._is_replaying = False
         self._silent_until = 0.0
@@ -74,8 +82,8 @@ class Stream:
         self._down_since: float | None = now
         self._renewed = now
         self._reported = 0.0
-        self._told: dict[str, object] = {}
-        self._dropped = self._malformed = 0
+        self._dropped_asked = 0
+        self._teller = Teller(life, self._subscriber)
 
     # ---- the loop ----------------------------------------------------------------------------------
 
@@ -95,19 +103,21 @@ class Stream:
                     await self._tick()
         except Fenced:
             log.info("stream is somebody else's now", extra=fields(stream=self._life.name))
+        except asyncio.CancelledError:
+            await self._last_report()
+            raise
 
     def _is_probe_due(self) -> bool:
-        return (
-            self._subscriber.is_connected
-            and time.monotonic() - self._heard > self._options.probe_seconds
-            and self._registration.sequence == "publisher"
-            and not self._is_failed
-        )
+        """Nothing came for long; or something came for which there was no room, and perhaps nothing will any more."""
+        is_due = time.monotonic() - self._heard > self._options.probe_seconds
+        return self._subscriber.is_connected and (is_due or self._subscriber.dropped > self._dropped_asked)
 
     async def _tick(self) -> None:
         """What must happen now and then, also in the middle of a long replay: renew the lease, tell how we are."""
         now = time.monotonic()
         life, options = self._life, self._options
+        await life.yield_ranks()
+        await life.turn_epochs(options.medium_ttl)
         if now - self._renewed > options.lease_seconds / 4:
             self._renewed = now
             await life.applier.renew(options.lease_seconds)
@@ -116,7 +126,8 @@ class Stream:
         elif self._down_since is None:
             self._down_since = now
         is_away = self._down_since is not None and now - self._down_since > options.publisher_timeout
-        if is_away and options.publisher_timeout and not life.is_lost and life.applier.resolver.holders:
+        was_there = self._connection > 0 or bool(life.applier.resolver.holders)
+        if is_away and options.publisher_timeout and not life.is_lost and was_there:
             await life.lost()
         status = self._current_status()
         if status != self.status or now - self._reported > _REPORT_SECONDS:
@@ -134,29 +145,21 @@ class Stream:
         return "degraded" if self._life.reasons else "active"
 
     async def _report(self, status: str, now: float) -> None:
-        """Write what has changed of status and counters into the record."""
         self._reported = now
-        life, resolver = self._life, self._life.applier.resolver
-        dropped, malformed = self._subscriber.dropped, self._subscriber.malformed
-        life.count("buffer_dropped", dropped - self._dropped)
-        life.count("frames_malformed", malformed - self._malformed)
-        self._dropped, self._malformed = dropped, malformed
         if status != self.status:
-            log.info("stream status", extra=fields(stream=life.name, status=status, reasons=sorted(life.reasons)))
+            log.info(
+                "stream status", extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons))
+            )
             self.status = status
-        facts: dict[str, str | int | float] = {
-            "status": status,
-            "reasons": " ".join(sorted(life.reasons)),
-            "last_error": _MIXED if self._is_failed else life.applier.last_error or "",
-            "waiting": resolver.waiting.blocks,
-        }
-        facts |= {f"event:{holder}": event_id for holder, event_id in resolver.event_ids.items()}
-        news = {name: value for name, value in facts.items() if self._told.get(name) != value}
-        counts = {name: n for name, n in life.counters.items() if self._told.get(f"count:{name}") != n}
-        if news or counts:
-            self._told |= news
-            self._told |= {f"count:{name}": n for name, n in counts.items()}
-            await life.applier.write(news, counts)
+        await self._teller.tell(status, _MIXED if self._is_failed else None)
+
+    async def _last_report(self) -> None:
+        """What was counted since the last one, where Redis takes it at once."""
+        try:
+            async with asyncio.timeout(_REPORT_SECONDS):
+                await self._teller.tell(self.status, _MIXED if self._is_failed else None)
+        except (TimeoutError, Fenced):
+            log.debug("last counters not written", extra=fields(stream=self._life.name))
 
     # ---- live frames -------------------------------------------------------------------------------
 
@@ -167,16 +170,21 @@ class Stream:
             if frame.connection != self._connection:
                 await life.flush()
                 await self._connected(frame.connection)
+            if frame.connection == self._over:
+                life.count("stale_batches")
+                continue
             incoming = life.incoming(frame.seq, frame.payload)
             if incoming is None or self._is_failed:
                 continue
             if self._registration.sequence == "rank":
-                await self._live_of_rank(frame, incoming)
+                await self._lanes.live(frame, incoming)
                 continue
-            judgement = life.order.judge(frame, incoming.digest, incoming.batch.ts, incoming.batch.dp_rank)
+            dp_rank = life.rank_of(incoming.batch)
+            judgement = life.order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
             if judgement is not Judgement.IN_ORDER:
                 await life.flush()
                 judgement = await self._settle(judgement, incoming)
+                life.order.last_live = frame.seq
             if judgement is Judgement.MIXED:
                 self._is_failed = True
                 log.error("stream failed", extra=fields(stream=life.name, error=_MIXED))
@@ -191,53 +199,29 @@ class Stream:
         life = self._life
         if judgement in (Judgement.STALE, Judgement.MIXED):
             return judgement
-        if judgement is Judgement.RESTART:
-            await life.begin_anew("a lower seq")
-            self._silent_until = 0.0
-        elif judgement is Judgement.GAP:
+        if judgement is Judgement.GAP:
             life.count("gaps")
-        if judgement is not Judgement.BEGINNING:
-            # At a beginning the replay that comes with every connection has been tried already.
-            await self._catch_up()
-        judgement = self._place(incoming)
-        if judgement is Judgement.RESTART:
-            # The replay ran past this number, and this frame is newer all the same: that was the life before.
-            await life.begin_anew("a lower seq")
-            judgement = Judgement.BEGINNING
+        for _ in range(_SETTLE_TRIES):
+            if judgement is Judgement.RESTART:
+                await life.begin_anew("a lower seq")
+                self._silent_until = 0.0
+            if judgement is not Judgement.BEGINNING or incoming.seq > life.first_seq:
+                await self._catch_up()
+            judgement = self._place(incoming)
+            if judgement is not Judgement.RESTART:
+                break
+        if judgement is Judgement.RESTART or self._over == self._connection:
+            # The replay was asked for after this frame had come, and shows a life that it is not of.
+            return Judgement.STALE
         if judgement is Judgement.GAP:
             await life.lose(incoming.seq)
             judgement = self._place(incoming)
         if judgement is Judgement.BEGINNING and incoming.seq > life.first_seq:
-            life.reasons.add(JOINED_LATE)
+            await life.join_late()
         return judgement
 
     def _place(self, incoming: Incoming) -> Judgement:
         return self._life.order.place(incoming.seq, incoming.digest, incoming.batch.ts)
-
-    async def _live_of_rank(self, frame: Frame, incoming: Incoming) -> None:
-        """A frame of a proxy with a counter per rank: no replay, and a lower seq ends the life of its rank only."""
-        life = self._life
-        dp_rank = self._registration.dp_rank if incoming.batch.dp_rank is None else incoming.batch.dp_rank
-        order = self._lanes.setdefault(dp_rank, Order(None, "", None))
-        judgement = order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
-        if judgement in (Judgement.RESTART, Judgement.MIXED):
-            life.count("restarts")
-            await life.applier.new_life(str(dp_rank))
-            order.restart()
-        elif judgement is Judgement.STALE:
-            life.count("stale_batches")
-            return
-        elif judgement is Judgement.GAP:
-            assert order.watermark is not None
-            life.count("gaps")
-            life.count("batches_lost", incoming.seq - order.watermark - 1)
-            life.reasons.add(BATCHES_LOST)
-            await life.distrust_counts()
-        elif judgement is Judgement.BEGINNING and incoming.seq > life.first_seq:
-            life.reasons.add(JOINED_LATE)
-        order.advance(incoming.seq, incoming.digest, incoming.batch.ts)
-        await life.applier.apply([incoming], None)
-        await life.found()
 
     # ---- connections and replays -------------------------------------------------------------------
 
@@ -246,39 +230,73 @@ class Stream:
         self._silent_until = 0.0
         self._life.is_proven = False
         self._life.order.connected()
-        for order in self._lanes.values():
-            order.connected()
+        self._lanes.connected()
         await self._catch_up()
+
+    @property
+    def _is_unbroken(self) -> bool:
+        """The connection whose frames are being read is still there."""
+        return self._subscriber.is_connected and self._subscriber.connection == self._connection
+
+    async def _turn(self) -> None:
+        """Wait for one of the worker's replays to be over; the stream goes on renewing and telling meanwhile."""
+        while True:
+            try:
+                async with asyncio.timeout(_TICK_SECONDS):
+                    await self._replays.acquire()
+                return
+            except TimeoutError:
+                await self._tick()
 
     async def _catch_up(self) -> None:
         """Ask for everything from the watermark on, and apply it; never for longer than the stated times."""
         endpoint, life, options = self._registration.replay_endpoint, self._life, self._options
+        self._dropped_asked = self._subscriber.dropped
+        if self._is_failed:
+            return
         if endpoint is None or self._registration.sequence == "rank":
             life.reasons.add(NO_REPLAY)
             return
         if time.monotonic() < self._silent_until:
             return
-        async with self._replays:
-            self._is_replaying = True
-            try:
-                await self._tick()
-                outcome = await CatchUp(
-                    life,
-                    self._context,
-                    endpoint,
-                    idle_seconds=options.replay_idle_seconds,
-                    seconds=options.replay_seconds,
-                    fold_batches=options.fold_batches,
-                    beat=self._tick,
-                ).run()
-            finally:
-                self._is_replaying = False
+        if not self._is_unbroken:
+            life.is_proven = False
+        before, lives = life.order.watermark, life.counters["restarts"]
+        try:
+            outcome = await self._replay(endpoint)
+        except (InvalidValue, OSError) as exc:
+            log.warning("replay not possible", extra=fields(stream=life.name, error=str(exc)))
+            outcome = Outcome.SILENT
         life.count_replay(outcome)
         self._heard = time.monotonic()
+        is_other_life = life.counters["restarts"] != lives
+        if is_other_life and not self._is_unbroken:
+            self._over = self._connection
+        life.reasons -= {REPLAY_SILENT, REPLAY_INCOMPLETE}
         if outcome is Outcome.COMPLETE:
-            life.reasons -= {REPLAY_SILENT, REPLAY_INCOMPLETE}
             await life.found()
-        else:
-            life.reasons.add(REPLAY_SILENT if outcome is Outcome.SILENT else REPLAY_INCOMPLETE)
-            # An endpoint that does not answer holds live frames up once, not at every gap.
+            return
+        life.reasons.add(REPLAY_SILENT if outcome is Outcome.SILENT else REPLAY_INCOMPLETE)
+        if life.order.watermark == before and not is_other_life:
+            # An endpoint that brings nothing holds live frames up once, not at every gap.
             self._silent_until = self._heard + options.probe_seconds
+
+    async def _replay(self, endpoint: str) -> Outcome:
+        """One catching up, as soon as it is this stream's turn."""
+        options = self._options
+        await self._turn()
+        self._is_replaying = True
+        try:
+            await self._tick()
+            return await CatchUp(
+                self._life,
+                self._context,
+                endpoint,
+                idle_seconds=options.replay_idle_seconds,
+                seconds=options.replay_seconds,
+                fold_batches=options.fold_batches,
+                beat=self._tick,
+            ).run()
+        finally:
+            self._is_replaying = False
+            self._replays.release()

@@ -20,12 +20,12 @@ from app.domain.names import PublisherName
 from app.domain.resolver import Resolver
 from app.engines import decoder
 from app.errors import InvalidValue, StoreUnavailable
-from app.ingest.applier import Applier
-from app.ingest.life import Life
+from app.ingest.life import Life, epochs
 from app.ingest.stream import Stream, StreamOptions
 from app.ingest.subscriber import Context
 from app.logs import fields
 from app.metrics import Metrics
+from app.store.applier import Applier
 from app.store.claims import Claim
 from app.store.leases import Grant
 from app.store.store import Store
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 STATUSES = ("pending", "active", "replaying", "degraded", "lost", "failed")
 
+#: How often to look, at the least; several times in a lease, so that no live worker seems dead.
 _LOOK_SECONDS = 2.0
 _SOCKETS_PER_STREAM = 4
 
@@ -72,6 +73,7 @@ class Worker:
         self._look = asyncio.Event()
         self._leaving: set[bytes] = set()
         self._birth = ""
+        self._look_seconds = min(_LOOK_SECONDS, options.stream.lease_seconds / 4)
 
     async def run(self) -> None:
         """Until cancelled; then leases are given back at once."""
@@ -99,7 +101,7 @@ class Worker:
                 log.warning("cannot look for streams", extra=fields(error=exc.sentence))
             self._look.clear()
             try:
-                async with asyncio.timeout(_LOOK_SECONDS):
+                async with asyncio.timeout(self._look_seconds):
                     await self._look.wait()
             except TimeoutError:
                 continue
@@ -169,7 +171,7 @@ class Worker:
         grant: Grant | None = None
         try:
             await self._store.registry.begin(claim)
-            grant = await self._store.leases.take(claim, self._options.worker_id, self._options.stream.lease_seconds)
+            grant = await self._take(claim)
             if grant is not None:
                 stream = await self._build(claim, grant, foreign_ranks)
                 if stream is not None:
@@ -198,13 +200,29 @@ class Worker:
         )
         main_group = int(state.main_groups) if state.main_groups else None
         resolver.resume(state.holders, state.flags, main_group, state.event_ids)
-        applier = Applier(grant, self._store, resolver, self._metrics, Counter(state.counters))
+        counters = Counter(state.counters)
+        # What waited for its parent was nowhere but in the worker before.
+        counters["waiting_lost"] += counters.pop("waiting", 0)
+        applier = Applier(grant, self._store, resolver, self._metrics, counters)
         decode = decoder(registration.kind, seed=options.hash_seed)
+        resolver.at(epochs(options.stream.medium_ttl))
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         stream = Stream(life, self._context, self._replays, options.stream)
         running = self._running[registration.name]
         running.grant, running.stream, running.resolver = grant, stream, resolver
         return stream
+
+    async def _take(self, claim: Claim) -> Grant | None:
+        """Take the lease. One that arrives just as the stream is stopped is given back, not left to run out."""
+        seconds = self._options.stream.lease_seconds
+        taking = asyncio.ensure_future(self._store.leases.take(claim, self._options.worker_id, seconds))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            (grant,) = await asyncio.gather(taking, return_exceptions=True)
+            if isinstance(grant, Grant):
+                await self._give_back(grant)
+            raise
 
     async def _give_back(self, grant: Grant) -> None:
         try:
@@ -254,7 +272,7 @@ class Worker:
                 log.debug("sweeping waits for redis", extra=fields(error=exc.sentence))
                 left = 0
             if not left:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(self._look_seconds)
 
 
 def _foreign_ranks(claim: Claim, claims: Sequence[Claim]) -> frozenset[int]:

@@ -11,7 +11,7 @@ import pytest
 from app.api.schemas import QueryRequest, RegisterRequest
 
 PATHS = {
-    *("/query", "/query_by_hash", "/register", "/unregister", "/services", "/workers", "/global_view"),
+    *("/query", "/query_by_hash", "/register", "/unregister", "/events", "/services", "/workers", "/global_view"),
     *("/health", "/ready", "/metrics", "/openapi.json", "/docs"),
     *("/dynamo/query", "/dynamo/query_by_hash", "/dynamo/register", "/dynamo/unregister", "/dynamo/workers"),
     *("/dynamo/dump", "/dynamo/health", "/dynamo/metrics"),

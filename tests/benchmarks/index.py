@@ -27,9 +27,9 @@ from app.domain.names import EngineKind, Holder, Registration
 from app.domain.resolver import Resolver
 from app.domain.runs import Commit, Run
 from app.engines import decoder
-from app.ingest.applier import Applier, Incoming
 from app.ingest.frames import digest
 from app.metrics import Metrics
+from app.store.applier import Applier, Incoming
 from app.store.leases import Grant
 from app.store.records import Begin
 from app.store.store import Store
@@ -111,8 +111,8 @@ def raw(client: redis.Redis, blocks: list[int]) -> float:
             values += (b"wm:{1}:%016x" % key, "1")
             entries += (b"%016x" % (~key & (2**64 - 1)), b"%016x" % key)
         pipeline = client.pipeline(transaction=False)
-        pipeline.execute_command("MSET", *values)
-        pipeline.execute_command("HSET", "wm:{1}:engine:1", *entries)
+        pipeline.execute_command("MSET", *values)  # type: ignore[no-untyped-call]
+        pipeline.execute_command("HSET", "wm:{1}:engine:1", *entries)  # type: ignore[no-untyped-call]
         pipeline.execute()
     return (server_cpu(client) - before) / len(blocks) * 1e6
 

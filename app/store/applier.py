@@ -1,8 +1,9 @@
 """From decoded batches to Redis: plan, look up, resolve, apply, and only then believe the new watermark.
 
-While Redis does not answer, the same call is made again: every one of them may come twice. What arrives
-meanwhile waits in the subscriber's bounded buffer. ``Fenced`` means that the stream belongs to somebody else now; the
-applier is of no use any more.
+A patient applier makes the same call again while Redis does not answer: every one of them may come twice, and what
+arrives meanwhile waits in a bounded buffer. One that serves a request says ``StoreUnavailable`` at once; then what it
+remembers is not what Redis has, and it is of no use any more. Nor is it after ``Fenced``: the stream belongs to
+somebody else.
 """
 
 from __future__ import annotations
@@ -51,7 +52,17 @@ class Incoming:
 class Applier:
     """Applies folds of one stream under one grant."""
 
-    def __init__(self, grant: Grant, store: Store, resolver: Resolver, metrics: Metrics, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        grant: Grant,
+        store: Store,
+        resolver: Resolver,
+        metrics: Metrics,
+        counters: Counter[str],
+        *,
+        is_patient: bool = True,
+    ) -> None:
+        self._is_patient = is_patient
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
@@ -68,6 +79,8 @@ class Applier:
             try:
                 reply = await call()
             except StoreUnavailable as exc:
+                if not self._is_patient:
+                    raise
                 if self.last_error is None:
                     log.warning("redis does not answer", extra=fields(error=exc.sentence))
                 self.last_error = exc.sentence
@@ -94,9 +107,7 @@ class Applier:
         if asked:
             resolver.learn(await self.answered(lambda: self._store.index.entries(self.grant, asked)))
         runs = [
-            run
-            for i, incoming in enumerate(fold)
-            for run in resolver.resolve(plan, i, incoming.seq, incoming.batch)
+            run for i, incoming in enumerate(fold) for run in resolver.resolve(plan, i, incoming.seq, incoming.batch)
         ]
         modes = {run.holder: resolver.mode(run.holder) for run in runs}
         began = time.perf_counter()
@@ -133,9 +144,7 @@ class Applier:
     async def _turn(self, unit: str, *, is_restart: bool) -> None:
         above = await self._above()
         ids = await self.answered(
-            lambda: self._store.records.new_life(
-                self.grant, unit=unit, is_restart=is_restart, begin=[], above=above
-            )
+            lambda: self._store.records.new_life(self.grant, unit=unit, is_restart=is_restart, begin=[], above=above)
         )
         if ids is None:
             raise Fenced
@@ -185,6 +194,8 @@ class Applier:
         self.counters["unresolved"] += resolver.unresolved
         metrics.unresolved.inc(resolver.unresolved)
         resolver.unresolved = 0
+        self.counters["unsalted_events"] += resolver.unsalted
+        resolver.unsalted = 0
         dropped, self._waiting_dropped = resolver.waiting.dropped - self._waiting_dropped, resolver.waiting.dropped
         self.counters["waiting_dropped"] += dropped
         metrics.waiting_dropped.inc(dropped)

@@ -1,0 +1,195 @@
+"""``POST /events``: standard events over HTTP, in the order of their event_id."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+
+from app.domain.hashing import extend, token_bytes
+from app.store.store import Store
+
+TOKENS = list(range(1, 9))
+HASHES = extend(None, token_bytes(TOKENS), 2)
+
+Register = Callable[..., Awaitable[None]]
+
+
+def event(event_id: int, event_type: str = "stored", **fields: Any) -> dict[str, Any]:
+    """All four blocks of the prompt, from its root."""
+    told: dict[str, Any] = {"event_id": event_id, "event_type": event_type, "backend_id": "pool-1"}
+    if event_type != "cleared":
+        told["seq_hashes"] = HASHES
+    if event_type == "stored":
+        told["base_block_idx"] = 0
+    return told | fields
+
+
+@pytest.fixture(autouse=True)
+async def pool(register: Register) -> None:
+    """A standard publisher without a socket, blocks of two tokens."""
+    await register("pool-1", type="standard", endpoint=None)
+
+
+async def matched(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    """The row of the publisher for the whole prompt."""
+    body = {"model": "m", "block_size": 2, "token_ids": TOKENS} | fields
+    answer = await client.post("/query", json=body)
+    row: dict[str, Any] = answer.json()["default"]["pool-1"]
+    return row
+
+
+async def post(client: httpx.AsyncClient, body: Any) -> tuple[int, dict[str, Any]]:
+    answer = await client.post("/events", json=body)
+    return answer.status_code, answer.json()
+
+
+async def test_what_was_stored_is_in_the_next_answer(client: httpx.AsyncClient) -> None:
+    assert await post(client, event(7)) == (200, {"applied": 1, "stale": 0})
+    row = await matched(client)
+    assert (row["longest_matched"], row["GPU"], row["DP"]) == (8, 8, {"0": 8})
+
+
+async def test_tokens_instead_of_hashes(client: httpx.AsyncClient) -> None:
+    root = event(1, seq_hashes=[501, 502], token_ids=TOKENS[:4])
+    child = event(2, seq_hashes=[503, 504], token_ids=TOKENS[4:], parent_hash=502, base_block_idx=2)
+    assert await post(client, root) == (200, {"applied": 1, "stale": 0})
+    assert await post(client, child) == (200, {"applied": 1, "stale": 0})
+    assert (await matched(client))["longest_matched"] == 8
+    assert await post(client, event(3, "removed", seq_hashes=[504])) == (200, {"applied": 1, "stale": 0})
+    assert (await matched(client))["longest_matched"] == 6
+
+
+async def test_removed_and_cleared(client: httpx.AsyncClient) -> None:
+    events = [
+        event(1),
+        event(2, "removed", seq_hashes=HASHES[2:]),
+        event(1, medium="cpu"),
+        event(2, "cleared", medium="cpu"),
+    ]
+    assert await post(client, events) == (200, {"applied": 4, "stale": 0})
+    row = await matched(client)
+    assert (row["longest_matched"], row["GPU"], row["CPU"]) == (4, 4, 0)
+
+
+async def test_the_order_goes_on_after_a_clear(client: httpx.AsyncClient) -> None:
+    await post(client, [event(1), event(2, "cleared")])
+    assert await post(client, event(2)) == (200, {"applied": 0, "stale": 1})
+    assert (await post(client, event(4)))[0] == 409
+    assert await post(client, event(3)) == (200, {"applied": 1, "stale": 0})
+    assert (await matched(client))["longest_matched"] == 8
+
+
+async def test_what_comes_again_is_stale_and_changes_nothing(client: httpx.AsyncClient) -> None:
+    await post(client, [event(1), event(2, "removed", seq_hashes=HASHES[:1])])
+    assert await post(client, [event(1), event(2, "removed")]) == (200, {"applied": 0, "stale": 2})
+    assert (await matched(client))["longest_matched"] == 0
+
+
+async def test_a_gap_is_a_conflict_that_says_where_to_go_on(client: httpx.AsyncClient) -> None:
+    """Up to the gap all is applied, so the sender goes on from ``expected``."""
+    status, body = await post(client, [event(5, seq_hashes=HASHES[:1]), event(6, seq_hashes=HASHES[1:2]), event(8)])
+    assert (status, body["reason"], body["applied"], body["expected"]) == (409, "gap", 2, 7)
+    assert (await matched(client))["longest_matched"] == 4
+    assert await post(client, [event(7), event(8, "removed", seq_hashes=HASHES[3:])]) == (
+        200,
+        {"applied": 2, "stale": 0},
+    )
+    assert (await matched(client))["longest_matched"] == 6
+
+
+async def test_each_stream_of_the_dimensions_counts_for_itself(client: httpx.AsyncClient) -> None:
+    events = [
+        event(10),
+        event(90, medium="cpu"),
+        event(3, additional_salt="s"),
+        event(4, lora_name="x", dp_rank=1),
+        event(11, "removed", seq_hashes=HASHES[3:]),
+        event(91, "removed", medium="cpu", seq_hashes=HASHES[1:]),
+    ]
+    assert await post(client, events) == (200, {"applied": 6, "stale": 0})
+    row = await matched(client)
+    assert (row["GPU"], row["CPU"]) == (6, 2)
+    assert (await matched(client, cache_salt="s"))["GPU"] == 8
+    assert (await matched(client, lora_name="x"))["DP"] == {"0": 0, "1": 8}
+
+
+async def test_many_events_in_one_request(client: httpx.AsyncClient) -> None:
+    hashes = list(range(1000, 1300))
+    events = [event(i, seq_hashes=[h], base_block_idx=i) for i, h in enumerate(hashes)]
+    assert await post(client, events) == (200, {"applied": 300, "stale": 0})
+    answer = await client.post("/query_by_hash", json={"model": "m", "block_size": 2, "seq_hashes": hashes})
+    assert answer.json()["default"]["pool-1"]["GPU"] == 600
+
+
+async def test_requests_at_the_same_time_lose_nothing(client: httpx.AsyncClient) -> None:
+    """Senders of different streams of one publisher take turns on its lease."""
+    answers = await asyncio.gather(
+        *(
+            post(client, [event(i, medium=medium, seq_hashes=[HASHES[i]]) for i in range(4)])
+            for medium in ("gpu", "cpu", "disk")
+        )
+    )
+    assert answers == [(200, {"applied": 4, "stale": 0})] * 3
+    row = await matched(client)
+    assert (row["GPU"], row["CPU"], row["DISK"]) == (8, 8, 8)
+
+
+async def test_msgpack_with_packed_arrays(client: httpx.AsyncClient) -> None:
+    packed = b"".join(h.to_bytes(8, "little") for h in HASHES)
+    answer = await client.post(
+        "/events", content=msgpack.packb(event(1, seq_hashes=packed)), headers={"Content-Type": "application/msgpack"}
+    )
+    assert (answer.status_code, msgpack.unpackb(answer.content)) == (200, {"applied": 1, "stale": 0})
+    assert (await matched(client))["longest_matched"] == 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "reason", "field"),
+    [
+        ({"seq_hashes": None}, 400, None, "seq_hashes"),
+        ({"seq_hashes": [-(2**63) - 1]}, 400, None, "seq_hashes"),
+        ({"event_type": "moved"}, 400, None, "event_type"),
+        ({"event_id": -1}, 400, None, "event_id"),
+        ({"model_name": "other"}, 400, "invalid_value", "model_name"),
+        ({"block_size": 16}, 400, "invalid_value", "block_size"),
+        ({"medium": "no such"}, 400, None, "medium"),
+        ({"backend_id": "nobody"}, 404, "not_found", None),
+        ({"tenant_id": "other"}, 404, "not_found", None),
+    ],
+)
+async def test_an_event_that_does_not_fit_stops_the_whole_list(
+    client: httpx.AsyncClient, store: Store, wrong: dict[str, Any], status: int, reason: str | None, field: str | None
+) -> None:
+    code, body = await post(client, [event(1), event(2) | wrong])
+    assert code == status, body
+    assert reason in (None, body["reason"])
+    assert body.get("field") == field
+    assert (await matched(client))["longest_matched"] == 0, "nothing is applied"
+
+
+@pytest.mark.parametrize("body", [7, "text", [1], [[]]])
+async def test_a_body_that_is_no_event(client: httpx.AsyncClient, body: Any) -> None:
+    status, answer = await post(client, body)
+    assert (status, answer["reason"]) == (400, "invalid_type")
+
+
+async def test_a_publisher_with_a_socket_is_read_from_there(client: httpx.AsyncClient, register: Register) -> None:
+    await register("engine-1", type="standard")
+    status, body = await post(client, event(1, backend_id="engine-1"))
+    assert (status, body["reason"], body["field"]) == (409, "conflict", "backend_id")
+
+
+async def test_an_empty_list_is_nothing_to_do(client: httpx.AsyncClient) -> None:
+    assert await post(client, []) == (200, {"applied": 0, "stale": 0})
+
+
+async def test_redis_away_is_503(away: Store, make_client: Callable[..., Awaitable[httpx.AsyncClient]]) -> None:
+    client = await make_client(away)
+    answer = await client.post("/events", json=event(1))
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers

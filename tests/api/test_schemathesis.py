@@ -1,0 +1,94 @@
+"""The published contract against the running service: no 500, no answer that the contract does not know.
+
+Requests are made up from ``/openapi.json``, both ones that fit and ones that do not, and sent to a real process over a
+real Redis. What is made up is the same every time, so a run that fails fails again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.live import ANSWER_SECONDS, start
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+EXAMPLES = 50
+REGISTER = {"type": "vLLM", "endpoint": "tcp://127.0.0.1:9", "model": "m", "instance_id": "1", "block_size": 2}
+#: Of queries that fit, every second one is about what is registered.
+KNOWN: dict[str, str | None] = {"model": "m", "model_name": "m", "tenant_id": "default", "routing_group": "default"}
+KNOWN |= {"modelname": "m", "lora_id": None, "instance_id": None}
+
+
+@schemathesis.serializer("application/msgpack")
+def _packed(_: schemathesis.SerializationContext, value: Any) -> bytes:
+    # What msgpack has no form for, such as an integer of 65 bits, goes as something else that does not fit.
+    packed: bytes = msgpack.packb(value, default=str, unicode_errors="surrogatepass")
+    return packed
+
+
+@schemathesis.deserializer("application/msgpack")
+def _unpacked(_: schemathesis.DeserializationContext, response: schemathesis.Response) -> Any:
+    return msgpack.unpackb(response.content)
+
+
+def explore(document: dict[str, Any], url: str) -> tuple[int, int]:
+    """Ask everything of every operation; how many requests were made, and answered with rows."""
+    made = rows = 0
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=url, request_timeout=ANSWER_SECONDS)
+    for result in schema.get_all_operations():
+        operation: schemathesis.APIOperation = result.ok()  # type: ignore[union-attr]
+        # Without a body there is nothing that could not fit.
+        for mode in GenerationMode if operation.method == "post" else [GenerationMode.POSITIVE]:
+            is_query = mode is GenerationMode.POSITIVE and "query" in operation.path
+
+            @settings(
+                max_examples=EXAMPLES,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def ask(case: schemathesis.Case) -> None:
+                nonlocal made, rows
+                made += 1
+                if is_query and made % 2:  # noqa: B023
+                    assert isinstance(case.body, dict)
+                    case.body = {**case.body, **KNOWN}
+                rows += b"longest_matched" in case.call_and_validate(checks=CHECKS).content
+
+            ask()
+    return made, rows
+
+
+async def test_no_answer_is_undocumented(redis_url: str, tmp_path: Path) -> None:
+    async with start("query", redis_url, tmp_path / "log") as live:
+        async with live.client() as client:
+            document = (await client.get("/openapi.json")).json()
+            assert (await client.post("/register", json=REGISTER)).status_code == 200
+        made, rows = await asyncio.to_thread(explore, document, live.url)
+        posts = [path for path, methods in document["paths"].items() if "post" in methods]
+        assert made > len(posts) * EXAMPLES
+        assert rows > EXAMPLES // 2
+    assert "Traceback" not in live.said()

@@ -1,0 +1,218 @@
+"""Real processes over the real Redis, and simulated engines with real sockets in the test's own loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import httpx
+import pytest
+
+from app.domain.hashing import extend, token_bytes
+from app.simulator import Dimensions, SimulatedEngine, build_engine
+from tests.conftest import wait_until
+from tests.model import BASE, Model, Space, Tokens
+
+ROOT = Path(__file__).parents[2]
+BLOCK_SIZE = 4
+
+EXIT_SECONDS = 15.0
+READY_SECONDS = 20.0
+
+
+class Service:
+    """A running ``waymark`` process: where it is asked, what it logged, how it ends."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, client: httpx.AsyncClient) -> None:
+        self._process = process
+        self._log = log
+        self._client = client
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    async def is_ready(self) -> bool:
+        assert self.is_running, f"it ended with {self._process.returncode}:\n{self.log}"
+        try:
+            return (await self._client.get("/ready")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def get(self, path: str) -> Any:
+        answer = await self._client.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def send(self, path: str, content: bytes) -> httpx.Response:
+        """POST just these bytes as JSON."""
+        return await self._client.post(path, content=content, headers={"Content-Type": "application/json"})
+
+    async def post(self, path: str, /, status: int = 200, **fields: Any) -> Any:
+        answer = await self._client.post(path, json=fields)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    async def query(self, tokens: Sequence[int], *, block_size: int = BLOCK_SIZE, **fields: Any) -> Any:
+        """The whole answer, by tokens."""
+        return await self.post("/query", token_ids=tokens, block_size=block_size, **fields)
+
+    async def query_by_hash(self, tokens: Sequence[int], *, block_size: int = BLOCK_SIZE, **fields: Any) -> Any:
+        """The whole answer to the same question, by rolling hashes."""
+        hashes = extend(None, token_bytes(tokens), block_size)
+        return await self.post("/query_by_hash", seq_hashes=hashes, block_size=block_size, **fields)
+
+    async def publisher(self, instance_id: str, **named: Any) -> dict[str, Any]:
+        """What ``/workers`` says of a publisher."""
+        named = {"instance_id": instance_id, "tenant_id": "default", "dp_rank": 0} | named
+        publishers: list[dict[str, Any]] = (await self.get("/workers"))["publishers"]
+        return next(each for each in publishers if named.items() <= each.items())
+
+    async def stop(self) -> None:
+        """End it as an orchestrator does; it must end well."""
+        self._process.send_signal(signal.SIGTERM)
+        await self._ended()
+        assert self._process.returncode == 0, f"it ended with {self._process.returncode}:\n{self.log}"
+
+    async def kill(self) -> None:
+        self._process.kill()
+        await self._ended()
+
+    async def _ended(self) -> None:
+        await wait_until(lambda: not self.is_running, "the process has ended", EXIT_SECONDS)
+
+
+async def settle(ask: Callable[[], Awaitable[Any]], expected: object, seconds: float = 10.0) -> None:
+    """Ask until the answer is the expected one."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = await ask()
+        if answer == expected or time.monotonic() >= deadline:
+            assert answer == expected
+            return
+        await anyio.sleep(0.02)
+
+
+class Start(Protocol):
+    async def __call__(self, role: str, redis_url: str, **settings: object) -> Service: ...
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def spawn(role: str, environ: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "app", role], cwd=ROOT, env=clean | environ, stdout=output, stderr=output
+        )
+
+
+@asynccontextmanager
+async def starting(directory: Path) -> AsyncIterator[Start]:
+    """Starts processes, each until it is ready; at the end those that still run are stopped, and must end well."""
+    services: list[Service] = []
+    async with AsyncExitStack() as stack:
+
+        async def start(role: str, redis_url: str, **settings: object) -> Service:
+            port = str(settings.pop("port", free_port()))
+            environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in settings.items()}
+            environ |= {"WAYMARK_REDIS_URL": redis_url, "WAYMARK_HOST": "127.0.0.1"}
+            environ["WAYMARK_INGEST_PORT" if role == "ingest" else "WAYMARK_PORT"] = port
+            process = spawn(role, environ, directory / f"{role}-{len(services)}.log")
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0, trust_env=False)
+            service = Service(
+                process, directory / f"{role}-{len(services)}.log", await stack.enter_async_context(client)
+            )
+            services.append(service)
+            await wait_until(service.is_ready, f"{role} is ready", READY_SECONDS)
+            return service
+
+        yield start
+        for service in services:
+            if service.is_running:
+                await service.stop()
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    async with starting(tmp_path) as start:
+        yield start
+
+
+class Engines:
+    """Simulated engines of one (tenant, model), and what they hold by the model of the contract."""
+
+    def __init__(self, stack: AsyncExitStack, tenant_id: str) -> None:
+        self.tenant_id = tenant_id
+        self.model = Model(BLOCK_SIZE)
+        self.engines: dict[str, SimulatedEngine] = {}
+        self._stack = stack
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return {"tenant_id": self.tenant_id, "model": "m"}
+
+    async def open(
+        self, service: Service, instance_id: str, *, fields: Mapping[str, Any] | None = None, **options: Any
+    ) -> SimulatedEngine:
+        """An engine with real sockets, registered with ``service``; ``fields`` are of the registration."""
+        body: dict[str, Any] = self.group | {"instance_id": instance_id, "block_size": BLOCK_SIZE} | dict(fields or {})
+        dimensions = Dimensions(tenant_id=body["tenant_id"], backend_id=instance_id)
+        options.setdefault("gpu_blocks", 64)
+        options.setdefault("dialect", "vllm-map")
+        engine = build_engine(
+            "tcp://127.0.0.1:0",
+            "tcp://127.0.0.1:0",
+            block_size=body["block_size"],
+            dimensions=dimensions,
+            seed=len(self.engines),
+            **options,
+        )
+        await self._stack.enter_async_context(engine.publisher)
+        kinds = {"vllm": "vLLM", "sglang": "SGLang", "standard": "standard"}
+        body |= {"type": kinds[engine.publisher.encoder.dialect.partition("-")[0]]}
+        body |= {"endpoint": engine.publisher.endpoint, "replay_endpoint": engine.publisher.replay_endpoint}
+        await service.post("/register", **body)
+        self.engines[instance_id] = engine
+        self.model.ranks[instance_id] = {0}
+        return engine
+
+    async def agree(self, services: Sequence[Service], *prompts: Tokens, space: Space = BASE) -> None:
+        """Wait until every service answers for every prompt, by tokens and by hash, what the engines' caches hold."""
+        for instance_id, engine in self.engines.items():
+            self.model.hold(instance_id, engine.caches)
+        salts = dict(zip(("additional_salt", "cache_salt"), space.salts, strict=False))
+        fields = self.group | {"lora_name": space.lora_name} | salts
+        for tokens in prompts:
+            expected = {self.tenant_id: self.model.query(tokens, space)}
+            for service in services:
+                await settle(partial(service.query, tokens, **fields), expected)
+                await settle(partial(service.query_by_hash, tokens, **fields), expected)
+
+
+@pytest.fixture
+async def engines(request: pytest.FixtureRequest) -> AsyncIterator[Engines]:
+    """Engines in a tenant of this test's own."""
+    async with AsyncExitStack() as stack:
+        yield Engines(stack, request.node.name)

@@ -1,0 +1,466 @@
+"""A bench: a real store, workers with short times, and simulated engines on real sockets, held against each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from redis import Redis as SyncRedis
+from redis.asyncio import Redis
+
+from app.domain.hashing import extend, token_bytes
+from app.domain.match import conductor_rows
+from app.domain.names import EngineKind, GroupName, PublisherName, Registration
+from app.errors import StoreUnavailable
+from app.ingest.stream import StreamOptions
+from app.ingest.worker import Worker, WorkerOptions
+from app.metrics import Metrics
+from app.simulator import Prompt, SimulatedEngine, build_engine
+from app.store import keys
+from app.store.claims import decode_table
+from app.store.client import Client
+from app.store.records import PublisherState
+from app.store.store import Store
+from tests.conftest import _wait_for_server, wait_until
+
+GROUP = GroupName("default", "m")
+BLOCK_SIZE = 4
+PATIENCE_SECONDS = 20.0
+
+Held = dict[tuple[int, str], set[int]]
+"""(rank, medium) to the seq_hashes held there."""
+Answer = tuple[int, dict[str, int], dict[int, int]]
+"""(matched, per medium, per rank) in blocks."""
+
+QUICK = StreamOptions(
+    probe_seconds=0.3,
+    replay_idle_seconds=0.5,
+    replay_seconds=30.0,
+    publisher_timeout=1.0,
+    lease_seconds=2.0,
+)
+#: Nothing is asked that the frames do not ask for, so counters can be told beforehand.
+WITHOUT_PROBES = replace(QUICK, probe_seconds=60.0, publisher_timeout=60.0)
+
+
+class Clock:
+    """An engine's clock, which may be set."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+@dataclass
+class Pod:
+    """A registered simulated engine and what was asked of it."""
+
+    bench: Bench
+    engine: SimulatedEngine
+    registration: Registration
+    clock: Clock
+    prompts: list[Prompt] = field(default_factory=list)
+    _random: random.Random = field(default_factory=lambda: random.Random(7))
+
+    @property
+    def publisher(self) -> Any:
+        return self.engine.publisher
+
+    @property
+    def name(self) -> PublisherName:
+        return self.registration.name
+
+    @property
+    def last_seq(self) -> int:
+        return int(self.engine.publisher.next_seq) - 1
+
+    async def work(self, prompts: int = 3, rank: int = 0) -> None:
+        """Prompts that nobody had before, with shared beginnings: each is one batch."""
+        for _ in range(prompts):
+            head = tuple(range(100 * (h := self._random.randrange(4)), 100 * h + 8))
+            prompt = Prompt(head + tuple(self._random.choices(range(1000, 2**31), k=self._random.randrange(4, 25))))
+            self.prompts.append(prompt)
+            assert await self.engine.prefill(prompt, rank) is not None
+
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[None]:
+        """What is sent meanwhile is lost on the way; a replay has it."""
+        before = self.publisher.faults
+        self.publisher.faults = replace(before, drop_every=1)
+        yield
+        self.publisher.faults = before
+
+    def fault(self, **faults: Any) -> None:
+        """From now on."""
+        self.publisher.faults = replace(self.publisher.faults, **faults)
+
+    def truth(self) -> Held:
+        held: Held = {}
+        for rank, cache in enumerate(self.engine.caches):
+            for medium, prefixes in cache.contents().items():
+                hashes = {extend(None, token_bytes(each.tokens), cache.block_size)[-1] for each in prefixes}
+                if hashes:
+                    held[rank, medium] = hashes
+        return held
+
+    async def subscribed(self) -> None:
+        await wait_until(lambda: self.publisher.subscribers > 0, f"{self.name} has a subscriber", PATIENCE_SECONDS)
+
+    async def caught_up(self) -> None:
+        """Subscribed, and the catching up that comes with it is over: what is sent from now on is live."""
+        await self.subscribed()
+        await self.has_status("active", "degraded")
+
+    async def state(self) -> PublisherState:
+        return await self.bench.state(self.name)
+
+    async def has_status(self, *statuses: str) -> None:
+        async def has() -> bool:
+            return (await self.state()).status in statuses
+
+        await wait_until(has, f"{self.name} is {' or '.join(statuses)}", PATIENCE_SECONDS)
+
+    async def says(self, reason: str) -> None:
+        """``last_error`` names the reason."""
+
+        async def does() -> bool:
+            return reason in ((await self.state()).last_error or "")
+
+        await wait_until(does, f"{self.name} says {reason}", PATIENCE_SECONDS)
+
+    async def is_silent_about(self, reason: str) -> None:
+        async def is_gone() -> bool:
+            return reason not in ((await self.state()).last_error or "")
+
+        await wait_until(is_gone, f"{self.name} no longer says {reason}", PATIENCE_SECONDS)
+
+    async def counted(self, **counts: int) -> None:
+        """The record's counters are these in the end; a dot in a name is written as two underscores."""
+        expected = {name.replace("__", "."): n for name, n in counts.items()}
+
+        async def are_so() -> bool:
+            found = (await self.state()).counters
+            return all(found.get(name, 0) == n for name, n in expected.items())
+
+        try:
+            await wait_until(are_so, "the counters", 5.0)
+        except BaseException:
+            found = (await self.state()).counters
+            assert {name: found.get(name, 0) for name in expected} == expected
+            raise
+
+    async def at_watermark(self, seq: int) -> None:
+        async def is_there() -> bool:
+            return (await self.state()).watermark == seq
+
+        await wait_until(is_there, f"{self.name} is at {seq}", PATIENCE_SECONDS)
+
+    async def agrees(self) -> None:
+        """The index comes to hold exactly what the caches do, and answers so."""
+
+        wrong: list[str] = []
+
+        async def does() -> bool:
+            held, truth = await self.bench.held(self.name), self.truth()
+            lacks = {unit: len(hashes - held.get(unit, set())) for unit, hashes in truth.items()}
+            ghosts = {unit: len(hashes - truth.get(unit, set())) for unit, hashes in held.items()}
+            wrong[:] = [f"missing {lacks}, ghosts {ghosts}"] if held != truth else []
+            for prompt in self.prompts if not wrong else ():
+                found, expected = await self.bench.row(self, prompt), self.expected(prompt)
+                if found != expected:
+                    wrong.append(f"answers {found}, not {expected}")
+            return not wrong
+
+        try:
+            await wait_until(does, "the index is the engine's caches", PATIENCE_SECONDS)
+        except BaseException:
+            state = await self.state()
+            pytest.fail(f"{wrong[:3]} at {state.watermark} of {self.last_seq}: {state}")
+
+    def expected(self, prompt: Prompt) -> Answer:
+        """What the caches say to one prompt."""
+        matched, media, ranks = 0, Counter[str](), Counter[int]()
+        for blocks in zip(*(cache.held(prompt.tokens) for cache in self.engine.caches), strict=True):
+            if not any(blocks):
+                break
+            matched += 1
+            media.update(frozenset[str]().union(*blocks))
+            ranks.update(rank for rank, block in enumerate(blocks) if block)
+        return matched, dict(media), dict(ranks)
+
+
+class Mortal(Client):
+    """A client that can die as a process does: from one moment on it says nothing more to Redis."""
+
+    is_dead = False
+
+    def _check(self) -> None:
+        if self.is_dead:
+            raise StoreUnavailable("this process is dead")
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        self._check()
+        return await super().run(name, keys, args)
+
+    async def several(self, commands: Any) -> list[Any]:
+        self._check()
+        return await super().several(commands)
+
+    async def hgetall(self, key: str) -> dict[bytes, bytes]:
+        self._check()
+        return await super().hgetall(key)
+
+
+@dataclass
+class Hand:
+    """A running worker."""
+
+    worker_id: str
+    worker: Worker
+    metrics: Metrics
+    task: asyncio.Task[None]
+    client: Mortal
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"waymark_{name}", labels) or 0.0
+
+    async def stop(self) -> None:
+        """As on SIGTERM."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def die(self) -> None:
+        """As on SIGKILL: nothing more is said to Redis, sockets close."""
+        self.client.is_dead = True
+        await self.stop()
+
+
+class Bench:
+    """One Redis; workers and pods by name; everything is closed at the end."""
+
+    def __init__(self, url: str, directory: Path, stack: AsyncExitStack) -> None:
+        self._url = url
+        self._client = Client.open(url, timeout_seconds=1.0)
+        self.store = Store(self._client)
+        self.redis: Redis = self._client._redis
+        self._directory = directory
+        self._stack = stack
+        self._addresses = 0
+
+    def address(self, transport: str = "ipc") -> str:
+        self._addresses += 1
+        return "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{self._directory}/{self._addresses}"
+
+    async def pod(
+        self,
+        instance_id: str = "pod-1",
+        *,
+        transport: str = "ipc",
+        has_replay: bool = True,
+        kind: EngineKind = EngineKind.VLLM,
+        is_registered: bool = True,
+        fields: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> Pod:
+        """An engine that runs, registered unless told otherwise."""
+        clock = Clock()
+        options: dict[str, Any] = {"block_size": BLOCK_SIZE, "gpu_blocks": 40, "cpu_blocks": 60, "clock": clock}
+        options |= changes
+        engine = build_engine(self.address(transport), self.address(transport) if has_replay else None, **options)
+        await self._stack.enter_async_context(engine.publisher)
+        registration = Registration(
+            kind=kind,
+            instance_id=instance_id,
+            tenant_id="default",
+            dp_rank=0,
+            model_name="m",
+            block_size=BLOCK_SIZE,
+            endpoint=engine.publisher.endpoint,
+            replay_endpoint=engine.publisher.replay_endpoint,
+            lora_name=None,
+            additional_salt=None,
+            scope="instance",
+            copies="count" if kind in (EngineKind.VLLM, EngineKind.SGLANG) else "set",
+            sequence="publisher",
+        )
+        pod = Pod(self, engine, replace(registration, **(fields or {})), clock)
+        if is_registered:
+            await self.store.registry.register(pod.registration)
+        return pod
+
+    async def worker(self, worker_id: str = "worker-1", options: StreamOptions = QUICK, **changes: Any) -> Hand:
+        """A worker at work."""
+        # fakeredis lives in one client; a real Redis is reached by a client of each worker's own.
+        url = self._url
+        redis = self.redis if url.startswith("memory:") else Client.open(url, timeout_seconds=1.0)._redis
+        client, metrics = Mortal(redis, url), Metrics()
+        replays_max = changes.pop("replays_max", 8)
+        worker = Worker(
+            Store(client),
+            metrics,
+            WorkerOptions(worker_id=worker_id, stream=replace(options, **changes), replays_max=replays_max),
+        )
+        hand = Hand(worker_id, worker, metrics, asyncio.create_task(worker.run()), client)
+        if redis is not self.redis:
+            self._stack.push_async_callback(redis.aclose)
+        self._stack.push_async_callback(hand.stop)
+        return hand
+
+    async def state(self, name: PublisherName) -> PublisherState:
+        claims = [claim for claim in await self.store.registry.claims() if claim.registration.name == name]
+        (state,) = await self.store.records.publisher_states(claims)
+        return state
+
+    async def record(self, name: PublisherName) -> dict[str, str]:
+        """The raw record."""
+        state = await self.state(name)
+        fields = await self._client.hgetall(keys.record(state.group_id, state.id))
+        return {name.decode(): value.decode() for name, value in fields.items()}
+
+    async def blocks(self) -> dict[int, bytes]:
+        """Every block of the group, by key."""
+        prefix = keys.block_prefix(1, 0)
+        names = [cast("bytes", key) async for key in self.redis.scan_iter(match=prefix + b"?" * 16, count=1000)]
+        values = cast("list[bytes | None]", await self.redis.mget(names) if names else [])
+        return {int(key[len(prefix) :], 16): value for key, value in zip(names, values, strict=True) if value}
+
+    async def held(self, name: PublisherName) -> Held:
+        """What the index says of a publisher, block by block, by its live holders."""
+        claims = [claim for claim in await self.store.registry.claims() if claim.registration.name == name]
+        table = decode_table(await self._client.hgetall(keys.holders(1)))
+        if not claims or table is None:
+            return {}
+        publisher = claims[0].publisher
+        of = {h.id: (h.dp_rank, h.medium) for h in table.holders.values() if h.publisher == publisher}
+        held: Held = {}
+        for key, value in (await self.blocks()).items():
+            for word in value.split():
+                if int(word) in of:
+                    held.setdefault(of[int(word)], set()).add(key)
+        return held
+
+    async def row(self, pod: Pod, prompt: Prompt) -> Answer:
+        """What a query of the prompt answers for a pod."""
+        hashes = extend(None, token_bytes(prompt.tokens), BLOCK_SIZE)
+        source = iter(hashes)
+        reading = await self.store.reader.read(
+            GROUP,
+            BLOCK_SIZE,
+            lambda n: list(islice(source, n)),
+            deadline_seconds=5.0,
+        )
+        assert reading is not None
+        row = conductor_rows(reading.walk)[pod.registration.instance_id]
+        return row.longest, row.media, {rank: n for rank, n in row.ranks.items() if n}
+
+    async def strangers(self) -> set[int]:
+        """Ids in blocks that are neither of a live holder nor still to be swept."""
+        table = decode_table(await self._client.hgetall(keys.holders(1)))
+        assert table is not None
+        ids = {int(word) for value in (await self.blocks()).values() for word in value.split()}
+        return ids - set(table.holders) - {int(word) for word in await self.redis.smembers(keys.dead(1))}
+
+    async def is_swept(self) -> None:
+        async def is_clean() -> bool:
+            return not await self._client.scard(keys.dead(1))
+
+        await wait_until(is_clean, "every dead holder is swept", PATIENCE_SECONDS)
+        assert await self.strangers() == set()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory for ipc sockets, whose paths may not be long."""
+    with tempfile.TemporaryDirectory(prefix="wm-") as directory:
+        yield Path(directory)
+
+
+async def _bench(url: str, directory: Path) -> AsyncIterator[Bench]:
+    async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr("app.ingest.stream._REPORT_SECONDS", 0.1)
+        bench = Bench(url, directory, stack)
+        stack.push_async_callback(bench.store.close)
+        yield bench
+
+
+@pytest.fixture
+async def bench(redis_url: str, short_path: Path) -> AsyncIterator[Bench]:
+    """On the real Redis."""
+    async for bench in _bench(redis_url, short_path):
+        yield bench
+
+
+@pytest.fixture(params=["emulated", "real"])
+async def any_bench(request: pytest.FixtureRequest, short_path: Path) -> AsyncIterator[Bench]:
+    """Once on the emulated Redis, once on the real one."""
+    url = "memory://" if request.param == "emulated" else request.getfixturevalue("redis_url")
+    async for bench in _bench(url, short_path):
+        yield bench
+
+
+class Server:
+    """A redis-server of the test's own, which it may stop, freeze and start again with its data."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._socket = directory / "redis.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"unix://{self._socket}"
+
+    def start(self) -> None:
+        server = shutil.which("redis-server") or shutil.which("valkey-server")
+        assert server is not None
+        options = ["--port", "0", "--unixsocket", str(self._socket), "--dir", str(self._directory), "--save", ""]
+        options += ["--appendonly", "yes", "--appendfsync", "always"]
+        log = self._directory / "redis.log"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen([server, *options], stdout=output, stderr=output)
+        _wait_for_server(self._process, self._socket, log)
+
+    def stop(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+        self._process.terminate()
+        self._process.wait(timeout=10)
+
+    def freeze(self) -> None:
+        cast("subprocess.Popen[bytes]", self._process).send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        cast("subprocess.Popen[bytes]", self._process).send_signal(signal.SIGCONT)
+
+    def ping(self) -> bool:
+        with SyncRedis(unix_socket_path=str(self._socket), protocol=2) as client:
+            return bool(client.ping())
+
+
+@pytest.fixture
+def server(short_path: Path) -> Iterator[Server]:
+    server = Server(short_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def own_bench(server: Server, short_path: Path) -> AsyncIterator[Bench]:
+    """On a Redis of the test's own."""
+    async for bench in _bench(server.url, short_path):
+        yield bench

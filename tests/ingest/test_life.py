@@ -1,0 +1,162 @@
+"""What a stream believes, and what of it survives a takeover."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.domain.hashing import extend, token_bytes
+from app.simulator.wire import BlockRemoved, BlockStored, WireEvent
+from tests.conftest import wait_until
+from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
+
+TOKENS = (1, 2, 3, 4)
+
+
+def stored(engine_hash: int = 77, parent: int | None = None, tokens: tuple[int, ...] = TOKENS) -> BlockStored:
+    return BlockStored((engine_hash,), parent, tokens, 4)
+
+
+def removed(engine_hash: int = 77) -> BlockRemoved:
+    return BlockRemoved((engine_hash,))
+
+
+def seq_hashes(tokens: tuple[int, ...] = TOKENS) -> set[int]:
+    return set(extend(None, token_bytes(tokens), 4))
+
+
+async def publish(pod: Pod, *events: WireEvent, rank: int | None = 0) -> None:
+    """One batch, and wait until it is applied."""
+    seq = pod.publisher.publish(list(events), ts=pod.clock(), rank=rank)
+    await pod.at_watermark(seq)
+
+
+async def lose_one(pod: Pod) -> None:
+    with pod.dropping():
+        pod.publisher.publish([], ts=pod.clock())
+
+
+async def test_copies_are_counted_while_nothing_is_lost(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await publish(pod, stored())
+    await publish(pod, stored())
+    await publish(pod, removed())
+    assert await bench.held(pod.name) == {(0, "GPU"): seq_hashes()}
+    await publish(pod, removed())
+    assert await bench.held(pod.name) == {}
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True])
+async def test_after_a_loss_a_removal_takes_the_block_whatever_its_count(bench: Bench, is_taken_over: bool) -> None:
+    worker = await bench.worker("worker-1", options=WITHOUT_PROBES)
+    pod = await bench.pod(has_replay=False)
+    await pod.caught_up()
+    await publish(pod, stored())
+    await publish(pod, stored())
+    await lose_one(pod)
+    await publish(pod)
+    await pod.says("batches_lost")
+    if is_taken_over:
+        await worker.stop()
+        await bench.worker("worker-2", options=WITHOUT_PROBES)
+        await pod.publisher.down()
+        await pod.publisher.up()
+        await pod.subscribed()
+        await pod.says("batches_lost")
+    await publish(pod, removed())
+    assert await bench.held(pod.name) == {}
+
+
+async def test_a_new_life_counts_again(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(has_replay=False)
+    await pod.caught_up()
+    await publish(pod, stored())
+    await lose_one(pod)
+    await publish(pod)
+    await pod.says("batches_lost")
+    await pod.engine.restart()
+    await publish(pod, stored())
+    await publish(pod, stored())
+    await publish(pod, removed())
+    assert await bench.held(pod.name) == {(0, "GPU"): seq_hashes()}
+    await pod.is_silent_about("batches_lost")
+
+
+async def test_joining_late_is_known_to_the_next_worker(bench: Bench) -> None:
+    pod = await bench.pod(buffer_batches=2)
+    await pod.work(5)
+    worker = await bench.worker("worker-1", options=WITHOUT_PROBES)
+    await pod.says("joined_late")
+    await pod.has_status("degraded")
+    await worker.stop()
+    second = await bench.worker("worker-2", options=WITHOUT_PROBES)
+    await wait_until(lambda: second.metric("streams", status="degraded") == 1, "it is degraded", PATIENCE_SECONDS)
+    await pod.says("joined_late")
+
+
+@pytest.mark.parametrize("on_gap", ["keep", "reset"])
+async def test_nothing_is_applied_twice_after_a_takeover(bench: Bench, on_gap: Any) -> None:
+    options = replace(WITHOUT_PROBES, on_gap=on_gap)
+    worker = await bench.worker("worker-1", options=options)
+    pod = await bench.pod(repeat_rate=0.5)
+    await pod.caught_up()
+    await pod.work(20)
+    await pod.at_watermark(19)
+    before = await bench.record(pod.name)
+    await worker.stop()
+    await pod.work(3)
+    await bench.worker("worker-2", options=options)
+    await pod.agrees()
+    await pod.work(10)
+    await pod.agrees()
+    assert (await bench.record(pod.name))["life"] == before["life"]
+    await pod.counted(restarts=0, gaps=0, stale_batches=0)
+
+
+async def test_what_waited_for_its_parent_is_counted_as_lost_by_a_takeover(bench: Bench) -> None:
+    worker = await bench.worker("worker-1", options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await publish(pod, stored(5, parent=4))
+    await pod.counted(waiting=1, waiting_lost=0)
+    await worker.stop()
+    await bench.worker("worker-2", options=WITHOUT_PROBES)
+    await pod.counted(waiting=0, waiting_lost=1)
+    # The parent comes, and its child is not taken for known.
+    await publish(pod, stored(4))
+    assert await bench.held(pod.name) == {(0, "GPU"): seq_hashes()}
+
+
+async def test_counters_go_on_where_the_last_worker_stopped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.ingest.stream._REPORT_SECONDS", 60.0)
+    worker = await bench.worker("worker-1", options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    with pod.dropping():
+        await pod.work(1)
+    await pod.work(1)
+    await pod.agrees()
+    with pod.dropping():
+        await pod.work(1)
+    await pod.work(1)
+    await pod.agrees()
+    pod.publisher.send_malformed()
+    await pod.work(1)
+    await pod.agrees()
+    await worker.stop()  # what it counted last is written as it leaves
+    counters = (await pod.state()).counters
+    assert (counters["stale_batches"], counters["frames_malformed"]) == (2, 1)
+    monkeypatch.setattr("app.ingest.stream._REPORT_SECONDS", 0.1)
+    await bench.worker("worker-2", options=WITHOUT_PROBES)
+    await pod.subscribed()
+    await pod.counted(replays__complete=4)
+    with pod.dropping():
+        await pod.work(1)
+    await pod.work(1)
+    await pod.agrees()
+    await pod.counted(gaps=2, stale_batches=3, replays__complete=5)

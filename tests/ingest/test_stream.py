@@ -1,0 +1,316 @@
+"""A stream over real sockets: the rows of the contract's table, restarts, frames that are none, statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+
+import pytest
+
+from app.domain.names import EngineKind
+from tests.conftest import wait_until
+from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+async def test_frames_in_order_are_applied(any_bench: Bench, transport: str) -> None:
+    worker = await any_bench.worker(options=WITHOUT_PROBES)
+    pod = await any_bench.pod(transport=transport)
+    await pod.caught_up()
+    await pod.work(30)
+    await pod.agrees()
+    await pod.at_watermark(29)
+    await pod.counted(gaps=0, restarts=0, batches_lost=0, stale_batches=0, replays__complete=1)
+    assert worker.metric("batches_total") == 30
+    assert (await pod.state()).status == "active"
+    assert (await pod.state()).last_error is None
+
+
+async def test_the_beginning_of_a_life_is_its_first_seq(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    mooncake = await bench.pod(
+        kind=EngineKind.MOONCAKE, dialect="standard", cpu_blocks=0, has_replay=False, fields={"scope": "instance"}
+    )
+    mooncake.publisher.first_seq = mooncake.publisher.next_seq = 1
+    late = await bench.pod("pod-2", has_replay=False)
+    late.publisher.next_seq = 5
+    for pod in (mooncake, late):
+        await pod.caught_up()
+        await pod.work(2)
+        await pod.agrees()
+        await pod.has_status("degraded")  # there is no replay endpoint
+    await late.says("joined_late")
+    assert "joined_late" not in ((await mooncake.state()).last_error or "")
+    await late.counted(gaps=0, batches_lost=0)
+
+
+async def test_a_gap_is_filled_by_a_replay(any_bench: Bench) -> None:
+    worker = await any_bench.worker(options=WITHOUT_PROBES)
+    pod = await any_bench.pod()
+    await pod.caught_up()
+    await pod.work(3)
+    with pod.dropping():
+        await pod.work(4)
+    await pod.work(2)
+    await pod.agrees()
+    # The replay has both frames behind the gap; the second came live, too.
+    await pod.counted(gaps=1, batches_lost=0, replays__complete=2, restarts=0, stale_batches=2)
+    assert worker.metric("gaps_total") == 1
+    assert worker.metric("replays_total", outcome="complete") == 2
+    assert worker.metric("stale_batches_total") == 2
+    assert (await pod.state()).status == "active"
+
+
+@pytest.mark.parametrize("step_seconds", [0.0, -86_400.0, 86_400.0])
+@pytest.mark.parametrize("has_replay", [True, False])
+async def test_a_lower_seq_on_one_connection_is_a_new_life_whatever_its_ts(
+    bench: Bench, step_seconds: float, has_replay: bool
+) -> None:
+    worker = await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(has_replay=has_replay)
+    await pod.caught_up()
+    await pod.work(6)
+    await pod.agrees()
+    before = await bench.record(pod.name)
+    pod.clock.now += step_seconds
+    await pod.engine.restart()
+    await pod.work(2)
+    await pod.agrees()
+    assert await pod.bench.held(pod.name)
+    await pod.at_watermark(1)
+    assert (await bench.record(pod.name))["life"] != before["life"]
+    await pod.counted(restarts=1, gaps=0, batches_lost=0)
+    assert worker.metric("restarts_total") == 1
+
+
+async def test_what_a_life_held_is_swept_after_its_end(any_bench: Bench) -> None:
+    await any_bench.worker(options=WITHOUT_PROBES)
+    pod = await any_bench.pod()
+    await pod.caught_up()
+    await pod.work(6)
+    await pod.agrees()
+    await pod.engine.restart()
+    await pod.work(1)
+    await pod.agrees()
+    await any_bench.is_swept()
+    await pod.agrees()
+
+
+async def test_the_first_frames_of_a_new_life_may_be_lost_and_are_replayed(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(6)
+    await pod.engine.restart()
+    with pod.dropping():
+        await pod.work(2)
+    await pod.work(1)
+    await pod.agrees()
+    await pod.counted(restarts=1, gaps=0, batches_lost=0)
+    assert (await pod.state()).status == "active"
+
+
+async def test_the_very_first_frame_may_be_lost_and_is_replayed(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    with pod.dropping():
+        await pod.work(1)
+    await pod.work(1)
+    await pod.agrees()
+    assert (await pod.state()).status == "active"
+
+
+async def test_frames_that_a_replay_has_overtaken_are_stale(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(2)
+    with pod.dropping():
+        await pod.work(1)
+    # Ten frames are on their way, and the first one's replay has them all.
+    await pod.work(10)
+    await pod.agrees()
+    await pod.at_watermark(12)
+    await pod.counted(gaps=1, stale_batches=10, restarts=0)
+
+
+async def test_a_newer_frame_below_the_watermark_is_a_new_life_where_nothing_was_live_yet(bench: Bench) -> None:
+    # The connection broke and there is no replay to ask: only the frame itself can tell.
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(has_replay=False)
+    await pod.caught_up()
+    await pod.work(8)
+    await pod.agrees()
+    await pod.engine.restart(rebind=True)
+    await pod.subscribed()
+    await pod.work(3)
+    await pod.agrees()
+    await pod.counted(restarts=1)
+
+
+async def test_frames_of_wrong_form_are_counted_and_move_nothing(bench: Bench) -> None:
+    worker = await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(1)
+    for _ in range(3):
+        pod.publisher.send_malformed()
+    await pod.work(1)
+    await pod.agrees()
+    await pod.at_watermark(1)
+    await pod.counted(frames_malformed=3, gaps=0)
+    assert worker.metric("frames_malformed_total") == 3
+
+
+async def test_a_seq_that_no_publisher_can_have_reached_is_no_frame(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(has_replay=False)
+    await pod.caught_up()
+    await pod.work(1)
+    pod.publisher.next_seq = 2**63
+    await pod.work(1)
+    await pod.counted(frames_malformed=1)
+    await pod.at_watermark(0)
+
+
+async def test_a_payload_that_is_no_batch_is_counted_and_has_its_place(bench: Bench) -> None:
+    worker = await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(1)
+    pod.publisher.publish_garbage()
+    await pod.at_watermark(1)
+    await pod.work(1)
+    await pod.agrees()
+    await pod.at_watermark(2)
+    await pod.counted(decode_errors__bad_msgpack=1, gaps=0, replays__complete=1)
+    assert worker.metric("decode_errors_total", kind="bad_msgpack") == 1
+
+
+async def test_a_restart_after_a_payload_that_is_no_batch_is_a_restart(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(2)
+    pod.publisher.publish_garbage()
+    await pod.at_watermark(2)
+    await pod.engine.restart()
+    await pod.work(1)
+    await pod.agrees()
+    assert (await pod.state()).status == "active"
+    await pod.counted(restarts=1)
+
+
+async def test_three_thousand_frames_of_noise_do_not_end_a_stream(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(1)
+    noise = random.Random(1)
+    live, payloads = pod.publisher._live, 0
+    for i in range(3000):
+        parts = [noise.randbytes(noise.randrange(12)) for _ in range(noise.randrange(1, 6))]
+        if i % 3 == 0:
+            parts = [b"", pod.publisher.next_seq.to_bytes(8, "big"), b"\xc1" + noise.randbytes(20)]
+            pod.publisher._buffer.append((pod.publisher.next_seq, parts[2]))
+            pod.publisher.next_seq += 1
+            payloads += 1
+        elif len(parts) in (2, 3):
+            parts[-2] = b"no seq"
+        live.send_multipart(parts)
+        if i % 500 == 0:
+            await asyncio.sleep(0)
+    await pod.work(1)
+    await pod.agrees()
+    await pod.at_watermark(payloads + 1)
+    await pod.counted(decode_errors__bad_msgpack=payloads, frames_malformed=3000 - payloads, restarts=0)
+
+
+# ---- statuses --------------------------------------------------------------------------------------
+
+
+async def test_a_listener_that_never_answers_is_no_publisher(bench: Bench) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pod = await bench.pod(fields={"endpoint": f"tcp://127.0.0.1:{listener.getsockname()[1]}"})
+        assert (await pod.state()).status == "pending"
+        worker = await bench.worker()
+        await wait_until(lambda: worker.metric("streams", status="pending") == 1, "the stream was begun")
+        # For longer than a publisher may be away: it has never been there.
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.5):
+                await pod.has_status("active", "degraded", "replaying", "lost", "failed")
+
+
+async def test_a_publisher_is_replaying_while_it_replays(bench: Bench) -> None:
+    worker = await bench.worker(options=WITHOUT_PROBES, replay_idle_seconds=1.0)
+    pod = await bench.pod()
+    pod.fault(replay_silent=True)
+    await pod.has_status("replaying")
+    await pod.has_status("degraded")
+    await wait_until(lambda: worker.metric("streams", status="degraded") == 1, "the metric says so")
+
+
+@pytest.mark.parametrize("has_replay", [True, False])
+async def test_a_publisher_that_is_away_for_too_long_is_lost_until_it_is_found(bench: Bench, has_replay: bool) -> None:
+    await bench.worker()
+    pod = await bench.pod(has_replay=has_replay)
+    await pod.caught_up()
+    await pod.work(5)
+    await pod.agrees()
+    held = (await bench.row(pod, pod.prompts[-1]))[0]
+    assert held > 0
+
+    await pod.publisher.down()
+    await pod.has_status("lost")
+    assert await bench.row(pod, pod.prompts[-1]) == (0, {}, {})
+    assert pod.registration.instance_id in await _rows(bench, pod)
+
+    await pod.publisher.up()
+    await pod.subscribed()
+    if not has_replay:
+        # Its connection alone proves nothing.
+        assert await bench.row(pod, pod.prompts[-1]) == (0, {}, {})
+        assert (await pod.state()).status == "lost"
+        await pod.work(1)
+    await pod.has_status("degraded" if not has_replay else "active")
+    await pod.agrees()
+    await pod.counted(restarts=0)
+
+
+async def _rows(bench: Bench, pod: object) -> set[str]:
+    table = await bench.store.reader.table(GROUP)
+    assert table is not None
+    return {row.instance_id for row in table.publishers.values()}
+
+
+async def test_a_lost_publisher_that_comes_back_as_another_process_begins_anew(bench: Bench) -> None:
+    await bench.worker()
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(5)
+    await pod.agrees()
+    await pod.publisher.down()
+    await pod.has_status("lost")
+    await pod.engine.restart(rebind=True)
+    await pod.has_status("active")
+    assert await bench.held(pod.name) == {}
+    await pod.work(2)
+    await pod.agrees()
+    await pod.counted(restarts=1)
+
+
+async def test_a_lost_publisher_is_lost_to_the_next_worker_too(bench: Bench) -> None:
+    first = await bench.worker("worker-1")
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(3)
+    await pod.agrees()
+    await pod.publisher.down()
+    await pod.has_status("lost")
+    await first.stop()
+    await bench.worker("worker-2")
+    await pod.publisher.up()
+    await pod.has_status("active")
+    await pod.agrees()

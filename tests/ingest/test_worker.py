@@ -1,0 +1,311 @@
+"""Workers: who applies which stream, handing over, and a Redis that is away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.errors import StoreUnavailable
+from app.store import keys
+from app.store.client import Client
+from app.store.leases import Grant, Leases
+from tests.conftest import wait_until
+from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Pod, Server
+
+
+async def has_worker(pod: Pod, worker_id: str | None) -> None:
+    async def has() -> bool:
+        return (await pod.state()).worker == worker_id
+
+    await wait_until(has, f"{pod.name} is {worker_id}'s", PATIENCE_SECONDS)
+
+
+async def is_registered_nowhere(bench: Bench, pod: Pod) -> bool:
+    return not await bench.store.registry.claims() and not await bench.held(pod.name)
+
+
+# ---- registrations ---------------------------------------------------------------------------------
+
+
+async def test_a_registration_reaches_a_worker_that_is_at_work(any_bench: Bench) -> None:
+    await any_bench.worker()
+    for instance_id in ("pod-1", "pod-2"):
+        pod = await any_bench.pod(instance_id)
+        await pod.caught_up()
+        await pod.work(2)
+        await pod.agrees()
+
+
+async def test_what_an_unregistered_publisher_sends_is_not_written(any_bench: Bench) -> None:
+    await any_bench.worker()
+    pod = await any_bench.pod()
+    await pod.caught_up()
+    await pod.work(4)
+    await pod.agrees()
+    await any_bench.store.registry.unregister([pod.name])
+    assert await is_registered_nowhere(any_bench, pod)
+    await pod.work(4)  # its stream may still be at it
+    await wait_until(lambda: pod.publisher.subscribers == 0, "nobody listens any more", PATIENCE_SECONDS)
+    assert await is_registered_nowhere(any_bench, pod)
+
+    async def is_swept() -> bool:
+        return not await any_bench.blocks()
+
+    await wait_until(is_swept, "its blocks are gone", PATIENCE_SECONDS)
+
+
+async def test_a_publisher_that_moves_begins_a_new_life_at_its_new_address(bench: Bench) -> None:
+    await bench.worker()
+    old = await bench.pod()
+    await old.caught_up()
+    await old.work(3)
+    await old.agrees()
+    new = await bench.pod(is_registered=False)
+    await new.work(2)
+    await bench.store.registry.register(new.registration)
+    await new.agrees()
+    await wait_until(lambda: old.publisher.subscribers == 0, "nobody listens to the old one", PATIENCE_SECONDS)
+    await old.work(2)
+    await new.work(1)
+    await new.agrees()
+    await bench.is_swept()
+
+
+async def test_a_registration_without_an_endpoint_is_no_stream(bench: Bench) -> None:
+    worker = await bench.worker()
+    pod = await bench.pod()
+    await bench.store.registry.register(replace(pod.registration, instance_id="by-http", endpoint=None))
+    await pod.has_status("active")
+    await wait_until(lambda: worker.metric("streams", status="active") == 1, "one stream")
+    assert worker.metric("streams", status="pending") == 0
+
+
+# ---- several workers -------------------------------------------------------------------------------
+
+
+async def test_two_workers_share_the_streams(bench: Bench) -> None:
+    pods = [await bench.pod(f"pod-{i}") for i in range(8)]
+    await bench.worker("worker-1")
+    for pod in pods:
+        await has_worker(pod, "worker-1")
+    await bench.worker("worker-2")
+
+    async def is_shared() -> bool:
+        states = [await pod.state() for pod in pods]
+        return {state.worker for state in states} == {"worker-1", "worker-2"}
+
+    await wait_until(is_shared, "both have some", PATIENCE_SECONDS)
+    for pod in pods:
+        await pod.work(3)
+    for pod in pods:
+        await pod.agrees()
+        await pod.counted(restarts=0, batches_lost=0)
+    await wait_until(lambda: all(pod.publisher.subscribers == 1 for pod in pods), "no stream has two readers")
+
+
+async def test_a_killed_workers_streams_are_taken_over(bench: Bench) -> None:
+    first = await bench.worker("worker-1")
+    pods = [await bench.pod(f"pod-{i}") for i in range(3)]
+    for pod in pods:
+        await pod.caught_up()
+        await pod.work(2)
+        await pod.agrees()
+    await bench.worker("worker-2")
+    died = time.monotonic()
+    await first.die()
+    for pod in pods:
+        await pod.work(2)
+        await pod.agrees()
+        assert (await pod.state()).worker == "worker-2"
+        await pod.counted(restarts=0, batches_lost=0)
+    # The bound of the contract, with room for a machine that is busy: a lease of 2 s, and 2 s.
+    assert time.monotonic() - died < 2 * (QUICK.lease_seconds + 2.0)
+
+
+async def test_a_worker_that_is_told_to_stop_gives_its_leases_back_at_once(any_bench: Bench) -> None:
+    first = await any_bench.worker("worker-1", lease_seconds=60.0)
+    pod = await any_bench.pod()
+    await pod.caught_up()
+    await pod.work(2)
+    await pod.agrees()
+    state = await pod.state()
+    lease = keys.lease(state.group_id, state.id)
+    assert await any_bench.redis.get(lease)
+    await first.stop()
+    assert await any_bench.redis.get(lease) is None
+    assert (await pod.state()).worker is None
+    assert await any_bench.store.records.alive("", keep_seconds=60) == []
+    await any_bench.worker("worker-2", lease_seconds=60.0)
+    await pod.work(2)
+    await pod.agrees()
+    await has_worker(pod, "worker-2")
+
+
+async def test_a_stream_whose_lease_was_taken_away_stops_without_writing(bench: Bench) -> None:
+    worker = await bench.worker("worker-1")
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(2)
+    await pod.agrees()
+    (claim,) = await bench.store.registry.claims()
+    grant = await bench.store.leases.take(claim, "worker-2", 60.0, force=True)
+    assert grant is not None
+    before = await bench.record(pod.name), await bench.blocks()
+    await pod.work(3)
+    await wait_until(lambda: pod.publisher.subscribers == 0, "the stream has stopped", PATIENCE_SECONDS)
+    assert (await bench.record(pod.name), await bench.blocks()) == before
+    assert not worker.task.done()
+    # And it is taken up again once it is free.
+    await bench.store.leases.drop(grant)
+    await pod.agrees()
+    await has_worker(pod, "worker-1")
+
+
+async def test_one_publishers_stream_does_not_wait_for_anothers_replay(bench: Bench) -> None:
+    silent = await bench.pod("pod-1")
+    silent.fault(replay_silent=True)
+    pod = await bench.pod("pod-2", has_replay=False)
+    await bench.worker(options=WITHOUT_PROBES, replay_idle_seconds=60.0)
+    await silent.has_status("replaying")
+    await pod.caught_up()
+    await pod.work(2)
+    await pod.agrees()
+    assert (await silent.state()).status == "replaying"
+
+
+async def test_a_stream_that_waits_for_its_turn_to_replay_is_not_given_up(bench: Bench) -> None:
+    """Two streams, one replay at a time; the first takes longer than a lease."""
+    worker = await bench.worker(options=WITHOUT_PROBES, replays_max=1, replay_idle_seconds=1.5, lease_seconds=1.0)
+    pods = [await bench.pod(f"pod-{i}") for i in range(2)]
+    for pod in pods:
+        pod.fault(replay_silent=True)
+    for pod in pods:
+        await pod.says("replay_silent")
+        await pod.counted(replays__silent=1)
+    assert worker.metric("replays_total", outcome="silent") == 2
+
+
+# ---- stopping and cancelling -----------------------------------------------------------------------
+
+
+async def test_a_cancellation_is_never_lost_in_a_call(bench: Bench, redis_url: str) -> None:
+    client = Client.open(redis_url)
+
+    async def ask_forever() -> None:
+        while True:
+            await client.ping()
+
+    for turn in range(200):
+        asking = asyncio.create_task(ask_forever())
+        for _ in range(turn % 20):
+            await asyncio.sleep(0)
+        asking.cancel()
+        done, _ = await asyncio.wait([asking], timeout=5.0)
+        assert done, f"the cancellation of turn {turn} was lost"
+    await client.close()
+
+
+# ---- a Redis that is away --------------------------------------------------------------------------
+
+
+async def test_frames_are_kept_while_redis_is_frozen_and_applied_afterwards(own_bench: Bench, server: Server) -> None:
+    worker = await own_bench.worker(options=WITHOUT_PROBES)
+    pod = await own_bench.pod(has_replay=False)
+    await pod.caught_up()
+    await pod.work(3)
+    await pod.agrees()
+    server.freeze()
+    for _ in range(10):
+        await pod.work(3)
+        await asyncio.sleep(0)
+    await wait_until(lambda: worker.metric("redis_up") == 0, "the outage was noticed", PATIENCE_SECONDS)
+    server.thaw()
+    await pod.agrees()
+    await pod.counted(gaps=0, batches_lost=0, buffer_dropped=0, restarts=0)
+    await wait_until(lambda: worker.metric("redis_up") == 1, "it is back", PATIENCE_SECONDS)
+
+
+async def test_frames_are_kept_while_redis_is_started_again_with_its_data(own_bench: Bench, server: Server) -> None:
+    worker = await own_bench.worker(options=WITHOUT_PROBES)
+    pod = await own_bench.pod(has_replay=False)
+    await pod.caught_up()
+    await pod.work(3)
+    await pod.agrees()
+    await asyncio.to_thread(server.stop)
+    await pod.work(20)
+    await wait_until(lambda: worker.metric("redis_up") == 0, "the outage was noticed", PATIENCE_SECONDS)
+    await asyncio.to_thread(server.start)
+    await pod.agrees()
+    await pod.counted(gaps=0, batches_lost=0, restarts=0)
+
+
+async def test_what_did_not_fit_while_redis_was_frozen_is_a_gap(own_bench: Bench, server: Server) -> None:
+    worker = await own_bench.worker(options=WITHOUT_PROBES, stream_buffer_frames=5)
+    pod = await own_bench.pod()
+    await pod.caught_up()
+    await pod.work(3)
+    await pod.agrees()
+    server.freeze()
+    for _ in range(10):
+        await pod.work(3)
+        await asyncio.sleep(0.01)
+    await wait_until(lambda: worker.metric("redis_up") == 0, "the outage was noticed", PATIENCE_SECONDS)
+    server.thaw()
+    await pod.agrees()
+    await wait_until(lambda: worker.metric("buffer_dropped_total") > 0, "it was counted", PATIENCE_SECONDS)
+    await pod.counted(batches_lost=0, restarts=0)
+
+
+async def test_a_worker_can_be_stopped_while_redis_is_frozen(own_bench: Bench, server: Server) -> None:
+    worker = await own_bench.worker()
+    pod = await own_bench.pod()
+    await pod.caught_up()
+    server.freeze()
+    await pod.work(2)
+    await wait_until(lambda: worker.metric("redis_up") == 0, "the outage was noticed", PATIENCE_SECONDS)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await worker.stop()
+    with pytest.raises(StoreUnavailable):
+        await own_bench.store.registry.claims()
+    server.thaw()
+
+
+async def test_a_lease_that_comes_just_as_the_worker_stops_is_given_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, may_return = asyncio.Event(), asyncio.Event()
+    take = Leases.take
+
+    async def held_up(self: Leases, *args: Any, **options: Any) -> Grant | None:
+        grant = await take(self, *args, **options)
+        taken.set()
+        await may_return.wait()
+        return grant
+
+    monkeypatch.setattr(Leases, "take", held_up)
+    await bench.pod()
+    worker = await bench.worker()
+    async with asyncio.timeout(10):
+        await taken.wait()
+        assert await bench.redis.keys("wm:*:lease:*")
+        stopping = asyncio.ensure_future(worker.stop())
+        await asyncio.sleep(0)
+        may_return.set()
+        await stopping
+    assert await bench.redis.keys("wm:*:lease:*") == []
+
+
+async def test_a_redis_that_came_back_empty_is_told_again_what_it_held(bench: Bench) -> None:
+    await bench.worker()
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(5)
+    await pod.agrees()
+    await bench.redis.flushall()
+    await pod.agrees()
+    await pod.work(2)
+    await pod.agrees()

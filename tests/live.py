@@ -1,0 +1,101 @@
+"""Waymark as a process of its own, over real sockets: what a test of hostile clients, of logs, of a client needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import wait_until
+
+START_SECONDS = 20.0
+#: How long a client that does nothing wrong may wait for its answer.
+ANSWER_SECONDS = 10.0
+
+Start = Callable[..., AbstractAsyncContextManager["Live"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A running process."""
+
+    port: int
+    log: Path
+    token: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self) -> httpx.AsyncClient:
+        """A well-behaved client."""
+        headers = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=ANSWER_SECONDS, trust_env=False)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """One sample of ``/metrics``; 0 where there is none."""
+        async with self.client() as client:
+            text = (await client.get("/metrics")).raise_for_status().text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and sample.labels == labels:
+                    return sample.value
+        return 0.0
+
+    def said(self) -> str:
+        """What it has logged."""
+        return self.log.read_text(errors="replace")
+
+    async def memory(self) -> float:
+        """Resident bytes of the process."""
+        return await self.metric("process_resident_memory_bytes")
+
+
+def unused_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def start(role: str, redis_url: str, log: Path, **settings: Any) -> AsyncIterator[Live]:
+    """``waymark <role>`` on a free port, ready; ``settings`` by their field names. It must end well."""
+    port = unused_port()
+    values = {"redis_url": redis_url, "host": "127.0.0.1", "port": port} | settings
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    environ |= {f"WAYMARK_{name.upper()}": str(value) for name, value in values.items()}
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "app", role, env=environ, stdout=output, stderr=output
+        )
+    try:
+        live = Live(port, log, settings.get("api_token"))
+        async with live.client() as client:
+
+            async def is_ready() -> bool:
+                assert process.returncode is None, live.said()
+                try:
+                    return (await client.get("/ready")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await wait_until(is_ready, f"waymark {role} is ready", START_SECONDS)
+        yield live
+        process.terminate()
+        async with asyncio.timeout(START_SECONDS):
+            assert await process.wait() == 0, live.said()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

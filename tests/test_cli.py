@@ -1,0 +1,209 @@
+"""The command line: what it prints, how it ends, and what becomes of its flags."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import __version__, cli
+from app.simulator import Faults, SimulateOptions
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings but those of the test; and the log stays pytest's."""
+    for name in [name for name in os.environ if name.startswith("WAYMARK_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("app.logs.configure", lambda level, form: None)
+
+
+@pytest.fixture
+def roles(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What would have been run, instead of running it."""
+    ran: list[dict[str, Any]] = []
+
+    async def run(settings: Any, **roles: bool) -> None:
+        ran.append({"settings": settings, **roles})
+
+    monkeypatch.setattr(cli, "run", run)
+    return ran
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[SimulateOptions]:
+    given: list[SimulateOptions] = []
+
+    async def simulate(options: SimulateOptions, *, stop: object, on_start: Callable[[str], None]) -> str:
+        given.append(options)
+        on_start("engine-0: started")
+        return "summary"
+
+    monkeypatch.setattr(cli, "simulate", simulate)
+    return given
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "app", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout == f"waymark {__version__}\n"
+
+
+def test_help_ends_in_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == cli.EXIT_OK
+    text = capsys.readouterr().out
+    commands, _, examples = text.partition("examples:\n")
+    assert all(f"\n    {name} " in commands for name in ("serve", "query", "ingest", "demo", "simulate"))
+    shown = [line for line in examples.splitlines() if line.startswith("  $ ")]
+    assert len(shown) >= 5
+    for line in shown:
+        arguments = line.split("waymark ")[1].split()
+        cli._parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["unknown"],
+        ["query", "--unknown"],
+        ["ingest", "--port", "1"],
+        ["demo", "extra"],
+        ["simulate", "--engines", "x"],
+    ],
+)
+def test_wrong_arguments_end_it_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == cli.EXIT_USAGE
+    assert "usage: waymark" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", ["serve", "query", "ingest"])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("WAYMARK_PORT", "high"),
+        ("WAYMARK_LEASE_SECONDS", "0"),
+        ("WAYMARK_REDIS_URL", "localhost:6379"),
+        ("WAYMARK_REDIS_URL", "http://localhost:6379"),
+        ("WAYMARK_LEASE_SECNDS", "8"),
+    ],
+)
+def test_a_wrong_setting_stops_every_role_by_its_name(
+    role: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert cli.main([role]) == cli.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f"waymark {role}: {variable}")
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("role", ["query", "ingest"])
+def test_a_role_of_its_own_is_refused_a_redis_in_memory(
+    role: str, roles: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([role]) == cli.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert "memory://" in error
+    assert "waymark serve" in error
+    assert roles == []
+
+
+@pytest.mark.parametrize(
+    ("role", "has_api", "has_worker"), [("serve", True, True), ("query", True, False), ("ingest", False, True)]
+)
+def test_each_role_runs_its_parts(
+    role: str, has_api: bool, has_worker: bool, roles: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([role, "--redis-url", "redis://somewhere:6379/0"]) == cli.EXIT_OK
+    (ran,) = roles
+    assert (ran["has_api"], ran["has_worker"]) == (has_api, has_worker)
+    assert ran["settings"].redis_url == "redis://somewhere:6379/0"
+    assert capsys.readouterr().err == ""
+
+
+def test_flags_win_over_the_environment(roles: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WAYMARK_PORT", "1000")
+    monkeypatch.setenv("WAYMARK_HOST", "::1")
+    monkeypatch.setenv("WAYMARK_REDIS_URL", "redis://wrong:1")
+    cli.main(["query", "--redis-url", "redis://right:1", "--port", "2000"])
+    settings = roles[0]["settings"]
+    assert (settings.redis_url, settings.host, settings.port) == ("redis://right:1", "::1", 2000)
+
+
+def test_a_trial_says_that_it_is_one(roles: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--port", "4444"]) == cli.EXIT_OK
+    said = capsys.readouterr().err
+    assert "embedded" in said
+    assert "forgets all at its end" in said
+    assert "4444" in said
+    assert len(roles) == 1
+
+
+# ---- simulate --------------------------------------------------------------------------------------
+
+
+def test_simulate_without_flags_has_the_defaults(
+    simulated: list[SimulateOptions], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate"]) == cli.EXIT_OK
+    assert simulated == [SimulateOptions()]
+    assert capsys.readouterr().out == "engine-0: started\nsummary\n"
+
+
+def test_flags_of_simulate_become_options_of_their_kind(simulated: list[SimulateOptions], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.touch()
+    flags = (
+        "--engines 2 --ranks 3 --dialect sglang-map --base-port 0 --no-replay --replay-framing seq --cpu-blocks 7 "
+        "--repeat-rate 0.5 --prompts 9 --prompts-per-second 2.5 --lora-names x,y --cache-salts z --stay "
+        "--register http://127.0.0.1:1 --api-token secret --fault-drop-every 4 --fault-replay-silent"
+    )
+    assert cli.main(["simulate", *flags.split(), "--trace", str(trace)]) == cli.EXIT_OK
+    assert simulated == [
+        SimulateOptions(
+            engines=2,
+            ranks=3,
+            dialect="sglang-map",
+            base_port=0,
+            has_replay=False,
+            replay_framing="seq",
+            cpu_blocks=7,
+            repeat_rate=0.5,
+            prompts=9,
+            prompts_per_second=2.5,
+            trace=trace,
+            lora_names=("x", "y"),
+            cache_salts=("z",),
+            stay=True,
+            register="http://127.0.0.1:1",
+            api_token="secret",
+            faults=Faults(drop_every=4, replay_silent=True),
+        )
+    ]
+
+
+def test_every_option_and_fault_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--help"])
+    text = capsys.readouterr().out
+    options = [field.name for field in fields(SimulateOptions) if field.name not in ("faults", "has_replay")]
+    flags = ["--no-replay", *(f"--{name}" for name in options), *(f"--fault-{each.name}" for each in fields(Faults))]
+    assert [flag for flag in flags if flag.replace("_", "-") not in text] == []
+
+
+def test_options_that_do_not_fit_end_it_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--engines", "0"]) == cli.EXIT_USAGE
+    assert "engines is 0; it is at least 1" in capsys.readouterr().err

@@ -1,0 +1,261 @@
+"""client: both clients say the same of a live service, and behave when it is not as it should be."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers
+from app.simulator import Prompt, build_engine
+from tests.conftest import wait_until
+from tests.live import start, unused_port
+
+ROOT = Path(__file__).parents[1]
+MODEL, BLOCK_SIZE = "my-model", 16
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+async def test_register_query_unregister_against_a_live_service(redis_url: str, tmp_path: Path) -> None:
+    async with (
+        start("serve", redis_url, tmp_path / "log", api_token="s3cret", protect_reads="true") as live,
+        build_engine("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=4, cpu_blocks=8).publisher as publisher,
+        AsyncClient(live.url, api_token="s3cret") as waymark,
+    ):
+        assert await waymark.ready()
+        replay = publisher.replay_endpoint
+        await waymark.register("i", publisher.endpoint, model="m", block_size=4, replay_endpoint=replay, dp_rank=1)
+        services = await waymark.services()
+        assert services == [Service(publisher.endpoint, replay or "", "vLLM", "m", "", "default", "i", 4, 1, "")]
+
+        async def is_active() -> bool:
+            return [publisher.status for publisher in (await waymark.workers()).publishers] == ["active"]
+
+        await wait_until(is_active, "the publisher's stream is active")
+        workers = await waymark.workers()
+        assert (workers.publishers[0].instance_id, workers.publishers[0].dp_rank) == ("i", 1)
+        assert workers.workers == {workers.publishers[0].worker: 1}
+        nothing = Match(0, {"GPU": 0, "CPU": 0, "DISK": 0}, {1: 0})
+        assert await waymark.query("m", range(8), 4) == Matches({"i": nothing})
+        assert dict(await waymark.query_by_hash("m", [1, 2], 4, instance_id="i")) == {"i": nothing}
+        assert dict(await waymark.query("m", [1], 4, tenant_id="nobody")) == {}
+
+        def ask_blocking() -> None:
+            with Client(live.url, api_token="s3cret") as blocking:
+                assert blocking.ready()
+                assert blocking.services() == services
+                assert blocking.query("m", range(8), 4)["i"] == nothing
+                assert blocking.query_by_hash("m", [1], 4)["i"].gpu == 0
+                assert [publisher.model for publisher in blocking.workers().publishers] == ["m"]
+                blocking.register("j", "tcp://127.0.0.1:9", model="m", block_size=4, type="SGLang")
+                assert blocking.unregister("j") == ["j|default|0"]
+
+        await asyncio.to_thread(ask_blocking)
+        assert await waymark.unregister("i", dp_rank=1) == ["i|default|1"]
+        with pytest.raises(Refused, match="service not found") as gone:
+            await waymark.unregister("i")
+        assert (gone.value.status, gone.value.reason) == (404, "not_found")
+        with pytest.raises(Refused) as unfit:
+            await waymark.query("m", [-1], 4)
+        assert (unfit.value.status, unfit.value.reason, unfit.value.field) == (400, "out_of_range", "token_ids")
+        async with AsyncClient(live.url, api_token="wrong") as stranger:
+            with pytest.raises(Refused) as closed:
+                await stranger.services()
+        assert closed.value.status == 401
+
+
+async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_path: Path) -> None:
+    prompts = [tuple(range(n, n + 160)) for n in (1000, 2000)]
+    engines = [
+        build_engine("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=BLOCK_SIZE, gpu_blocks=64, seed=seed)
+        for seed in range(2)
+    ]
+    async with (
+        start("serve", redis_url, tmp_path / "log") as live,
+        engines[0].publisher,
+        engines[1].publisher,
+        AsyncClient(live.url) as waymark,
+    ):
+        endpoints = [f"engine-{i}={engine.publisher.endpoint}" for i, engine in enumerate(engines)]
+
+        def route(*prompts: tuple[int, ...]) -> list[str]:
+            lines = "".join(" ".join(map(str, prompt)) + "\n" for prompt in prompts)
+            command = [sys.executable, "docs/router_example.py", live.url, *endpoints]
+            environ = {"PYTHONPATH": str(ROOT), "PATH": ""}
+            done = subprocess.run(
+                command, input=lines, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=60
+            )
+            assert (done.returncode, done.stderr) == (0, "")
+            return done.stdout.splitlines()
+
+        assert await asyncio.to_thread(route) == []
+        await wait_until(lambda: all(engine.publisher.subscribers for engine in engines), "both are listened to")
+        for engine, prompt in zip(engines, prompts, strict=True):
+            await engine.prefill(Prompt(prompt))
+
+        async def are_indexed() -> bool:
+            matches = [await waymark.query(MODEL, prompt, BLOCK_SIZE) for prompt in prompts]
+            return [matches[i][f"engine-{i}"].longest_matched for i in range(2)] == [160, 160]
+
+        await wait_until(are_indexed, "both prompts are indexed")
+        longer = prompts[0] + tuple(range(64))
+        assert await asyncio.to_thread(route, prompts[1], prompts[0], longer, tuple(range(3000, 3032))) == [
+            "engine-1 160 of 160 tokens are there",
+            "engine-0 160 of 160 tokens are there",
+            "engine-0 160 of 224 tokens are there",
+            "engine-1 0 of 32 tokens are there",
+        ]
+
+
+def test_the_router_example_is_about_twenty_lines() -> None:
+    assert len((ROOT / "docs" / "router_example.py").read_text(encoding="utf-8").splitlines()) <= 25
+
+
+# ---- when the service is not as it should be -------------------------------------------------------
+
+
+def replies(*answers: httpx.Response) -> tuple[Handler, list[httpx.Request]]:
+    asked: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        answer = answers[min(len(asked), len(answers)) - 1]
+        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+
+    return handler, asked
+
+
+def unavailable(retry_after: str | None) -> httpx.Response:
+    headers = {} if retry_after is None else {"retry-after": retry_after}
+    return httpx.Response(503, headers=headers, json={"error": "Redis is away", "reason": "unavailable"})
+
+
+FINE = httpx.Response(200, json={"count": 0, "services": []})
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that were waited, without waiting."""
+    waited: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr("app.client.time.sleep", waited.append)
+    monkeypatch.setattr("app.client.asyncio.sleep", wait)
+    return waited
+
+
+async def both(handler: Handler, retry_seconds: float) -> list[object]:
+    """What each client makes of the same service: its services, or the error."""
+    outcomes: list[object] = []
+    transport = httpx.MockTransport(handler)
+    with Client("http://waymark", retry_seconds=retry_seconds, transport=transport) as blocking:
+        try:
+            outcomes.append(blocking.services())
+        except (Refused, Unavailable) as error:
+            outcomes.append(error)
+    async with AsyncClient("http://waymark", retry_seconds=retry_seconds, transport=transport) as waymark:
+        try:
+            outcomes.append(await waymark.services())
+        except (Refused, Unavailable) as error:
+            outcomes.append(error)
+    return outcomes
+
+
+async def test_a_503_is_asked_again_when_it_says_so(pauses: list[float]) -> None:
+    answers = [unavailable("2"), unavailable("1"), FINE]
+    handler, asked = replies(*answers, *answers)
+    assert await both(handler, 5.0) == [[], []]
+    assert pauses == [2.0, 1.0, 2.0, 1.0]
+    assert len(asked) == 6
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "seconds", "waited"),
+    [
+        ("2", 5.0, [2.0, 2.0]),
+        ("6", 5.0, []),
+        ("0", 1.0, [0.25] * 4),
+        (None, 3.0, [1.0] * 3),
+        ("soon", 1.0, [1.0]),
+        ("1", 0, []),
+    ],
+)
+async def test_waiting_is_bounded(
+    pauses: list[float], retry_after: str | None, seconds: float, waited: list[float]
+) -> None:
+    handler, _ = replies(unavailable(retry_after))
+    for error in await both(handler, seconds):
+        assert isinstance(error, Unavailable)
+        assert str(error) == "Redis is away"
+    assert pauses == waited * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (httpx.Response(500, text="oops"), Unavailable, "/services was answered with 500"),
+        (httpx.Response(502, html="<h1>bad gateway</h1>"), Unavailable, "502"),
+        (httpx.Response(404, text="default backend"), Refused, "/services was answered with 404"),
+        (httpx.Response(403, json=["no"]), Refused, "403"),
+        (httpx.Response(401, json={"error": "a token is needed", "reason": "unauthorized"}), Refused, "a token"),
+        (httpx.Response(302, headers={"location": "/"}), Unavailable, "302"),
+        (httpx.Response(200, html="<h1>welcome</h1>"), Unavailable, "not Waymark"),
+        (httpx.Response(200, json=[]), Unavailable, "not Waymark"),
+    ],
+)
+async def test_other_answers_are_not_asked_again(
+    pauses: list[float], answer: httpx.Response, kind: type[Exception], words: str
+) -> None:
+    handler, asked = replies(answer)
+    for error in await both(handler, 5.0):
+        assert isinstance(error, kind)
+        assert words in str(error)
+    assert (pauses, len(asked)) == ([], 2)
+
+
+async def test_nobody_there_is_unavailable_and_not_ready() -> None:
+    url = f"http://127.0.0.1:{unused_port()}"
+    async with AsyncClient(url, trust_env=False) as waymark:
+        with pytest.raises(Unavailable, match="/query could not be asked: ConnectError"):
+            await waymark.query("m", [1], 1)
+        assert await waymark.ready() is False
+    with Client(url, trust_env=False) as blocking:
+        with pytest.raises(Unavailable, match="ConnectError"):
+            blocking.workers()
+        assert blocking.ready() is False
+
+
+async def test_ready_is_asked_once(pauses: list[float]) -> None:
+    handler, asked = replies(unavailable("1"))
+    with Client("http://waymark", transport=httpx.MockTransport(handler)) as blocking:
+        assert blocking.ready() is False
+    assert (pauses, len(asked)) == ([], 1)
+
+
+async def test_partial_answers_and_further_media_are_told() -> None:
+    row = {"longest_matched": 8, "GPU": 4, "DP": {"0": 8, "12": 4}, "CPU": 8, "DISK": 0, "CXL": 4}
+    answer = httpx.Response(200, headers={"x-waymark-partial": "true"}, json={"t": {"i": row}})
+    handler, asked = replies(answer)
+    async with AsyncClient("http://waymark/", api_token="s3cret", transport=httpx.MockTransport(handler)) as waymark:
+        matches = await waymark.query("m", (1, 2), 2, tenant_id="t", cache_salt="s")
+    media = {"GPU": 4, "CPU": 8, "DISK": 0, "CXL": 4}
+    assert matches == Matches({"i": Match(8, media, {0: 8, 12: 4})}, is_partial=True)
+    assert asked[0].headers["authorization"] == "Bearer s3cret"
+    assert Workers() == Workers([], {})
+
+
+def test_it_needs_nothing_of_the_service() -> None:
+    code = "import sys, app.client; print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = set(ast.literal_eval(done.stdout))
+    assert not loaded & {"starlette", "redis", "zmq", "uvicorn", "pydantic", "fakeredis"}
+    assert (ROOT / "app" / "py.typed").is_file()

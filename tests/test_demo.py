@@ -1,0 +1,68 @@
+"""The demo: it shows the service at work, and fails where the service is wrong."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app import cli, demo
+from app.demo import Line, table
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_demo_ends_well_and_shows_what_each_engine_has() -> None:
+    command = [sys.executable, "-m", "app", "demo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == cli.EXIT_OK, done.stderr
+    rows = [line.split("  ") for line in done.stdout.splitlines() if re.search(r"engine-\d", line)]
+    shown = [tuple(cell.strip() for cell in row if cell.strip())[:6] for row in rows]
+    assert len(shown) == 10
+    # 160 tokens of system prompt and 96 of the chat; the second engine has worked on the system prompt only.
+    assert shown[0] == ("chat A", "engine-0", "256", "256 tokens", "256", "0")
+    assert shown[1] == ("chat A", "engine-1", "160", "256 tokens", "160", "0")
+    # The first engine's GPU has room for 24 blocks; what did not fit is on its CPU.
+    assert shown[2] == ("chat A, next turn", "engine-0", "320", "320 tokens", "256", "64")
+    assert {row[2] for row in shown if row[0] == "another topic"} == {"0"}
+    assert "Traceback" not in done.stderr
+
+
+def test_settings_in_the_environment_do_not_disturb_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WAYMARK_REDIS_URL", "redis://nowhere.invalid:1")
+    monkeypatch.setenv("WAYMARK_API_TOKEN", "secret")
+    assert cli.main(["demo"]) == cli.EXIT_OK
+
+
+def test_a_service_with_other_answers_than_the_caches_fails_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_held", lambda engine, tokens: (16, 16, 0))
+    monkeypatch.setattr(demo, "_DEADLINE_SECONDS", 3.0)
+    assert cli.main(["demo"]) == cli.EXIT_FAILED
+    printed = capsys.readouterr()
+    assert "the right answer for 'chat A'" in printed.err
+    assert "the engines' caches say" in printed.err
+    assert "engine-0" not in printed.out
+
+
+def test_a_service_that_does_not_start_fails_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    assert cli.main(["demo"]) == cli.EXIT_FAILED
+    reason = "the service ended with code 1 while the demo waited for the service to become ready"
+    assert reason in capsys.readouterr().err
+
+
+def test_a_table_is_aligned_and_has_a_bar_of_what_is_matched() -> None:
+    lines = [Line("a", 64, "engine-0", 32, 16, 16), Line("longer", 8, "e", 0, 0, 0)]
+    assert table(lines).splitlines() == [
+        "prompt  engine    has  of         on GPU  on CPU",
+        "------  --------  ---  ---------  ------  ------",
+        "a       engine-0  32   64 tokens  16      16      ##########",
+        "longer  e         0    8 tokens   0       0",
+    ]
