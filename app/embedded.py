@@ -16,7 +16,6 @@ import uvicorn
 
 from app.api.application import create_app, create_probes
 from app.connections import Bounds, Connections, files_for
-from app.domain.names import normal_medium
 from app.ingest.stream import StreamOptions
 from app.ingest.worker import Worker, WorkerOptions
 from app.metrics import Metrics
@@ -57,7 +56,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
             stream_buffer_bytes=settings.stream_buffer_bytes,
             stream_buffer_frames=settings.stream_buffer_frames,
             fold_batches=settings.fold_batches,
-            medium_ttl={normal_medium(name) or name: seconds for name, seconds in settings.medium_ttl.items()},
+            medium_ttl=settings.medium_ttl,
         ),
     )
 

@@ -18,7 +18,7 @@ from tests.conftest import wait_until
 from tests.live import start, unused_port
 
 ROOT = Path(__file__).parents[1]
-MODEL, BLOCK_SIZE = "my-model", 16
+MODEL, BLOCK_SIZE = "demo", 16
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -83,7 +83,10 @@ async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_p
         engines[1].publisher,
         AsyncClient(live.url) as waymark,
     ):
-        endpoints = [f"engine-{i}={engine.publisher.endpoint}" for i, engine in enumerate(engines)]
+        endpoints = [
+            f"engine-{i}={engine.publisher.endpoint},{engine.publisher.replay_endpoint}"
+            for i, engine in enumerate(engines)
+        ]
 
         def route(*prompts: tuple[int, ...]) -> list[str]:
             lines = "".join(" ".join(map(str, prompt)) + "\n" for prompt in prompts)

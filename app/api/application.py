@@ -36,11 +36,20 @@ log = logging.getLogger(__name__)
 
 _TEXT, _HTML = "text/plain", "text/html"
 
-_HEALTH = Doc("200 while the process turns.", needs_redis=False)
+_PARTIAL = {"X-Waymark-Partial": "true where the deadline ended the walk: the numbers are lower bounds; else absent"}
+_NOTE = {"X-Waymark-Note": "that there is nothing to recover, and why"}
+
+_HEALTH = Doc("200 while the process turns.", answer=bodies.HealthAnswer, needs_redis=False)
+_READY = Doc("200 when queries can be answered.", answer=bodies.ReadyAnswer)
 _DYNAMO_HEALTH = Doc("200 while the process turns, and no body.", media_type=_TEXT, needs_redis=False)
 _METRICS = Doc("Prometheus text.", media_type=_TEXT, needs_redis=False)
-_QUERY = Doc("How much of a prompt each instance has, by tokens.", bodies.QueryRequest, bodies.QueryAnswer)
-_QUERY_BY_HASH = Doc("The same, by rolling hashes.", bodies.QueryByHashRequest, bodies.QueryAnswer)
+_SERVICES = Doc("Every registration.", answer=bodies.ServicesAnswer)
+_WORKERS = Doc("Publishers and ingest workers, with their state.", answer=bodies.WorkersAnswer)
+_GLOBAL_VIEW = Doc("Contexts, their instances and block counts.", answer=bodies.GlobalViewAnswer)
+_QUERY = Doc(
+    "How much of a prompt each instance has, by tokens.", bodies.QueryRequest, bodies.QueryAnswer, headers=_PARTIAL
+)
+_QUERY_BY_HASH = Doc("The same, by rolling hashes.", bodies.QueryByHashRequest, bodies.QueryAnswer, headers=_PARTIAL)
 _REGISTER = Doc("Subscribe to a publisher.", bodies.RegisterRequest, bodies.RegisterAnswer, errors=(409,))
 _UNREGISTER = Doc("Take a publisher out.", bodies.UnregisterRequest, bodies.UnregisterAnswer, errors=(404,))
 _EVENTS = Doc(
@@ -55,12 +64,14 @@ _DYNAMO_QUERY = Doc(
     dynamo_bodies.DynamoQueryRequest,
     dynamo_bodies.DynamoQueryAnswer,
     errors=(404,),
+    headers=_PARTIAL,
 )
 _DYNAMO_QUERY_BY_HASH = Doc(
     "The same, by local hashes of the base model.",
     dynamo_bodies.DynamoQueryByHashRequest,
     dynamo_bodies.DynamoQueryAnswer,
     errors=(404,),
+    headers=_PARTIAL,
 )
 _DYNAMO_REGISTER = Doc(
     "Subscribe to an engine.", dynamo_bodies.DynamoRegisterRequest, dynamo_bodies.DynamoStatus, 201, errors=(409,)
@@ -68,10 +79,25 @@ _DYNAMO_REGISTER = Doc(
 _DYNAMO_UNREGISTER = Doc(
     "Take an instance out.", dynamo_bodies.DynamoUnregisterRequest, dynamo_bodies.DynamoStatus, errors=(404,)
 )
-_REGISTER_PEER = Doc("Remember a peer.", dynamo_bodies.PeerRequest, dynamo_bodies.DynamoStatus, 201, needs_redis=False)
-_DEREGISTER_PEER = Doc(
-    "Forget a peer.", dynamo_bodies.PeerRequest, dynamo_bodies.DynamoStatus, errors=(404,), needs_redis=False
+_DYNAMO_WORKERS = Doc("Registered workers.", answer=dynamo_bodies.DynamoWorkers)
+_DUMP = Doc("The groups; there are no events to recover.", answer=dynamo_bodies.DynamoDump, headers=_NOTE)
+_REGISTER_PEER = Doc(
+    "Remember a peer.",
+    dynamo_bodies.PeerRequest,
+    dynamo_bodies.DynamoStatus,
+    201,
+    needs_redis=False,
+    headers=_NOTE,
 )
+_DEREGISTER_PEER = Doc(
+    "Forget a peer.",
+    dynamo_bodies.PeerRequest,
+    dynamo_bodies.DynamoStatus,
+    errors=(404,),
+    needs_redis=False,
+    headers=_NOTE,
+)
+_PEERS = Doc("The peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
 
 
 def create_app(store: Store, settings: Settings, metrics: Metrics) -> ASGIApp:
@@ -120,23 +146,23 @@ def _operations(store: Store, contract: Contract, surroundings: Surroundings) ->
         ("POST", "/register", "write", root.register, _REGISTER),
         ("POST", "/unregister", "write", root.unregister, _UNREGISTER),
         ("POST", "/events", "write", Events(store, settings, metrics).events, _EVENTS),
-        ("GET", "/services", "read", views.services, Doc("Every registration.")),
-        ("GET", "/workers", "read", views.workers, Doc("Publishers and ingest workers, with their state.")),
-        ("GET", "/global_view", "read", views.global_view, Doc("Contexts, their instances and block counts.")),
+        ("GET", "/services", "read", views.services, _SERVICES),
+        ("GET", "/workers", "read", views.workers, _WORKERS),
+        ("GET", "/global_view", "read", views.global_view, _GLOBAL_VIEW),
         ("GET", "/health", "open", probes.health, _HEALTH),
-        ("GET", "/ready", "open", probes.ready, Doc("200 when queries can be answered.")),
+        ("GET", "/ready", "open", probes.ready, _READY),
         ("GET", "/metrics", "read", probes.metrics, _METRICS),
         ("GET", "/openapi.json", "read", contract.openapi, Doc("This contract.", needs_redis=False)),
         ("GET", "/docs", "read", contract.docs, Doc("This contract to read.", media_type=_HTML, needs_redis=False)),
         ("POST", "/dynamo/register", "write", dynamo.register, _DYNAMO_REGISTER),
         ("POST", "/dynamo/unregister", "write", dynamo.unregister, _DYNAMO_UNREGISTER),
-        ("GET", "/dynamo/workers", "read", dynamo_views.workers, Doc("Registered workers.")),
-        ("GET", "/dynamo/dump", "read", dynamo_views.dump, Doc("The groups; there are no events to recover.")),
+        ("GET", "/dynamo/workers", "read", dynamo_views.workers, _DYNAMO_WORKERS),
+        ("GET", "/dynamo/dump", "read", dynamo_views.dump, _DUMP),
         ("GET", "/dynamo/health", "open", dynamo_views.health, _DYNAMO_HEALTH),
         ("GET", "/dynamo/metrics", "read", probes.metrics, _METRICS),
         ("POST", "/dynamo/register_peer", "write", dynamo_views.register_peer, _REGISTER_PEER),
         ("POST", "/dynamo/deregister_peer", "write", dynamo_views.deregister_peer, _DEREGISTER_PEER),
-        ("GET", "/dynamo/peers", "read", dynamo_views.peers, Doc("The peers of this process.", needs_redis=False)),
+        ("GET", "/dynamo/peers", "read", dynamo_views.peers, _PEERS),
     ]
     return [
         Operation(method, path, handler, access=access, doc=doc, surroundings=surroundings)

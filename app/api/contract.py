@@ -35,6 +35,13 @@ _ERRORS = {
     503: "Redis is away; Retry-After says when to come back.",
 }
 
+#: Headers that come with a status, whatever the operation; those of a success are its own.
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    405: {"Allow": "the methods that this path knows"},
+    503: {"Retry-After": "seconds until it may be tried again"},
+}
+
 
 class Contract:
     """Handlers of ``/openapi.json`` and ``/docs``; ``describe`` is called once, with all operations."""
@@ -104,23 +111,31 @@ def _operation(operation: Operation) -> dict[str, Any]:
     doc = operation.doc
     described: dict[str, Any] = {"summary": doc.summary, "tags": [operation.dialect], "responses": {}}
     if doc.request is not None:
-        described["requestBody"] = {"required": True, "content": _content(doc.request)}
+        described["requestBody"] = {"required": True, "content": _content(doc.request, tuple(Format))}
     if operation.access != "open":
         described["security"] = [{"token": []}, {}]
     error = DynamoErrorBody if operation.dialect == "dynamo" else ErrorBody
+    # An answer is written as its request was; without a body it is JSON.
+    formats = tuple(Format) if operation.method == "POST" else (Format.JSON,)
     for status in statuses(operation):
-        if status != doc.status:
-            described["responses"][str(status)] = {"description": _ERRORS[status], "content": _content(error)}
-        elif doc.answer is not None:
-            described["responses"][str(status)] = {"description": "Done.", "content": _content(doc.answer)}
-        else:
-            described["responses"][str(status)] = {"description": "Done.", "content": {doc.media_type: {}}}
+        is_success = status == doc.status
+        model = doc.answer if is_success else error
+        answer: dict[str, Any] = {
+            "description": "Done." if is_success else _ERRORS[status],
+            "content": {doc.media_type: {}} if model is None else _content(model, formats),
+        }
+        headers = doc.headers if is_success else _HEADERS.get(status)
+        if headers:
+            answer["headers"] = {
+                name: {"description": told, "schema": {"type": "string"}} for name, told in headers.items()
+            }
+        described["responses"][str(status)] = answer
     return described
 
 
-def _content(model: type[BaseModel]) -> dict[str, Any]:
+def _content(model: type[BaseModel], formats: Sequence[Format]) -> dict[str, Any]:
     schema = {"$ref": _REF.format(model=model.__name__)}
-    return {each.value.decode(): {"schema": schema} for each in Format}
+    return {each.value.decode(): {"schema": schema} for each in formats}
 
 
 def page(document: dict[str, Any]) -> str:
@@ -140,16 +155,31 @@ def page(document: dict[str, Any]) -> str:
                 parts.append(_fields(schemas, operation["requestBody"]))
             for status, answer in operation["responses"].items():
                 parts.append(f"<p><b>{status}</b> {escape(answer['description'])}</p>")
+                for name, header in answer.get("headers", {}).items():
+                    parts.append(f"<p><code>{escape(name)}</code> {escape(header['description'])}</p>")
                 if status.startswith("2"):
                     parts.append(_fields(schemas, answer))
     return "\n".join(parts)
 
 
 def _fields(schemas: dict[str, Any], body: dict[str, Any]) -> str:
-    reference = body["content"].get("application/json", {}).get("schema", {}).get("$ref")
-    if reference is None:
-        return ""
-    schema = schemas[reference.rpartition("/")[2]]
+    found: dict[str, None] = {}
+    _add_references(schemas, body["content"].get("application/json", {}), found)
+    return "".join(_table(schemas[name]) for name in found)
+
+
+def _add_references(schemas: dict[str, Any], value: Any, found: dict[str, None]) -> None:
+    """The names of the schemas that a part of the document refers to, and that those refer to."""
+    if isinstance(value, dict):
+        name = str(value.get("$ref", "")).rpartition("/")[2]
+        if name and name not in found:
+            found[name] = None
+            _add_references(schemas, schemas[name], found)
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _add_references(schemas, part, found)
+
+
+def _table(schema: dict[str, Any]) -> str:
     required = schema.get("required", ())
     rows = "".join(
         f"<tr><td><code>{escape(name)}</code>{' *' if name in required else ''}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field, RootModel
 
 from app.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
 from app.api.schemas import Hashes, Rank, TokenIds
@@ -94,6 +94,46 @@ class DynamoQueryAnswer(BaseModel):
     scores: dict[str, dict[str, int]] = Field(description="device tokens by instance_id and rank, without zeros")
     frequencies: list[int] = Field(description="always empty")
     instances: dict[str, DynamoInstance]
+
+
+class DynamoListener(BaseModel):
+    """The subscription to one rank."""
+
+    endpoint: str
+    status: Literal["failed", "pending", "active"]
+    last_error: str | None = Field(default=None, description="absent where there was none")
+
+
+class DynamoWorker(BaseModel):
+    """One worker of one model and group."""
+
+    instance_id: InstanceId
+    source: Literal["zmq", "discovery"] = Field(description="discovery where its events come by HTTP")
+    status: Literal["failed", "pending", "active"] = Field(description="the worst of its listeners")
+    model_name: str
+    routing_group: str
+    block_size: int
+    endpoints: dict[str, str] = Field(description="by rank")
+    listeners: dict[str, DynamoListener] = Field(description="by rank")
+
+
+class DynamoWorkers(RootModel[list[DynamoWorker]]):
+    """Workers whose instance_id is a decimal number, in order of registration."""
+
+
+class DynamoDumpedGroup(BaseModel):
+    """One model and group."""
+
+    block_size: int
+    events: list[int] = Field(max_length=0, description="always empty")
+
+
+class DynamoDump(RootModel[dict[str, DynamoDumpedGroup]]):
+    """By ``model:group``."""
+
+
+class DynamoPeers(RootModel[list[str]]):
+    """Base URLs, as they were registered."""
 
 
 class DynamoErrorBody(BaseModel):

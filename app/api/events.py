@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,14 +17,14 @@ from itertools import groupby
 from app.api.bodies import Body
 from app.api.errors import shown
 from app.api.operations import Answer
+from app.api.prompts import check_count
 from app.domain.events import Batch, Envelope, Event
 from app.domain.names import EngineKind, PublisherName
-from app.domain.resolver import Resolver
 from app.engines.standard import decode_event
 from app.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
 from app.metrics import Metrics
 from app.settings import Settings
-from app.store.applier import Applier, Fenced, Incoming
+from app.store.applier import Applier, Fenced, Incoming, resumed
 from app.store.claims import Claim
 from app.store.leases import Grant
 from app.store.store import Store
@@ -34,6 +33,8 @@ _LEASE_SECONDS = 10.0
 #: How long a request waits for another one's lease on the same publisher.
 _WAIT_SECONDS = 2.0
 _FOLD_EVENTS = 64
+#: Hashes in one event: it is decoded in one go, and others wait meanwhile.
+_EVENT_HASHES_MAX = 65_536
 
 
 @dataclass(slots=True)
@@ -55,7 +56,22 @@ class Events:
     async def events(self, body: Body) -> Answer:
         """Apply one event or a list, up to the first gap. Nothing is applied where one of them does not fit."""
         documents = body.documents or []
-        events = [_decoded(document, i if len(documents) > 1 else None) for i, document in enumerate(documents)]
+        for field, width in (("token_ids", 4), ("seq_hashes", 8)):
+            check_count(
+                sum(_length(document, field, width) for document in documents), field, self._settings.max_tokens
+            )
+        events: list[Event] = []
+        for i, document in enumerate(documents):
+            hashes = _length(document, "seq_hashes", 8)
+            if hashes > _EVENT_HASHES_MAX:
+                raise InvalidValue(
+                    f"seq_hashes has {hashes} elements and one event takes at most {_EVENT_HASHES_MAX}; "
+                    "send several events",
+                    reason="too_large",
+                    field="seq_hashes",
+                )
+            events.append(_decoded(document, i if len(documents) > 1 else None))
+            await asyncio.sleep(0)
         claims = [claim for claim in await self._store.registry.claims() if not claim.is_leaving]
         owners = [_owner(claims, event) for event in events]
         progress = _Progress()
@@ -97,19 +113,18 @@ class Events:
             await asyncio.sleep(0.02)
 
     async def _apply_under(self, grant: Grant, events: Sequence[Event], progress: _Progress) -> None:
-        state = await self._store.records.read(grant)
-        if state is None:
-            raise Fenced
-        resolver = Resolver(
-            grant.claim.registration,
-            grant.publisher,
-            seed=self._settings.hash_seed,
-            memory_entries=self._settings.hash_cache_entries,
-            waiting_blocks=self._settings.waiting_blocks,
+        settings = self._settings
+        applier, state = await resumed(
+            grant,
+            self._store,
+            self._metrics,
+            seed=settings.hash_seed,
+            memory_entries=settings.hash_cache_entries,
+            waiting_blocks=settings.waiting_blocks,
+            medium_ttl=settings.medium_ttl,
+            is_patient=False,
         )
-        main_group = int(state.main_groups) if state.main_groups else None
-        resolver.resume(state.holders, state.flags, main_group, state.event_ids)
-        applier = Applier(grant, self._store, resolver, self._metrics, Counter(state.counters), is_patient=False)
+        resolver = applier.resolver
         standing = {
             name: state.event_ids[holder] for name, holder in state.holders.items() if holder in state.event_ids
         }
@@ -130,6 +145,10 @@ class Events:
             if len(fold) == _FOLD_EVENTS:
                 await self._flush(applier, fold, progress)
         await self._flush(applier, fold, progress)
+        if resolver.waiting.blocks:
+            # The room ends with the request: what has found no parent in it is lost.
+            applier.counters["waiting_lost"] += resolver.waiting.blocks
+            await applier.write({}, applier.counters)
 
     async def _flush(self, applier: Applier, fold: list[Incoming], progress: _Progress) -> None:
         if not fold:
@@ -140,6 +159,14 @@ class Events:
         await applier.write(facts, applier.counters)
         progress.applied += len(fold)
         fold.clear()
+
+
+def _length(document: object, field: str, width: int) -> int:
+    """How many integers of ``width`` bytes a field holds; what is no list is refused when it is decoded."""
+    value = document.get(field) if isinstance(document, dict) else None
+    if isinstance(value, bytes):
+        return len(value) // width
+    return len(value) if isinstance(value, list) else 0
 
 
 def _decoded(document: object, index: int | None) -> Event:
@@ -188,6 +215,14 @@ def _owner(claims: Sequence[Claim], event: Event) -> Claim:
 
 def _not_found(claims: Sequence[Claim], envelope: Envelope) -> None:
     name = PublisherName(envelope.backend_id, envelope.tenant_id, envelope.dp_rank or 0)
+    if not any(claim.registration.name[:2] == name[:2] for claim in claims) and any(
+        claim.registration.instance_id == envelope.backend_id for claim in claims
+    ):
+        raise InvalidValue(
+            f"tenant_id is {shown(envelope.tenant_id)}, which {shown(envelope.backend_id)} is not registered for; "
+            "send the tenant it is registered with",
+            field="tenant_id",
+        )
     if any(claim.registration.name == name for claim in claims):
         raise Conflict(
             f"publisher {shown(str(name))} has an endpoint, and its events are read from there; "

@@ -7,7 +7,7 @@ handler does.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
@@ -42,6 +42,7 @@ class Doc:
     summary: str
     request: type[BaseModel] | None = None
     answer: type[BaseModel] | None = None
+    """None where it is no JSON, or has no fixed shape."""
     status: int = 200
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
@@ -49,6 +50,8 @@ class Doc:
     needs_redis: bool = True
     may_be_list: bool = False
     """A list of bodies is as good as one."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of its success: name to what it says."""
 
 
 Handler: TypeAlias = Callable[[Body], Awaitable[Answer]]

@@ -28,7 +28,7 @@ def token_bytes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: b
     """
     if isinstance(value, bytes):
         _check_binary(value, 4, field)
-        _check_count(len(value) // 4, field, max_tokens)
+        check_count(len(value) // 4, field, max_tokens)
         return value
     _check_list(value, field, max_tokens, "a list of token ids, or in msgpack a bin of little-endian u32")
     if not (may_hold_booleans and bool in set(map(type, value))):
@@ -51,7 +51,7 @@ def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool =
     if isinstance(value, bytes):
         _check_binary(value, 8, field)
         packed = array("Q", value)
-        _check_count(len(packed), field, max_tokens)
+        check_count(len(packed), field, max_tokens)
         if sys.byteorder == "big":
             packed.byteswap()
         return packed.tolist()
@@ -90,10 +90,11 @@ def _check_binary(value: bytes, width: int, field: str) -> None:
 def _check_list(value: Any, field: str, max_tokens: int, wanted: str) -> None:
     if not isinstance(value, list):
         raise Unfit(f"{field} is {kind(value)}; it must be {wanted}", reason="invalid_type", field=field)
-    _check_count(len(value), field, max_tokens)
+    check_count(len(value), field, max_tokens)
 
 
-def _check_count(count: int, field: str, max_tokens: int) -> None:
+def check_count(count: int, field: str, max_tokens: int) -> None:
+    """Raise ``InvalidValue`` (too_large) on ``field`` above ``max_tokens``."""
     if count > max_tokens:
         raise InvalidValue(
             f"{field} has {count} elements and at most {max_tokens} are read; send less, or raise WAYMARK_MAX_TOKENS",

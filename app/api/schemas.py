@@ -12,6 +12,7 @@ from app.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
 from app.domain.names import (
     DEFAULT_TENANT,
     U32_MAX,
+    U64_MASK,
     Adapter,
     Copies,
     EngineKind,
@@ -55,17 +56,22 @@ Rank = Annotated[int, Field(ge=0, le=U32_MAX)]
 TokenIds = Annotated[
     Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": U32_MAX}})
 ]
-Hashes = Annotated[
+_HASH: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "minimum": -(2**63), "maximum": U64_MASK},
+        {"type": "string", "pattern": "^-?[0-9]{1,20}$"},
+    ]
+}
+Hash = Annotated[Any, WithJsonSchema(_HASH)]
+Hashes = Annotated[Any, WithJsonSchema({"type": "array", "items": _HASH})]
+EventId = Annotated[
     Any,
     WithJsonSchema(
         {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
-                    {"type": "string", "pattern": "^-?[0-9]{1,20}$"},
-                ]
-            },
+            "anyOf": [
+                {"type": "integer", "minimum": 0, "maximum": U64_MASK},
+                {"type": "string", "pattern": "^[0-9]{1,20}$"},
+            ]
         }
     ),
 ]
@@ -210,23 +216,29 @@ class QueryAnswer(RootModel[dict[str, dict[str, InstanceRow]]]):
 
 
 class StandardEvent(BaseModel):
-    """One event of the KV Events envelope."""
+    """One event of the KV Events envelope, as ``engines.standard`` reads it; this model is its documentation."""
 
-    event_id: int = Field(ge=0, le=2**64 - 1, description="the event's number in its stream, one more each time")
+    event_id: EventId = Field(description="the event's number in its stream, one more each time")
     event_type: Literal["stored", "removed", "cleared"]
     backend_id: str = Field(description="the registered instance_id")
-    tenant_id: str | None = None
+    tenant_id: str | None = Field(None, description=f"empty is '{DEFAULT_TENANT}'")
     model_name: str | None = Field(None, description="absent or null: the registered one, as of the next two")
-    block_size: int | None = None
-    dp_rank: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    additional_salt: str | None = None
-    seq_hashes: Hashes | None = Field(None, description="rolling hashes, or with token_ids the publisher's own")
-    base_block_idx: int | None = None
-    parent_hash: int | str | None = None
-    token_ids: TokenIds | None = None
-    timestamp: int | float | None = None
+    block_size: BlockSize | None = Field(None, description=_BLOCK_SIZE)
+    dp_rank: Rank | None = Field(None, description=_RANK)
+    medium: Annotated[str, Field(pattern="^[A-Za-z0-9_]{0,32}$")] | None = Field(
+        None, description="in any case, but not DP; absent is GPU, and of a cleared event every medium"
+    )
+    lora_name: str | None = Field(None, description="empty is the base model")
+    additional_salt: str | None = Field(None, description="empty is none")
+    seq_hashes: Hashes | None = Field(
+        None, description="at least one, if not cleared: rolling hashes, or with token_ids the publisher's own"
+    )
+    base_block_idx: Rank | None = Field(
+        None, description=f"{_RANK}: where in the prompt a stored event is; it or parent_hash has to be there"
+    )
+    parent_hash: Hash | None = Field(None, description="hash of the block before the first")
+    token_ids: TokenIds | None = Field(None, description="the tokens of the blocks; absent where hashes are rolling")
+    timestamp: Any = Field(None, description="milliseconds; accepted and not used")
 
 
 class EventsRequest(RootModel[StandardEvent | list[StandardEvent]]):
@@ -238,3 +250,93 @@ class EventsAnswer(BaseModel):
 
     applied: int
     stale: int
+
+
+class Service(BaseModel):
+    """One registration; what it does not have is empty."""
+
+    Endpoint: str
+    ReplayEndpoint: str
+    Type: EngineKind
+    ModelName: str
+    LoraName: str
+    TenantID: str
+    InstanceID: str
+    BlockSize: int
+    DPRank: int
+    AdditionalSalt: str
+
+
+class ServicesAnswer(BaseModel):
+    """Every registration, in order of registration."""
+
+    count: int
+    services: list[Service]
+
+
+class Publisher(BaseModel):
+    """One registered publisher and how its events come in."""
+
+    instance_id: str
+    tenant_id: str
+    dp_rank: int
+    model_name: str
+    type: EngineKind
+    scope: Scope
+    endpoint: str | None = Field(description="null where its events come by HTTP")
+    status: Literal["pending", "active", "replaying", "degraded", "lost", "failed"]
+    watermark: int | None = Field(description="number of the last frame that was applied")
+    lag_seconds: float | None = Field(description="age of the newest applied batch, by its publisher's clock")
+    gaps: int
+    restarts: int
+    unsalted_events: int
+    blocks: dict[str, int] = Field(description="blocks held, by medium")
+    last_error: str | None
+    worker: str | None = Field(description="id of the ingest worker that has it")
+    counters: dict[str, int] = Field(description="what has been counted of its events, by name")
+
+
+class IngestWorker(BaseModel):
+    """One ingest worker that is alive."""
+
+    id: str
+    streams: int = Field(description="publishers that it has")
+
+
+class WorkersAnswer(BaseModel):
+    """Publishers in order of registration, and the ingest workers."""
+
+    publishers: list[Publisher]
+    workers: list[IngestWorker]
+
+
+class Context(BaseModel):
+    """Publishers that agree on model, tenant, block size, adapter and salt."""
+
+    model_name: str
+    tenant_id: str
+    block_size: int
+    lora_name: str
+    additional_salt: str
+    blocks: dict[str, int] = Field(description="blocks held, by medium, each holder's counted")
+    instances: dict[str, dict[str, int]] = Field(description="blocks held, by instance and medium")
+    pools: dict[str, dict[str, int]] = Field(description="the same of shared publishers")
+
+
+class GlobalViewAnswer(BaseModel):
+    """Every context, with its instances."""
+
+    count: int
+    contexts: list[Context]
+
+
+class HealthAnswer(BaseModel):
+    """The process turns."""
+
+    status: Literal["ok"]
+
+
+class ReadyAnswer(BaseModel):
+    """Queries can be answered."""
+
+    status: Literal["ready"]

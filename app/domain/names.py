@@ -112,6 +112,9 @@ _NEW_MEDIUM = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
 
 def normal_medium(spelling: str | None) -> str | None:
     """The medium a spelling stands for; None where it stands for none (``DP`` would clash in an answer)."""
+    # Upper case would make known names of letters that are none of theirs: of a dotless i, of a sharp s.
+    if spelling is not None and not spelling.isascii():
+        return None
     name = "" if spelling is None else spelling.upper()
     known = _MEDIA.get(name)
     if known is not None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from app.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
-from app.domain.names import Holder, Registration
+from app.domain.names import Holder, Registration, normal_medium
 from app.domain.spaces import Spaces
 
 EXTRA_KEYS = "extra_keys"
@@ -189,6 +189,11 @@ class Planner:
         if envelope.block_size not in (None, registration.block_size):
             return "block_size_mismatch"
         return None
+
+
+def epochs(medium_ttl: Mapping[str, int], now: float) -> dict[str, int]:
+    """The number of the present epoch of each medium that goes by time; ``now`` in seconds, alike for all workers."""
+    return {normal_medium(name) or name: int(now // seconds) for name, seconds in medium_ttl.items()}
 
 
 def lasting(name: str) -> str:

@@ -7,6 +7,7 @@ never be taken for the beginning of a prompt.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -18,6 +19,29 @@ from app.engines.wire import Ignored, Rejected
 from app.errors import InvalidValue
 
 _DECIMAL: Final = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+_TOO_LONG_DECIMAL: Final = re.compile(r"-?[0-9]{21,}", re.ASCII)
+
+_HASH: Final = "a hash of 64 bits: an integer, or its decimal digits as a string"
+_TOKEN: Final = f"an integer of 0..{U32_MAX}"
+
+#: What a field of an event that comes by HTTP must be, as its error says it.
+_WANTED: Final = {
+    "event_type": "stored, removed or cleared",
+    "event_id": f"an integer of 0..{U64_MASK}, or its decimal digits as a string",
+    "backend_id": "a text, the registered instance_id",
+    **dict.fromkeys(("tenant_id", "model_name", "lora_name", "additional_salt"), "a Unicode text"),
+    "block_size": f"an integer of 1..{wire.BLOCK_SIZE_MAX}",
+    **dict.fromkeys(("dp_rank", "base_block_idx"), f"an integer of 0..{U32_MAX}"),
+    "medium": "a name of at most 32 letters, digits and underscores, and not DP",
+    "seq_hashes": "a list of hashes, or in msgpack a bin of little-endian u64",
+    "parent_hash": _HASH,
+    "token_ids": "a list of token ids, or in msgpack a bin of little-endian u32",
+}
+_WANTED_INSIDE: Final = {"seq_hashes": _HASH, "token_ids": _TOKEN}
+_INTEGERS: Final = frozenset({"event_id", "block_size", "dp_rank", "base_block_idx", "parent_hash"})
+_DECIMALS: Final = frozenset({"event_id", "parent_hash", "seq_hashes"})
+#: Of these only the kind is told; of tokens, what stands where a list of them should.
+_SECRET: Final = frozenset({"additional_salt", "token_ids"})
 
 
 def decode_event(document: Mapping[str, object]) -> Event:
@@ -29,13 +53,63 @@ def decode_event(document: Mapping[str, object]) -> Event:
     try:
         event = read_event(document)
     except Rejected as bad:
-        raise InvalidValue(bad.sentence, reason=bad.reason, field=bad.field, index=bad.index) from None
+        raise _unfit(bad, document) from None
     if event is Ignored.EMPTY:
         raise InvalidValue("seq_hashes is an empty list; name at least one block", field="seq_hashes")
     if isinstance(event, Ignored):
-        kind = wire.shown(document.get("event_type"))
-        raise InvalidValue(f"event_type is {kind}, not stored, removed or cleared", field="event_type")
+        kind = _shown(document.get("event_type"))
+        raise InvalidValue(f"event_type is {kind}; it must be {_WANTED['event_type']}", field="event_type")
     return event
+
+
+def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
+    """A refusal in the words of JSON; one that is about more than a field's value keeps its sentence."""
+    field, index, reason = bad.field, bad.index, bad.reason
+    if field is None or not bad.kind.startswith("bad_"):
+        return InvalidValue(bad.sentence, reason=reason, field=field, index=index)
+    value = document.get(field)
+    wanted = _WANTED[field]
+    if index is not None and isinstance(value, list):
+        value, wanted = value[index], _WANTED_INSIDE[field]
+    if (field in _INTEGERS or index is not None) and _is_beyond_64_bits(value):
+        reason = "out_of_range"
+    if field in _DECIMALS and isinstance(value, str) and _TOO_LONG_DECIMAL.fullmatch(value):
+        reason = "out_of_range"
+    if value is None and reason == "missing":
+        told = "missing"
+    else:
+        told = _kind(value) if field in _SECRET and index is None else _shown(value)
+    sentence = f"{wire.at(field, index)} is {told}; it must be {wanted}"
+    return InvalidValue(sentence, reason=reason, field=field, index=index)
+
+
+def _is_beyond_64_bits(value: object) -> bool:
+    """Whether it was an integer that 64 bits cannot hold: the JSON parser makes floats of those."""
+    return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
+
+
+def _shown(value: object) -> str:
+    """A value as JSON writes it, bounded; containers only by their kind."""
+    if isinstance(value, str):
+        text = json.dumps(value[:40])  # in ASCII: also half of a surrogate pair can be shown
+        return text if len(text) <= 80 else text[:77] + "..."
+    if value is None or isinstance(value, bool | float):
+        return json.dumps(value)
+    return wire.shown(value) if isinstance(value, int) else _kind(value)
+
+
+def _kind(value: object) -> str:
+    for kinds, noun in (
+        (str, "a string"),
+        (bool, "a boolean"),
+        (int | float, "a number"),
+        (list, "a list"),
+        (Mapping, "an object"),
+        (bytes, "binary"),
+    ):
+        if isinstance(value, kinds):
+            return noun
+    return "null" if value is None else "an extension type"
 
 
 def read_event(event: Any) -> Event | Ignored:
@@ -169,5 +243,5 @@ def _parent(event: Mapping[Any, Any], *, is_identity: bool) -> int | None:
         return parent
     if is_identity:
         return None
-    sentence = f"parent_hash is {wire.shown(parent)} at base_block_idx {wire.shown(index)}: the parent is not known"
+    sentence = f"parent_hash is {_shown(parent)} at base_block_idx {_shown(index)}: the parent is not known"
     raise Rejected("parent_unknown", sentence, field="parent_hash")

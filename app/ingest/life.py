@@ -7,9 +7,7 @@ Live frames and replays both move it, so it stands by itself. ``Order`` runs ahe
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import Literal
 
 from app.domain.events import Batch
@@ -164,12 +162,6 @@ class Life:
         for dp_rank in ranks & resolver.foreign_ranks:
             await self.applier.new_life(str(dp_rank))
 
-    async def turn_epochs(self, medium_ttl: Mapping[str, int]) -> None:
-        """On media that report no removals, what was not stored again in time ends, by whole holders."""
-        if medium_ttl:
-            for name in self.applier.resolver.at(epochs(medium_ttl)):
-                await self.applier.new_life(name)
-
     async def lose(self, seq: int) -> None:
         """The batches before ``seq`` cannot be had again: go on without them, or end the life."""
         assert self.order.watermark is not None
@@ -211,9 +203,3 @@ class Life:
     def count_replay(self, outcome: str) -> None:
         self.counters[f"replays.{outcome}"] += 1
         self._metrics.replays.labels(outcome=outcome).inc()
-
-
-def epochs(medium_ttl: Mapping[str, int]) -> dict[str, int]:
-    """The number of the present epoch of each medium, by the clock: all workers count alike."""
-    now = time.time()
-    return {medium: int(now // seconds) for medium, seconds in medium_ttl.items()}

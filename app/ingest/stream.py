@@ -117,7 +117,7 @@ class Stream:
         now = time.monotonic()
         life, options = self._life, self._options
         await life.yield_ranks()
-        await life.turn_epochs(options.medium_ttl)
+        await life.applier.turn_epochs(options.medium_ttl)
         if now - self._renewed > options.lease_seconds / 4:
             self._renewed = now
             await life.applier.renew(options.lease_seconds)
@@ -259,8 +259,6 @@ class Stream:
             return
         if time.monotonic() < self._silent_until:
             return
-        if not self._is_unbroken:
-            life.is_proven = False
         before, lives = life.order.watermark, life.counters["restarts"]
         try:
             outcome = await self._replay(endpoint)
@@ -284,19 +282,24 @@ class Stream:
     async def _replay(self, endpoint: str) -> Outcome:
         """One catching up, as soon as it is this stream's turn."""
         options = self._options
-        await self._turn()
         self._is_replaying = True
         try:
             await self._tick()
-            return await CatchUp(
-                self._life,
-                self._context,
-                endpoint,
-                idle_seconds=options.replay_idle_seconds,
-                seconds=options.replay_seconds,
-                fold_batches=options.fold_batches,
-                beat=self._tick,
-            ).run()
+            await self._turn()
+            try:
+                if not self._is_unbroken:
+                    # Perhaps only now, while this stream waited for its turn.
+                    self._life.is_proven = False
+                return await CatchUp(
+                    self._life,
+                    self._context,
+                    endpoint,
+                    idle_seconds=options.replay_idle_seconds,
+                    seconds=options.replay_seconds,
+                    fold_batches=options.fold_batches,
+                    beat=self._tick,
+                ).run()
+            finally:
+                self._replays.release()
         finally:
             self._is_replaying = False
-            self._replays.release()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +18,20 @@ import zmq
 from xxhash import xxh3_64_intdigest
 
 from app.domain.names import PublisherName
+from app.domain.plan import epochs
 from app.domain.resolver import Resolver
 from app.engines import decoder
 from app.errors import InvalidValue, StoreUnavailable
-from app.ingest.life import Life, epochs
+from app.ingest.life import Life
 from app.ingest.stream import Stream, StreamOptions
 from app.ingest.subscriber import Context
+from app.ingest.sweeping import keep_sweeping
 from app.logs import fields
 from app.metrics import Metrics
-from app.store.applier import Applier
+from app.store.applier import Applier, Fenced, resumed
 from app.store.claims import Claim
 from app.store.leases import Grant
+from app.store.records import StreamState
 from app.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -73,6 +77,7 @@ class Worker:
         self._look = asyncio.Event()
         self._leaving: set[bytes] = set()
         self._birth = ""
+        self._epochs: dict[str, int] = {}
         self._look_seconds = min(_LOOK_SECONDS, options.stream.lease_seconds / 4)
 
     async def run(self) -> None:
@@ -83,7 +88,14 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen())
-                tasks.create_task(self._sweep())
+                tasks.create_task(
+                    keep_sweeping(
+                        self._store,
+                        self._metrics,
+                        blocks_per_second=self._options.sweep_blocks_per_second,
+                        pause_seconds=self._look_seconds,
+                    )
+                )
                 tasks.create_task(self._keep_looking(tasks))
         finally:
             await self._leave()
@@ -121,6 +133,13 @@ class Worker:
                     await self._store.registry.finish(claim)
             elif claim.registration.endpoint is not None and self._is_mine(claim, workers):
                 mine[claim.registration.name] = claim
+        await self._turn_epochs(
+            [
+                claim
+                for claim in claims
+                if not claim.is_leaving and claim.registration.endpoint is None and self._is_mine(claim, workers)
+            ]
+        )
         await self._stop_others(mine)
         for name, running in self._running.items():
             if running.resolver is not None and name in mine:
@@ -174,8 +193,9 @@ class Worker:
             grant = await self._take(claim)
             if grant is not None:
                 stream = await self._build(claim, grant, foreign_ranks)
-                if stream is not None:
-                    await stream.run()
+                await stream.run()
+        except Fenced:
+            log.info("stream was somebody else's at once", extra=fields(stream=str(name)))
         except (StoreUnavailable, InvalidValue, OSError) as exc:
             log.warning("stream stopped, will be taken up again", extra=fields(stream=str(name), error=str(exc)))
         except Exception:
@@ -185,32 +205,49 @@ class Worker:
             if grant is not None:
                 await self._give_back(grant)
 
-    async def _build(self, claim: Claim, grant: Grant, foreign_ranks: frozenset[int]) -> Stream | None:
-        state = await self._store.records.read(grant)
-        if state is None:
-            return None
-        registration, options = claim.registration, self._options
-        resolver = Resolver(
-            registration,
-            claim.publisher,
+    async def _build(self, claim: Claim, grant: Grant, foreign_ranks: frozenset[int]) -> Stream:
+        applier, state = await self._resumed(grant, foreign_ranks)
+        # What waited for its parent was nowhere but in the worker before.
+        applier.counters["waiting_lost"] += applier.counters.pop("waiting", 0)
+        options = self._options
+        decode = decoder(claim.registration.kind, seed=options.hash_seed)
+        life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
+        stream = Stream(life, self._context, self._replays, options.stream)
+        running = self._running[claim.registration.name]
+        running.grant, running.stream, running.resolver = grant, stream, applier.resolver
+        return stream
+
+    async def _resumed(
+        self, grant: Grant, foreign_ranks: frozenset[int], *, is_patient: bool = True
+    ) -> tuple[Applier, StreamState]:
+        options = self._options
+        return await resumed(
+            grant,
+            self._store,
+            self._metrics,
             seed=options.hash_seed,
             memory_entries=options.hash_cache_entries,
             waiting_blocks=options.waiting_blocks,
+            medium_ttl=options.stream.medium_ttl,
             foreign_ranks=foreign_ranks,
+            is_patient=is_patient,
         )
-        main_group = int(state.main_groups) if state.main_groups else None
-        resolver.resume(state.holders, state.flags, main_group, state.event_ids)
-        counters = Counter(state.counters)
-        # What waited for its parent was nowhere but in the worker before.
-        counters["waiting_lost"] += counters.pop("waiting", 0)
-        applier = Applier(grant, self._store, resolver, self._metrics, counters)
-        decode = decoder(registration.kind, seed=options.hash_seed)
-        resolver.at(epochs(options.stream.medium_ttl))
-        life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
-        stream = Stream(life, self._context, self._replays, options.stream)
-        running = self._running[registration.name]
-        running.grant, running.stream, running.resolver = grant, stream, resolver
-        return stream
+
+    async def _turn_epochs(self, claims: Sequence[Claim]) -> None:
+        """End what is over at publishers that have no stream here, because their events come by HTTP."""
+        now = epochs(self._options.stream.medium_ttl, time.time())
+        if now == self._epochs:
+            return
+        for claim in claims:
+            grant = await self._take(claim)
+            if grant is not None:
+                try:
+                    await self._resumed(grant, frozenset(), is_patient=False)
+                except Fenced:
+                    continue  # unregistered just now
+                finally:
+                    await self._give_back(grant)
+        self._epochs = now
 
     async def _take(self, claim: Claim) -> Grant | None:
         """Take the lease. One that arrives just as the stream is stopped is given back, not left to run out."""
@@ -249,30 +286,6 @@ class Worker:
                             self._look.set()
             except StoreUnavailable:
                 await asyncio.sleep(_LOOK_SECONDS)
-
-    async def _sweep(self) -> None:
-        """Take dead holders out of their blocks, a step at a time, at the pace of the setting."""
-        while True:
-            swept = 0
-            try:
-                entries = await self._store.registry.groups()
-                left = 0
-                for entry in entries.values():
-                    left += await self._store.sweeper.left(entry)
-                    holder = await self._store.sweeper.pick(entry)
-                    if holder is None:
-                        continue
-                    async for blocks in self._store.sweeper.steps(entry, holder):
-                        swept += blocks
-                        self._metrics.sweep_blocks.inc(blocks)
-                        await asyncio.sleep(blocks / self._options.sweep_blocks_per_second)
-                    left -= 1
-                self._metrics.dead_holders.set(left)
-            except StoreUnavailable as exc:
-                log.debug("sweeping waits for redis", extra=fields(error=exc.sentence))
-                left = 0
-            if not left:
-                await asyncio.sleep(self._look_seconds)
 
 
 def _foreign_ranks(claim: Claim, claims: Sequence[Claim]) -> frozenset[int]:

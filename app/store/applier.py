@@ -18,13 +18,14 @@ from typing import TypeVar
 
 from app.domain.events import Batch
 from app.domain.names import Holder
+from app.domain.plan import epochs
 from app.domain.resolver import Resolver
 from app.domain.runs import Commit, Run
 from app.errors import StoreUnavailable
 from app.logs import fields
 from app.metrics import Metrics
 from app.store.leases import Grant
-from app.store.records import Begin
+from app.store.records import Begin, StreamState
 from app.store.scripts import Verdict
 from app.store.store import Store
 
@@ -121,6 +122,11 @@ class Applier:
         """End the holders of ``unit``; of '*' the whole life with its watermark and flags."""
         await self._turn(unit, is_restart=unit == "*")
 
+    async def turn_epochs(self, medium_ttl: Mapping[str, int]) -> None:
+        """On media that report no removals, what was not stored again in time ends, by whole holders."""
+        for name in self.resolver.at(epochs(medium_ttl, time.time())):
+            await self.new_life(name)
+
     async def keep_facts(self) -> None:
         """Write what a later lease holder must know before it may apply anything: flags and the main group."""
         resolver = self.resolver
@@ -187,6 +193,9 @@ class Applier:
             for reason, count in each.batch.ignored.items():
                 self.counters[f"ignored.{reason}"] += count
                 metrics.events_ignored.labels(reason=reason).inc(count)
+        if resolver.ignored["block_size_mismatch"] and not self.counters["ignored.block_size_mismatch"]:
+            about = fields(stream=str(resolver.registration.name), registered=resolver.registration.block_size)
+            log.warning("stores of another block size than registered are not indexed", extra=about)
         for reason, count in resolver.ignored.items():
             self.counters[f"ignored.{reason}"] += count
             metrics.events_ignored.labels(reason=reason).inc(count)
@@ -199,3 +208,34 @@ class Applier:
         dropped, self._waiting_dropped = resolver.waiting.dropped - self._waiting_dropped, resolver.waiting.dropped
         self.counters["waiting_dropped"] += dropped
         metrics.waiting_dropped.inc(dropped)
+
+
+async def resumed(
+    grant: Grant,
+    store: Store,
+    metrics: Metrics,
+    *,
+    seed: int,
+    memory_entries: int,
+    waiting_blocks: int,
+    medium_ttl: Mapping[str, int],
+    foreign_ranks: frozenset[int] = frozenset(),
+    is_patient: bool = True,
+) -> tuple[Applier, StreamState]:
+    """An applier that knows what the record of its stream knows, and the record; ``Fenced`` where it is gone."""
+    state = await store.records.read(grant)
+    if state is None:
+        raise Fenced
+    resolver = Resolver(
+        grant.claim.registration,
+        grant.publisher,
+        seed=seed,
+        memory_entries=memory_entries,
+        waiting_blocks=waiting_blocks,
+        foreign_ranks=foreign_ranks,
+    )
+    main_group = int(state.main_groups) if state.main_groups else None
+    resolver.resume(state.holders, state.flags, main_group, state.event_ids)
+    applier = Applier(grant, store, resolver, metrics, Counter(state.counters), is_patient=is_patient)
+    await applier.turn_epochs(medium_ttl)
+    return applier, state

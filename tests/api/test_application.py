@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, MutableMapping
 from typing import Any
@@ -11,6 +12,7 @@ import msgpack
 import pytest
 
 from app.api.application import create_app
+from app.api.turns import Turns
 from app.metrics import Metrics
 from app.settings import Settings
 from app.store.store import Store
@@ -18,7 +20,7 @@ from tests.api.conftest import MakeClient
 
 QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2]}
 REGISTER = {"type": "vLLM", "endpoint": "tcp://a:1", "model": "m", "instance_id": "i", "block_size": 2}
-WRITES = ["/register", "/unregister", "/dynamo/register", "/dynamo/unregister"]
+WRITES = ["/register", "/unregister", "/events", "/dynamo/register", "/dynamo/unregister"]
 WRITES += ["/dynamo/register_peer", "/dynamo/deregister_peer"]
 QUERIES = ["/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash"]
 VIEWS = ["/services", "/workers", "/global_view", "/metrics", "/openapi.json", "/docs"]
@@ -262,3 +264,27 @@ async def body_of_unknown_length() -> AsyncIterator[bytes]:
 
 async def test_body_without_a_declared_length_is_read(api: httpx.AsyncClient) -> None:
     assert (await api.post("/query", content=body_of_unknown_length())).status_code == 200
+
+
+async def test_probes_are_answered_while_requests_wait_for_their_turn(
+    memory_store: Store, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.application.Turns", lambda: Turns(at_once=1, wait_seconds=0.05))
+    client = await make_client(memory_store)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(*_: Any, **__: Any) -> None:
+        begun.set()
+        await go_on.wait()
+
+    monkeypatch.setattr(memory_store.reader, "read", slow)
+    first = asyncio.create_task(client.post("/query", json=QUERY))
+    await begun.wait()
+    waited = await client.post("/query", json=QUERY)
+    assert (waited.status_code, waited.json()["reason"]) == (503, "unavailable")
+    assert "retry-after" in waited.headers
+    for path in [*OPEN, "/metrics", "/docs"]:
+        assert (await client.get(path)).status_code == 200
+    go_on.set()
+    assert (await first).status_code == 200
+    assert (await client.post("/query", json=QUERY)).status_code == 200

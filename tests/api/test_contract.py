@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
+from app.api import dynamo_schemas, schemas
 from app.api.schemas import QueryRequest, RegisterRequest
+from app.store.store import Store
+from tests.api.conftest import Hold
 
 PATHS = {
     *("/query", "/query_by_hash", "/register", "/unregister", "/events", "/services", "/workers", "/global_view"),
@@ -16,6 +21,18 @@ PATHS = {
     *("/dynamo/query", "/dynamo/query_by_hash", "/dynamo/register", "/dynamo/unregister", "/dynamo/workers"),
     *("/dynamo/dump", "/dynamo/health", "/dynamo/metrics"),
     *("/dynamo/register_peer", "/dynamo/deregister_peer", "/dynamo/peers"),
+}
+
+#: Every GET that answers JSON, but for the contract itself.
+VIEWS: dict[str, type[BaseModel]] = {
+    "/services": schemas.ServicesAnswer,
+    "/workers": schemas.WorkersAnswer,
+    "/global_view": schemas.GlobalViewAnswer,
+    "/health": schemas.HealthAnswer,
+    "/ready": schemas.ReadyAnswer,
+    "/dynamo/workers": dynamo_schemas.DynamoWorkers,
+    "/dynamo/dump": dynamo_schemas.DynamoDump,
+    "/dynamo/peers": dynamo_schemas.DynamoPeers,
 }
 
 
@@ -43,6 +60,7 @@ async def test_every_reference_is_defined(document: dict[str, Any]) -> None:
         ("/query", "200 400 401 405 413 415 500 503"),
         ("/register", "200 400 401 405 409 413 415 500 503"),
         ("/unregister", "200 400 401 404 405 413 415 500 503"),
+        ("/events", "200 400 401 404 405 409 413 415 500 503"),
         ("/services", "200 401 405 500 503"),
         ("/health", "200 405 500"),
         ("/ready", "200 405 500 503"),
@@ -71,8 +89,92 @@ async def test_bodies_say_what_is_required_and_how_else_it_may_be_called(documen
     assert schemas["RegisterRequest"]["properties"]["block_size"]["maximum"] == 65536
 
 
+def schema_of(document: dict[str, Any], path: str, status: str = "200") -> dict[str, Any]:
+    (operation,) = document["paths"][path].values()
+    content: dict[str, Any] = operation["responses"][status]["content"]
+    schema: dict[str, Any] = content["application/json"]["schema"]
+    return schema
+
+
+async def test_every_get_that_answers_json_has_a_model(document: dict[str, Any]) -> None:
+    for path, methods in document["paths"].items():
+        for status, answer in methods.get("get", {"responses": {}})["responses"].items():
+            assert "application/msgpack" not in answer["content"]
+            if path != "/openapi.json" and "application/json" in answer["content"] and status == "200":
+                assert schema_of(document, path) == {"$ref": f"#/components/schemas/{VIEWS[path].__name__}"}
+
+
+async def test_views_are_what_the_contract_says(
+    client: httpx.AsyncClient, store: Store, register: Callable[..., Awaitable[None]], hold: Hold
+) -> None:
+    async def check() -> None:
+        document = (await client.get("/openapi.json")).json()
+        for path, model in VIEWS.items():
+            assert schema_of(document, path)["$ref"].endswith(f"/{model.__name__}")
+            answer = await client.get(path)
+            assert answer.status_code == 200
+            # Equal: nothing is there that the model does not know.
+            assert model.model_validate_json(answer.content).model_dump(mode="json", exclude_unset=True) == (
+                answer.json()
+            ), path
+
+    await check()
+    await register("1", replay_endpoint="tcp://10.0.0.1:5558", lora_name="l", additionalsalt="w8a8")
+    await register("2", type="standard", endpoint=None)
+    await register("pool", type="Mooncake")
+    await hold("1", [1, 2, 3, 4])
+    await hold("pool", [1, 2], medium="DISK")
+    (claim, *_) = await store.registry.claims()
+    grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
+    assert grant is not None
+    facts: dict[str, str | int | float] = {"status": "failed", "ts": 1.5, "last_error": "e", "worker": "worker-1"}
+    assert await store.records.write(grant, facts, {"gaps": 3})
+    await store.records.alive("worker-1", keep_seconds=60)
+    assert (await client.post("/dynamo/register_peer", json={"url": "http://10.0.0.2:1"})).status_code == 201
+    await check()
+    for path in ("/services", "/workers", "/global_view", "/dynamo/workers", "/dynamo/dump", "/dynamo/peers"):
+        assert len((await client.get(path)).content) > 20, path
+
+
+async def test_headers_are_told(api: httpx.AsyncClient, document: dict[str, Any]) -> None:
+    told = {
+        (path, status): set(answer.get("headers", ()))
+        for path, methods in document["paths"].items()
+        for operation in methods.values()
+        for status, answer in operation["responses"].items()
+    }
+    for path, status in told:
+        always = {"401": {"WWW-Authenticate"}, "405": {"Allow"}, "503": {"Retry-After"}}
+        assert told[path, status] >= always.get(status, set())
+    for path in ("/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash"):
+        assert told[path, "200"] == {"X-Waymark-Partial"}
+    for path in ("/dynamo/dump", "/dynamo/peers"):
+        assert told[path, "200"] == {"X-Waymark-Note"}
+        assert "X-Waymark-Note" in (await api.get(path)).headers
+    assert told["/dynamo/register_peer", "201"] == told["/dynamo/deregister_peer", "200"] == {"X-Waymark-Note"}
+    assert (await api.delete("/dynamo/peers")).headers["Allow"] == "GET, HEAD"
+
+
+async def test_an_event_is_told_as_it_is_read(document: dict[str, Any]) -> None:
+    fields = document["components"]["schemas"]["StandardEvent"]["properties"]
+    number, digits = fields["event_id"]["anyOf"]
+    assert (number["minimum"], number["maximum"]) == (0, 2**64 - 1)
+    assert re.fullmatch(digits["pattern"], "18446744073709551615")
+    for field, least, most in (
+        ("dp_rank", 0, 2**32 - 1),
+        ("base_block_idx", 0, 2**32 - 1),
+        ("block_size", 1, 65536),
+    ):
+        integer, null = fields[field]["anyOf"]
+        assert (integer["minimum"], integer["maximum"]) == (least, most)
+        assert null == {"type": "null"}
+
+
 async def test_page_reads_without_a_network(api: httpx.AsyncClient) -> None:
     answer = await api.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")
     assert all(f" {path}<" in answer.text for path in PATHS)
     assert not re.search(r"<script|https?://", answer.text)
+    # Also of bodies that are lists of objects, or objects by name.
+    for told in ("event_id</code> *", "seq_hashes</code>", "the registered instance_id", "longest_matched</code> *"):
+        assert told in answer.text, told

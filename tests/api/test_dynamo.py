@@ -12,6 +12,7 @@ import pytest
 from app.api.dynamo import is_worker_id
 from app.api.dynamo_views import PEERS_MAX
 from app.domain.hashing import extend, token_bytes
+from app.store.reader import Reading
 from app.store.store import Store
 from tests.api.conftest import Hold, MakeClient
 
@@ -250,3 +251,29 @@ async def test_every_error_has_the_form_of_the_release(
     ]
     assert [answer.status_code for answer in answers] == [400, 422, 415, 405, 404, 503]
     assert all(list(answer.json()) == ["error"] for answer in answers)
+
+
+async def test_partial_readings_are_marked_here_too(
+    client: httpx.AsyncClient, store: Store, register: Register, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await register("1")
+    await hold("1", TOKENS)
+    local = [extend(None, token_bytes(TOKENS[i : i + 2]), 2)[0] for i in (0, 2, 4)]
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/dynamo/query", {"model_name": "m", "token_ids": TOKENS}),
+        ("/dynamo/query_by_hash", {"model_name": "m", "block_hashes": local}),
+        ("/query_by_hash", {"model": "m", "block_size": 2, "seq_hashes": extend(None, token_bytes(TOKENS), 2)}),
+    ]
+    complete = [await client.post(path, json=body) for path, body in requests]
+    assert all("x-waymark-partial" not in answer.headers for answer in complete)
+    read = store.reader.read
+
+    async def cut_short(*args: Any, **options: Any) -> Reading | None:
+        reading = await read(*args, **options)
+        assert reading is not None
+        return Reading(reading.walk, True, reading.round_trips, reading.blocks)
+
+    monkeypatch.setattr(store.reader, "read", cut_short)
+    partial = [await client.post(path, json=body) for path, body in requests]
+    assert [answer.headers.get("x-waymark-partial") for answer in partial] == ["true"] * 3
+    assert [answer.json() for answer in partial] == [answer.json() for answer in complete]

@@ -9,9 +9,12 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from app.domain.hashing import extend, token_bytes
 from app.store.store import Store
+from tests.conftest import wait_until
 
 TOKENS = list(range(1, 9))
 HASHES = extend(None, token_bytes(TOKENS), 2)
@@ -62,6 +65,16 @@ async def test_tokens_instead_of_hashes(client: httpx.AsyncClient) -> None:
     assert (await matched(client))["longest_matched"] == 8
     assert await post(client, event(3, "removed", seq_hashes=[504])) == (200, {"applied": 1, "stale": 0})
     assert (await matched(client))["longest_matched"] == 6
+
+
+async def test_what_finds_no_parent_in_its_request_is_counted_as_lost(client: httpx.AsyncClient) -> None:
+    root = event(1, seq_hashes=[501, 502], token_ids=TOKENS[:4])
+    child = event(1, medium="cpu", seq_hashes=[503, 504], token_ids=TOKENS[4:], parent_hash=502, base_block_idx=2)
+    orphan = event(2, medium="cpu", seq_hashes=[601], token_ids=TOKENS[:2], parent_hash=600, base_block_idx=1)
+    assert await post(client, [child, orphan, root]) == (200, {"applied": 3, "stale": 0})
+    (publisher,) = (await client.get("/workers")).json()["publishers"]
+    assert publisher["counters"]["waiting_lost"] == 1
+    assert (await matched(client))["longest_matched"] == 8
 
 
 async def test_removed_and_cleared(client: httpx.AsyncClient) -> None:
@@ -159,7 +172,7 @@ async def test_msgpack_with_packed_arrays(client: httpx.AsyncClient) -> None:
         ({"block_size": 16}, 400, "invalid_value", "block_size"),
         ({"medium": "no such"}, 400, None, "medium"),
         ({"backend_id": "nobody"}, 404, "not_found", None),
-        ({"tenant_id": "other"}, 404, "not_found", None),
+        ({"tenant_id": "other"}, 400, "invalid_value", "tenant_id"),
     ],
 )
 async def test_an_event_that_does_not_fit_stops_the_whole_list(
@@ -193,3 +206,89 @@ async def test_redis_away_is_503(away: Store, make_client: Callable[..., Awaitab
     answer = await client.post("/events", json=event(1))
     assert answer.status_code == 503
     assert "retry-after" in answer.headers
+
+
+async def test_events_of_a_rank_go_to_its_own_publisher(client: httpx.AsyncClient, register: Register) -> None:
+    await register("pool-1", type="standard", endpoint=None, dp_rank=1)
+    assert await post(client, [event(1), event(1, dp_rank=1, seq_hashes=HASHES[:2])]) == (
+        200,
+        {"applied": 2, "stale": 0},
+    )
+    assert (await matched(client))["DP"] == {"0": 8, "1": 4}
+    publishers = (await client.get("/workers")).json()["publishers"]
+    assert {each["dp_rank"]: each["blocks"] for each in publishers} == {0: {"GPU": 4}, 1: {"GPU": 2}}
+
+
+async def test_packed_token_ids(client: httpx.AsyncClient) -> None:
+    packed = event(1, seq_hashes=[501, 502, 503, 504], token_ids=token_bytes(TOKENS))
+    headers = {"content-type": "application/msgpack"}
+    answer = await client.post("/events", content=msgpack.packb(packed), headers=headers)
+    assert (answer.status_code, msgpack.unpackb(answer.content)) == (200, {"applied": 1, "stale": 0})
+    assert (await matched(client))["longest_matched"] == 8
+
+
+@pytest.mark.parametrize(("field", "width"), [("seq_hashes", 8), ("token_ids", 4)])
+async def test_too_many_tokens_or_hashes_in_one_request(
+    client: httpx.AsyncClient,
+    store: Store,
+    make_client: Callable[..., Awaitable[httpx.AsyncClient]],
+    field: str,
+    width: int,
+) -> None:
+    limited = await make_client(store, max_tokens=8)
+    for too_many in (event(1) | {field: list(range(9))}, [event(i) | {field: [i, 99]} for i in range(1, 6)]):
+        status, body = await post(limited, too_many)
+        assert (status, body["reason"], body["field"]) == (413, "too_large", field)
+    packed = msgpack.packb(event(1) | {field: bytes(9 * width)})
+    answer = await limited.post("/events", content=packed, headers={"content-type": "application/msgpack"})
+    assert (answer.status_code, msgpack.unpackb(answer.content)["reason"]) == (413, "too_large")
+    assert (await matched(client))["longest_matched"] == 0
+    assert (await post(limited, event(1, token_ids=TOKENS)))[0] == 200
+
+
+EVENT_VALUES: st.SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(min_value=-(2**63), max_value=2**64 - 1),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=17),
+    st.lists(st.integers(min_value=-2, max_value=2**64 - 1) | st.text(max_size=3), max_size=5),
+    st.sampled_from(["gpu", "disk", "stored", "removed", "cleared", "pool-1", "m"]),
+)
+EVENT_FIELDS = ["event_id", "event_type", "backend_id", "tenant_id", "model_name", "block_size", "dp_rank", "medium"]
+EVENT_FIELDS += ["lora_name", "additional_salt", "seq_hashes", "token_ids", "parent_hash", "base_block_idx"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.dictionaries(st.sampled_from(EVENT_FIELDS), EVENT_VALUES, max_size=3), max_size=4))
+async def test_no_fields_of_an_event_make_it_fail(client: httpx.AsyncClient, changes: list[dict[str, Any]]) -> None:
+    events = [event(i) | change for i, change in enumerate(changes)]
+    answer = await client.post(
+        "/events", content=msgpack.packb(events), headers={"content-type": "application/msgpack"}
+    )
+    assert answer.status_code in (200, 400, 404, 409), (events, msgpack.unpackb(answer.content))
+
+
+async def test_on_a_medium_that_goes_by_time_what_is_not_stored_again_goes(
+    store: Store, client: httpx.AsyncClient, make_client: Callable[..., Awaitable[httpx.AsyncClient]]
+) -> None:
+    """Every request turns the epochs first; a worker does it where none comes."""
+    timed = await make_client(store, medium_ttl={"DISK": 1})
+    await post(timed, event(1, medium="ssd"))
+
+    async def is_over() -> bool:
+        await post(timed, event(1, medium="gpu"))
+        return bool((await matched(client))["DISK"] == 0)
+
+    assert (await matched(client))["DISK"] == 8
+    await wait_until(is_over, "two epochs have passed")
+    assert (await matched(client))["GPU"] == 8
+
+
+async def test_one_event_takes_a_bounded_number_of_hashes(client: httpx.AsyncClient) -> None:
+    """It is decoded in one go, while others wait."""
+    most = 65_536
+    status, body = await post(client, event(1, seq_hashes=list(range(most + 1))))
+    assert (status, body["reason"], body["field"]) == (413, "too_large", "seq_hashes")
+    assert await post(client, event(1, seq_hashes=list(range(most)))) == (200, {"applied": 1, "stale": 0})

@@ -80,6 +80,15 @@ async def test_each_hash_is_exact(api: httpx.AsyncClient, element: bytes, reason
     assert (error["reason"], error["field"], error["index"]) == (reason, "seq_hashes", 2)
 
 
+@pytest.mark.parametrize("spelling", ["seq_hashes", "block_hash", "block_hashes"])
+async def test_errors_name_hashes_as_the_client_did(api: httpx.AsyncClient, spelling: str) -> None:
+    body = BY_HASH.replace(b"seq_hashes", spelling.encode())
+    for value, index in ((b"[1, 1.5]", 1), (b"7", None)):
+        error = await refused(api, "/query_by_hash", body % value)
+        assert (error["field"], error.get("index")) == (spelling, index)
+        assert error["error"].startswith(spelling)
+
+
 @pytest.mark.parametrize(
     ("wire", "number"),
     [

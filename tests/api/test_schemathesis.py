@@ -36,6 +36,9 @@ REGISTER = {"type": "vLLM", "endpoint": "tcp://127.0.0.1:9", "model": "m", "inst
 #: Of queries that fit, every second one is about what is registered.
 KNOWN: dict[str, str | None] = {"model": "m", "model_name": "m", "tenant_id": "default", "routing_group": "default"}
 KNOWN |= {"modelname": "m", "lora_id": None, "instance_id": None}
+#: And of events that fit, every second one is of a publisher that is there.
+POOL = REGISTER | {"type": "standard", "endpoint": None, "instance_id": "pool"}
+KNOWN_EVENT = {"backend_id": "pool", "tenant_id": None, "model_name": None, "block_size": None}
 
 
 @schemathesis.serializer("application/msgpack")
@@ -50,9 +53,9 @@ def _unpacked(_: schemathesis.DeserializationContext, response: schemathesis.Res
     return msgpack.unpackb(response.content)
 
 
-def explore(document: dict[str, Any], url: str) -> tuple[int, int]:
-    """Ask everything of every operation; how many requests were made, and answered with rows."""
-    made = rows = 0
+def explore(document: dict[str, Any], url: str) -> tuple[int, int, int]:
+    """Ask everything of every operation; how many requests were made, answered with rows, and applied events."""
+    made = rows = applied = 0
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=url, request_timeout=ANSWER_SECONDS)
     for result in schema.get_all_operations():
@@ -60,6 +63,7 @@ def explore(document: dict[str, Any], url: str) -> tuple[int, int]:
         # Without a body there is nothing that could not fit.
         for mode in GenerationMode if operation.method == "post" else [GenerationMode.POSITIVE]:
             is_query = mode is GenerationMode.POSITIVE and "query" in operation.path
+            is_events = mode is GenerationMode.POSITIVE and operation.path == "/events"
 
             @settings(
                 max_examples=EXAMPLES,
@@ -71,24 +75,31 @@ def explore(document: dict[str, Any], url: str) -> tuple[int, int]:
             )
             @given(case=operation.as_strategy(generation_mode=mode))
             def ask(case: schemathesis.Case) -> None:
-                nonlocal made, rows
+                nonlocal made, rows, applied
                 made += 1
                 if is_query and made % 2:  # noqa: B023
                     assert isinstance(case.body, dict)
                     case.body = {**case.body, **KNOWN}
-                rows += b"longest_matched" in case.call_and_validate(checks=CHECKS).content
+                if is_events and made % 2:  # noqa: B023
+                    events = case.body if isinstance(case.body, list) else [case.body]
+                    case.body = [{**event, **KNOWN_EVENT} for event in events]  # type: ignore[dict-item]
+                content = case.call_and_validate(checks=CHECKS).content
+                rows += b"longest_matched" in content
+                applied += is_events and b"applied" in content  # noqa: B023
 
             ask()
-    return made, rows
+    return made, rows, applied
 
 
 async def test_no_answer_is_undocumented(redis_url: str, tmp_path: Path) -> None:
     async with start("query", redis_url, tmp_path / "log") as live:
         async with live.client() as client:
             document = (await client.get("/openapi.json")).json()
-            assert (await client.post("/register", json=REGISTER)).status_code == 200
-        made, rows = await asyncio.to_thread(explore, document, live.url)
+            for body in (REGISTER, POOL):
+                assert (await client.post("/register", json=body)).status_code == 200
+        made, rows, applied = await asyncio.to_thread(explore, document, live.url)
         posts = [path for path, methods in document["paths"].items() if "post" in methods]
         assert made > len(posts) * EXAMPLES
         assert rows > EXAMPLES // 2
+        assert applied > 0
     assert "Traceback" not in live.said()

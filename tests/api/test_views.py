@@ -116,3 +116,23 @@ async def test_probes(client: httpx.AsyncClient) -> None:
     metrics = await client.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain; version=")
     assert "# TYPE waymark_http_requests_total counter" in metrics.text
+
+
+async def test_workers_tells_what_was_written_of_a_publisher(
+    client: httpx.AsyncClient, store: Store, register: Register
+) -> None:
+    await register("a")
+    (claim,) = await store.registry.claims()
+    grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
+    assert grant is not None
+    await store.records.alive("worker-1", keep_seconds=60)
+    for status in ("pending", "active", "replaying", "degraded", "lost", "failed"):
+        facts: dict[str, str | int | float] = {"status": status, "ts": 1.0, "last_error": "no_replay: none"}
+        assert await store.records.write(grant, facts | {"worker": "worker-1"}, {"gaps": 3, "restarts": 2})
+        view = (await client.get("/workers")).json()
+        (publisher,) = view["publishers"]
+        assert publisher["status"] == status
+        assert (publisher["gaps"], publisher["restarts"]) == (3, 2)
+        assert (publisher["last_error"], publisher["worker"]) == ("no_replay: none", "worker-1")
+        assert publisher["lag_seconds"] > 1_000_000_000
+        assert view["workers"] == [{"id": "worker-1", "streams": 1}]

@@ -37,6 +37,13 @@ def test_what_is_no_name_of_a_medium(spelling: str) -> None:
     assert normal_medium(spelling) is None
 
 
+# A sharp s, a dotless i, a long s and a ligature: upper case makes SS, DISK, NFS and FF of these.
+@pytest.mark.parametrize("spelling", ["\u00df", "d\u0131sk", "nf\u017f", "\ufb00"])
+def test_letters_that_are_not_ascii_make_no_known_medium(spelling: str) -> None:
+    assert spelling.upper().isascii()
+    assert normal_medium(spelling) is None
+
+
 @pytest.mark.parametrize(
     "endpoint",
     [

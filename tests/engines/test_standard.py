@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import orjson
 import pytest
 
 from app.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
@@ -195,19 +196,74 @@ def test_a_field_that_does_not_fit_is_named(
 
 
 def test_the_value_and_the_place_of_what_does_not_fit_are_named() -> None:
-    with pytest.raises(InvalidValue, match=r"^block_size is 65537, not an integer of 0\.\.65536$"):
+    with pytest.raises(InvalidValue, match=r"^block_size is 65537; it must be an integer of 1\.\.65536$"):
         decode_event(event(block_size=65537))
-    with pytest.raises(InvalidValue, match=r"^seq_hashes\[1\] is 'x', not a hash") as raised:
+    with pytest.raises(InvalidValue, match=r'^seq_hashes\[1\] is "x"; it must be a hash') as raised:
         decode_event(event(seq_hashes=[1, "x"]))
     assert raised.value.index == 1
-    with pytest.raises(InvalidValue, match=r"^token_ids\[3\] is no token id") as raised:
-        decode_event(event(token_ids=[1, 2, 3, 2**40]))
+    with pytest.raises(InvalidValue, match=r"^token_ids\[3\] is -4; it must be an integer of 0") as raised:
+        decode_event(event(token_ids=[77777, 2, 3, -4]))
     assert raised.value.index == 3
-    assert str(2**40) not in raised.value.sentence
-    with pytest.raises(InvalidValue, match="event_type is 'moved', not stored, removed or cleared"):
+    assert "77777" not in raised.value.sentence
+    with pytest.raises(InvalidValue, match=r'^event_type is "moved"; it must be stored, removed or cleared$'):
         decode_event(event(event_type="moved"))
     with pytest.raises(InvalidValue, match="seq_hashes is an empty list"):
         decode_event(event(seq_hashes=[]))
+
+
+@pytest.mark.parametrize(
+    ("field", "written", "told"),
+    [
+        ("event_id", "null", "event_id is missing"),
+        ("event_id", "true", "event_id is true"),
+        ("event_id", "{}", "event_id is an object"),
+        ("backend_id", '""', 'backend_id is ""'),
+        ("backend_id", "false", "backend_id is false"),
+        ("tenant_id", "[1]", "tenant_id is a list"),
+        ("model_name", "1.5", "model_name is 1.5"),
+        ("additional_salt", "true", "additional_salt is a boolean"),
+        ("additional_salt", "4711", "additional_salt is a number"),
+        ("medium", '"it\'s"', 'medium is "it\'s"'),
+        ("medium", json.dumps("\U0001f600" * 50), 'medium is "' + r"\ud83d\ude00" * 6 + r"\ud8..."),
+        ("seq_hashes", "null", "seq_hashes is missing"),
+        ("seq_hashes", "[1, null]", "seq_hashes[1] is null"),
+        ("seq_hashes", "[1, {}]", "seq_hashes[1] is an object"),
+        ("token_ids", '"hush"', "token_ids is a string"),
+        ("token_ids", "[1, 2, false, 4]", "token_ids[2] is false"),
+        ("parent_hash", "[]", "parent_hash is a list"),
+    ],
+)
+def test_a_sentence_speaks_json(field: str, written: str, told: str) -> None:
+    with pytest.raises(InvalidValue) as raised:
+        decode_event(event(**{field: orjson.loads(written)}))
+    assert raised.value.sentence.startswith(f"{told}; it must be ")
+
+
+def test_a_parent_that_is_not_known_is_told_in_json_too() -> None:
+    with pytest.raises(InvalidValue, match=r"^parent_hash is null at base_block_idx 5: "):
+        decode_event(event(parent_hash=None, token_ids=[1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize("number", ["18446744073709551616", "-9223372036854775809", "1" * 30])
+@pytest.mark.parametrize(
+    ("field", "inside"),
+    [
+        *((field, False) for field in ("event_id", "block_size", "dp_rank", "base_block_idx", "parent_hash")),
+        ("seq_hashes", True),
+        ("token_ids", True),
+    ],
+)
+def test_an_integer_that_64_bits_cannot_hold_is_out_of_range(field: str, inside: bool, number: str) -> None:
+    written = [number, f'"{number}"'] if field in ("event_id", "parent_hash", "seq_hashes") else [number]
+    for text in written:
+        value = orjson.loads(f"[{text}]" if inside else text)
+        with pytest.raises(InvalidValue) as raised:
+            decode_event(event(**{field: value}))
+        assert (raised.value.field, raised.value.reason) == (field, "out_of_range")
+        assert raised.value.index == (0 if inside else None)
+    with pytest.raises(InvalidValue) as raised:
+        decode_event(event(backend_id=orjson.loads(number)))
+    assert raised.value.reason == "invalid_type"
 
 
 @pytest.mark.parametrize("field", ["backend_id", "tenant_id", "model_name", "lora_name", "additional_salt"])

@@ -132,6 +132,22 @@ async def test_what_waited_for_its_parent_is_counted_as_lost_by_a_takeover(bench
     assert await bench.held(pod.name) == {(0, "GPU"): seq_hashes()}
 
 
+async def test_another_block_size_is_said_once_per_stream(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    worker = await bench.worker("worker-1", options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    for hashed in (77, 78):
+        await publish(pod, BlockStored((hashed,), None, 2 * TOKENS, 8))
+    await pod.counted(ignored__block_size_mismatch=2)
+    await worker.stop()
+    await bench.worker("worker-2", options=WITHOUT_PROBES)
+    await publish(pod, BlockStored((79,), None, 2 * TOKENS, 8))
+    await pod.counted(ignored__block_size_mismatch=3)
+    said = [record for record in caplog.records if "block size" in record.message]
+    assert [record.levelname for record in said] == ["WARNING"]
+    assert await bench.held(pod.name) == {}
+
+
 async def test_counters_go_on_where_the_last_worker_stopped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.ingest.stream._REPORT_SECONDS", 60.0)
     worker = await bench.worker("worker-1", options=WITHOUT_PROBES)

@@ -314,3 +314,59 @@ async def test_a_lost_publisher_is_lost_to_the_next_worker_too(bench: Bench) -> 
     await pod.publisher.up()
     await pod.has_status("active")
     await pod.agrees()
+
+
+async def test_what_is_left_of_a_connection_whose_life_has_ended_is_dropped(bench: Bench) -> None:
+    worker = await bench.worker(options=WITHOUT_PROBES, replays_max=1)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(3)
+    await pod.agrees()
+    async with worker.worker._replays:
+        # A gap, and frames behind it: they wait for a replay, which then shows another life.
+        with pod.dropping():
+            await pod.work(1)
+        await pod.work(3)
+        await pod.counted(gaps=1)
+        await pod.engine.restart(rebind=True)
+        await pod.work(1)
+        await pod.subscribed()
+    await pod.agrees()
+    await pod.at_watermark(0)
+    await pod.counted(restarts=1, gaps=1, batches_lost=0)
+
+
+async def test_a_restart_while_a_replay_waits_for_its_turn_is_no_loss(bench: Bench) -> None:
+    worker = await bench.worker(options=WITHOUT_PROBES, replays_max=1)
+    pod = await bench.pod(buffer_batches=2)
+    await pod.caught_up()
+    await pod.work(3)
+    await pod.agrees()
+    async with worker.worker._replays:
+        with pod.dropping():
+            await pod.work(1)
+        await pod.work(1)
+        await pod.counted(gaps=1)
+        await pod.engine.restart(rebind=True)
+        # More batches than the replay still has: it begins behind the watermark.
+        await pod.work(7)
+        await pod.subscribed()
+    await pod.at_watermark(6)
+    await pod.says("joined_late")
+    await pod.counted(restarts=1, batches_lost=0)
+    for unit, hashes in (await bench.held(pod.name)).items():
+        assert hashes <= pod.truth().get(unit, set())
+
+
+async def test_a_second_restart_is_one_though_its_clock_went_back(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(has_replay=False)
+    await pod.caught_up()
+    await pod.work(3)
+    await pod.agrees()
+    for restarts in (1, 2):
+        pod.clock.now -= 3600
+        await pod.engine.restart()
+        await pod.work(1)
+        await pod.agrees()
+        await pod.counted(restarts=restarts)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from app.domain.events import Batch, Envelope, Stored
+from app.domain.names import EngineKind
+from app.metrics import Metrics
+from app.store.applier import Incoming, resumed
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
 
@@ -27,3 +32,31 @@ async def test_on_a_medium_with_a_time_what_is_not_stored_again_goes(bench: Benc
     await wait_until(has_offloaded, "blocks are offloaded")
     await wait_until(has_only_gpu, "what is on the CPU is over after one to two seconds")
     assert (await pod.state()).blocks == {"GPU": 8}
+
+
+async def test_a_publisher_without_a_socket_is_looked_after_too(bench: Bench) -> None:
+    """Its events came by HTTP and have long been applied; only a worker is left to end what is over."""
+    pod = await bench.pod(kind=EngineKind.STANDARD, is_registered=False)
+    await bench.store.registry.register(replace(pod.registration, endpoint=None, replay_endpoint=None))
+    (claim,) = await bench.store.registry.claims()
+    grant = await bench.store.leases.take(claim, "", 5.0)
+    assert grant is not None
+    options: dict[str, Any] = {"seed": 1337, "memory_entries": 10, "waiting_blocks": 10, "medium_ttl": {"DISK": 1}}
+    applier, _ = await resumed(grant, bench.store, Metrics(), **options)
+    stored = Stored(
+        (1,), None, b"", 0, "DISK", is_identity=True, envelope=Envelope(1, "pod-1", "default", None, None, None)
+    )
+    await applier.apply([Incoming(1, "", Batch(None, (stored,)))], None)
+    await bench.store.leases.drop(grant)
+
+    async def disks() -> int:
+        table = await bench.store.reader.table(GROUP)
+        assert table is not None
+        return sum(holder.medium == "DISK" for holder in table.holders.values())
+
+    async def none_is_left() -> bool:
+        return await disks() == 0
+
+    assert await disks() == 1
+    await bench.worker(options=replace(WITHOUT_PROBES, medium_ttl={"DISK": 1}))
+    await wait_until(none_is_left, "a worker ends what is over")

@@ -189,6 +189,61 @@ async def test_a_stream_that_waits_for_its_turn_to_replay_is_not_given_up(bench:
     assert worker.metric("replays_total", outcome="silent") == 2
 
 
+async def test_a_worker_runs_so_many_replays_at_a_time(bench: Bench) -> None:
+    pods = [await bench.pod(f"pod-{i}") for i in range(4)]
+    running: list[int] = []
+    most = 0
+
+    def slowed(pod: Pod) -> None:
+        answer = pod.publisher._answer
+
+        async def slow(socket: Any, identity: bytes, start: int) -> None:
+            nonlocal most
+            running.append(start)
+            most = max(most, len(running))
+            await asyncio.sleep(0.2)
+            running.pop()
+            await answer(socket, identity, start)
+
+        pod.publisher._answer = slow
+
+    for pod in pods:
+        slowed(pod)
+        await pod.work(2)
+    await bench.worker(options=WITHOUT_PROBES, replays_max=2)
+    for pod in pods:
+        await pod.agrees()
+    assert most == 2
+
+
+async def test_a_replay_that_is_longer_than_a_lease_keeps_it(bench: Bench) -> None:
+    pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
+    asked = 0
+
+    async def answer(socket: Any, identity: bytes, start: int) -> None:
+        nonlocal asked
+        asked += 1
+        for seq, payload in [*pod.publisher._buffer, (2**64 - 1, b"")]:
+            if seq >= start:
+                await socket.send_multipart([identity, b"", seq.to_bytes(8, "big"), payload])
+                await asyncio.sleep(0.1)
+
+    pod.publisher._answer = answer
+    await pod.work(25)
+    await bench.worker(options=WITHOUT_PROBES, lease_seconds=1.0)
+    await pod.has_status("replaying")
+    state = await pod.state()
+    lease = keys.lease(state.group_id, state.id)
+
+    async def is_over() -> bool:
+        assert await bench.redis.exists(lease)
+        return (await pod.state()).status == "active"
+
+    await wait_until(is_over, "the replay is over", PATIENCE_SECONDS)
+    await pod.agrees()
+    assert asked == 1
+
+
 # ---- stopping and cancelling -----------------------------------------------------------------------
 
 
