@@ -19,7 +19,7 @@ from app.api.access import Access, Gate
 from app.api.bodies import Body, Disconnected, Format, Headers, decode, encode, format_of, read_body
 from app.api.errors import body_of, headers_of, status_of
 from app.api.turns import Turns
-from app.errors import WaymarkError
+from app.errors import InvalidValue, WaymarkError
 from app.metrics import Metrics
 from app.settings import Settings
 
@@ -122,10 +122,17 @@ class Operation:
         try:
             if scope["method"] not in self._methods:
                 return self._method_not_allowed(scope["method"]), body_format
+            unreadable = None
+            try:
+                body_format = format_of(headers) if self.method == "POST" else body_format
+            except InvalidValue as exc:
+                unreadable = exc
+            # A refusal is answered in the request's format, too, but comes before anything else is said of it.
             self._gate.check(self.access, headers)
+            if unreadable is not None:
+                raise unreadable
             raw = None
             if self.method == "POST":
-                body_format = format_of(headers)
                 raw = await read_body(headers, receive, self._max_body_bytes)
             if self._turns is None:
                 return await self._handle(raw, body_format), body_format

@@ -288,3 +288,12 @@ async def test_probes_are_answered_while_requests_wait_for_their_turn(
     go_on.set()
     assert (await first).status_code == 200
     assert (await client.post("/query", json=QUERY)).status_code == 200
+
+
+async def test_a_refused_msgpack_request_is_told_in_msgpack(memory_store: Store, make_client: MakeClient) -> None:
+    client = await make_client(memory_store, api_token="s3cret")
+    headers = {"Content-Type": "application/msgpack"}
+    answer = await client.post("/register", content=msgpack.packb({}), headers=headers)
+    assert (answer.status_code, msgpack.unpackb(answer.content)["reason"]) == (401, "unauthorized")
+    other = await client.post("/register", content=b"x", headers={"Content-Type": "text/plain"})
+    assert other.status_code == 401, "who may not write is told nothing else"
