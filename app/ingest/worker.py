@@ -61,7 +61,6 @@ class WorkerOptions:
 class _Running:
     claim: Claim
     task: asyncio.Task[None]
-    grant: Grant | None = None
     stream: Stream | None = None
     resolver: Resolver | None = None
 
@@ -214,7 +213,7 @@ class Worker:
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         stream = Stream(life, self._context, self._replays, options.stream)
         running = self._running[claim.registration.name]
-        running.grant, running.stream, running.resolver = grant, stream, applier.resolver
+        running.stream, running.resolver = stream, applier.resolver
         return stream
 
     async def _resumed(

@@ -38,7 +38,6 @@ class StreamState:
     """Standard events: the last event_id per holder."""
     counters: Mapping[str, int]
     status: str
-    clock: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,6 @@ class Records:
             event_ids={int(name[6:]): int(value) for name, value in fields.items() if name.startswith("event:")},
             counters=_counters(fields),
             status=fields.get("status", "pending"),
-            clock=time.time(),
         )
 
     async def new_life(
