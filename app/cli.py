@@ -52,7 +52,7 @@ examples:
   # see it work
   $ waymark demo
 
-Settings are environment variables; the README lists them all.
+Settings are environment variables; docs/configuration.md lists them all.
 """
 
 _ROLES = {

@@ -293,7 +293,7 @@ def describe() -> list[Described]:
 
 
 def markdown_table() -> str:
-    """``describe()`` as the table that stands in the README, without a final newline."""
+    """``describe()`` as the table that stands in ``docs/configuration.md``, without a final newline."""
     lines = ["| Variable | Type | Default | What it is |", "|---|---|---|---|"]
     for variable, kind, default, sentence in describe():
         shown = default if default == "none" or " " in default else f"`{default}`"

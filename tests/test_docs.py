@@ -1,4 +1,4 @@
-"""The README tells the truth about the settings."""
+"""The docs tell the truth about the settings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from app.settings import markdown_table
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_readme_holds_the_table_of_settings() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_settings_holds_their_table() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     start, end = "<!-- settings -->", "<!-- /settings -->"
-    assert readme.count(start) == readme.count(end) == 1
-    table = readme.partition(start)[2].partition(end)[0].strip()
-    assert table == markdown_table(), f"put this between the markers in README.md:\n\n{markdown_table()}\n"
+    assert page.count(start) == page.count(end) == 1
+    table = page.partition(start)[2].partition(end)[0].strip()
+    assert table == markdown_table(), f"put this between the markers in docs/configuration.md:\n\n{markdown_table()}\n"
