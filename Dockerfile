@@ -1,19 +1,36 @@
-# One image for every role: `query`, `ingest`, `serve` or `demo` is the container's argument.
+# One image for every role: `query`, `ingest`, `serve`, `demo` or `simulate` is the container's argument.
+# It runs as nobody in particular, on a read-only root, and writes no file.
 
-FROM python:3.13-slim AS build
+ARG PYTHON_VERSION=3.13
+
+FROM python:${PYTHON_VERSION}-slim AS build
+# Parts in C are compiled where there is a compiler. Debian's own versions: pinned ones are gone with its next release.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+RUN python -m venv --without-pip /opt/waymark
 WORKDIR /src
-RUN python -m venv /opt/waymark
-COPY pyproject.toml README.md LICENSE ./
-COPY app app
-COPY lua lua
-RUN /opt/waymark/bin/pip install --no-cache-dir .
+COPY . .
+RUN pip --python /opt/waymark/bin/python install --no-cache-dir .
 
-FROM python:3.13-slim
-RUN useradd --system --uid 10001 --no-create-home waymark
+FROM python:${PYTHON_VERSION}-slim
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="waymark" \
+      org.opencontainers.image.description="A Redis-backed, stateless KV-cache indexer for LLM serving" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN groupadd --system --gid 10001 waymark \
+    && useradd --system --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin waymark
 COPY --from=build /opt/waymark /opt/waymark
-ENV PATH=/opt/waymark/bin:$PATH PYTHONUNBUFFERED=1
-USER 10001
+COPY deploy/healthcheck.py /opt/waymark/healthcheck.py
+# An ingest worker answers on the port on which a query replica does, so that one health check fits both.
+ENV PATH=/opt/waymark/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 WAYMARK_INGEST_PORT=13333
+USER 10001:10001
+WORKDIR /
 EXPOSE 13333
 STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 \
+    CMD ["python", "-I", "/opt/waymark/healthcheck.py"]
 ENTRYPOINT ["waymark"]
 CMD ["serve"]

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance lint redis-server clean
+.PHONY: help demo test conformance bench lint redis-server nginx clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -12,11 +12,14 @@ help: ## say what there is
 demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simulated engines
 	@$(BIN)/waymark demo
 
-test: $(VENV)/.installed-dev redis-server lint ## check everything: style, types, and the tests on a real Redis
+test: $(VENV)/.installed-dev redis-server nginx lint ## check everything: style, types, and the tests on a real Redis
 	@$(BIN)/python -m pytest
 
 conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer, which is downloaded; writes docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tests.conformance.compare --output docs/conformance.md
+
+bench: $(VENV)-conformance/.installed redis-server ## measure everything that is claimed, beside dynamo.indexer; BENCH='--only P1 --trace FILE'
+	@$(VENV)-conformance/bin/python -m tests.benchmarks $(BENCH)
 
 lint: $(VENV)/.installed-dev ## check style and types only
 	@$(BIN)/ruff check
@@ -28,6 +31,9 @@ clean: ## remove the environment, builds and caches
 
 redis-server:
 	@sh scripts/redis-server.sh
+
+nginx:
+	@sh scripts/nginx.sh
 
 # Editable, so that a change of the code needs no new install; a change of pyproject.toml does.
 $(VENV)/.installed: pyproject.toml | $(VENV)/.made

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import httptools
 import orjson
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.logs import fields
@@ -93,6 +95,8 @@ class Connections:
 
     def __init__(self, bounds: Bounds, metrics: Metrics) -> None:
         self.bounds = bounds
+        self.keep_alive_seconds = math.inf
+        """Told by the first connection; uvicorn's setting."""
         self.bodies_bytes = 0
         self.arriving: dict[Connection, float] = {}
         """A request is due or has begun, and is not whole."""
@@ -102,6 +106,7 @@ class Connections:
         """More was written than the client has taken, or the end of it has been written."""
         self._open: set[Connection] = set()
         self._metrics = metrics
+        self._metrics.http_bodies_bytes.set_function(lambda: self.bodies_bytes)
         self._is_looking = False
 
     def protocol(self) -> type[asyncio.Protocol]:
@@ -162,6 +167,8 @@ class Connections:
         for connection in _until(self.unread, since):
             self.count_cut("unread")
             connection.transport.abort()
+        for connection in _until(self.idle, loop.time() - self.keep_alive_seconds):
+            connection.timeout_keep_alive_handler()
         if self._open or self.unread:
             self._look_again(loop)
         else:
@@ -175,6 +182,39 @@ def _until(waiting: dict[Connection, float], moment: float) -> list[Connection]:
             break
         late.append(connection)
     return late
+
+
+class _Joined:
+    """A transport for one answer: its head waits for what follows, so that both go out in one piece."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._head: bytes | None = None
+        self._has_begun = False
+
+    def write(self, data: bytes) -> None:
+        # What is written before an answer begins is "100 Continue", which the client waits for.
+        if self._cycle.response_started and not self._has_begun:
+            self._has_begun = True
+            self._head = data
+        elif self._head is not None:
+            head, self._head = self._head, None
+            self._transport.write(head + data)
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 class Connection(HttpToolsProtocol):
@@ -191,11 +231,13 @@ class Connection(HttpToolsProtocol):
         self._unplaced = 0  # bytes since a piece of a body or the end of a request
         self._head_bytes = 0
         self._head_fields = 0
+        self._joined: _Joined
 
     # ---- the connection --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.all.keep_alive_seconds = self.timeout_keep_alive
         self.all.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -210,7 +252,6 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._unset_keepalive_if_required()
         self._unplaced += len(data)
         try:
             self.parser.feed_data(data)
@@ -276,9 +317,14 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unplaced = 0
-        if not self.cycle.response_complete:
-            super().on_body(body)
-            self.held[self.cycle] = self.held.get(self.cycle, 0) + len(body)
+        cycle = self.cycle
+        if not cycle.response_complete:
+            # As uvicorn's, but nobody is woken for a body that will soon be whole.
+            cycle.body += body
+            if len(cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+                cycle.message_event.set()
+            self.held[cycle] = self.held.get(cycle, 0) + len(body)
             self.all.take_body(len(body))
 
     def on_message_complete(self) -> None:
@@ -299,6 +345,8 @@ class Connection(HttpToolsProtocol):
     # ---- requests and answers --------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._joined = _Joined(cycle)
+        cycle.transport = self._joined  # type: ignore[assignment]
         task = self.loop.create_task(cycle.run_asgi(app))
         self.tasks.add(task)
         self._answering = cycle
@@ -313,7 +361,13 @@ class Connection(HttpToolsProtocol):
         self.all.bodies_bytes -= self.held.pop(cycle, 0)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        # As uvicorn's, but without a timer for each answer: there is one for all connections.
+        self.server_state.total_requests += 1
+        self._joined.flush()
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
         if self.transport.is_closing():
             self.all.closing(self)
         elif not self.pipeline and self not in self.all.arriving:

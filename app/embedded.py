@@ -16,10 +16,13 @@ import uvicorn
 
 from app.api.application import create_app, create_probes
 from app.connections import Bounds, Connections, files_for
+from app.domain import native
 from app.ingest.stream import StreamOptions
 from app.ingest.worker import Worker, WorkerOptions
 from app.metrics import Metrics
+from app.publishers_file import read_publishers
 from app.settings import Settings
+from app.store.access import Access
 from app.store.hot import HotBlocks
 from app.store.store import Store
 
@@ -38,7 +41,8 @@ class _Server(uvicorn.Server):
 
 
 def worker_options(settings: Settings) -> WorkerOptions:
-    """What a worker needs of the settings."""
+    """What a worker needs of the settings, and of the file they name."""
+    file = settings.publishers_file
     return WorkerOptions(
         worker_id=settings.worker_id,
         hash_seed=settings.hash_seed,
@@ -46,6 +50,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
         waiting_blocks=settings.waiting_blocks,
         replays_max=settings.replays_max,
         sweep_blocks_per_second=settings.sweep_blocks_per_second,
+        publishers=read_publishers(file, settings.allowed_endpoints) if file else (),
         stream=StreamOptions(
             on_gap=settings.on_gap,
             probe_seconds=settings.probe_seconds,
@@ -62,15 +67,21 @@ def worker_options(settings: Settings) -> WorkerOptions:
 
 
 async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
-    """One process, until a signal ends it."""
+    """One process, until a signal ends it; ``SettingsError`` where the file of publishers is wrong."""
+    options = worker_options(settings) if has_worker else None
+    role = "serve" if has_api and has_worker else "query" if has_api else "ingest"
+    is_native = native.use(settings.native) == "native"
+    metrics = Metrics(role=role, is_native=is_native, models_max=settings.metrics_models_max)
     store = Store.open(
         settings.redis_url,
         settings.redis_read_url,
         shards=settings.shards,
+        are_shards_set="shards" in settings.model_fields_set,
         timeout_seconds=settings.redis_timeout_seconds,
-        hot=HotBlocks(settings.hot_block_ms / 1000, settings.hot_block_bytes),
+        access=Access.of(settings),
+        hot=HotBlocks(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
+        metrics=metrics,
     )
-    metrics = Metrics()
     bounds = Bounds(settings.request_seconds, files_for(settings.connections_max), settings.bodies_max_bytes)
     port = settings.port if has_api else settings.ingest_port
     server = _Server(
@@ -83,6 +94,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nobody here asks who the client is
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
@@ -95,9 +107,10 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             ended: set[asyncio.Task[Any]] = {tasks.create_task(stop.wait())}
+            tasks.create_task(store.health.look())  # says in the log what is wrong with Redis
             if port:
                 ended.add(tasks.create_task(server.serve()))
-            worker = tasks.create_task(Worker(store, metrics, worker_options(settings)).run()) if has_worker else None
+            worker = tasks.create_task(Worker(store, metrics, options).run()) if options else None
             # A server that ends by itself could not open its port.
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             stop.set()

@@ -13,6 +13,7 @@ import re
 import secrets
 import socket
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from annotated_types import Ge, Le
@@ -116,6 +117,22 @@ class Settings(BaseSettings):
     """Where queries read, such as a Redis replica; without it, where the index is."""
     redis_timeout_seconds: float = Field(2.0, ge=0.05, le=60)
     """How long to wait for a connection or a reply of Redis."""
+    redis_username: str | None = Field(None, min_length=1)
+    """The user of Redis, where its URL names none."""
+    redis_password_file: Path | None = None
+    """The file with the password of Redis, read for every new connection."""
+    redis_sentinel_username: str | None = Field(None, min_length=1)
+    """The user of the Sentinels, who have users of their own."""
+    redis_sentinel_password_file: Path | None = None
+    """The file with the password of the Sentinels, read for every new connection."""
+    redis_tls_ca_file: Path | None = None
+    """The PEM file with the CA that signs the certificates of Redis; without it, the CAs of the system."""
+    redis_tls_cert_file: Path | None = None
+    """The PEM file with our own certificate, where Redis asks for one."""
+    redis_tls_key_file: Path | None = None
+    """The PEM file with the key of that certificate, where it is not in the same file."""
+    redis_tls_verify: Annotated[Literal["full", "ca", "none"], BeforeValidator(_lower)] = "full"
+    """What a certificate of Redis must show: that it is for the host, only that a known CA signed it, or nothing."""
     host: str = Field("0.0.0.0", min_length=1)
     """The address the HTTP API listens on."""
     port: int = Field(13333, ge=1, le=65535)
@@ -128,6 +145,8 @@ class Settings(BaseSettings):
     """Over how many Redis Cluster slots the blocks of a new group are spread."""
     query_deadline_ms: int = Field(1000, ge=1, le=60_000)
     """How long a query may walk before it answers with what it has found."""
+    native: bool = True
+    """Whether the part in C is used where it was built; `false` is for comparing."""
     hot_block_ms: int = Field(200, ge=0, le=60_000)
     """How long a replica keeps a block value that many holders share; 0 keeps none."""
     hot_block_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
@@ -178,12 +197,16 @@ class Settings(BaseSettings):
     """How fast a worker removes what dead holders left."""
     medium_ttl: Annotated[dict[_Medium, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
     """After how many seconds blocks on a medium that reports no removals are forgotten, such as `DISK=3600,CPU=600`."""
+    publishers_file: str | None = None
+    """A JSON or YAML file of publishers that ingest workers register at the start, and again with an empty Redis."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
     """The least important log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
     """How log lines look: for people or for programs."""
     access_log: bool = False
     """Whether every HTTP request is logged."""
+    metrics_models_max: int = Field(100, ge=0, le=10_000)
+    """How many models have metrics of their own; those beyond are counted together, as `other`."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:

@@ -1,8 +1,9 @@
--- apply_batch(fence, engine*, block*, record; publisher, token, watermark, ts, newest_ts, digest, holders, run*) -> {verdict, blocks}
+-- apply_batch(fence, engine*, block*, record; publisher, token, watermark, ts, newest_ts, digest, before, holders, run*) -> {verdict, blocks}
 --
 -- Apply folded batches of one stream to the blocks of one shard, exactly once and in order.
 --
--- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id
+-- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id;
+--                          `seq:<publisher>`, where there is no record: of the last batch that has blocks here
 --       engine*    hash    one per holder in the call: engine hash to seq_hash, `*<block>` copies and `*` how many
 --                          such fields there are, `applied`
 --       block*     string  one per block of every run, in the order of the runs: ascending holder ids
@@ -11,6 +12,9 @@
 --       token      the lease token the caller believes is the highest
 --       watermark  seq to move the watermark to when all is done; '' where another call does that
 --       ts, newest_ts, digest   of that batch, kept beside the watermark
+--       before     the watermark that the caller has seen acknowledged, '' for none. A record that has less is that of
+--                  a Redis that has lost its last writes: what comes next would hide what is missing. Without a
+--                  record, the same of `seq:<publisher>`
 --       holders    how many engine* there are; then for each: holder id, mode
 --                    count  copies are counted; a removal takes one copy
 --                    set    a block is there or not
@@ -27,7 +31,8 @@
 -- {'applied', blocks}   so many blocks of the call are done, from its beginning; less than all of them where
 --                       64 KiB of values were read: call again with the rest
 -- {'stale', watermark}  the watermark is there already; nothing written
--- {'fenced', 0}         somebody else has the stream, or it is gone; nothing written
+-- {'fenced', 0}         somebody else has the stream, it is gone, or has lost writes; nothing written
+-- {'lost', 0}           this shard, which has no record, has lost writes; nothing written
 --
 -- `applied` in an engine hash is `<seq> <position>`: everything of this holder on this shard up to there is
 -- counted. It is written last, in this same call, so what a lost reply or a crash makes come again is skipped.
@@ -35,16 +40,17 @@
 -- resolves the batch again.
 
 local VALUE_BYTES = 65536
+local KEYS, ARGV = KEYS, ARGV -- a local is cheaper than a global, and there are five for every block
 
 local publisher, token, commit = ARGV[1], ARGV[2], ARGV[3]
-local holders = tonumber(ARGV[7])
+local holders = tonumber(ARGV[8])
 local fence = KEYS[1]
 
-local seen = redis.call('HMGET', fence, publisher, 'holder')
+local seen = redis.call('HMGET', fence, publisher, 'holder', 'seq:' .. publisher)
 if seen[1] ~= token then return {'fenced', 0} end
 
 -- Parse the runs before anything is written; each gets the index of its first block in KEYS.
-local runs, at, block = {}, 8 + 2 * holders, 1 + holders
+local runs, at, block = {}, 9 + 2 * holders, 1 + holders
 while ARGV[at] do
   local run = {
     kind = ARGV[at], holder = tonumber(ARGV[at + 1]), seq = tonumber(ARGV[at + 2]), first = tonumber(ARGV[at + 3]),
@@ -61,8 +67,11 @@ if record then
   local state = redis.call('HMGET', record, 'token', 'watermark')
   if state[1] ~= token then return {'fenced', 0} end
   watermark = tonumber(state[2] or '')
+  if ARGV[7] ~= '' and (watermark or -1) < tonumber(ARGV[7]) then return {'fenced', 0} end
   if commit ~= '' and watermark and watermark >= tonumber(commit) then return {'stale', watermark} end
 end
+
+if not record and ARGV[7] ~= '' and tonumber(seen[3] or -1) < tonumber(ARGV[7]) then return {'lost', 0} end
 
 -- A write that changes nothing, before all others: where Redis refuses writes (out of memory, read-only), it
 -- refuses this one, and nothing has been done by halves.
@@ -71,7 +80,7 @@ redis.call('HSET', fence, publisher, token)
 local marks = {}
 for h = 1, holders do
   local applied = redis.call('HGET', KEYS[1 + h], 'applied')
-  local id, mark = ARGV[6 + 2 * h], {seq = -1, position = 0}
+  local id, mark = ARGV[7 + 2 * h], {seq = -1, position = 0}
   if applied then
     local seq, position = applied:match('^(%d+) (%d+)$')
     mark.seq, mark.position = tonumber(seq), tonumber(position)
@@ -119,8 +128,23 @@ local function take(value, id)
 end
 
 local function call_if_any(command, key, list)
-  if #list == 0 then return end
-  if key then redis.call(command, key, unpack(list)) else redis.call(command, unpack(list)) end
+  if #list > 0 then redis.call(command, key, unpack(list)) end
+end
+
+local pads
+
+-- Redis keeps the first 32 argument objects of a script's call for the next one, with the room they have, and what
+-- MSET stores is such an object. In the place of an argument of more than 44 bytes it makes one that fits: of the
+-- blocks with two holders, the first 15 of a call are 16 bytes smaller for it.
+local function write_values(engine, pairs_)
+  if #pairs_ == 0 then return end
+  if not pads then
+    local pad = ('-'):rep(45)
+    pads = {}
+    for i = 1, 30 do pads[i] = pad end
+  end
+  redis.call('HMGET', engine, unpack(pads))
+  redis.call('MSET', unpack(pairs_))
 end
 
 -- Engine hash and entry of block i of a run; the block's 16 hex are the end of its key.
@@ -164,7 +188,7 @@ local function stored(run, from, to, engine, id, mode)
       entries[#entries + 1] = tostring(tonumber(counts[i] or 1) + 1)
     end
   end
-  call_if_any('MSET', nil, pairs_)
+  write_values(engine, pairs_)
   call_if_any('HSET', engine, entries)
   count_copied(engine, first_copies)
 end
@@ -200,9 +224,9 @@ local function removed(run, from, to, engine, id, mode)
       if whole and mode ~= 'set' then single[#single + 1] = '*' .. key:sub(-16) end
     end
   end
-  call_if_any('MSET', nil, rest)
+  write_values(engine, rest)
   call_if_any('HSET', engine, fewer)
-  call_if_any('DEL', nil, empty)
+  if #empty > 0 then redis.call('DEL', unpack(empty)) end
   call_if_any('HDEL', engine, gone)
   if #single > 0 then count_copied(engine, -redis.call('HDEL', engine, unpack(single))) end
 end
@@ -210,13 +234,17 @@ end
 -- All of a run at once where none of its blocks exists: then no holder has them, this one neither, and there
 -- is no count to read.
 local function stored_new(run, from, engine, id)
-  local pairs_, entries = {}, {}
+  local pairs_, entries, at = {}, {}, 0
+  local first_key, first_arg, form = run.keys, run.args, run.form
   for i = from, run.n do
-    local hash, entry = entry_of(run, i)
-    pairs_[#pairs_ + 1] = KEYS[run.keys + i]
-    pairs_[#pairs_ + 1] = id
-    entries[#entries + 1] = hash
-    entries[#entries + 1] = entry
+    local key = KEYS[first_key + i]
+    pairs_[at + 1], pairs_[at + 2] = key, id
+    if form == 'key' then -- by far the most, so without a call
+      entries[at + 1], entries[at + 2] = ARGV[first_arg + i], key:sub(-16)
+    else
+      entries[at + 1], entries[at + 2] = entry_of(run, i)
+    end
+    at = at + 2
   end
   if redis.call('MSETNX', unpack(pairs_)) == 0 then return false end
   redis.call('HSET', engine, unpack(entries))
@@ -246,8 +274,8 @@ end
 
 local done, moved = 0, {}
 for _, run in ipairs(runs) do
-  local mark, engine, id = marks[run.holder], KEYS[1 + run.holder], ARGV[6 + 2 * run.holder]
-  local mode, i = ARGV[7 + 2 * run.holder], first_new(run, mark)
+  local mark, engine, id = marks[run.holder], KEYS[1 + run.holder], ARGV[7 + 2 * run.holder]
+  local mode, i = ARGV[8 + 2 * run.holder], first_new(run, mark)
   if i <= run.n then
     if run.kind == '+' and stored_new(run, i, engine, id) then i = run.n + 1 end
     -- Neighbours are alike: the first value says how long the others will be.
@@ -273,5 +301,10 @@ for h in pairs(moved) do
 end
 if commit ~= '' and done == block - 1 - holders then
   redis.call('HSET', record, 'watermark', commit, 'ts', ARGV[4], 'newest_ts', ARGV[5], 'digest', ARGV[6])
+end
+if not record and runs[1] and done == block - 1 - holders then
+  -- Who has seen none acknowledged may be of a new life, whose numbers begin anew.
+  local last = math.max(runs[#runs].seq, ARGV[7] ~= '' and tonumber(seen[3]) or 0)
+  redis.call('HSET', fence, 'seq:' .. publisher, string.format('%.0f', last))
 end
 return {'applied', done}

@@ -1,10 +1,11 @@
--- begin_publisher(holders, record; publisher, row, group, version, life) -> {verdict, 0}
+-- begin_publisher(holders, record; publisher, name, row, group, version, life) -> {verdict, 0}
 --
 -- Give a claimed publisher its record and its row in the group's table; nothing where it has them.
 --
 -- KEYS  holders    hash  the group's holder table
 --       record     hash  the publisher's record
 -- ARGV  publisher  its integer id
+--       name       `["instance","tenant",rank]`, to know the record by
 --       row        what readers are told of it, JSON
 --       group      `["tenant","model"]`, to know the table by
 --       version    a random word
@@ -12,12 +13,18 @@
 --
 -- {'applied', 0}  it has them
 -- {'other', 0}    the table is of another group; nothing written
+-- {'other', 1}    the record is another publisher's; nothing written
+--
+-- Ids are handed out on another slot, where a failover may have forgotten the last of them: who finds one in use asks
+-- for another.
 
 local group = redis.call('HGET', KEYS[1], 'group')
-if group and group ~= ARGV[3] then return {'other', 0} end
+if group and group ~= ARGV[4] then return {'other', 0} end
+local name = redis.call('HGET', KEYS[2], 'name')
+if name and name ~= ARGV[2] then return {'other', 1} end
 if redis.call('HGET', KEYS[2], 'life') and redis.call('HEXISTS', KEYS[1], 'publisher:' .. ARGV[1]) == 1 then
   return {'applied', 0}
 end
-redis.call('HSET', KEYS[2], 'life', ARGV[5], 'status', 'pending')
-redis.call('HSET', KEYS[1], 'group', ARGV[3], 'publisher:' .. ARGV[1], ARGV[2], 'version', ARGV[4])
+redis.call('HSET', KEYS[2], 'name', ARGV[2], 'life', ARGV[6], 'status', 'pending')
+redis.call('HSET', KEYS[1], 'group', ARGV[4], 'publisher:' .. ARGV[1], ARGV[3], 'version', ARGV[5])
 return {'applied', 0}

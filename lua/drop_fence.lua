@@ -5,12 +5,12 @@
 --
 -- KEYS  fence      hash  the shard's
 -- ARGV  publisher  its integer id
---       token      the token under which it was ended
+--       token      the token under which it was ended; '' whichever stands there, where its record is known to be gone
 --
 -- {'applied', 0}  nothing of the publisher is left in the fence
 -- {'fenced', 0}   another token stands there; nothing written
 
 local seen = redis.call('HGET', KEYS[1], ARGV[1])
-if seen and seen ~= ARGV[2] then return {'fenced', 0} end
-redis.call('HDEL', KEYS[1], ARGV[1])
+if seen and ARGV[2] ~= '' and seen ~= ARGV[2] then return {'fenced', 0} end
+redis.call('HDEL', KEYS[1], ARGV[1], 'seq:' .. ARGV[1])
 return {'applied', 0}

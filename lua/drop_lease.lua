@@ -8,7 +8,9 @@
 --
 -- {'applied', 0}  it is free
 -- {'fenced', 0}   it was somebody else's already; nothing written
+-- {'gone', 0}     there is no such publisher any more; nothing written
 
+if redis.call('EXISTS', KEYS[2]) == 0 then return {'gone', 0} end
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'fenced', 0} end
 redis.call('DEL', KEYS[1])
 if redis.call('HGET', KEYS[2], 'token') == ARGV[1] then redis.call('HDEL', KEYS[2], 'worker') end

@@ -1,4 +1,4 @@
--- new_ids(groups; group, shards, above) -> {verdict, group, shards, publisher}
+-- new_ids(groups; group, shards, above, publisher_above) -> {verdict, group, shards, publisher}
 --
 -- The group id of a (tenant, model), handed out at its first registration, and a new publisher id.
 --
@@ -6,6 +6,7 @@
 -- ARGV  group   the field
 --       shards  into how many shards a new group is cut; a known one keeps what it has
 --       above   0; else the group is given an id anew, larger than this (its old one turned out to be another's)
+--       publisher_above   the publisher's id is larger than this (one at or below turned out to be another's)
 --
 -- {'applied', group id, shards, publisher id}  no id is ever given twice
 
@@ -22,4 +23,6 @@ if not id or id <= above then
   redis.call('HSET', KEYS[1], 'last_group', string.format('%.0f', id))
   redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %.0f', id, shards))
 end
-return {'applied', id, shards, redis.call('HINCRBY', KEYS[1], 'last_publisher', 1)}
+local publisher = math.max(tonumber(redis.call('HGET', KEYS[1], 'last_publisher') or 0), tonumber(ARGV[4])) + 1
+redis.call('HSET', KEYS[1], 'last_publisher', string.format('%.0f', publisher))
+return {'applied', id, shards, publisher}

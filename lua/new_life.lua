@@ -1,15 +1,17 @@
--- new_life(holders, record, fence, dead; token, version, above, unit, life, begin*) -> {verdict, holder*}
+-- new_life(holders, record, fence, dead; token, before, version, above, unit, life, begin*) -> {verdict, holder*}
 --
 -- End holders of a publisher and begin others, in one step that readers see at once, however many blocks the
--- ended ones had. With nothing to end it only begins: a holder for a medium or rank not seen before.
+-- ended ones had. With nothing to end it only begins: a holder for a medium or rank not seen before. The same call may
+-- come twice, also late: it is done once, and never after another one.
 --
 -- KEYS  holders  hash  the group's holder table; `version` is a new word after every change
 --       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name,
---                      `event:<id>` the last event_id of a holder
+--                      `event:<id>` the last event_id of a holder, `turn` the token and version of the last call
 --       fence    hash  shard 0's; `holder`: the highest holder id handed out or seen
 --       dead     set   holder ids whose blocks are still to be swept
 -- ARGV  token    the lease token the caller believes is the highest
---       version  a random word
+--       before   the version of the last call under this token whose reply the caller has seen; '' none
+--       version  a random word; the same call again bears the same
 --       above    the highest holder id seen on the other shards; 0 where there are none
 --       unit     which holders end: '*' all; else the one of this name, and those whose name begins with it
 --                and a space (names are `<rank> <medium> ...`, so '0' is all of rank 0); '' none
@@ -17,20 +19,31 @@
 --                knows of the old one (watermark, flags, ...) is forgotten
 --       begin*   name, holder record (JSON without the id); a name that is still live keeps its id
 --
--- {'applied', holder*}  the ids of begin*, in order
--- {'fenced'}            somebody else has the stream, or it is gone; nothing written
+-- {'applied', holder*}  the ids of begin*, in order; nothing written where this very call was the last one
+-- {'fenced'}            somebody else has the stream, it is gone, or the last call was another than `before`: this one
+--                       is late, or Redis has lost writes; nothing written
 
 local holders, record, fence, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local unit = ARGV[4]
+local unit = ARGV[5]
 
 local fields = redis.call('HGETALL', record)
-local live, token = {}, nil
+local live, token, turn = {}, nil, ''
 for i = 1, #fields, 2 do
   local name = fields[i]:match('^holder:(.*)$')
   if name then live[name] = fields[i + 1] end
   if fields[i] == 'token' then token = fields[i + 1] end
+  if fields[i] == 'turn' then turn = fields[i + 1] end
 end
 if token ~= ARGV[1] then return {'fenced'} end
+
+local by, last = turn:match('^(%S+) (%S+)$')
+if by ~= token then last = '' end
+if last == ARGV[3] then
+  local ids = {}
+  for i = 7, #ARGV, 2 do ids[#ids + 1] = tonumber(live[ARGV[i]]) end
+  return {'applied', unpack(ids)}
+end
+if last ~= ARGV[2] then return {'fenced'} end
 
 for name, id in pairs(live) do
   if unit == '*' or name == unit or (unit ~= '' and name:sub(1, #unit + 1) == unit .. ' ') then
@@ -41,16 +54,16 @@ for name, id in pairs(live) do
   end
 end
 
-if ARGV[5] ~= '' then
+if ARGV[6] ~= '' then
   redis.call('HDEL', record, 'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups')
   for i = 1, #fields, 2 do
     if fields[i]:sub(1, 6) == 'event:' then redis.call('HDEL', record, fields[i]) end
   end
-  redis.call('HSET', record, 'life', ARGV[5])
+  redis.call('HSET', record, 'life', ARGV[6])
 end
 
-local ids, highest = {}, math.max(tonumber(redis.call('HGET', fence, 'holder') or 0), tonumber(ARGV[3]))
-for i = 6, #ARGV, 2 do
+local ids, highest = {}, math.max(tonumber(redis.call('HGET', fence, 'holder') or 0), tonumber(ARGV[4]))
+for i = 7, #ARGV, 2 do
   local id = live[ARGV[i]]
   if not id then
     highest = highest + 1
@@ -61,5 +74,6 @@ for i = 6, #ARGV, 2 do
   ids[#ids + 1] = tonumber(id)
 end
 redis.call('HSET', fence, 'holder', string.format('%.0f', highest))
-redis.call('HSET', holders, 'version', ARGV[2])
+redis.call('HSET', holders, 'version', ARGV[3])
+redis.call('HSET', record, 'turn', token .. ' ' .. ARGV[3])
 return {'applied', unpack(ids)}

@@ -23,6 +23,8 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from app.domain import native
+
 SERVER_START_SECONDS = 10.0
 
 
@@ -105,3 +107,22 @@ async def redis(request: pytest.FixtureRequest) -> AsyncIterator[Redis]:
         client = FakeAsyncRedis(server=FakeServer(), protocol=2, decode_responses=False)
     async with client:
         yield client
+
+
+#: The ways in which the loops of ``app.domain.native`` can run here: without a compiler it is one.
+WAYS = ["pure", "native"] if native.is_built else ["pure"]
+
+
+@pytest.fixture
+def way_kept() -> Iterator[None]:
+    """Whatever the test does to it, the next one finds the way as it was."""
+    before = native.path()
+    yield
+    native.use(before == "native")
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, way_kept: None) -> str:
+    """The test runs once each way."""
+    assert native.use(request.param == "native") == request.param
+    return str(request.param)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +15,13 @@ from typing import Any
 import pytest
 
 from app import __version__, cli
+from app.domain import native
 from app.simulator import Faults, SimulateOptions
+from app.simulator.options import field_sentences
 
 ROOT = Path(__file__).parents[1]
+COMMANDS = ("serve", "query", "ingest", "demo", "status", "inspect", "simulate", "bench")
+INSPECTIONS = ("prompt", "block", "holder", "keys", "namespace")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +60,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[SimulateOptions]:
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "app", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
-    assert done.stdout == f"waymark {__version__}\n"
+    assert done.stdout == f"waymark {__version__} ({'native' if native.is_built else 'pure'})\n"
 
 
 def test_help_ends_in_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,12 +69,59 @@ def test_help_ends_in_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == cli.EXIT_OK
     text = capsys.readouterr().out
     commands, _, examples = text.partition("examples:\n")
-    assert all(f"\n    {name} " in commands for name in ("serve", "query", "ingest", "demo", "simulate"))
+    assert all(f"\n    {name} " in commands for name in COMMANDS)
     shown = [line for line in examples.splitlines() if line.startswith("  $ ")]
     assert len(shown) >= 5
     for line in shown:
-        arguments = line.split("waymark ")[1].split()
+        arguments = shlex.split(line.split("waymark ")[1])
         cli._parser().parse_args(arguments)
+
+
+def test_help_tells_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out.partition("exit codes:\n")[2]
+    codes = {value for name, value in vars(cli).items() if name.startswith("EXIT_")}
+    assert [int(code) for code in re.findall(r"^  (\d)  ", text, re.MULTILINE)] == sorted(codes)
+
+
+@pytest.mark.parametrize("command", [["status"], ["inspect"], *(["inspect", what] for what in INSPECTIONS)])
+def test_every_flag_of_the_console_has_words_and_every_example_fits(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    assert ended.value.code == cli.EXIT_OK
+    text = capsys.readouterr().out
+    flags = re.findall(r"^  (--\S+)(.*)$", text, re.MULTILINE)
+    assert [flag for flag, rest in flags if not re.search(r"  \S|^ \S+$", rest)] == []
+    for line in re.findall(r"^  \$ (.+)$", text, re.MULTILINE):
+        example = re.split(r"  +|\|(?= jq)", line)[0].rpartition("waymark ")[2]
+        cli._parser().parse_args(shlex.split(example))
+
+
+# ---- bench -----------------------------------------------------------------------------------------
+
+
+def test_bench_gives_all_its_words_to_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[list[str], Path]] = []
+
+    def call(command: list[str], *, cwd: Path) -> int:
+        ran.append((command, cwd))
+        return 7
+
+    monkeypatch.setattr(subprocess, "call", call)
+    assert cli.main(["bench", "--quick", "--only", "P5", "--help"]) == 7
+    assert ran == [([sys.executable, "-m", "tests.benchmarks", "--quick", "--only", "P5", "--help"], ROOT)]
+
+
+def test_bench_needs_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "app" / "cli.py"))
+    assert cli.main(["bench"]) == cli.EXIT_USAGE
+    assert "run it in a checkout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -202,6 +255,14 @@ def test_every_option_and_fault_has_a_flag(capsys: pytest.CaptureFixture[str]) -
     options = [field.name for field in fields(SimulateOptions) if field.name not in ("faults", "has_replay")]
     flags = ["--no-replay", *(f"--{name}" for name in options), *(f"--fault-{each.name}" for each in fields(Faults))]
     assert [flag for flag in flags if flag.replace("_", "-") not in text] == []
+
+
+def test_every_flag_of_simulate_has_a_sentence() -> None:
+    for options in (SimulateOptions, Faults):
+        sentences = field_sentences(options)
+        names = {field.name for field in fields(options)} - {"faults"}
+        assert names - sentences.keys() == set()
+        assert [name for name in names if not re.fullmatch(r"[A-Z_].+[.]", sentences[name])] == []
 
 
 def test_options_that_do_not_fit_end_it_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from app import cli, demo
-from app.demo import Line, table
+from app.demo import DemoFailed, Line, run_demo, table
+from tests.live import start, unused_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,6 +57,31 @@ def test_a_service_that_does_not_start_fails_it(
     assert cli.main(["demo"]) == cli.EXIT_FAILED
     reason = "the service ended with code 1 while the demo waited for the service to become ready"
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:13333", "ftp://127.0.0.1", "http://:13333", "http://host:port"])
+def test_what_is_no_url_fails_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--url", url]) == cli.EXIT_FAILED
+    assert f"url is {url!r}; it is a URL such as http://127.0.0.1:13333" in capsys.readouterr().err
+
+
+def test_a_service_that_is_not_there_fails_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_DEADLINE_SECONDS", 0.2)
+    assert cli.main(["demo", "--url", f"http://127.0.0.1:{unused_port()}"]) == cli.EXIT_FAILED
+    assert "waited 0.2 s for the service to become ready" in capsys.readouterr().err
+
+
+async def test_a_service_that_goes_on_is_asked_with_its_token_and_forgets_the_engines(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with start("serve", redis_url, tmp_path / "log", api_token="secret") as live:
+        with pytest.raises(DemoFailed, match=r"/register answered 401"):
+            await run_demo(live.url)
+        assert len(await run_demo(f"{live.url}/", "secret")) == 10
+        async with live.client() as client:
+            assert (await client.get("/services")).json()["count"] == 0
 
 
 def test_a_table_is_aligned_and_has_a_bar_of_what_is_matched() -> None:

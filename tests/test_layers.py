@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOP = {"__main__", "cli", "demo", "embedded"}
+TOP = {"__main__", "cli", "demo", "embedded", "publishers_file"}
 LEAVES = {"errors", "settings", "metrics", "logs"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store"}
 
@@ -26,7 +26,8 @@ PARTS: dict[str, set[str]] = {
     "simulator": {"domain", "errors"},
     "client": {"errors"},
     "connections": LEAVES,
-    **{top: BELOW_ROLES | TOP | {"api", "connections", "ingest", "simulator"} for top in TOP},
+    "console": LEAVES | {"domain", "store"},
+    **{top: BELOW_ROLES | TOP | {"api", "connections", "console", "ingest", "simulator"} for top in TOP},
 }
 
 # Third-party package -> the parts or modules that may import it.
@@ -43,10 +44,12 @@ LIBRARIES: dict[str, set[str]] = {
     "pydantic_core": {"api"},
     "pydantic_settings": {"settings"},
     "redis": {"store"},
+    "rich": {"console"},
     "starlette": {"api"},
     "uvicorn": {"cli", "connections", "embedded"},
     "uvloop": {"cli", "embedded"},
     "xxhash": {"domain.hashing", "ingest"},
+    "yaml": {"publishers_file"},
     "zmq": {"ingest", "simulator"},
 }
 

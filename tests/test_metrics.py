@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,33 +15,60 @@ EXPORTED = [
     "waymark_apply_duration_seconds",
     "waymark_batches_lost_total",
     "waymark_batches_total",
-    "waymark_blocks_applied_total{op}",
+    "waymark_blocks_applied_total{op,model}",
+    "waymark_buffer_bytes",
     "waymark_buffer_dropped_total",
-    "waymark_build_info{version,python}",
+    "waymark_buffer_frames",
+    "waymark_build_info{version,python,role,native}",
     "waymark_dead_holders",
     "waymark_decode_errors_total{kind}",
     "waymark_events_ignored_total{reason}",
     "waymark_events_total{type}",
+    "waymark_fetch_duration_seconds",
+    "waymark_frame_bytes_total",
     "waymark_frames_malformed_total",
+    "waymark_frames_total",
     "waymark_gaps_total",
+    "waymark_groups",
+    "waymark_holders",
+    "waymark_hot_block_bytes",
+    "waymark_hot_block_hits_total",
+    "waymark_http_bodies_bytes",
     "waymark_http_connections",
     "waymark_http_connections_cut_total{reason}",
     "waymark_http_request_duration_seconds{route}",
     "waymark_http_requests_total{route,method,status}",
+    "waymark_instances",
     "waymark_lag_seconds",
-    "waymark_query_blocks_total",
-    "waymark_query_matched_blocks_total",
+    "waymark_last_batch_timestamp_seconds",
+    "waymark_leases_lost_total",
+    "waymark_leases_taken_total",
+    "waymark_publishers_refused",
+    "waymark_publishers{feed}",
+    "waymark_queries_total{model,result}",
+    "waymark_query_blocks",
+    "waymark_query_looked_up_blocks_total",
+    "waymark_query_matched_blocks",
     "waymark_query_partial_total",
-    "waymark_query_round_trips_total",
+    "waymark_query_round_trips",
+    "waymark_redis_errors_total{kind}",
+    "waymark_redis_evicted_keys{primary}",
+    "waymark_redis_memory_bytes{primary}",
+    "waymark_redis_memory_max_bytes{primary}",
+    "waymark_redis_misconfigured{reason}",
     "waymark_redis_up",
     "waymark_replays_total{outcome}",
     "waymark_restarts_total",
+    "waymark_script_duration_seconds{script}",
+    "waymark_script_replies_total{script,verdict}",
     "waymark_stale_batches_total",
     "waymark_streams{status}",
     "waymark_sweep_blocks_total",
+    "waymark_sweeps_total",
     "waymark_unresolved_total",
     "waymark_waiting_blocks",
     "waymark_waiting_dropped_total",
+    "waymark_workers",
 ]
 
 
@@ -78,6 +106,13 @@ def test_help_is_a_sentence_that_says_how_many_or_how_long() -> None:
         assert re.fullmatch(r"(How many|How long|Whether|Which) .+\.", family.documentation), attribute
 
 
+def test_the_page_of_operations_holds_their_table() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "operations.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- metrics -->")[2].partition("<!-- /metrics -->")[0].strip()
+    wanted = Metrics().markdown_table()
+    assert table == wanted, f"put this between the markers in docs/operations.md:\n\n{wanted}\n"
+
+
 def test_what_is_rendered_can_be_read_by_prometheus() -> None:
     metrics = Metrics()
     for metric in declared(metrics).values():
@@ -98,6 +133,12 @@ def test_a_request_of_a_hundred_microseconds_has_a_bucket_of_its_own() -> None:
     metrics.http_request_duration_seconds.labels(route="/query").observe(0.00009)
     body, _ = metrics.render()
     assert b'waymark_http_request_duration_seconds_bucket{le="0.0001",route="/query"} 1.0' in body
+
+
+def test_a_model_has_a_label_of_its_own_up_to_the_ceiling() -> None:
+    metrics = Metrics(models_max=2)
+    assert [metrics.model(name) for name in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
+    assert Metrics(models_max=0).model("a") == "other"
 
 
 def test_two_roles_in_one_process_do_not_meet() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from app.api.access import AllowedEndpoints
@@ -10,6 +9,7 @@ from app.api.bodies import Body
 from app.api.errors import short
 from app.api.operations import Answer
 from app.api.prompts import SeqHashKeys, TokenKeys, hashes, token_bytes
+from app.api.query_counts import QueryCounts
 from app.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
 from app.domain.hashing import namespace
 from app.domain.match import ConductorRow, conductor_rows
@@ -17,7 +17,7 @@ from app.domain.names import DEFAULT_TENANT, GroupName, PublisherName
 from app.errors import NotFound
 from app.metrics import Metrics
 from app.settings import Settings
-from app.store.reader import Reader, Reading
+from app.store.reader import KeySource, Reader, Reading
 from app.store.store import Store
 
 PARTIAL = {"X-Waymark-Partial": "true"}
@@ -84,7 +84,7 @@ class Conductor:
         return await self._answer(request.group, request.instance_id, request.block_size, keys, len(seq_hashes))
 
     async def _answer(
-        self, group: GroupName, instance_id: str | None, block_size: int, keys: Callable[[int], list[int]], asked: int
+        self, group: GroupName, instance_id: str | None, block_size: int, keys: KeySource, asked: int
     ) -> Answer:
         reading = await self._lookup.read(group, block_size, keys, asked)
         rows = {} if reading is None else conductor_rows(reading.walk)
@@ -104,32 +104,26 @@ class Lookup:
     def __init__(self, reader: Reader, settings: Settings, metrics: Metrics) -> None:
         self._reader = reader
         self._deadline_seconds = settings.query_deadline_ms / 1000
-        self._metrics = metrics
+        self._counts = QueryCounts(metrics)
 
-    async def read(
-        self, group: GroupName, block_size: int, keys: Callable[[int], list[int]], asked: int
-    ) -> Reading | None:
+    async def read(self, group: GroupName, block_size: int, keys: KeySource, asked: int) -> Reading | None:
         """As ``Reader.read``; ``asked`` is the number of complete blocks of the prompt."""
         reading = await self._reader.read(group, block_size, keys, deadline_seconds=self._deadline_seconds)
-        if reading is not None:
-            self._metrics.query_blocks.inc(asked)
-            self._metrics.query_matched_blocks.inc(reading.walk.blocks)
-            self._metrics.query_round_trips.inc(reading.round_trips)
-            if reading.is_partial:
-                self._metrics.query_partial.inc()
+        self._counts.count(group, asked, reading)
         return reading
 
 
 def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
     """One instance of an answer, in the published order of its keys."""
-    media = row.media
+    media, ranks = row.media, row.ranks
     answer: dict[str, Any] = {
         "longest_matched": row.longest * block_size,
         "GPU": media.get("GPU", 0) * block_size,
-        "DP": {str(rank): row.ranks[rank] * block_size for rank in sorted(row.ranks)},
+        "DP": {str(rank): ranks[rank] * block_size for rank in sorted(ranks)},
         "CPU": media.get("CPU", 0) * block_size,
         "DISK": media.get("DISK", 0) * block_size,
     }
-    for medium in sorted(media.keys() - answer.keys()):
-        answer[medium] = media[medium] * block_size
+    if not media.keys() <= answer.keys():
+        for medium in sorted(media.keys() - answer.keys()):
+            answer[medium] = media[medium] * block_size
     return answer

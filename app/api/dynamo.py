@@ -6,7 +6,6 @@ It sees the blocks that the root dialect sees. A row is an instance whose id is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from app.api.access import AllowedEndpoints
@@ -27,6 +26,7 @@ from app.domain.names import DEFAULT_TENANT, U64_MASK, EngineKind, GroupName, Re
 from app.errors import Conflict, InvalidValue, NotFound
 from app.metrics import Metrics
 from app.settings import Settings
+from app.store.reader import KeySource
 from app.store.store import Store
 
 
@@ -125,7 +125,7 @@ class Dynamo:
             raise NotFound(f"no indexer for model={short(group.model_name)} routing_group={short(group.tenant_id)}")
         return table.publishers[min(table.publishers)].block_size
 
-    async def _answer(self, group: GroupName, block_size: int, keys: Callable[[int], list[int]], asked: int) -> Answer:
+    async def _answer(self, group: GroupName, block_size: int, keys: KeySource, asked: int) -> Answer:
         reading = await self._lookup.read(group, block_size, keys, asked)
         rows = {} if reading is None else dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}

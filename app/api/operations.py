@@ -97,8 +97,12 @@ class Operation:
         # A probe is answered beside those that wait.
         self._turns = surroundings.turns if doc.needs_redis and access != "open" else None
         self._max_body_bytes = surroundings.settings.max_body_bytes
+        has_tokens = doc.request is not None and "token_ids" in doc.request.model_fields
+        self._tokens_max = surroundings.settings.max_tokens if has_tokens else None
         self._metrics = surroundings.metrics
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
+        # Finding a series by its labels costs more than counting.
+        self._counts: dict[tuple[str, int], Callable[[], None]] = {}
         self._methods = ("GET", "HEAD") if method == "GET" else ("POST",)
         self._unfit_status = 422 if self.dialect == "dynamo" else 400
 
@@ -113,8 +117,16 @@ class Operation:
             status = 499
         finally:
             self._duration.observe(perf_counter() - started)
-            method = scope["method"] if scope["method"] in METHODS else "other"
-            self._metrics.http_requests.labels(route=self.path, method=method, status=str(status)).inc()
+            self._count(scope["method"], status)
+
+    def _count(self, method: str, status: int) -> None:
+        count = self._counts.get((method, status))
+        if count is None:
+            label = method if method in METHODS else "other"
+            count = self._metrics.http_requests.labels(route=self.path, method=label, status=str(status)).inc
+            if label == method:
+                self._counts[method, status] = count
+        count()
 
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[Answer, Format]:
         headers: Headers = scope["headers"]
@@ -143,8 +155,10 @@ class Operation:
             return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
 
     async def _handle(self, raw: bytes | None, body_format: Format) -> Answer:
+        if raw is None:
+            return await self.handler(_NO_BODY)
         return await self.handler(
-            _NO_BODY if raw is None else decode(raw, body_format, may_be_list=self.doc.may_be_list)
+            decode(raw, body_format, may_be_list=self.doc.may_be_list, tokens_max=self._tokens_max)
         )
 
     def _method_not_allowed(self, method: str) -> Answer:

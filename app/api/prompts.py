@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from app.api.errors import Unfit, is_beyond_64_bits, kind, shown
-from app.domain.hashing import extend, extend_local
+from app.domain.hashing import block_keys, extend_local
 from app.domain.names import U32_MAX, U64_MASK
+from app.domain.native import KEY_BYTES, pack
 from app.errors import InvalidValue
 
 _I64_MIN = -(2**63)
@@ -46,7 +48,7 @@ def token_bytes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: b
     raise AssertionError("a list that does not pack has an element that is no token id")
 
 
-def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool = True) -> list[int]:
+def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool = True) -> array[int]:
     """Hashes as u64, from a list (negative i64 as two's complement, decimal strings) or a ``bin`` of LE u64."""
     if isinstance(value, bytes):
         _check_binary(value, 8, field)
@@ -54,14 +56,14 @@ def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool =
         check_count(len(packed), field, max_tokens)
         if sys.byteorder == "big":
             packed.byteswap()
-        return packed.tolist()
+        return packed
     _check_list(value, field, max_tokens, "a list of 64-bit hashes, or in msgpack a bin of little-endian u64")
     if not (may_hold_booleans and bool in set(map(type, value))):
         try:
-            return array("Q", value).tolist()
+            return array("Q", value)
         except (TypeError, OverflowError):
             pass  # signed ones, strings, or none at all
-    return [_hash(element, field, index) for index, element in enumerate(value)]
+    return array("Q", (_hash(element, field, index) for index, element in enumerate(value)))
 
 
 def _hash(element: Any, field: str, index: int) -> int:
@@ -113,7 +115,7 @@ def _element(element: Any, wanted: str, field: str, index: int, reason: str) -> 
 
 
 class TokenKeys:
-    """The block keys of a prompt, hashed as far as they are asked for: seq_hash XOR namespace."""
+    """The packed block keys of a prompt, hashed as far as they are asked for."""
 
     def __init__(self, tokens: bytes, block_size: int, namespace: int, seed: int) -> None:
         self._tokens = memoryview(tokens)
@@ -123,48 +125,44 @@ class TokenKeys:
         self._at = 0
         self._parent: int | None = None
 
-    def __call__(self, n: int) -> list[int]:
+    def __call__(self, n: int) -> bytes:
         """The next ``n`` keys; fewer at the end of the complete blocks."""
         end = self._at + 4 * self._block_size * n
-        seq_hashes = extend(self._parent, self._tokens[self._at : end], self._block_size, seed=self._seed)
+        piece = self._tokens[self._at : end]
+        keys = block_keys(self._parent, piece, self._block_size, namespace=self._namespace, seed=self._seed)
         self._at = end
-        if seq_hashes:
-            self._parent = seq_hashes[-1]
-        return _fold(seq_hashes, self._namespace)
+        if keys:
+            self._parent = int.from_bytes(keys[-KEY_BYTES:], "big") ^ self._namespace
+        return keys
 
 
 class SeqHashKeys:
-    """The block keys of rolling hashes that the client computed."""
+    """The packed block keys of rolling hashes that the client computed."""
 
-    def __init__(self, seq_hashes: list[int], namespace: int) -> None:
-        self._seq_hashes = seq_hashes
-        self._namespace = namespace
+    def __init__(self, seq_hashes: Sequence[int], namespace: int) -> None:
+        self._keys = pack(seq_hashes, namespace)
         self._at = 0
 
-    def __call__(self, n: int) -> list[int]:
+    def __call__(self, n: int) -> bytes:
         """The next ``n`` keys; fewer at the end."""
-        piece = self._seq_hashes[self._at : self._at + n]
-        self._at += n
-        return _fold(piece, self._namespace)
+        start = self._at
+        self._at += KEY_BYTES * n
+        return self._keys[start : self._at]
 
 
 class LocalHashKeys:
-    """The block keys of local hashes that the client computed; the base model without salts."""
+    """The packed block keys of local hashes that the client computed; the base model without salts."""
 
-    def __init__(self, local_hashes: list[int], seed: int) -> None:
+    def __init__(self, local_hashes: Sequence[int], seed: int) -> None:
         self._local_hashes = local_hashes
         self._seed = seed
         self._at = 0
         self._parent: int | None = None
 
-    def __call__(self, n: int) -> list[int]:
+    def __call__(self, n: int) -> bytes:
         """The next ``n`` keys; fewer at the end."""
         seq_hashes = extend_local(self._parent, self._local_hashes[self._at : self._at + n], seed=self._seed)
         self._at += n
         if seq_hashes:
             self._parent = seq_hashes[-1]
-        return seq_hashes
-
-
-def _fold(seq_hashes: list[int], namespace: int) -> list[int]:
-    return [seq_hash ^ namespace for seq_hash in seq_hashes] if namespace else seq_hashes
+        return pack(seq_hashes)

@@ -340,3 +340,6 @@ class ReadyAnswer(BaseModel):
     """Queries can be answered."""
 
     status: Literal["ready"]
+    warnings: list[str] = Field(
+        default=[], description="what is wrong with a Redis that answers; absent where nothing is"
+    )

@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 from xxhash import xxh3_64_intdigest
 
+from app.domain import native
 from app.domain.names import Adapter
 
 DEFAULT_SEED = 1337
@@ -43,6 +44,8 @@ def extend(
     ``tokens`` is little-endian u32, 4 bytes a token; a last block that is not complete is left out.
     ``extras`` holds, per block, the digest of its leftover extra keys (``extra_digest``) or None.
     """
+    if extras is None and native.in_use is not None:
+        return list(native.unpack(native.in_use.hash_blocks(tokens, block_size, seed, parent, 0)))
     hashes: list[int] = []
     append = hashes.append
     width = 4 * block_size
@@ -66,6 +69,16 @@ def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int =
         previous = local if previous is None else xxh3_64_intdigest(_PAIR(previous, local), seed)
         hashes.append(previous)
     return hashes
+
+
+def block_keys(
+    parent: int | None, tokens: bytes | memoryview, block_size: int, *, namespace: int, seed: int = DEFAULT_SEED
+) -> bytes:
+    """As ``extend``, as packed block keys (see ``native``): each seq_hash with the namespace folded in."""
+    if native.in_use is not None:
+        keys: bytes = native.in_use.hash_blocks(tokens, block_size, seed, parent, namespace)
+        return keys
+    return native.pack(extend(parent, tokens, block_size, seed=seed), namespace)
 
 
 def extra_digest(leftovers: Sequence[Any], *, seed: int = DEFAULT_SEED) -> int:

@@ -9,14 +9,15 @@ Both dialects read the same walk. What their numbers mean is in ``conductor_rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
+from app.domain.native import runs
 from app.domain.table import Presence, View, newest_id
 
 DEVICE = "GPU"
 HOST = "CPU"
+_NOWHERE: frozenset[str] = frozenset()
 
 
 class Walk:
@@ -32,9 +33,12 @@ class Walk:
 
     def feed(self, values: Sequence[bytes | None]) -> bool:
         """Walk on over the next values, None where there is no block; False when no instance goes on."""
-        for value, run in groupby(values):
-            if value is None:
-                return False
+        found = runs(list(values))
+        return self.feed_runs(found) and sum(length for _, length in found) == len(values)
+
+    def feed_runs(self, runs: Iterable[tuple[bytes, int]]) -> bool:
+        """Walk on over runs of equal values, (value, how many); False when no instance goes on."""
+        for value, length in runs:
             self.newest_seen = max(self.newest_seen, newest_id(value))
             presence = self.view.presence(value)
             if not presence.pool_media:
@@ -44,7 +48,7 @@ class Walk:
                     self._going &= presence.instances.keys()
                 if not self._going:
                     return False
-            self.runs.append((presence, sum(1 for _ in run)))
+            self.runs.append((presence, length))
         return True
 
     @property
@@ -83,17 +87,19 @@ def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
     rows = [ConductorRow(ranks=dict.fromkeys(ranks, 0)) for ranks in view.registered_ranks]
     going = set(range(len(rows)))
     for presence, length in walk.runs:
-        pool = presence.pool_media
-        if not pool:
-            going &= presence.instances.keys()
+        instances, pool = presence.instances, presence.pool_media
+        if not pool and not going <= instances.keys():
+            going &= instances.keys()
         for i in going:
             row = rows[i]
             row.longest += length
-            for medium in presence.instances.get(i, frozenset()) | pool:
+            held = instances.get(i, _NOWHERE)
+            for medium in held | pool if pool else held:
                 row.media[medium] = row.media.get(medium, 0) + length
         for i, dp_rank, _ in presence.ranks:
             if i in going:
-                rows[i].ranks[dp_rank] = rows[i].ranks.get(dp_rank, 0) + length
+                of = rows[i].ranks
+                of[dp_rank] = of.get(dp_rank, 0) + length
     return dict(zip(view.instances, rows, strict=True))
 
 
@@ -114,7 +120,7 @@ def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
     for presence, length in walk.runs:
         own = {(i, dp_rank): media for i, dp_rank, media in presence.ranks}
         for key, rank in ranks.items():
-            media = own.get(key, frozenset()) | presence.pool_media
+            media = own.get(key, _NOWHERE) | presence.pool_media
             # A prefix goes on only if it reached this run's first block.
             if rank.gpu == at and DEVICE in media:
                 rank.gpu += length

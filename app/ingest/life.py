@@ -66,6 +66,8 @@ class Life:
         self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags else set()
         if JOINED_LATE in state.flags and state.watermark is not None:
             self.reasons.add(JOINED_LATE)
+        self.acknowledged = state.watermark
+        """The watermark as Redis is known to have had it."""
         self.is_proven = False
         """The watermark is known to belong to what is behind this connection."""
         self.is_lost = state.status == "lost"
@@ -84,6 +86,8 @@ class Life:
         if seq > _SEQ_MAX:
             self.count("frames_malformed")
             return None
+        self._metrics.frames.inc()
+        self._metrics.frame_bytes.inc(len(payload))
         try:
             batch = self._decode(payload)
         except Undecodable as exc:
@@ -114,8 +118,9 @@ class Life:
             return
         fold, order = self._fold, self.order
         assert order.watermark is not None
-        commit = Commit(order.watermark, fold[-1].batch.ts, order.newest_ts, order.digest)
+        commit = Commit(order.watermark, fold[-1].batch.ts, order.newest_ts, order.digest, self.acknowledged)
         await self.applier.apply(fold, commit)
+        self.acknowledged = commit.watermark
         self._fold = []
         self.is_proven = True
         await self.found()
@@ -142,6 +147,7 @@ class Life:
         self.count("restarts")
         log.info("publisher begins a new life", extra=fields(stream=self.name, why=why))
         await self.applier.new_life()
+        self.acknowledged = None
         self.order.restart()
         # The others tell of the life that has ended.
         self.reasons &= {NO_REPLAY, REPLAY_SILENT}

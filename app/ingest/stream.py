@@ -102,10 +102,15 @@ class Stream:
                         await self._catch_up()
                     await self._tick()
         except Fenced:
-            log.info("stream is somebody else's now", extra=fields(stream=self._life.name))
+            log.info("stream is not ours any more, or not as we know it", extra=fields(stream=self._life.name))
         except asyncio.CancelledError:
             await self._last_report()
             raise
+
+    @property
+    def buffered(self) -> tuple[int, int]:
+        """(bytes, frames) that were received and are not applied yet."""
+        return self._subscriber.buffered_bytes, self._subscriber.buffered_frames
 
     def _is_probe_due(self) -> bool:
         """Nothing came for long; or something came for which there was no room, and perhaps nothing will any more."""
@@ -120,7 +125,7 @@ class Stream:
         await life.applier.turn_epochs(options.medium_ttl)
         if now - self._renewed > options.lease_seconds / 4:
             self._renewed = now
-            await life.applier.renew(options.lease_seconds)
+            await life.applier.renew(options.lease_seconds, life.acknowledged)
         if self._subscriber.is_connected:
             self._down_since = None
         elif self._down_since is None:

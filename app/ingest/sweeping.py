@@ -21,14 +21,18 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
     while True:
         left = 0
         try:
-            for entry in (await store.registry.groups()).values():
+            entries = list((await store.registry.groups()).values())
+            for entry in entries:
                 left += await store.sweeper.left(entry)
+            metrics.dead_holders.set(left)
+            for entry in entries:
                 holder = await store.sweeper.pick(entry)
                 if holder is None:
                     continue
                 async for blocks in store.sweeper.steps(entry, holder):
                     metrics.sweep_blocks.inc(blocks)
                     await asyncio.sleep(blocks / blocks_per_second)
+                metrics.sweeps.inc()
                 left -= 1
             metrics.dead_holders.set(left)
         except StoreUnavailable as exc:

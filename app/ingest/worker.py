@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import zmq
 from xxhash import xxh3_64_intdigest
 
-from app.domain.names import PublisherName
+from app.domain.names import PublisherName, Registration
 from app.domain.plan import epochs
 from app.domain.resolver import Resolver
 from app.engines import decoder
 from app.errors import InvalidValue, StoreUnavailable
+from app.ingest.gauges import Gauges, Served
 from app.ingest.life import Life
+from app.ingest.standing import Standing
 from app.ingest.stream import Stream, StreamOptions
 from app.ingest.subscriber import Context
 from app.ingest.sweeping import keep_sweeping
@@ -35,6 +37,8 @@ from app.store.records import StreamState
 from app.store.store import Store
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STATUSES = ("pending", "active", "replaying", "degraded", "lost", "failed")
 
@@ -55,6 +59,8 @@ class WorkerOptions:
     replays_max: int = 8
     sweep_blocks_per_second: int = 20_000
     streams_max: int = 4096
+    publishers: Sequence[Registration] = ()
+    """Of the file."""
 
 
 @dataclass(slots=True)
@@ -69,13 +75,17 @@ class Worker:
     def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions) -> None:
         self._store = store
         self._metrics = metrics
+        self._gauges = Gauges(metrics, self._served, statuses=STATUSES)
         self._options = options
         self._running: dict[PublisherName, _Running] = {}
         self._replays = asyncio.Semaphore(options.replays_max)
         self._context: Context
         self._look = asyncio.Event()
         self._leaving: set[bytes] = set()
-        self._birth = ""
+        self._standing = Standing(store, metrics, options.publishers)
+        self._is_away = False
+        self._others: set[str] = set()
+        self._stopped: dict[PublisherName, str] = {}
         self._epochs: dict[str, int] = {}
         self._look_seconds = min(_LOOK_SECONDS, options.stream.lease_seconds / 4)
 
@@ -106,13 +116,18 @@ class Worker:
         while True:
             try:
                 await self._reconcile(tasks)
-                self._metrics.redis_up.set(1)
             except StoreUnavailable as exc:
-                self._metrics.redis_up.set(0)
-                log.warning("cannot look for streams", extra=fields(error=exc.sentence))
+                if not self._is_away:
+                    log.warning("cannot look for streams", extra=fields(error=exc.sentence))
+                self._is_away = True
+            else:
+                if self._is_away:
+                    log.info("streams are looked for again")
+                self._is_away = False
+            self._metrics.redis_up.set(not self._is_away)
             self._look.clear()
             try:
-                async with asyncio.timeout(self._look_seconds):
+                async with asyncio.timeout(self._look_seconds / 4 if self._is_away else self._look_seconds):
                     await self._look.wait()
             except TimeoutError:
                 continue
@@ -121,8 +136,14 @@ class Worker:
         workers = await self._store.records.alive(
             self._options.worker_id, keep_seconds=max(2, int(self._options.stream.lease_seconds))
         )
-        await self._heal_empty_redis()
         claims = await self._store.registry.claims()
+        is_another = await self._standing.restore(running.claim.registration for running in self._running.values())
+        if is_another:
+            claims = await self._store.registry.claims()
+        others, self._others = self._others, set(workers)
+        if (is_another or self._is_away) and not others <= self._others:
+            # Who lives, Redis did not hear meanwhile, and will within a look: till then nobody's streams are taken.
+            return
         mine: dict[PublisherName, Claim] = {}
         leaving = {claim.raw for claim in claims if claim.is_leaving}
         for claim in claims:
@@ -149,20 +170,13 @@ class Worker:
                 task = tasks.create_task(self._run_stream(claim, foreign))
                 self._running[name] = _Running(claim, task)
         self._leaving = leaving
-        counts = Counter(running.stream.status for running in self._running.values() if running.stream)
-        for status in STATUSES:
-            self._metrics.streams.labels(status=status).set(counts[status])
-        waiting = sum(r.resolver.waiting.blocks for r in self._running.values() if r.resolver)
-        self._metrics.waiting_blocks.set(waiting)
+        self._stopped = {name: error for name, error in self._stopped.items() if name in mine and self._is_idle(name)}
+        self._gauges.saw(workers, [claim.registration for claim in claims if not claim.is_leaving])
 
-    async def _heal_empty_redis(self) -> None:
-        """Register again what this worker had a stream of, where Redis has come back without its memory."""
-        birth = await self._store.records.birth()
-        if self._birth not in ("", birth):
-            log.warning("redis has come back empty", extra=fields(streams=len(self._running)))
-            for running in self._running.values():
-                await self._store.registry.register(running.claim.registration)
-        self._birth = birth
+    def _served(self) -> list[Served]:
+        """The streams that run, each with what it resolves by."""
+        running = [each for each in self._running.values() if not each.task.done()]
+        return [(each.stream, each.resolver) for each in running if each.stream and each.resolver]
 
     async def _stop_others(self, mine: Mapping[PublisherName, Claim]) -> None:
         """Stop what is not this worker's any more, or is registered anew; forget what has stopped."""
@@ -188,21 +202,37 @@ class Worker:
         name = claim.registration.name
         grant: Grant | None = None
         try:
-            await self._store.registry.begin(claim)
+            # What it begins for a claim that is not there any more, nobody else would take back.
+            await _whole(asyncio.ensure_future(self._store.registry.begin(claim)))
             grant = await self._take(claim)
             if grant is not None:
+                self._metrics.leases_taken.inc()
                 stream = await self._build(claim, grant, foreign_ranks)
                 await stream.run()
+                self._metrics.leases_lost.inc()
         except Fenced:
+            self._metrics.leases_lost.inc()
             log.info("stream was somebody else's at once", extra=fields(stream=str(name)))
         except (StoreUnavailable, InvalidValue, OSError) as exc:
-            log.warning("stream stopped, will be taken up again", extra=fields(stream=str(name), error=str(exc)))
-        except Exception:
+            if self._is_news(name, str(exc)):
+                log.warning("stream stopped, will be taken up again", extra=fields(stream=str(name), error=str(exc)))
+        except Exception as exc:
             # A defect met by one publisher's bytes must not stop the others' streams; it is taken up again, too.
-            log.exception("stream failed, will be taken up again", extra=fields(stream=str(name)))
+            if self._is_news(name, repr(exc)):
+                log.exception("stream failed, will be taken up again", extra=fields(stream=str(name)))
         finally:
             if grant is not None:
                 await self._give_back(grant)
+
+    def _is_idle(self, name: PublisherName) -> bool:
+        """Whether a stream does not run, or has not reached its publisher yet."""
+        running = self._running.get(name)
+        return running is None or running.stream is None or running.stream.status == "pending"
+
+    def _is_news(self, name: PublisherName, error: str) -> bool:
+        """Whether a stream stopped otherwise than the last time; it is taken up at every look."""
+        before, self._stopped[name] = self._stopped.get(name), error
+        return error != before
 
     async def _build(self, claim: Claim, grant: Grant, foreign_ranks: frozenset[int]) -> Stream:
         applier, state = await self._resumed(grant, foreign_ranks)
@@ -253,10 +283,10 @@ class Worker:
         seconds = self._options.stream.lease_seconds
         taking = asyncio.ensure_future(self._store.leases.take(claim, self._options.worker_id, seconds))
         try:
-            return await asyncio.shield(taking)
+            return await _whole(taking)
         except asyncio.CancelledError:
-            (grant,) = await asyncio.gather(taking, return_exceptions=True)
-            if isinstance(grant, Grant):
+            grant = None if taking.exception() else taking.result()
+            if grant is not None:
                 await self._give_back(grant)
             raise
 
@@ -281,10 +311,24 @@ class Worker:
             try:
                 async with self._store.hints() as hints:
                     while True:
-                        if await hints.get_message(timeout=_LOOK_SECONDS) is not None:
+                        if await hints.get_message(seconds=_LOOK_SECONDS) is not None:
                             self._look.set()
             except StoreUnavailable:
                 await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _whole(step: asyncio.Future[T]) -> T:
+    """The outcome of a step that is not left half done: who is stopped meanwhile, and be it twice, stops after it."""
+    stopped: asyncio.CancelledError | None = None
+    while not step.done():
+        try:
+            await asyncio.wait([step])
+        except asyncio.CancelledError as exc:
+            stopped = exc
+    if stopped is not None:
+        step.exception()  # seen, so that nobody complains of it
+        raise stopped
+    return step.result()
 
 
 def _foreign_ranks(claim: Claim, claims: Sequence[Claim]) -> frozenset[int]:

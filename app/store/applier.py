@@ -24,7 +24,7 @@ from app.domain.runs import Commit, Run
 from app.errors import StoreUnavailable
 from app.logs import fields
 from app.metrics import Metrics
-from app.store.leases import Grant
+from app.store.leases import Grant, random_word
 from app.store.records import Begin, StreamState
 from app.store.scripts import Verdict
 from app.store.store import Store
@@ -35,10 +35,12 @@ T = TypeVar("T")
 
 _PAUSE_SECONDS_MIN = 0.05
 _PAUSE_SECONDS_MAX = 1.0
+#: Of many shards, so many are asked at each renewal whether they have lost writes.
+_SHARDS_ASKED = 16
 
 
 class Fenced(Exception):
-    """Somebody else has the stream; nothing this process believes of it holds any more."""
+    """Somebody else has the stream, or Redis has lost writes of it; nothing this process believes of it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,17 @@ class Applier:
         self._store = store
         self._metrics = metrics
         self._waiting_dropped = 0
+        self._asked = 0
+        self._turning: str | None = None
+        """The word of a change of holders whose reply has not come yet."""
 
     async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
         """The reply of a call that is made until Redis answers."""
         pause = _PAUSE_SECONDS_MIN
         while True:
             try:
+                if self.last_error is not None:
+                    await self._check_holders()
                 reply = await call()
             except StoreUnavailable as exc:
                 if not self._is_patient:
@@ -93,6 +100,16 @@ class Applier:
                     self.last_error = None
                     self._metrics.redis_up.set(1)
                 return reply
+
+    async def _check_holders(self) -> None:
+        """Redis was away. Where a replica has taken over, it may not know which holders were begun and ended last.
+
+        An id that it has forgotten it gives to another publisher: nothing may be written under it. One that knows the
+        change that is being made knows all before it.
+        """
+        state = await self._store.records.read(self.grant)
+        if state is None or (state.turn != self._turning and dict(state.holders) != self.resolver.holders):
+            raise Fenced
 
     async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
         """Apply batches in order; with ``commit`` the watermark moves in the same step."""
@@ -113,6 +130,8 @@ class Applier:
         modes = {run.holder: resolver.mode(run.holder) for run in runs}
         began = time.perf_counter()
         verdict = await self.answered(lambda: self._store.index.apply(self.grant, runs, modes, commit))
+        if verdict is Verdict.LOST:
+            await self._lost()
         if verdict is Verdict.FENCED:
             raise Fenced
         self._metrics.apply_duration_seconds.observe(time.perf_counter() - began)
@@ -143,28 +162,48 @@ class Applier:
         if not await self.answered(lambda: self._store.records.mark(self.grant, is_lost=is_lost)):
             raise Fenced
 
-    async def renew(self, seconds: float) -> None:
+    async def renew(self, seconds: float, watermark: int | None) -> None:
+        """Hold the lease for longer; ``watermark`` is what Redis has acknowledged."""
         if not await self.answered(lambda: self._store.leases.renew(self.grant, seconds)):
             raise Fenced
+        if await self.answered(lambda: self._store.records.watermark(self.grant)) != watermark:
+            raise Fenced  # Redis has lost its last writes
+        shards = sorted(self.grant.marks)
+        few = [shards[(self._asked + i) % len(shards)] for i in range(min(_SHARDS_ASKED, len(shards)))]
+        self._asked += len(few)
+        if await self.answered(lambda: self._store.index.has_lost(self.grant, few)):
+            await self._lost()
+
+    async def _lost(self) -> None:
+        """End a life of which a shard has lost writes. The watermark is on another one, and tells nothing of them."""
+        log.warning("redis has lost writes", extra=fields(stream=str(self.grant.claim.registration.name)))
+        await self.new_life()
+        raise Fenced
 
     async def _turn(self, unit: str, *, is_restart: bool) -> None:
-        above = await self._above()
-        ids = await self.answered(
-            lambda: self._store.records.new_life(self.grant, unit=unit, is_restart=is_restart, begin=[], above=above)
-        )
-        if ids is None:
-            raise Fenced
+        await self._change(unit=unit, is_restart=is_restart, begin=[])
         self.counters["waiting_lost"] += self.resolver.end(unit)
 
     async def _begin(self, begun: Mapping[str, Holder]) -> None:
-        above = await self._above()
         begin = [Begin(name, holder) for name, holder in begun.items()]
-        ids = await self.answered(
-            lambda: self._store.records.new_life(self.grant, unit="", is_restart=False, begin=begin, above=above)
-        )
+        ids = await self._change(unit="", is_restart=False, begin=begin)
+        self.resolver.begin(list(begun), ids)
+
+    async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[Begin]) -> list[int]:
+        """End holders, or begin others: once, however often Redis is asked for it."""
+        above, word = await self._above(), random_word()
+        self._turning = word
+        try:
+            ids = await self.answered(
+                lambda: self._store.records.new_life(
+                    self.grant, unit=unit, is_restart=is_restart, begin=begin, above=above, word=word
+                )
+            )
+        finally:
+            self._turning = None
         if ids is None:
             raise Fenced
-        self.resolver.begin(list(begun), ids)
+        return ids
 
     async def _above(self) -> int:
         """The highest holder id anywhere. Asked anew where other shards may know more than the one that counts."""
@@ -177,9 +216,12 @@ class Applier:
 
     def _count(self, fold: Sequence[Incoming], runs: Sequence[Run]) -> None:
         metrics, resolver = self._metrics, self.resolver
+        model = metrics.model(self.grant.claim.registration.model_name)
         for run in runs:
-            metrics.blocks_applied.labels(op="stored" if run.kind == "+" else "removed").inc(len(run.keys))
+            op = "stored" if run.kind == "+" else "removed"
+            metrics.blocks_applied.labels(op=op, model=model).inc(len(run.keys))
         metrics.batches.inc(len(fold))
+        metrics.last_batch_timestamp_seconds.set(time.time())
         newest = max((each.batch.ts for each in fold if each.batch.ts is not None), default=None)
         if newest is not None:
             metrics.lag_seconds.observe(max(0.0, time.time() - newest))

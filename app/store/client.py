@@ -1,71 +1,81 @@
-"""One contact point with Redis: how a connection is made, what a failure becomes.
+"""One contact point with Redis, whatever kind it is: what is asked, and what a failure becomes.
 
-Timeouts, retries and the protocol are set here and nowhere else, because the library's own defaults have changed
-between releases. A command that failed because its connection was gone is sent once more on a fresh one: every
-write of ours is a script that may come twice. Everything the driver raises leaves as ``StoreUnavailable``.
+One server, a primary behind Sentinels, a Cluster: nothing above knows which. Everything the driver raises leaves as
+``StoreUnavailable``, in bounded time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Any, TypeAlias, cast
 
-import hiredis
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, RedisError
 
-from app.errors import SettingsError, StoreUnavailable
+from app.metrics import Metrics
 from app.settings import hide_password
+from app.store.access import Access
+from app.store.address import Address, Endpoint, parse
+from app.store.cluster import Cluster
+from app.store.connect import server
+from app.store.failures import kind_of, unavailable
+from app.store.lending import Loan
 from app.store.lua import SCRIPTS, Script
+from app.store.sentinels import behind_sentinels
 
-Reply = list[Any]
+Reply: TypeAlias = list[Any]
+
+EMBEDDED = "memory://"
+
+
+class Subscription:
+    """What is published on a channel."""
+
+    def __init__(self, pubsub: PubSub, translated: Callable[[], AbstractContextManager[None]]) -> None:
+        self._pubsub = pubsub
+        self._translated = translated
+
+    async def get_message(self, *, seconds: float) -> dict[str, Any] | None:
+        """The next one; None where there is none within so many seconds."""
+        with self._translated():
+            return cast("dict[str, Any] | None", await self._pubsub.get_message(timeout=seconds))
 
 
 class Client:
     """A Redis, real or embedded, as the rest of ``store`` sees it."""
 
-    def __init__(self, redis: Redis, url: str) -> None:
+    def __init__(self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL") -> None:
         self._redis = redis
+        self._variable = variable
         self.url = hide_password(url)
+        self.metrics: Metrics | None = None
+        """Those of its store."""
 
     @classmethod
-    def open(cls, url: str, *, timeout_seconds: float = 2.0, connections: int = 64) -> Client:
-        """Connects on first use. ``memory://`` is a new, empty, embedded Redis of this process alone."""
-        if url == "memory://":
-            return cls(_embedded(), url)
-        if not re.match(r"(redis|rediss|unix)://", url):
-            raise SettingsError(
-                f"WAYMARK_REDIS_URL: '{hide_password(url)}' is no URL known here; "
-                "use redis://host:port/db, rediss://, unix://path, or memory://"
-            )
-        tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
-        try:
-            pool = BlockingConnectionPool.from_url(
-                url,
-                protocol=2,
-                decode_responses=False,
-                socket_timeout=timeout_seconds,
-                socket_connect_timeout=timeout_seconds,
-                health_check_interval=0,
-                retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
-                max_connections=connections,
-                timeout=timeout_seconds,
-                **tcp_only,
-            )
-        except ValueError:  # its text may have a piece of the password, where that is not percent-encoded
-            raise SettingsError(
-                f"WAYMARK_REDIS_URL: '{hide_password(url)}' cannot be read; use redis://user:password@host:port/db, "
-                "user and password percent-encoded"
-            ) from None
-        pool.connection_class = type("Packing", (_Packing, pool.connection_class), {})
-        return cls(Redis.from_pool(pool), url)
+    def open(
+        cls,
+        url: str,
+        *,
+        timeout_seconds: float = 2.0,
+        connections: int = 64,
+        access: Access | None = None,
+        variable: str = "WAYMARK_REDIS_URL",
+    ) -> Client:
+        """Connects on first use. ``memory://`` is a new, empty, embedded Redis of this process alone.
+
+        ``connections`` is for each server. Raises SettingsError, naming ``variable``, where the URL or what ``access``
+        says does not fit.
+        """
+        if url == EMBEDDED:
+            return cls(_embedded(), url, variable)
+        access = access or Access()
+        address = parse(url, variable)
+        access.check(address, variable)
+        return cls(_connected(address, access, timeout_seconds, connections), url, variable)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -80,82 +90,139 @@ class Client:
             if task and task.cancelling() > cancels:
                 raise asyncio.CancelledError
         except (RedisError, OSError, TimeoutError) as exc:
-            raise StoreUnavailable(
-                f"Redis at {self.url} does not answer as it should ({type(exc).__name__}: {exc}); try again in a moment"
-            ) from exc
+            if task and task.cancelling() > cancels:
+                raise asyncio.CancelledError from exc
+            if self.metrics is not None:
+                self.metrics.redis_errors.labels(kind=kind_of(exc)).inc()
+            raise unavailable(self.url, self._variable, exc) from exc
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys may be on different servers."""
+        return isinstance(self._redis, Cluster)
+
+    async def _primaries(self) -> list[Redis]:
+        return await self._redis.primaries() if isinstance(self._redis, Cluster) else [self._redis]
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
-        """Call a script by its hash; one that Redis has forgotten is loaded again."""
+        """Call a script by its hash; by its text where that Redis has not seen it or has forgotten it."""
         script: Script = SCRIPTS[name]
         with self._translated():
             try:
-                reply: Reply = await self._redis.evalsha(script.sha, len(keys), *keys, *args)
+                reply = await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
             except NoScriptError:
-                await self._redis.script_load(script.text)
-                reply = await self._redis.evalsha(script.sha, len(keys), *keys, *args)
-            return reply
+                reply = await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *args)
+            return cast("Reply", reply)
 
     async def load_scripts(self) -> None:
+        """Give every primary all scripts."""
         with self._translated():
-            for script in SCRIPTS.values():
-                await self._redis.script_load(script.text)
+            await asyncio.gather(*(_load(each) for each in await self._primaries()))
 
     async def ping(self) -> None:
         with self._translated():
             await self._redis.ping()
 
+    async def infos(self) -> list[dict[str, Any]]:
+        """INFO of every primary, as the driver parses it; none for the embedded Redis."""
+        if self.url == EMBEDDED:
+            return []
+        with self._translated():
+            return list(await asyncio.gather(*(each.info() for each in await self._primaries())))
+
     async def hget(self, key: str, field: Any) -> bytes | None:
         with self._translated():
-            return cast("bytes | None", await self._redis.hget(key, field))
+            return cast("bytes | None", await self._redis.execute_command("HGET", key, field))
 
     async def hgetall(self, key: str) -> dict[bytes, bytes]:
         with self._translated():
-            return cast("dict[bytes, bytes]", await self._redis.hgetall(key))
+            return cast("dict[bytes, bytes]", await self._redis.execute_command("HGETALL", key))
 
     async def hkeys(self, key: str) -> list[bytes]:
         with self._translated():
-            return cast("list[bytes]", await self._redis.hkeys(key))
+            return cast("list[bytes]", await self._redis.execute_command("HKEYS", key))
 
     async def srandmember(self, key: str) -> bytes | None:
         with self._translated():
-            return cast("bytes | None", await self._redis.srandmember(key))
+            return cast("bytes | None", await self._redis.execute_command("SRANDMEMBER", key))
 
     async def scard(self, key: str) -> int:
         with self._translated():
-            return await self._redis.scard(key)
+            return cast("int", await self._redis.execute_command("SCARD", key))
 
     async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
+        """A step through a hash. A cursor means nothing to another server: after a failover, begin again."""
         with self._translated():
-            cursor, fields = await self._redis.hscan(key, cursor, count=count)
-            return cursor, cast("dict[bytes, bytes]", fields)
+            reply = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", count)
+            return cast("tuple[int, dict[bytes, bytes]]", reply)
 
     async def several(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """Commands that do not depend on each other, in one round trip; one failing fails them all."""
+        """Commands that do not depend on each other, in one round trip (of a Cluster: to each of its nodes at once).
+
+        One failing fails them all.
+        """
         with self._translated():
+            if isinstance(self._redis, Cluster):
+                return await self._redis.several(commands)
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
                 return await pipeline.execute()
 
+    @asynccontextmanager
+    async def lend(self, key: bytes) -> AsyncIterator[AbstractConnection]:
+        """One connection, to the server that has ``key``, for as long as the block lasts.
+
+        Whoever borrows it reads every reply it has asked for; after an error, or a cancellation, it is closed. Errors
+        of the driver leave as everywhere. On a Cluster a slot may have moved: then ask again, with ``several``.
+        """
+        with self._translated():
+            if isinstance(self._redis, Cluster):
+                async with self._redis.lend(key) as connection:
+                    yield connection
+            else:
+                async with Loan(self._redis.connection_pool) as connection:
+                    yield connection
+
+    def place(self, key: bytes) -> object:
+        """What stands for the server that has ``key``, as far as is known: equal for keys that one loan serves."""
+        return self._redis.place(key) if isinstance(self._redis, Cluster) else None
+
     async def publish(self, channel: str, word: str) -> None:
         with self._translated():
-            await self._redis.publish(channel, word)
+            await self._redis.execute_command("PUBLISH", channel, word)
 
     @asynccontextmanager
-    async def subscription(self, channel: str) -> AsyncIterator[PubSub]:
+    async def subscription(self, channel: str) -> AsyncIterator[Subscription]:
         with self._translated():
-            async with self._redis.pubsub(ignore_subscribe_messages=True) as pubsub:
-                await pubsub.subscribe(channel)
-                yield pubsub
+            server = (await self._primaries())[0] if isinstance(self._redis, Cluster) else self._redis
+            async with server.pubsub(ignore_subscribe_messages=True) as pubsub:
+                # By itself: a cancellation that was swallowed must be seen before the next wait, not after the last.
+                with self._translated():
+                    await pubsub.subscribe(channel)
+                yield Subscription(pubsub, self._translated)
 
 
-class _Packing:
-    """A connection that packs commands in C: the library's own loop costs as much as all else a batch needs."""
+def _connected(address: Address, access: Access, timeout_seconds: float, connections: int) -> Redis | Cluster:
+    def node(endpoint: Endpoint | None) -> Redis:
+        return server(address, access, endpoint, timeout_seconds=timeout_seconds, connections=connections)
 
-    def pack_command(self, *args: Any) -> list[bytes]:
-        if " " in args[0]:  # SCRIPT LOAD and the like are two words on the wire
-            args = (*args[0].split(), *args[1:])
-        return [hiredis.pack_command(args)]
+    match address.kind:
+        case "cluster":
+            return Cluster(address.endpoints, node, timeout_seconds=timeout_seconds, is_replica=address.is_replica)
+        case "sentinel":
+            return behind_sentinels(address, access, timeout_seconds=timeout_seconds, connections=connections)
+        case "server":
+            return node(address.endpoints[0])
+        case "socket":
+            return node(None)
+
+
+async def _load(redis: Redis) -> None:
+    async with redis.pipeline(transaction=False) as pipeline:
+        for script in SCRIPTS.values():
+            pipeline.execute_command("SCRIPT LOAD", script.text)
+        await pipeline.execute()
 
 
 def _embedded() -> Redis:

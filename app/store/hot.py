@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from app.domain.native import KEY_BYTES, unpack
+from app.metrics import Metrics
+
 #: Shorter values cost less to ask for again than to keep.
 _VALUE_BYTES_MIN = 256
 #: What an entry costs beside its value, roughly: two dictionary slots, a key, a place in the queue.
@@ -19,7 +22,9 @@ _ENTRY_BYTES = 300
 class HotBlocks:
     """Values by (group id, block key), until they are too old or too many. Times are monotonic seconds."""
 
-    def __init__(self, seconds: float, bytes_max: int) -> None:
+    def __init__(self, seconds: float, bytes_max: int, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics or Metrics()
+        self._metrics.hot_block_bytes.set_function(lambda: self.bytes)
         self._seconds = seconds
         self._bytes_max = bytes_max if seconds > 0 else 0
         self._values: dict[tuple[int, int], bytes] = {}
@@ -31,30 +36,43 @@ class HotBlocks:
     def __len__(self) -> int:
         return len(self._values)
 
-    def find(self, group_id: int, keys: Sequence[int], now: float) -> dict[int, bytes]:
-        """The values that are kept, by their index in ``keys``."""
-        self._expire(now)
-        if not self._values:
+    def find(self, group_id: int, keys: bytes, now: float) -> dict[int, bytes]:
+        """The values that are kept, by their index among the packed ``keys``."""
+        if not self._queue:
             return {}
+        self._expire(now)
         values = self._values
-        return {i: value for i, key in enumerate(keys) if (value := values.get((group_id, key))) is not None}
+        if not values:
+            return {}
+        found = {i: value for i, key in enumerate(unpack(keys)) if (value := values.get((group_id, key))) is not None}
+        self._metrics.hot_block_hits.inc(len(found))
+        return found
 
-    def keep(self, group_id: int, keys: Sequence[int], values: Sequence[bytes | None], now: float) -> None:
-        """Keep those of the values that are long."""
-        if not self._bytes_max:
-            return
-        for key, value in zip(keys, values, strict=True):
-            if value is None or len(value) < _VALUE_BYTES_MIN or (group_id, key) in self._values:
-                continue
+    def keep(self, group_id: int, keys: bytes, runs: Sequence[tuple[bytes, int]], now: float) -> None:
+        """Keep those that are long; ``runs`` are the values of the first of the packed ``keys``."""
+        at = 0
+        for value, length in runs:
+            if len(value) >= _VALUE_BYTES_MIN:
+                for key in unpack(keys[KEY_BYTES * at : KEY_BYTES * (at + length)]):
+                    if not self._keep(group_id, key, value, now):
+                        return
+            at += length
+
+    def _keep(self, group_id: int, key: int, value: bytes, now: float) -> bool:
+        """False where nothing more can be kept."""
+        if (group_id, key) in self._values:
+            return True
+        size = _ENTRY_BYTES + (0 if value in self._shared else len(value))
+        while self._queue and self.bytes + size > self._bytes_max:
+            self._drop_oldest()
             size = _ENTRY_BYTES + (0 if value in self._shared else len(value))
-            while self._queue and self.bytes + size > self._bytes_max:
-                self._drop_oldest()
-            if self.bytes + size > self._bytes_max:
-                return
-            self._shared[value] = self._shared.get(value, 0) + 1
-            self._values[group_id, key] = value
-            self._queue.append((now + self._seconds, (group_id, key)))
-            self.bytes += size
+        if self.bytes + size > self._bytes_max:
+            return False
+        self._shared[value] = self._shared.get(value, 0) + 1
+        self._values[group_id, key] = value
+        self._queue.append((now + self._seconds, (group_id, key)))
+        self.bytes += size
+        return True
 
     def clear(self) -> None:
         self._values.clear()

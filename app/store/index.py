@@ -30,16 +30,29 @@ class Index:
         """Apply runs in order and move the watermark, if one is given; ``modes`` has every holder of the runs.
 
         What was applied before, wholly or in part, is skipped. FENCED: the stream is somebody else's now, and
-        nothing this caller believes of it holds any more.
+        nothing this caller believes of it holds any more. LOST: a shard has lost writes that it had acknowledged, so
+        the life of the stream has to end.
         """
+        before = None if commit is None else commit.before
         if grant.shards == 1:
-            return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit)
+            return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit, before)
         parts = _by_shard(runs, grant.shards)
+        # The watermark is on shard 0: where it has gone back, no other shard may get what comes behind it.
+        if before is not None:
+            verdict = await self._apply_shard(grant, 0, parts.pop(0, []), modes, None, before)
+            if verdict is Verdict.FENCED:
+                return verdict
         verdicts = await asyncio.gather(
-            *(self._apply_shard(grant, shard, part, modes, None) for shard, part in parts.items())
+            *(
+                self._apply_shard(grant, shard, part, modes, None, grant.marks.get(shard))
+                for shard, part in parts.items()
+            )
         )
-        if Verdict.FENCED in verdicts:
-            return Verdict.FENCED
+        for refusal in (Verdict.FENCED, Verdict.LOST):
+            if refusal in verdicts:
+                return refusal
+        if grant.claim.registration.sequence == "publisher":  # else its numbers are of several ranks
+            grant.marks.update({shard: part[-1][0].seq for shard, part in parts.items() if shard})
         if commit is None:
             return Verdict.APPLIED
         outcome = await self._scripts.commit_batch(
@@ -54,13 +67,14 @@ class Index:
         runs: Sequence[tuple[Run, list[int] | None]],
         modes: Mapping[int, Mode],
         commit: Commit | None,
+        before: int | None,
     ) -> Verdict:
         verdict = Verdict.APPLIED
         calls = list(_calls(runs)) or [[]]
         for number, call in enumerate(calls):
             last = commit if number == len(calls) - 1 else None
             while True:
-                outcome = await self._call(grant, shard, call, modes, last)
+                outcome = await self._call(grant, shard, call, modes, last, before)
                 verdict = outcome.verdict
                 if verdict is not Verdict.APPLIED:
                     return verdict
@@ -76,6 +90,7 @@ class Index:
         runs: Sequence[tuple[Run, list[int] | None]],
         modes: Mapping[int, Mode],
         commit: Commit | None,
+        before: int | None,
     ) -> Outcome:
         prefix = keys.block_prefix(grant.group_id, shard)
         holders = {holder: i for i, holder in enumerate(dict.fromkeys(run.holder for run, _ in runs), 1)}
@@ -111,8 +126,21 @@ class Index:
             grant.token,
             "" if commit is None else commit.watermark,
             *beside,
+            "" if before is None else before,
             [word for holder in holders for word in (holder, modes[holder])],
             args,
+        )
+
+    async def has_lost(self, grant: Grant, shards: Iterable[int]) -> bool:
+        """Whether any of these shards has lost writes that it had acknowledged under this grant."""
+        asked = [shard for shard in shards if shard in grant.marks]
+        if not asked:
+            return False
+        found = await self._client.several(
+            ("HGET", keys.fence(grant.group_id, shard), f"seq:{grant.publisher}") for shard in asked
+        )
+        return any(
+            int(-1 if seq is None else seq) < grant.marks[shard] for shard, seq in zip(asked, found, strict=True)
         )
 
     async def entries(self, grant: Grant, wanted: Mapping[int, Sequence[int]]) -> dict[int, dict[int, tuple[int, int]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.store import keys
 from app.store.claims import Claim
@@ -22,6 +22,13 @@ def random_word() -> str:
     return secrets.token_hex(8)
 
 
+@dataclass(slots=True)
+class Turn:
+    """The last change of its holders that a grant has seen acknowledged."""
+
+    word: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Grant:
     """A stream that is ours, as long as nobody has a higher token."""
@@ -30,6 +37,9 @@ class Grant:
     token: str
     above: int
     """The highest holder id seen on any shard when the fence was raised."""
+    marks: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    """Of each shard but the first, the seq of the last batch whose blocks it has acknowledged under this grant."""
+    turn: Turn = field(default_factory=Turn, compare=False, repr=False)
 
     @property
     def publisher(self) -> int:
@@ -66,6 +76,8 @@ class Leases:
             taken = await self._scripts.take_lease(
                 lease, record, own, random, worker, milliseconds, above, "1" if force else ""
             )
+            if taken.verdict is Verdict.GONE:
+                await self._forget(claim)
             if not taken.is_applied:
                 return None
             own = f"{taken.numbers[0]}.{random}"
@@ -99,7 +111,21 @@ class Leases:
 
     async def drop(self, grant: Grant) -> None:
         """Give the lease back at once."""
-        await self._scripts.drop_lease(grant.lease, grant.record, grant.token)
+        outcome = await self._scripts.drop_lease(grant.lease, grant.record, grant.token)
+        if outcome.verdict is Verdict.GONE:
+            await self._forget(grant.claim)
+
+    async def _forget(self, claim: Claim) -> None:
+        """Take out of the fences what is left of a publisher without a record; no token of it lets anybody in.
+
+        Something is left where it was ended between a lease and its fence, or by somebody who did not get further.
+        """
+        await asyncio.gather(
+            *(
+                self._scripts.drop_fence(keys.fence(claim.group_id, shard), claim.publisher, "")
+                for shard in range(claim.shards)
+            )
+        )
 
     async def end(self, grant: Grant) -> bool:
         """End the publisher: its row and its holders are gone when this returns; False where fenced."""

@@ -8,27 +8,33 @@ truth.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from app.domain.match import Walk
 from app.domain.names import GroupName
+from app.domain.native import KEY_BYTES
 from app.domain.table import HolderTable
 from app.errors import StoreUnavailable
+from app.metrics import Metrics
 from app.store import keys
 from app.store.claims import decode_table
 from app.store.client import Client
+from app.store.fetch import Fetcher
 from app.store.hot import HotBlocks
 from app.store.registry import GroupEntry, Registry
 
-KeySource = Callable[[int], list[int]]
-"""Gives the next n block keys of a prompt (seq_hash XOR namespace), fewer at its end."""
+KeySource = Callable[[int], bytes]
+"""Gives the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at its end."""
 
-#: A miss in the first chunk is the common answer to a new prompt, so it is small; 512 keys are some 0.3 ms of Redis.
-_FIRST_CHUNK = 32
-_LARGEST_CHUNK = 512
+#: A miss in the first chunk is the common answer to a new prompt, so it is small. Where prompts lately had more of
+#: their blocks (one system prompt for all is the usual case) it is larger: a round trip costs more than keys that turn
+#: out to be missing. (Below how many blocks found on average, how many are asked for.)
+_FIRST_CHUNKS = ((24, 32), (96, 128))
+#: What goes on mostly goes on for long; 512 keys are some 0.15 ms of Redis.
+_CHUNK = 512
+#: How much one query counts in the average.
+_WEIGHT = 1 / 8
 
 #: Groups and tables remembered; beyond it the oldest is forgotten.
 _GROUPS_MAX = 1024
@@ -53,21 +59,24 @@ class _Query:
         self.block_size = block_size
         self.walk: Walk | None = None
         self.round_trips = 0
-        self.values: list[bytes | None] = []
+        self.runs: list[tuple[bytes, int]] = []
+        self.blocks = 0
+        """How many keys have been looked up."""
         self._source = source
-        self._keys: list[int] = []
+        self._keys = b""
 
-    def keys(self, count: int) -> list[int]:
-        """The next ``count`` keys that have no value yet."""
-        start = len(self.values)
-        missing = start + count - len(self._keys)
+    def keys(self, count: int) -> bytes:
+        """The next ``count`` keys that have not been looked up."""
+        start = KEY_BYTES * self.blocks
+        missing = self.blocks + count - len(self._keys) // KEY_BYTES
         if missing > 0:
             self._keys += self._source(missing)
-        return self._keys[start : start + count]
+        return self._keys[start : start + KEY_BYTES * count]
 
     def restart(self) -> None:
         self.walk = None
-        self.values = []
+        self.runs = []
+        self.blocks = 0
 
     def begin(self, table: HolderTable) -> Walk:
         self.walk = Walk(table.view(self.block_size))
@@ -76,16 +85,18 @@ class _Query:
     def reading(self, *, is_partial: bool) -> Reading | None:
         if self.walk is None:
             return None
-        return Reading(self.walk, is_partial, self.round_trips, len(self.values))
+        return Reading(self.walk, is_partial, self.round_trips, self.blocks)
 
 
 class Reader:
-    def __init__(self, client: Client, registry: Registry, hot: HotBlocks) -> None:
-        self._hot = hot
+    def __init__(self, client: Client, registry: Registry, hot: HotBlocks, metrics: Metrics | None = None) -> None:
         self._client = client
+        self._fetcher = Fetcher(client, hot, metrics or Metrics())
         self._registry = registry
         self._groups: dict[GroupName, GroupEntry] = {}
         self._tables: dict[int, HolderTable] = {}
+        # By group id: how many blocks queries found lately, on average, of up to 128.
+        self._usual: dict[int, float] = {}
 
     async def read(
         self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
@@ -102,11 +113,13 @@ class Reader:
                     if entry is None:
                         return None
                     if await self._walk(group, entry, query):
+                        self._remember(entry, query)
                         return query.reading(is_partial=False)
                     # The id is another group's: this Redis has come back empty, so nothing known of it holds.
-                    self._hot.clear()
+                    self._fetcher.forget()
                     self._groups.clear()
                     self._tables.clear()
+                    self._usual.clear()
                     query.restart()
                 return None
         except TimeoutError:
@@ -134,30 +147,37 @@ class Reader:
             if entry is not None:
                 if len(self._groups) >= _GROUPS_MAX:
                     oldest = next(iter(self._groups))
-                    self._tables.pop(self._groups.pop(oldest).group_id, None)
+                    group_id = self._groups.pop(oldest).group_id
+                    self._tables.pop(group_id, None)
+                    self._usual.pop(group_id, None)
                 self._groups[group] = entry
         return entry
 
     async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query) -> bool:
         """Walk to the end; False where ``entry`` is not this group's id (any more)."""
-        chunk = _FIRST_CHUNK
+        usual = self._usual.get(entry.group_id, 0.0)
+        chunk = next((blocks for bound, blocks in _FIRST_CHUNKS if usual < bound), _CHUNK)
         is_fresh = False
         while True:
             wanted = query.keys(chunk)
             walk = query.walk
             if walk is not None and not wanted:
                 return True
-            version, values = await self._fetch(entry, wanted, query, with_version=walk is None)
+            fetched, round_trips = await self._fetcher.fetch(entry, wanted, with_version=walk is None)
+            query.round_trips += round_trips
             if walk is None:
                 table = self._tables.get(entry.group_id)
-                if table is None or table.version != version:
+                if table is None or table.version != fetched.version:
                     table, is_fresh = await self._read_table(entry.group_id), True
                     query.round_trips += 1
                 if table is None or table.group != group:
                     return False
                 walk = query.begin(table)
-            query.values += values
-            goes_on = walk.feed(values) and len(wanted) == chunk
+            asked, found = len(wanted) // KEY_BYTES, sum(length for _, length in fetched.runs)
+            query.runs += fetched.runs
+            query.blocks += asked
+            is_whole = found == chunk
+            goes_on = walk.feed_runs(fetched.runs) and is_whole
             if not goes_on:
                 if is_fresh or walk.newest_seen <= walk.view.newest:
                     return True
@@ -166,38 +186,17 @@ class Reader:
                 query.round_trips += 1
                 if table is None or table.group != group:
                     return False
-                if not query.begin(table).feed(query.values):
+                if not query.begin(table).feed_runs(query.runs) or not is_whole:
                     return True
-            chunk = min(2 * chunk, _LARGEST_CHUNK)
+            chunk = _CHUNK
 
-    async def _fetch(
-        self, entry: GroupEntry, wanted: list[int], query: _Query, *, with_version: bool
-    ) -> tuple[bytes | None, list[bytes | None]]:
-        """The values of ``wanted``, in order, each shard asked once; and the table's version, if asked for."""
-        kept = self._hot.find(entry.group_id, wanted, time.monotonic())
-        picked: dict[int, list[int]] = {}
-        for i, key in enumerate(wanted):
-            if i not in kept:
-                picked.setdefault(key % entry.shards, []).append(i)
-        commands: list[tuple[str | bytes, ...]] = []
-        for shard, indexes in picked.items():
-            prefix = keys.block_prefix(entry.group_id, shard)
-            commands.append(("MGET", *(b"%b%016x" % (prefix, wanted[i]) for i in indexes)))
-        if with_version:
-            commands.append(("HGET", keys.holders(entry.group_id), "version"))
-        replies: list[Any] = []
-        if commands:
-            replies = await self._client.several(commands)
-            query.round_trips += 1
-        version = replies.pop() if with_version else None
-        values: list[bytes | None] = [None] * len(wanted)
-        for i, value in kept.items():
-            values[i] = value
-        for indexes, reply in zip(picked.values(), replies, strict=True):
-            for i, value in zip(indexes, reply, strict=True):
-                values[i] = value
-        self._hot.keep(entry.group_id, wanted, values, time.monotonic())
-        return version, values
+    def _remember(self, entry: GroupEntry, query: _Query) -> None:
+        """What a query found says how much the next one should ask for at once; one of a few blocks says nothing."""
+        if query.blocks >= _FIRST_CHUNKS[0][1]:
+            # Of those who have much, how much does not matter: a few of them should not make all others ask for 512.
+            found = min(_FIRST_CHUNKS[-1][1], sum(length for _, length in query.runs))
+            usual = self._usual.get(entry.group_id, 0.0)
+            self._usual[entry.group_id] = usual + _WEIGHT * (found - usual)
 
     async def _read_table(self, group_id: int) -> HolderTable | None:
         table = decode_table(await self._client.hgetall(keys.holders(group_id)))

@@ -38,6 +38,8 @@ class StreamState:
     """Standard events: the last event_id per holder."""
     counters: Mapping[str, int]
     status: str
+    turn: str
+    """The word of the last change of holders under the present token; '' for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Records:
         fields = {name.decode(): value.decode() for name, value in (await self._client.hgetall(grant.record)).items()}
         if fields.get("token") != grant.token:
             return None
+        by, _, turn = fields.get("turn", "").partition(" ")
         return StreamState(
             life=fields["life"],
             watermark=_integer(fields.get("watermark")),
@@ -88,28 +91,49 @@ class Records:
             event_ids={int(name[6:]): int(value) for name, value in fields.items() if name.startswith("event:")},
             counters=_counters(fields),
             status=fields.get("status", "pending"),
+            turn=turn if by == grant.token else "",
         )
 
+    async def watermark(self, grant: Grant) -> int | None:
+        """As it stands now; only who has the stream moves it, so another one than his is that of an older Redis."""
+        found = await self._client.hget(grant.record, "watermark")
+        return None if found is None else int(found)
+
     async def new_life(
-        self, grant: Grant, *, unit: str, is_restart: bool, begin: Sequence[Begin], above: int
+        self,
+        grant: Grant,
+        *,
+        unit: str,
+        is_restart: bool,
+        begin: Sequence[Begin],
+        above: int,
+        word: str | None = None,
     ) -> list[int] | None:
         """End the holders of ``unit`` ('*', a name, a name's beginning, or '' for none) and begin others.
 
-        The ids of ``begin``, in order; with ``is_restart`` the stream has no watermark afterwards.
+        The ids of ``begin``, in order; with ``is_restart`` the stream has no watermark afterwards. Who makes the same
+        call again, because he has seen no reply, gives the same random ``word``: what was done is not done twice.
         """
+        word = word or random_word()
         outcome = await self._scripts.new_life(
             keys.holders(grant.group_id),
             grant.record,
             keys.fence(grant.group_id, 0),
             keys.dead(grant.group_id),
             grant.token,
-            random_word(),
+            grant.turn.word,
+            word,
             above,
             unit,
-            random_word() if is_restart else "",
+            word if is_restart else "",
             [word for each in begin for word in (each.name, encode_holder(each.holder))],
         )
-        return list(outcome.numbers) if outcome.is_applied else None
+        if not outcome.is_applied:
+            return None
+        grant.turn.word = word
+        if is_restart:
+            grant.marks.clear()
+        return list(outcome.numbers)
 
     async def write(self, grant: Grant, fields: Mapping[str, str | int | float], counters: Mapping[str, int]) -> bool:
         """Write fields and counters (absolute values); False where fenced. An empty text takes a field out."""

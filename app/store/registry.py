@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import orjson
 
@@ -57,7 +58,7 @@ class Registry:
         Raises Conflict, naming the field, where its name is taken by another model, block size, type, adapter,
         salt or scope; nothing is changed then.
         """
-        above = 0
+        above = publisher_above = 0
         for _ in range(_ATTEMPTS):
             claim = await self._claim(registration.name)
             if claim is not None:
@@ -69,15 +70,19 @@ class Registry:
                     return False
                 await self._leave(claim)  # a new address is a new life: nothing of the old one holds
                 continue
-            ids = await self._scripts.new_ids(keys.GROUPS, keys.group_field(registration.group), self._shards, above)
+            ids = await self._scripts.new_ids(
+                keys.GROUPS, keys.group_field(registration.group), self._shards, above, publisher_above
+            )
             group_id, shards, publisher = ids.numbers
             claim = Claim(registration, publisher, group_id, shards)
             claimed = await self._replace(registration.name, b"", claim)
             if claimed is None:
                 continue
-            if not await self.begin(claimed):
-                if await self._withdraw(claimed):
-                    above = group_id  # after a failover this id may be another group's
+            clash = await self._clash(claimed)
+            if clash is not None or not await self._confirm(claimed):
+                if await self._withdraw(claimed) and clash == "group":
+                    above = group_id
+                publisher_above = publisher
                 continue
             await self._client.publish(keys.CONTROL, "registered")
             return True
@@ -88,23 +93,38 @@ class Registry:
     async def begin(self, claim: Claim) -> bool:
         """Give a claim its record and its row, where it has none yet.
 
-        False where it has none now: the group id is another's, or the claim does not stand any more.
+        False where it has none now: one of its ids is another's, or the claim does not stand any more.
         """
+        return await self._clash(claim) is None and await self._confirm(claim)
+
+    async def _clash(self, claim: Claim) -> Literal["group", "publisher"] | None:
+        """Begin the record; which of the claim's ids is another's, as it may be after a failover, or None."""
         outcome = await self._scripts.begin_publisher(
             keys.holders(claim.group_id),
             keys.record(claim.group_id, claim.publisher),
             claim.publisher,
+            keys.publisher_field(claim.registration.name),
             claim.row(),
             keys.group_field(claim.registration.group),
             random_word(),
             random_word(),
         )
         if outcome.verdict is Verdict.OTHER:
+            return "publisher" if outcome.numbers[0] else "group"
+        return None
+
+    async def _confirm(self, claim: Claim) -> bool:
+        """Whether a claim that has begun still stands, under the ids it was given."""
+        group, name = keys.group_field(claim.registration.group), keys.publisher_field(claim.registration.name)
+        raw, entry = await self._client.several([("HGET", keys.PUBLISHERS, name), ("HGET", keys.GROUPS, group)])
+        if raw != claim.raw:
+            await self._end(claim)  # unregistered before it began: what it was given now, nobody else would take back
             return False
-        if await self._client.hget(keys.PUBLISHERS, keys.publisher_field(claim.registration.name)) == claim.raw:
+        if entry == b"%d %d" % (claim.group_id, claim.shards):
             return True
-        await self._end(claim)  # unregistered before it began: what it was given now, nobody else would take back
-        return False
+        # A failover has forgotten that the ids were handed out: queries would not find the group.
+        kept = await self._scripts.keep_ids(keys.GROUPS, group, claim.group_id, claim.shards, claim.publisher)
+        return kept.is_applied
 
     async def unregister(self, names: Sequence[PublisherName]) -> list[PublisherName]:
         """Take publishers out; what they held is gone from answers when this returns. Those that were there."""

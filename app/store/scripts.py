@@ -7,11 +7,13 @@ the wire. A list argument stands for the starred name of the signature.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from app.store.client import Client
+from app.metrics import Metrics
+from app.store.client import Client, Reply
 
 Arg = str | bytes | int
 
@@ -22,6 +24,7 @@ class Verdict(StrEnum):
     APPLIED = "applied"
     STALE = "stale"
     FENCED = "fenced"
+    LOST = "lost"
     HELD = "held"
     GONE = "gone"
     OTHER = "other"
@@ -40,12 +43,25 @@ class Outcome(NamedTuple):
 class Scripts:
     """``lua/`` on one Redis."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, metrics: Metrics | None = None) -> None:
         self._client = client
+        self._metrics = metrics or Metrics()
 
     async def _run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Outcome:
-        verdict, *numbers = await self._client.run(name, keys, args)
+        verdict, *numbers = await self._call(name, keys, args)
         return Outcome(Verdict(verdict.decode()), tuple(numbers))
+
+    async def _call(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Reply:
+        """A script's reply as it came, timed and counted. One that did not come is counted as ``none``."""
+        began = time.perf_counter()
+        verdict = "none"
+        try:
+            reply = await self._client.run(name, keys, args)
+            verdict = reply[0].decode()
+        finally:
+            self._metrics.script_duration_seconds.labels(script=name).observe(time.perf_counter() - began)
+            self._metrics.script_replies.labels(script=name, verdict=verdict).inc()
+        return reply
 
     async def apply_batch(
         self,
@@ -59,13 +75,14 @@ class Scripts:
         ts: Arg,
         newest_ts: Arg,
         digest: Arg,
+        before: Arg,
         holders: Sequence[Arg],
         run: Sequence[Arg],
     ) -> Outcome:
         keys: list[str | bytes] = [fence, *engine, *block]
         if record is not None:
             keys.append(record)
-        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, len(engine), *holders, *run]
+        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, before, len(engine), *holders, *run]
         return await self._run("apply_batch", keys, args)
 
     async def commit_batch(
@@ -80,13 +97,15 @@ class Scripts:
         fence: str,
         dead: str,
         token: str,
+        before: str,
         version: str,
         above: int,
         unit: str,
         life: str,
         begin: Sequence[Arg],
     ) -> Outcome:
-        return await self._run("new_life", [holders, record, fence, dead], [token, version, above, unit, life, *begin])
+        args: list[Arg] = [token, before, version, above, unit, life, *begin]
+        return await self._run("new_life", [holders, record, fence, dead], args)
 
     async def raise_fence(self, fence: str, publisher: int, token: str) -> Outcome:
         return await self._run("raise_fence", [fence], [publisher, token])
@@ -108,16 +127,27 @@ class Scripts:
     async def write_record(self, record: str, token: str, field: Sequence[Arg]) -> Outcome:
         return await self._run("write_record", [record], [token, *field])
 
-    async def new_ids(self, groups: str, group: bytes, shards: int, above: int) -> Outcome:
-        return await self._run("new_ids", [groups], [group, shards, above])
+    async def new_ids(self, groups: str, group: bytes, shards: int, above: int, publisher_above: int) -> Outcome:
+        return await self._run("new_ids", [groups], [group, shards, above, publisher_above])
+
+    async def keep_ids(self, groups: str, group: bytes, id: int, shards: int, publisher: int) -> Outcome:
+        return await self._run("keep_ids", [groups], [group, id, shards, publisher])
 
     async def claim_publisher(self, publishers: str, publisher: bytes, expected: Arg, registration: Arg) -> Outcome:
         return await self._run("claim_publisher", [publishers], [publisher, expected, registration])
 
     async def begin_publisher(
-        self, holders: str, record: str, publisher: int, row: bytes, group: bytes, version: str, life: str
+        self,
+        holders: str,
+        record: str,
+        publisher: int,
+        name: bytes,
+        row: bytes,
+        group: bytes,
+        version: str,
+        life: str,
     ) -> Outcome:
-        return await self._run("begin_publisher", [holders, record], [publisher, row, group, version, life])
+        return await self._run("begin_publisher", [holders, record], [publisher, name, row, group, version, life])
 
     async def mark_publisher(
         self, holders: str, record: str, publisher: int, token: str, row: bytes, version: str
@@ -139,9 +169,9 @@ class Scripts:
 
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """Who is alive; the one script whose numbers are names."""
-        _, *alive = await self._client.run("beat", [workers], [worker, keep_seconds, leaving])
+        _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])
         return [name.decode() for name in alive]
 
     async def name_birth(self, birth: str, word: str) -> str:
-        _, name = await self._client.run("name_birth", [birth], [word])
+        _, name = await self._call("name_birth", [birth], [word])
         return str(name.decode())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from redis.asyncio.client import PubSub
-
 from app.errors import StoreUnavailable
+from app.metrics import Metrics
 from app.store import keys
-from app.store.client import Client
+from app.store.access import Access
+from app.store.client import Client, Subscription
+from app.store.health import HealthWatch
 from app.store.hot import HotBlocks
 from app.store.index import Index
 from app.store.leases import Leases
@@ -21,22 +22,35 @@ from app.store.sweep import Sweeper
 
 class Store:
     def __init__(
-        self, client: Client, read_client: Client | None = None, *, shards: int = 1, hot: HotBlocks | None = None
+        self,
+        client: Client,
+        read_client: Client | None = None,
+        *,
+        shards: int = 1,
+        hot: HotBlocks | None = None,
+        metrics: Metrics | None = None,
+        are_shards_set: bool = True,
     ) -> None:
+        metrics = metrics or Metrics()
+        for each in (client, read_client):
+            if each is not None:
+                each.metrics = metrics
         self._client = client
         self._read_client = read_client
-        self.scripts = Scripts(client)
+        self.health = HealthWatch(client, are_shards_set=are_shards_set)
+        self.scripts = Scripts(client, metrics)
         self.leases = Leases(client, self.scripts)
         self.registry = Registry(client, self.scripts, self.leases, shards=shards)
         self.index = Index(client, self.scripts)
         self.records = Records(client, self.scripts)
         self.sweeper = Sweeper(client, self.scripts)
         reading = read_client or client
-        read_scripts = Scripts(reading)
+        read_scripts = Scripts(reading, metrics)
         self.reader = Reader(
             reading,
             Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards),
             HotBlocks(0, 0) if hot is None else hot,
+            metrics,
         )
 
     @classmethod
@@ -47,18 +61,26 @@ class Store:
         *,
         shards: int = 1,
         timeout_seconds: float = 2.0,
+        access: Access | None = None,
         hot: HotBlocks | None = None,
+        metrics: Metrics | None = None,
+        are_shards_set: bool = True,
     ) -> Store:
         """A store on a URL, and another to read from; nothing is connected before the first command."""
-        read_client = None if read_url is None else Client.open(read_url, timeout_seconds=timeout_seconds)
-        return cls(Client.open(url, timeout_seconds=timeout_seconds), read_client, shards=shards, hot=hot)
+        read_client = None
+        if read_url is not None:
+            read_client = Client.open(
+                read_url, timeout_seconds=timeout_seconds, access=access, variable="WAYMARK_REDIS_READ_URL"
+            )
+        client = Client.open(url, timeout_seconds=timeout_seconds, access=access)
+        return cls(client, read_client, shards=shards, hot=hot, metrics=metrics, are_shards_set=are_shards_set)
 
     async def close(self) -> None:
         await self._client.close()
         if self._read_client is not None:
             await self._read_client.close()
 
-    def hints(self) -> AbstractAsyncContextManager[PubSub]:
+    def hints(self) -> AbstractAsyncContextManager[Subscription]:
         """The channel on which registrations say "look again"."""
         return self._client.subscription(keys.CONTROL)
 

@@ -38,7 +38,7 @@ class Sweeper:
         for shard in range(entry.shards):
             engine = keys.engine(entry.group_id, shard, holder)
             prefix = keys.block_prefix(entry.group_id, shard)
-            cursor = 0
+            cursor, has_found = 0, False
             while True:
                 cursor, fields = await self._client.hscan(engine, cursor, STEP_BLOCKS)
                 entries = [
@@ -46,6 +46,7 @@ class Sweeper:
                     for name, value in fields.items()
                     if name != b"applied" and not name.startswith(b"*")
                 ]
+                has_found = has_found or bool(entries)
                 for start in range(0, len(entries), STEP_BLOCKS):
                     step = entries[start : start + STEP_BLOCKS]
                     while step:
@@ -55,7 +56,11 @@ class Sweeper:
                         step = step[outcome.numbers[0] :]
                         yield outcome.numbers[0]
                 if cursor == 0:
-                    break
+                    # A cursor means nothing to a replica that has taken over meanwhile: all are through when a whole
+                    # scan finds none.
+                    if not has_found:
+                        break
+                    has_found = False
             await self._scripts.sweep_holder(engine, [], holder, [])
         await self._scripts.forget_dead(keys.dead(entry.group_id), holder)
 

@@ -294,9 +294,9 @@ async def test_partial_reading_is_marked_and_counted(
     assert partial.json() == complete.json()
     value = metrics.registry.get_sample_value
     assert value("waymark_query_partial_total") == 1
-    assert value("waymark_query_blocks_total") == 6
-    assert value("waymark_query_matched_blocks_total") == 6
-    assert (value("waymark_query_round_trips_total") or 0) >= 2
+    assert value("waymark_query_blocks_sum") == 6
+    assert value("waymark_query_matched_blocks_sum") == 6
+    assert (value("waymark_query_round_trips_sum") or 0) >= 2
     labels = {"route": "/query", "method": "POST", "status": "200"}
     assert value("waymark_http_requests_total", labels) == 2
     assert value("waymark_http_request_duration_seconds_count", {"route": "/query"}) == 2

@@ -104,7 +104,7 @@ async def test_errors_name_hashes_as_the_client_did(api: httpx.AsyncClient, spel
 )
 def test_a_hash_is_64_bits_however_it_is_written(wire: bytes, number: int) -> None:
     fields = decode(BY_HASH % (b"[" + wire + b"]"), Format.JSON).fields
-    assert hashes(fields["seq_hashes"], field="seq_hashes", max_tokens=9) == [number]
+    assert list(hashes(fields["seq_hashes"], field="seq_hashes", max_tokens=9)) == [number]
 
 
 @pytest.mark.parametrize(

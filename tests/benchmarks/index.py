@@ -1,212 +1,202 @@
-"""What the index costs: bytes and Redis CPU per block, and the CPU of the worker that applies it.
+"""P5 and P6: what a block costs Redis, in CPU and in bytes.
 
-    python -m tests.benchmarks.index [--blocks 200000]
-
-Starts a redis-server of its own, applies new blocks of 16 tokens as vLLM's stores of 64 would bring them, and prints a
-table. CPU is the processes' own accounting, so it survives a noisy machine; compare it with the raw commands of
-the same run, never with another machine's.
+The blocks are applied by the store itself, one call per store and without a worker, so that Redis does nothing else.
+Its CPU is compared with the plain commands that keep as much, in turns in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import subprocess
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-
-import msgpack
-import redis
+from typing import TypeAlias
 
 from app.domain.names import EngineKind, Holder, Registration
-from app.domain.resolver import Resolver
 from app.domain.runs import Commit, Run
-from app.engines import decoder
-from app.ingest.frames import digest
-from app.metrics import Metrics
-from app.store.applier import Applier, Incoming
 from app.store.leases import Grant
 from app.store.records import Begin
 from app.store.store import Store
+from tests.benchmarks.options import Options
+from tests.benchmarks.processes import RedisServer, redis_server
+from tests.benchmarks.prompts import BLOCK_SIZE, MODEL
+from tests.benchmarks.report import Row, against
 
 STORE_BLOCKS = 64
-BLOCK_SIZE = 16
-ROUNDS = 9
+VLLM_BYTES = "one holder, with a vLLM publisher's entry"
+STANDARD_BYTES = "one holder, with a standard publisher's entry"
+REDIS_STORED = "Redis' CPU per block, stores of 64 new blocks"
+REDIS_REMOVED = "Redis' CPU per block, removals of 64 that nobody else has"
+LATER_HOLDERS = 4
+FIRST_ID = 1000
+"""Ids of an index that has seen some lives: the length of a value is what a holder costs."""
+
+Measured: TypeAlias = Callable[[Options, RedisServer, Store], Awaitable[list[Row]]]
 
 
-@contextmanager
-def server() -> Iterator[tuple[str, redis.Redis]]:
-    """A redis-server on a unix socket, and a client."""
-    with tempfile.TemporaryDirectory(prefix="wm-") as folder:
-        socket = Path(folder) / "redis.sock"
-        process = subprocess.Popen(
-            ["redis-server", "--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no"],
-            stdout=subprocess.DEVNULL,
-        )
+def measure(options: Options) -> list[Row]:
+    """The rows of P5 that are Redis', and of P6."""
+    return [*in_redis(options, _bytes), *in_redis(options, _cpu)]
+
+
+def in_redis(options: Options, measured: Measured) -> list[Row]:
+    """What ``measured`` finds with a fresh Redis and a store of it."""
+
+    async def with_store(redis: RedisServer) -> list[Row]:
+        store = Store.open(redis.url)
         try:
-            client = redis.Redis(unix_socket_path=str(socket))
-            deadline = time.monotonic() + 10
-            while time.monotonic() < deadline:
-                try:
-                    client.ping()
-                    break
-                except redis.ConnectionError:
-                    time.sleep(0.02)
-            yield f"unix://{socket}", client
+            return await measured(options, redis, store)
         finally:
-            process.terminate()
-            process.wait()
+            await store.close()
+
+    with tempfile.TemporaryDirectory(prefix="wm-") as folder, redis_server(Path(folder)) as redis:
+        return asyncio.run(with_store(redis))
 
 
-def server_cpu(client: redis.Redis) -> float:
-    cpu = client.info("cpu")
-    return float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"])
+# ---- blocks without a worker -----------------------------------------------------------------------
 
 
-def used(client: redis.Redis) -> int:
-    return int(client.info("memory")["used_memory"])
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A publisher of its own, its stream, and its GPU holders by rank."""
+
+    store: Store
+    grant: Grant
+    holders: list[int]
+
+    async def apply(
+        self,
+        blocks: Sequence[int],
+        kind: str = "+",
+        *,
+        first_seq: int = 0,
+        rank: int = 0,
+        is_identity: bool = False,
+        store_blocks: int = STORE_BLOCKS,
+    ) -> None:
+        """Blocks as stores (or removals), each in a call of its own."""
+        holder = self.holders[rank]
+        for seq, start in enumerate(range(0, len(blocks), store_blocks), first_seq):
+            part = list(blocks[start : start + store_blocks])
+            hashes = part if is_identity else [~key & (2**64 - 1) for key in part]
+            run = Run("+" if kind == "+" else "-", holder, seq, 1, part, hashes, is_identity=is_identity)
+            await self.store.index.apply(self.grant, [run], {holder: "count"}, Commit(seq, 1.0, 1.0, "0" * 16))
 
 
-def keys(prefix: str, seed: int, count: int) -> list[int]:
-    chosen = random.Random(f"{prefix}{seed}")
-    return [chosen.getrandbits(64) for _ in range(count)]
-
-
-async def granted(store: Store, instance_id: str) -> tuple[Grant, int]:
-    """A publisher of its own, its stream and its GPU holder."""
+async def owner(store: Store, instance_id: str, kind: EngineKind = EngineKind.VLLM, ranks: int = 1) -> Owner:
     registration = Registration(
-        EngineKind.VLLM, instance_id, "default", 0, "bench", BLOCK_SIZE, "tcp://127.0.0.1:1", None, None, None,
+        kind, instance_id, "default", 0, MODEL, BLOCK_SIZE, "tcp://127.0.0.1:1", None, None, None,
         "instance", "count", "publisher",
     )  # fmt: skip
     await store.registry.register(registration)
     claim = next(claim for claim in await store.registry.claims() if claim.registration == registration)
     grant = await store.leases.take(claim, "bench", 600)
     assert grant is not None
-    holder = Holder(0, grant.publisher, instance_id, 0, "GPU", BLOCK_SIZE, instance_id, "instance")
-    ids = await store.records.new_life(
-        grant, unit="", is_restart=False, begin=[Begin("0 GPU", holder)], above=grant.above
-    )
+    begin = [
+        Begin(
+            f"{rank} GPU",
+            Holder(0, grant.publisher, instance_id, rank, "GPU", BLOCK_SIZE, instance_id, "instance"),
+        )
+        for rank in range(ranks)
+    ]
+    ids = await store.records.new_life(grant, unit="", is_restart=False, begin=begin, above=max(grant.above, FIRST_ID))
     assert ids is not None
-    return grant, ids[0]
+    return Owner(store, grant, list(ids))
 
 
-async def apply(store: Store, grant: Grant, holder: int, blocks: list[int], kind: str, first_seq: int) -> None:
-    for seq, start in enumerate(range(0, len(blocks), STORE_BLOCKS), first_seq):
-        part = blocks[start : start + STORE_BLOCKS]
-        run = Run("+" if kind == "+" else "-", holder, seq, 1, part, [~key & (2**64 - 1) for key in part])
-        await store.index.apply(grant, [run], {holder: "count"}, Commit(seq, 1.0, 1.0, "0" * 16))
+def keys(seed: object, count: int) -> list[int]:
+    chosen = random.Random(str(seed))
+    return [chosen.getrandbits(64) for _ in range(count)]
 
 
-def raw(client: redis.Redis, blocks: list[int]) -> float:
-    """Redis CPU of MSET and HSET of the same keys and entries, in microseconds per block."""
-    before = server_cpu(client)
+# ---- bytes -----------------------------------------------------------------------------------------
+
+
+async def _bytes(options: Options, redis: RedisServer, store: Store) -> list[Row]:
+    count = 30_000 if options.is_quick else 1_000_000
+    some = keys("bytes", count)
+
+    async def added(instance_id: str, kind: EngineKind = EngineKind.VLLM) -> tuple[float, float]:
+        """Bytes per block that one more holder costs: of the block itself, and of its entry."""
+        one = await owner(store, instance_id, kind)
+        is_identity = kind is EngineKind.STANDARD
+        # What Redis makes room for once, it has room for now.
+        await one.apply(keys("before", STORE_BLOCKS), is_identity=is_identity)
+        before = redis.used()
+        await one.apply(some, first_seq=1, is_identity=is_identity)
+        with_entries = redis.used()
+        redis.client.delete(f"wm:{{{one.grant.group_id}}}:engine:{one.holders[0]}")
+        return (redis.used() - before) / count, (with_entries - redis.used()) / count
+
+    block, entry = await added("first")
+    second, _ = await added("second")
+    later = [(await added(f"later-{number}"))[0] for number in range(LATER_HOLDERS)]
+    _, standard_entry = await added("standard", EngineKind.STANDARD)
+    return [
+        Row("P6", f"one holder, without its entry, of {count:,} blocks", block, "bytes", bar=80),
+        Row("P6", VLLM_BYTES, block + entry, "bytes", bar=190),
+        Row("P6", STANDARD_BYTES, block + standard_entry, "bytes", bar=165),
+        Row("P6", "second holder, without its entry", second, "bytes", bar=32),
+        Row("P6", "each later holder, without its entry", sum(later) / len(later), "bytes", bar=10),
+        Row("P6", "entry of a vLLM publisher", entry, "bytes"),
+        Row("P6", "entry of a standard publisher", standard_entry, "bytes"),
+    ]
+
+
+# ---- CPU of Redis ----------------------------------------------------------------------------------
+
+
+async def _cpu(options: Options, redis: RedisServer, store: Store) -> list[Row]:
+    rounds, size = (3, 6_400) if options.is_quick else (9, 25_600)
+    one, two, large = [await owner(store, name) for name in ("one", "two", "large")]
+    new: list[float] = []
+    plain: list[float] = []
+    shared: list[float] = []
+    fewer: list[float] = []
+    last: list[float] = []
+    in_512: list[float] = []
+    for number in range(rounds):
+        part = keys(number, size)
+        seq, further = number * size, (rounds + number) * size
+        new.append(await _spent(redis, size, one.apply(part, first_seq=seq)))
+        plain.append(_plain_commands(redis, [key ^ 1 for key in part]))
+        shared.append(await _spent(redis, size, two.apply(part, first_seq=2 * seq)))
+        fewer.append(await _spent(redis, size, two.apply(part, "-", first_seq=2 * seq + size)))
+        # Of some only, so that the index grows from round to round.
+        some = part[: size // 4]
+        last.append(await _spent(redis, len(some), one.apply(some, "-", first_seq=seq + size // 2)))
+        bigger = [key ^ 2 for key in part]
+        in_512.append(await _spent(redis, size, large.apply(bigger, first_seq=further, store_blocks=512)))
+    plain_name = "MSET and HSET"
+    return [
+        against("P5", REDIS_STORED, "us", new, plain, plain_name, 1.6),
+        against("P5", "Redis' CPU per block, stores of 512 new blocks", "us", in_512, plain, plain_name),
+        against("P5", "Redis' CPU per block, stores of 64 that another holder has", "us", shared, plain, plain_name),
+        against("P5", "Redis' CPU per block, removals of 64 that another holder has", "us", fewer, plain, plain_name),
+        against("P5", REDIS_REMOVED, "us", last, plain, plain_name),
+    ]
+
+
+async def _spent(redis: RedisServer, blocks: int, applied: Awaitable[None]) -> float:
+    """Redis' CPU per block, in microseconds."""
+    before = redis.cpu()
+    await applied
+    return (redis.cpu() - before) / blocks * 1e6
+
+
+def _plain_commands(redis: RedisServer, blocks: Sequence[int]) -> float:
+    """Redis' CPU of MSET and HSET of as many keys and entries, in microseconds per block."""
+    before = redis.cpu()
     for start in range(0, len(blocks), STORE_BLOCKS):
         values: list[bytes | str] = []
         entries: list[bytes | str] = []
         for key in blocks[start : start + STORE_BLOCKS]:
             values += (b"wm:{1}:%016x" % key, "1")
             entries += (b"%016x" % (~key & (2**64 - 1)), b"%016x" % key)
-        pipeline = client.pipeline(transaction=False)
+        pipeline = redis.client.pipeline(transaction=False)
         pipeline.execute_command("MSET", *values)  # type: ignore[no-untyped-call]
-        pipeline.execute_command("HSET", "wm:{1}:engine:1", *entries)  # type: ignore[no-untyped-call]
+        pipeline.execute_command("HSET", "plain", *entries)  # type: ignore[no-untyped-call]
         pipeline.execute()
-    return (server_cpu(client) - before) / len(blocks) * 1e6
-
-
-async def worker_cpu(store: Store, blocks: int) -> float:
-    """CPU of decoding, hashing, resolving and applying stores of new blocks, in microseconds per block."""
-    grant, _ = await granted(store, "worker")
-    resolver = Resolver(grant.claim.registration, grant.publisher, seed=1337, memory_entries=200_000, waiting_blocks=0)
-    state = await store.records.read(grant)
-    assert state is not None
-    resolver.resume(state.holders, frozenset(), None, {})
-    applier = Applier(grant, store, resolver, Metrics(), Counter())
-    decode = decoder(EngineKind.VLLM, seed=1337)
-    chosen = random.Random(3)
-    payloads = []
-    for _ in range(blocks // STORE_BLOCKS):
-        event = {
-            "type": "BlockStored",
-            "block_hashes": [chosen.getrandbits(64) for _ in range(STORE_BLOCKS)],
-            "parent_block_hash": None,
-            "token_ids": [chosen.randrange(100_000) for _ in range(STORE_BLOCKS * BLOCK_SIZE)],
-            "block_size": BLOCK_SIZE,
-            "medium": "GPU",
-            "extra_keys": [None] * STORE_BLOCKS,
-            "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
-        }
-        payloads.append(msgpack.packb([1.5, [event], 0]))
-    before = time.process_time()
-    for start in range(0, len(payloads), 8):
-        fold = [
-            Incoming(start + i, digest(payload), decode(payload))
-            for i, payload in enumerate(payloads[start : start + 8])
-        ]
-        await applier.apply(fold, Commit(fold[-1].seq, 1.5, 1.5, fold[-1].digest))
-    return (time.process_time() - before) / blocks * 1e6
-
-
-async def in_turns(store: Store, client: redis.Redis, blocks: list[int]) -> tuple[float, float, float]:
-    """New blocks and the raw commands, a piece each in turns: Redis CPU per block of both, and the median ratio."""
-    grant, holder = await granted(store, "turns")
-    size = len(blocks) // ROUNDS // STORE_BLOCKS * STORE_BLOCKS
-    pairs: list[tuple[float, float]] = []
-    for number in range(ROUNDS):
-        part = blocks[number * size : (number + 1) * size]
-        before = server_cpu(client)
-        await apply(store, grant, holder, part, "+", number * size)
-        ours = (server_cpu(client) - before) / size * 1e6
-        pairs.append((ours, raw(client, [key ^ 1 for key in part])))
-    ours, theirs = (sum(figures) / ROUNDS for figures in zip(*pairs, strict=True))
-    return ours, theirs, median(a / b for a, b in pairs)
-
-
-async def measure(blocks: int) -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    with server() as (url, client):
-        store = Store.open(url)
-        before = used(client)
-        some = keys("block", 1, blocks)
-        grant, first = await granted(store, "one")
-        await apply(store, grant, first, some, "+", 0)
-        rows.append(("bytes per block, one holder, with its entry", f"{(used(client) - before) / blocks:.1f}"))
-        for number, name in enumerate(("second", "third"), 2):
-            before = used(client)
-            grant_more, more = await granted(store, f"holder-{number}")
-            cpu = server_cpu(client)
-            await apply(store, grant_more, more, some, "+", 0)
-            rows.append((f"bytes per block, {name} holder, with its entry", f"{(used(client) - before) / blocks:.1f}"))
-            rows.append((f"Redis us per block, {name} holder", f"{(server_cpu(client) - cpu) / blocks * 1e6:.2f}"))
-        cpu = server_cpu(client)
-        await apply(store, grant_more, more, some, "-", blocks)
-        rows.append(("Redis us per block, removed", f"{(server_cpu(client) - cpu) / blocks * 1e6:.2f}"))
-        client.flushall()
-        ours, theirs, ratio = await in_turns(store, client, some)
-        rows.append(("Redis us per block, new", f"{ours:.2f}"))
-        rows.append(("Redis us per block, raw MSET and HSET", f"{theirs:.2f}"))
-        rows.append(("new over raw, median of the rounds' ratios", f"{ratio:.2f}"))
-        client.flushall()
-        rows.append(("worker us per block, decode to applied", f"{await worker_cpu(store, blocks):.2f}"))
-        rows.append(("Redis version", str(client.info("server")["redis_version"])))
-        await store.close()
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=200_000)
-    rows = asyncio.run(measure(parser.parse_args().blocks))
-    width = max(len(name) for name, _ in rows)
-    for name, figure in rows:
-        print(f"{name.ljust(width)}  {figure.rjust(8)}")
-
-
-if __name__ == "__main__":
-    main()
+    return (redis.cpu() - before) / len(blocks) * 1e6

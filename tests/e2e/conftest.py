@@ -30,28 +30,11 @@ EXIT_SECONDS = 15.0
 READY_SECONDS = 20.0
 
 
-class Service:
-    """A running ``waymark`` process: where it is asked, what it logged, how it ends."""
+class Api:
+    """Waymark, as it is asked."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, client: httpx.AsyncClient) -> None:
-        self._process = process
-        self._log = log
+    def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    async def is_ready(self) -> bool:
-        assert self.is_running, f"it ended with {self._process.returncode}:\n{self.log}"
-        try:
-            return (await self._client.get("/ready")).status_code == 200
-        except httpx.TransportError:
-            return False
 
     async def get(self, path: str) -> Any:
         answer = await self._client.get(path)
@@ -82,6 +65,30 @@ class Service:
         publishers: list[dict[str, Any]] = (await self.get("/workers"))["publishers"]
         return next(each for each in publishers if named.items() <= each.items())
 
+
+class Service(Api):
+    """A running ``waymark`` process: where it is asked, what it logged, how it ends."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, client: httpx.AsyncClient) -> None:
+        super().__init__(client)
+        self._process = process
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    async def is_ready(self) -> bool:
+        assert self.is_running, f"it ended with {self._process.returncode}:\n{self.log}"
+        try:
+            return (await self._client.get("/ready")).status_code == 200
+        except httpx.TransportError:
+            return False
+
     async def stop(self) -> None:
         """End it as an orchestrator does; it must end well."""
         self._process.send_signal(signal.SIGTERM)
@@ -91,6 +98,13 @@ class Service:
     async def kill(self) -> None:
         self._process.kill()
         await self._ended()
+
+    def pause(self) -> None:
+        """Stop it in the middle of whatever it does; it keeps its connections, and does not know."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     async def _ended(self) -> None:
         await wait_until(lambda: not self.is_running, "the process has ended", EXIT_SECONDS)
@@ -167,6 +181,8 @@ class Engines:
         self.tenant_id = tenant_id
         self.model = Model(BLOCK_SIZE)
         self.engines: dict[str, SimulatedEngine] = {}
+        self.registrations: dict[str, dict[str, Any]] = {}
+        """The body of ``/register`` of each."""
         self._stack = stack
 
     @property
@@ -174,7 +190,7 @@ class Engines:
         return {"tenant_id": self.tenant_id, "model": "m"}
 
     async def open(
-        self, service: Service, instance_id: str, *, fields: Mapping[str, Any] | None = None, **options: Any
+        self, service: Api, instance_id: str, *, fields: Mapping[str, Any] | None = None, **options: Any
     ) -> SimulatedEngine:
         """An engine with real sockets, registered with ``service``; ``fields`` are of the registration."""
         body: dict[str, Any] = self.group | {"instance_id": instance_id, "block_size": BLOCK_SIZE} | dict(fields or {})
@@ -194,11 +210,21 @@ class Engines:
         body |= {"type": kinds[engine.publisher.encoder.dialect.partition("-")[0]]}
         body |= {"endpoint": engine.publisher.endpoint, "replay_endpoint": engine.publisher.replay_endpoint}
         await service.post("/register", **body)
+        self.registrations[instance_id] = body
         self.engines[instance_id] = engine
         self.model.ranks[instance_id] = {0}
         return engine
 
-    async def agree(self, services: Sequence[Service], *prompts: Tokens, space: Space = BASE) -> None:
+    async def register_missing(self, service: Api) -> None:
+        """Register again what the service does not know (any more), as a controller does after an outage."""
+        known = {each["InstanceID"]: each["TenantID"] for each in (await service.get("/services"))["services"]}
+        for instance_id, body in self.registrations.items():
+            if known.get(instance_id) != self.tenant_id:
+                await service.post("/register", **body)
+
+    async def agree(
+        self, services: Sequence[Api], *prompts: Tokens, space: Space = BASE, seconds: float = 10.0
+    ) -> None:
         """Wait until every service answers for every prompt, by tokens and by hash, what the engines' caches hold."""
         for instance_id, engine in self.engines.items():
             self.model.hold(instance_id, engine.caches)
@@ -207,8 +233,8 @@ class Engines:
         for tokens in prompts:
             expected = {self.tenant_id: self.model.query(tokens, space)}
             for service in services:
-                await settle(partial(service.query, tokens, **fields), expected)
-                await settle(partial(service.query_by_hash, tokens, **fields), expected)
+                await settle(partial(service.query, tokens, **fields), expected, seconds)
+                await settle(partial(service.query_by_hash, tokens, **fields), expected, seconds)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 from app.domain.hashing import extend, token_bytes
 from app.domain.match import conductor_rows
 from app.domain.names import EngineKind, GroupName, PublisherName, Registration
+from app.domain.native import pack
 from app.errors import StoreUnavailable
 from app.ingest.stream import StreamOptions
 from app.ingest.worker import Worker, WorkerOptions
@@ -258,6 +259,7 @@ class Bench:
         self._url = url
         self._client = Client.open(url, timeout_seconds=1.0)
         self.store = Store(self._client)
+        assert isinstance(self._client._redis, Redis)
         self.redis: Redis = self._client._redis
         self._directory = directory
         self._stack = stack
@@ -310,11 +312,11 @@ class Bench:
         url = self._url
         redis = self.redis if url.startswith("memory:") else Client.open(url, timeout_seconds=1.0)._redis
         client, metrics = Mortal(redis, url), Metrics()
-        replays_max = changes.pop("replays_max", 8)
+        replays_max, publishers = changes.pop("replays_max", 8), changes.pop("publishers", ())
         worker = Worker(
             Store(client),
             metrics,
-            WorkerOptions(worker_id=worker_id, stream=replace(options, **changes), replays_max=replays_max),
+            WorkerOptions(worker_id, replace(options, **changes), replays_max=replays_max, publishers=publishers),
         )
         hand = Hand(worker_id, worker, metrics, asyncio.create_task(worker.run()), client)
         if redis is not self.redis:
@@ -362,7 +364,7 @@ class Bench:
         reading = await self.store.reader.read(
             GROUP,
             BLOCK_SIZE,
-            lambda n: list(islice(source, n)),
+            lambda n: pack(islice(source, n)),
             deadline_seconds=5.0,
         )
         assert reading is not None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from app.domain.names import EngineKind
 from app.errors import StoreUnavailable
+from app.ingest.worker import STATUSES
 from app.store import keys
 from app.store.client import Client
 from app.store.leases import Grant, Leases
@@ -352,6 +355,158 @@ async def test_a_lease_that_comes_just_as_the_worker_stops_is_given_back(
         may_return.set()
         await stopping
     assert await bench.redis.keys("wm:*:lease:*") == []
+
+
+async def test_no_stream_changes_its_worker_because_redis_did_not_hear_who_lives(bench: Bench) -> None:
+    hands = [await bench.worker(name, WITHOUT_PROBES) for name in ("worker-1", "worker-2")]
+    for hand in hands:
+        await wait_until(lambda hand=hand: hand.metric("workers") == 2, "they know each other")  # type: ignore[misc]
+    pods = [await bench.pod(f"pod-{i}") for i in range(8)]
+
+    async def owners() -> list[str | None]:
+        return [(await pod.state()).worker for pod in pods]
+
+    for pod in pods:
+        await pod.caught_up()
+    before = [(await bench.record(pod.name))["token"] for pod in pods], await owners()
+    assert set(before[1]) == {"worker-1", "worker-2"}
+    for hand in hands:
+        hand.client.is_dead = True
+    for hand in hands:
+        await wait_until(lambda hand=hand: hand.worker._is_away, "its look has failed", PATIENCE_SECONDS)  # type: ignore[misc]
+    # As after an outage that was longer than a lease.
+    await bench.redis.delete("wm:workers", *await bench.redis.keys("wm:*:lease:*"))
+    hands[0].client.is_dead = False
+    await wait_until(lambda: not hands[0].worker._is_away, "the first is back", PATIENCE_SECONDS)
+    hands[1].client.is_dead = False
+    await wait_until(lambda: not hands[1].worker._is_away, "the second is back", PATIENCE_SECONDS)
+    for pod in pods:
+        await pod.work(2)
+        await pod.agrees()
+    assert ([(await bench.record(pod.name))["token"] for pod in pods], await owners()) == before
+
+
+async def test_a_stream_that_cannot_run_says_why_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "app.ingest")
+    pod = await bench.pod(is_registered=False)
+    await bench.store.registry.register(replace(pod.registration, endpoint="tcp://nowhere"))
+    hand = await bench.worker()
+    await wait_until(lambda: hand.metric("leases_taken_total") >= 3, "it was tried again", PATIENCE_SECONDS)
+    said = [record.message for record in caplog.records]
+    assert said == ["stream stopped, will be taken up again"]
+
+
+# ---- publishers that stand in a file, and an empty Redis -------------------------------------------
+
+
+async def test_publishers_of_the_file_are_registered_once_however_many_workers_have_it(bench: Bench) -> None:
+    pods = [await bench.pod(f"pod-{i}", is_registered=False) for i in range(3)]
+    publishers = [pod.registration for pod in pods]
+    publishers.append(replace(publishers[0], instance_id="by-http", kind=EngineKind.STANDARD, endpoint=None))
+    for name in ("worker-1", "worker-2"):
+        await bench.worker(name, publishers=publishers)
+    for pod in pods:
+        await pod.caught_up()
+        await pod.work(2)
+        await pod.agrees()
+    claims = await bench.store.registry.claims()
+    assert sorted(claim.registration.instance_id for claim in claims) == ["by-http", "pod-0", "pod-1", "pod-2"]
+    third = await bench.worker("worker-3", publishers=publishers)
+    await wait_until(lambda: third.metric("redis_up") == 1, "it has looked", PATIENCE_SECONDS)
+    assert [claim.raw for claim in await bench.store.registry.claims()] == [claim.raw for claim in claims]
+    for pod in pods:
+        await pod.counted(restarts=0)
+
+
+async def test_what_the_file_says_otherwise_moves_or_is_told_and_what_it_does_not_name_stays(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "app.ingest")
+    moved, other, unnamed = [await bench.pod(f"pod-{i}") for i in range(3)]
+    elsewhere = await bench.pod("pod-0", is_registered=False)
+    refused = replace(other.registration, block_size=2 * other.registration.block_size)
+    hand = await bench.worker(publishers=[elsewhere.registration, refused])
+    await elsewhere.caught_up()
+    found = {claim.registration.name: claim.registration for claim in await bench.store.registry.claims()}
+    assert found[moved.name].endpoint == elsewhere.registration.endpoint
+    assert found[other.name] == other.registration
+    assert unnamed.name in found
+    assert hand.metric("publishers_refused") == 1
+    (record,) = caplog.records
+    assert "block_size '4', not '8'" in getattr(record, "fields", {})["error"]
+
+
+async def test_an_empty_redis_is_told_who_stands_in_the_file_and_who_was_heard(bench: Bench) -> None:
+    named, heard, moved, changed = [await bench.pod(f"pod-{i}") for i in range(4)]
+    hand = await bench.worker(publishers=[named.registration])
+    for pod in (named, heard, moved, changed):
+        await pod.caught_up()
+        await pod.work(3)
+        await pod.agrees()
+    elsewhere = await bench.pod("pod-2", is_registered=False)
+    wider = replace(changed.registration, block_size=8)
+    # Emptied, and two of them registered otherwise, before the worker looks again: who was later is right.
+    hand.client.is_dead = True
+    await wait_until(lambda: hand.worker._is_away, "it does not look", PATIENCE_SECONDS)
+    await bench.redis.flushall()
+    await bench.store.registry.register(elsewhere.registration)
+    await bench.store.registry.register(wider)
+    hand.client.is_dead = False
+    await elsewhere.work(2)
+    for pod in (named, heard, elsewhere):
+        await pod.agrees()
+    found = {claim.registration.name: claim.registration for claim in await bench.store.registry.claims()}
+    expected = [named.registration, heard.registration, elsewhere.registration, wider]
+    assert found == {registration.name: registration for registration in expected}
+    assert not hand.task.done()
+
+
+async def test_who_was_unregistered_does_not_come_back_with_an_empty_redis(bench: Bench) -> None:
+    hand = await bench.worker()
+    gone, stays = await bench.pod("pod-0"), await bench.pod("pod-1")
+    for pod in (gone, stays):
+        await pod.caught_up()
+    await bench.store.registry.unregister([gone.name])
+    await wait_until(lambda: gone.publisher.subscribers == 0, "nobody listens to it", PATIENCE_SECONDS)
+    await wait_until(lambda: sum(hand.metric("streams", status=s) for s in STATUSES) == 1, "one stream is left")
+    await bench.redis.flushall()
+    await stays.work(2)
+    await stays.agrees()
+    assert [claim.registration.name for claim in await bench.store.registry.claims()] == [stays.name]
+
+
+async def test_publishers_of_the_file_are_registered_as_soon_as_redis_is_there(
+    own_bench: Bench, server: Server
+) -> None:
+    pod = await own_bench.pod(is_registered=False)
+    await asyncio.to_thread(server.stop)
+    hand = await own_bench.worker(publishers=[pod.registration])
+    await pod.work(2)
+    await wait_until(lambda: hand.metric("redis_up") == 0, "it has looked", PATIENCE_SECONDS)
+    await asyncio.to_thread(server.start)
+    await pod.agrees()
+
+
+@pytest.mark.parametrize("is_another_life", [False, True])
+async def test_a_redis_that_has_lost_its_last_writes_is_brought_up_to_date_though_nobody_publishes(
+    bench: Bench, is_another_life: bool
+) -> None:
+    await bench.worker()
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(3)
+    await pod.agrees()
+    kept = {key: await bench.redis.dump(key) for key in await bench.redis.keys("wm:*") if b":lease:" not in key}
+    if is_another_life:
+        await pod.engine.restart()
+    await pod.work(5 if not is_another_life else 1)
+    await pod.agrees()
+    await bench.redis.flushall()
+    for key, value in kept.items():
+        assert value is not None
+        await bench.redis.restore(key, 0, value)
+    await pod.agrees()
+    await pod.counted(restarts=int(is_another_life), batches_lost=0)
 
 
 async def test_a_redis_that_came_back_empty_is_told_again_what_it_held(bench: Bench) -> None:

@@ -70,6 +70,17 @@ async def test_new_blocks_are_one_msetnx_and_no_count_is_read(redis: Redis, stre
     assert await calls_of(redis, "mget") == 1
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_a_value_takes_no_more_room_than_it_needs(redis: Redis, stream: Stream, other: Stream, gpu: int) -> None:
+    """Redis would store the arguments of the call before, and those were longer."""
+    blocks = list(range(1, 65))
+    await stream.apply(stored(gpu, blocks))
+    (second,) = await other.begin("0 GPU")
+    await other.apply(stored(second, blocks))
+    names = [keys.block_prefix(stream.grant.group_id, 0).decode() + f"{block:016x}" for block in blocks]
+    assert len({await redis.memory_usage(name) for name in names}) == 1
+
+
 async def test_a_second_holder_is_merged_in_ascending_order(stream: Stream, other: Stream, gpu: int) -> None:
     eleven = [f"{rank} GPU" for rank in range(11)]
     holders = await other.begin(*eleven)
@@ -175,7 +186,7 @@ async def test_a_batch_goes_on_behind_its_mark_where_positions_have_holes(
             None,
             stream.grant.publisher,
             stream.grant.token,
-            *("", "", "", ""),
+            *("", "", "", "", ""),
             [gpu, "count"],
             ["+", 1, 7, int(positions.split(",")[0]), positions, "same", n],
         )
@@ -272,7 +283,7 @@ async def test_after_a_piece_the_mark_is_exact_and_the_watermark_has_not_moved(
         stream.grant.publisher,
         stream.grant.token,
         1,
-        *("", "", "0" * 16),
+        *("", "", "0" * 16, ""),
         [gpu, "count"],
         ["+", 1, 1, 1, "", "same", 100],
     )
@@ -341,6 +352,23 @@ async def test_out_of_memory_refuses_the_whole_call(redis: Redis, stream: Stream
     assert await stream.apply(*news) is Verdict.APPLIED
     assert await stream.values(BLOCKS) == [b"1"] * 8
     assert await stream.watermark() == 5
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_behind_what_redis_has_lost_nothing_is_written(redis: Redis, stream: Stream, gpu: int) -> None:
+    """Batch 6 was acknowledged, and is not there any more: as after a failover. Batch 7 would hide that."""
+    run: Run = stored(gpu, range(1, 10), seq=7)
+    before = await snapshot(redis)
+    for known in (6, 0):
+        commit = Commit(7, None, None, "0" * 16, before=known)
+        assert await stream.store.index.apply(stream.grant, [run], {gpu: "set"}, commit) is Verdict.FENCED
+    assert await snapshot(redis) == before
+    await stream.apply(stored(gpu, range(20, 30), seq=6))
+    commit = Commit(7, None, None, "0" * 16, before=6)
+    for _ in range(2):  # the second time as after a lost reply
+        await stream.store.index.apply(stream.grant, [run], {gpu: "set"}, commit)
+        assert await stream.watermark() == 7
+        assert await stream.values(range(1, 10)) == [b"1"] * 9
 
 
 @pytest.mark.parametrize("shards", [3])

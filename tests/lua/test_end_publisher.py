@@ -9,20 +9,32 @@ from app.store.scripts import Scripts, Verdict
 from app.store.store import Store
 from tests.store.factories import GROUP, Stream, claim_of, hgetall, registration, snapshot
 
+NAME = b'["pod-1","t",0]'
+
 
 async def begin(scripts: Scripts, group: bytes, row: bytes = b'{"row":1}') -> Verdict:
-    outcome = await scripts.begin_publisher(keys.holders(1), keys.record(1, 1), 1, row, group, "a" * 16, "b" * 16)
+    outcome = await scripts.begin_publisher(keys.holders(1), keys.record(1, 1), 1, NAME, row, group, "a" * 16, "b" * 16)
     return outcome.verdict
 
 
 async def test_a_publisher_begins_with_a_record_and_a_row(redis: Redis, scripts: Scripts) -> None:
     assert await begin(scripts, b'["t","m"]') is Verdict.APPLIED
-    assert await hgetall(redis, keys.record(1, 1)) == {b"life": b"b" * 16, b"status": b"pending"}
+    assert await hgetall(redis, keys.record(1, 1)) == {b"name": NAME, b"life": b"b" * 16, b"status": b"pending"}
     assert await hgetall(redis, keys.holders(1)) == {
         b"group": b'["t","m"]',
         b"publisher:1": b'{"row":1}',
         b"version": b"a" * 16,
     }
+
+
+async def test_a_record_of_another_publisher_is_left_alone(redis: Redis, scripts: Scripts) -> None:
+    await begin(scripts, b'["t","m"]')
+    before = await snapshot(redis)
+    outcome = await scripts.begin_publisher(
+        keys.holders(1), keys.record(1, 1), 1, b'["pod-2","t",0]', b'{"row":2}', b'["t","m"]', "c" * 16, "d" * 16
+    )
+    assert outcome == (Verdict.OTHER, (1,))
+    assert await snapshot(redis) == before
 
 
 async def test_beginning_again_changes_nothing(redis: Redis, scripts: Scripts) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from redis.asyncio import Redis
 
 from app.store import keys
 from app.store.records import StreamState
-from app.store.scripts import Scripts, Verdict
+from app.store.scripts import Outcome, Scripts, Verdict
 from tests.store.factories import GROUP, Stream, hgetall, registration, snapshot, stored, stream_of
+
+A, B, C = "a" * 16, "b" * 16, "c" * 16
 
 
 async def state_of(stream: Stream) -> StreamState:
@@ -21,19 +25,36 @@ async def dead_of(redis: Redis) -> set[bytes]:
     return set((await snapshot(redis)).get(keys.dead(1).encode(), ("set", False, set()))[2])
 
 
+async def called(
+    scripts: Scripts,
+    stream: Stream,
+    before: str,
+    version: str,
+    *,
+    unit: str = "",
+    life: str = "",
+    begin: Sequence[str] = (),
+    above: int = 0,
+) -> Outcome:
+    """The script as it is, for the holders of these names."""
+    script_keys = keys.holders(1), stream.grant.record, keys.fence(1, 0), keys.dead(1)
+    holders = [word for name in begin for word in (name, '{"a":1}')]
+    return await scripts.new_life(*script_keys, stream.grant.token, before, version, above, unit, life, holders)
+
+
 async def test_ids_ascend_and_a_live_name_keeps_its_own(stream: Stream) -> None:
     assert await stream.begin("0 GPU", "0 CPU") == [1, 2]
     assert await stream.begin("0 CPU", "1 GPU", "0 GPU") == [2, 3, 1]
     assert (await state_of(stream)).holders == {"0 GPU": 1, "0 CPU": 2, "1 GPU": 3}
 
 
-async def test_beginning_twice_changes_only_the_version(redis: Redis, stream: Stream) -> None:
+async def test_beginning_what_is_there_changes_only_the_version(redis: Redis, stream: Stream) -> None:
     await stream.begin("0 GPU")
     before = await snapshot(redis)
     await stream.begin("0 GPU")
     after = await snapshot(redis)
-    table = keys.holders(1).encode()
-    assert before[table][2].pop(b"version") != after[table][2].pop(b"version")
+    for key, field in ((keys.holders(1), b"version"), (stream.grant.record, b"turn")):
+        assert before[key.encode()][2].pop(field) != after[key.encode()][2].pop(field)
     assert after == before
 
 
@@ -79,13 +100,56 @@ async def test_an_id_is_never_used_again(stream: Stream) -> None:
 
 
 async def test_a_new_id_is_above_all_that_other_shards_have_seen(stream: Stream, scripts: Scripts) -> None:
-    grant = stream.grant
-    scripts_keys = keys.holders(1), grant.record, keys.fence(1, 0), keys.dead(1)
-    begun = await scripts.new_life(*scripts_keys, grant.token, "a" * 16, 40, "", "", ["0 GPU", "{1}"])
-    assert begun == (Verdict.APPLIED, (41,))
-    ended = await scripts.new_life(*scripts_keys, grant.token, "b" * 16, 0, "*", "", [])
-    assert ended == (Verdict.APPLIED, ())
-    assert await stream.begin("0 GPU") == [42]
+    assert await called(scripts, stream, "", A, begin=["0 GPU"], above=40) == (Verdict.APPLIED, (41,))
+    assert await called(scripts, stream, A, B, unit="*") == (Verdict.APPLIED, ())
+    assert await called(scripts, stream, B, C, begin=["0 GPU"]) == (Verdict.APPLIED, (42,))
+
+
+@pytest.mark.parametrize(
+    ("unit", "life", "begin", "ids"),
+    [
+        pytest.param("", "", ["0 GPU", "0 DISK"], (1, 3), id="begins"),
+        pytest.param("0", "", [], (), id="ends"),
+        pytest.param("*", B, [], (), id="a-new-life"),
+        pytest.param("0 GPU", "", ["0 CPU", "0 GPU"], (2, 3), id="ends-and-begins"),
+    ],
+)
+async def test_the_same_call_again_answers_the_same_and_changes_nothing(
+    redis: Redis, scripts: Scripts, stream: Stream, unit: str, life: str, begin: list[str], ids: tuple[int, ...]
+) -> None:
+    await called(scripts, stream, "", A, begin=["0 GPU", "0 CPU"])
+    assert await called(scripts, stream, A, B, unit=unit, life=life, begin=begin) == (Verdict.APPLIED, ids)
+    before = await snapshot(redis)
+    assert await called(scripts, stream, A, B, unit=unit, life=life, begin=begin) == (Verdict.APPLIED, ids)
+    assert await snapshot(redis) == before
+
+
+@pytest.mark.parametrize(("unit", "begin"), [("0 GPU", []), ("", ["0 GPU", "0 CPU"]), ("*", ["0 GPU"])])
+async def test_a_call_that_comes_late_changes_nothing(
+    redis: Redis, scripts: Scripts, stream: Stream, unit: str, begin: list[str]
+) -> None:
+    assert (await called(scripts, stream, "", A, unit=unit, begin=begin)).is_applied
+    assert (await called(scripts, stream, A, B, unit="*", life=B)).is_applied
+    assert (await called(scripts, stream, B, C, begin=["0 GPU"])).is_applied
+    before = await snapshot(redis)
+    assert await called(scripts, stream, "", A, unit=unit, begin=begin) == (Verdict.FENCED, ())
+    assert await snapshot(redis) == before
+
+
+async def test_a_record_that_has_lost_the_last_change_refuses_the_next(
+    redis: Redis, scripts: Scripts, stream: Stream
+) -> None:
+    await called(scripts, stream, "", A, begin=["0 GPU"])
+    before = await snapshot(redis)
+    assert await called(scripts, stream, B, C, unit="*") == (Verdict.FENCED, ())
+    assert await snapshot(redis) == before
+
+
+async def test_who_takes_over_need_not_know_the_last_change(stream: Stream) -> None:
+    assert await stream.begin("0 GPU") == [1]
+    heir = await stream.again()
+    assert await heir.begin("0 CPU", "0 GPU") == [2, 1]
+    assert (await state_of(heir)).turn == heir.grant.turn.word
 
 
 async def test_a_restart_forgets_what_the_old_life_knew(stream: Stream) -> None:

@@ -13,6 +13,7 @@ from app.store.scripts import Outcome, Scripts, Verdict
 from tests.store.factories import Stream, snapshot, stored
 
 HOLDERS, DEAD, FENCE, WORD = keys.holders(1), keys.dead(1), keys.fence(1, 0), "f" * 16
+BEFORE = "e" * 16
 RECORD, LEASE = keys.record(1, 1), keys.lease(1, 1)
 
 Call = Callable[[Scripts, str], Awaitable[Outcome]]
@@ -24,7 +25,7 @@ CALLS: dict[str, Call] = {
     "end_publisher": lambda scripts, token: scripts.end_publisher(HOLDERS, RECORD, LEASE, DEAD, 1, token, WORD),
     "mark_publisher": lambda scripts, token: scripts.mark_publisher(HOLDERS, RECORD, 1, token, b'{"a":1}', WORD),
     "new_life": lambda scripts, token: scripts.new_life(
-        HOLDERS, RECORD, FENCE, DEAD, token, WORD, 0, "*", WORD, ["0 CPU", '{"a":1}']
+        HOLDERS, RECORD, FENCE, DEAD, token, BEFORE, WORD, 0, "*", WORD, ["0 CPU", '{"a":1}']
     ),
     "raise_fence": lambda scripts, token: scripts.raise_fence(FENCE, 1, token),
     "renew_lease": lambda scripts, token: scripts.renew_lease(LEASE, RECORD, token, 1000),
@@ -39,7 +40,7 @@ FREEING = {"drop_fence", "drop_lease"}
 async def test_another_token_changes_nothing(
     redis: Redis, scripts: Scripts, stream: Stream, name: str, token: str
 ) -> None:
-    (gpu,) = await stream.begin("0 GPU")
+    (gpu,) = await stream.begin("0 GPU", word=BEFORE)
     await stream.apply(stored(gpu, [1, 2]))
     before = await snapshot(redis)
     assert (await CALLS[name](scripts, token)).verdict is Verdict.FENCED
@@ -59,7 +60,7 @@ async def test_a_publisher_that_is_gone_changes_nothing(
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - FREEING))
 async def test_out_of_memory_changes_nothing(redis: Redis, scripts: Scripts, stream: Stream, name: str) -> None:
-    (gpu,) = await stream.begin("0 GPU")
+    (gpu,) = await stream.begin("0 GPU", word=BEFORE)
     await stream.apply(stored(gpu, [1, 2]))
     before = await snapshot(redis)
     await redis.config_set("maxmemory", "1")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
 
 from app.domain.names import EngineKind, GroupName, Holder, Registration
 from app.domain.runs import Commit, Mode, Run
@@ -115,6 +117,12 @@ class Meeting(Client):
         await self._meet("several")
         return await super().several(commands)
 
+    @asynccontextmanager
+    async def lend(self, key: bytes) -> AsyncIterator[AbstractConnection]:
+        await self._meet("lend")
+        async with super().lend(key) as connection:
+            yield connection
+
 
 @dataclass
 class Stream:
@@ -128,10 +136,11 @@ class Stream:
     def entry(self) -> GroupEntry:
         return GroupEntry(self.grant.group_id, self.grant.shards)
 
-    async def begin(self, *names: str) -> list[int]:
+    async def begin(self, *names: str, word: str | None = None) -> list[int]:
         """Live holder ids by name, begun where they were not."""
+        begin, above = begins(self.grant.claim, *names), self.grant.above
         ids = await self.store.records.new_life(
-            self.grant, unit="", is_restart=False, begin=begins(self.grant.claim, *names), above=self.grant.above
+            self.grant, unit="", is_restart=False, begin=begin, above=above, word=word
         )
         assert ids is not None
         return ids

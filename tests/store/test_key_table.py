@@ -37,6 +37,7 @@ class Watched(Client):
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         async with self._one_at_a_time:
+            assert isinstance(self._redis, Redis)
             before = await snapshot(self._redis)
             reply = await super().run(name, keys, args)
             after = await snapshot(self._redis)
@@ -64,6 +65,9 @@ async def live(client: Client, redis: Redis) -> None:
     await one.records.alive("worker-1", keep_seconds=60)
     await publish_and_unregister(await stream_of(one, redis))
     await publish_and_unregister(await stream_of(three, redis, registration("pod-2", model_name="large")))
+    await one.registry.register(registration("pod-4"))
+    await redis.delete("wm:groups")  # as a failover may forget what was handed out last
+    await one.registry.register(registration("pod-4"))
     lease_lost = await stream_of(one, redis, registration("pod-3"))
     await lease_lost.store.leases.drop(lease_lost.grant)
     await one.records.alive("worker-1", keep_seconds=60, is_leaving=True)

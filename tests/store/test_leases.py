@@ -7,12 +7,23 @@ from asyncio import gather
 import pytest
 from redis.asyncio import Redis
 
+from app.errors import StoreUnavailable
 from app.store import keys
 from app.store.client import Client
 from app.store.scripts import Verdict
 from app.store.store import Store
 from tests.conftest import wait_until
-from tests.store.factories import Dying, Stream, claim_of, hgetall, registration, snapshot, stored, stream_of
+from tests.store.factories import (
+    Dying,
+    Meeting,
+    Stream,
+    claim_of,
+    hgetall,
+    registration,
+    snapshot,
+    stored,
+    stream_of,
+)
 
 SHARDS = pytest.mark.parametrize("shards", [1, 3])
 
@@ -109,6 +120,43 @@ async def test_an_unregister_shuts_the_worker_out_before_it_ends_its_holders(sto
     assert await stream.apply(stored(gpu, range(1, 10))) is Verdict.FENCED
     assert await store.leases.take(stream.grant.claim, "worker-1", 60.0) is None
     assert await snapshot(redis) == before
+
+
+@pytest.mark.parametrize("shards", [3])
+@pytest.mark.parametrize("call", [1, 2, 3])
+async def test_a_publisher_that_ends_between_a_lease_and_its_fences_leaves_nothing(
+    store: Store, client: Client, redis: Redis, call: int
+) -> None:
+    await store.registry.register(registration())
+    claim = await claim_of(store, registration())
+
+    async def unregister() -> None:
+        await store.registry.unregister([registration().name])
+
+    late = Store(Meeting(client, "raise_fence", unregister, call=call))
+    grant = await late.leases.take(claim, "worker-1", 60.0)
+    if grant is not None:
+        assert await late.records.read(grant) is None
+        await late.leases.drop(grant)
+    assert await fences(redis) == {}
+
+
+@pytest.mark.parametrize("shards", [3])
+@pytest.mark.parametrize("is_done", [False, True])
+async def test_what_an_unregister_that_died_left_in_the_fences_goes_with_the_next(
+    store: Store, client: Client, redis: Redis, is_done: bool
+) -> None:
+    stream = await stream_of(store, redis)
+    name = stream.grant.claim.registration.name
+    with pytest.raises(StoreUnavailable):
+        await Store(Dying(client, "drop_fence", call=2, is_done=is_done)).registry.unregister([name])
+    assert await fences(redis) != {}
+    assert await store.registry.unregister([name]) == [name]
+    assert await fences(redis) == {}
+
+
+async def fences(redis: Redis) -> dict[bytes, object]:
+    return {key: value for key, (_, _, value) in (await snapshot(redis)).items() if key.endswith(b":fence")}
 
 
 async def test_giving_back_what_somebody_else_has_does_nothing(store: Store, redis: Redis, stream: Stream) -> None:

@@ -98,3 +98,20 @@ async def test_an_empty_holder_is_swept(store: Store, redis: Redis, stream: Stre
     await stream.end()
     assert await swept(store, stream) == []
     assert keys.dead(1).encode() not in await snapshot(redis)
+
+
+class OtherCursors(Client):
+    """Another server answers from the second step of a scan on: the cursor of the first one means its end there."""
+
+    steps = 0
+
+    async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
+        self.steps += 1
+        return (0, {}) if self.steps == 2 else await super().hscan(key, cursor, count)
+
+
+async def test_a_failover_in_the_middle_of_a_scan_leaves_no_block_behind(redis: Redis, neighbour: Stream) -> None:
+    client = OtherCursors(redis, "redis://test")
+    await swept(Store(client), neighbour)
+    assert client.steps > 2
+    await check_swept(redis, neighbour)

@@ -1,0 +1,125 @@
+"""Where the console's text goes: a terminal with colours and width, or plain lines for files, pipes and logs.
+
+Views give ``Text`` and ``Grid``; only this module knows what becomes of them. Plain text has no colour, no box
+art, no cut words, and the same columns each time. Names come from clients: what cannot be printed is replaced, so
+that none can move the cursor of whoever looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TextIO, TypeAlias
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_PLAIN_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table; ``numbers`` are the columns that are aligned to the right."""
+
+    head: tuple[str, ...]
+    rows: Sequence[tuple[Text, ...]]
+    numbers: frozenset[str] = frozenset()
+    spare: tuple[str, ...] = ()
+    """Columns that a narrow terminal leaves out, the first of them first."""
+
+
+Part: TypeAlias = Text | Grid
+
+
+class Screen:
+    """Standard output, or ``file``."""
+
+    def __init__(self, file: TextIO | None = None, *, width: int | None = None) -> None:
+        self.console = Console(file=file, highlight=False, markup=False, emoji=False, width=width)
+        self.is_plain = not self.console.is_terminal or self.console.is_dumb_terminal
+        self.is_ascii = self.is_plain or not self.console.encoding.startswith("utf")
+
+    @property
+    def width(self) -> int:
+        """Columns there are; in plain text always the same."""
+        return _PLAIN_WIDTH if self.is_plain else self.console.width
+
+    def show(self, parts: Sequence[Part]) -> None:
+        """Write them, one below the other."""
+        if self.is_plain:
+            self.write("\n".join(_plain(part) for part in parts))
+        else:
+            self.console.print(self._rich(parts))
+
+    def write(self, text: str) -> None:
+        """Text as it is, whatever the width."""
+        self.console.file.write(text + "\n")
+        self.console.file.flush()
+
+    def _rich(self, parts: Sequence[Part]) -> Group:
+        return Group(*(_table(part, self.width) if isinstance(part, Grid) else part for part in parts))
+
+    async def watch(self, seconds: float, draw: Callable[[], Awaitable[Sequence[Part]]]) -> None:
+        """Draw again every ``seconds``, until cancelled: in place on a terminal, else one below the other."""
+        if self.is_plain:
+            while True:
+                self.show(await draw())
+                self.write("")
+                await asyncio.sleep(seconds)
+        with Live(console=self.console, auto_refresh=False) as live:
+            while True:
+                live.update(self._rich(await draw()), refresh=True)
+                await asyncio.sleep(seconds)
+
+
+def text(value: object, style: str = "") -> Text:
+    """A value that may come from a client, as one line that only prints."""
+    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value)), style)
+
+
+def joined(*pieces: Text | str, by: str = "") -> Text:
+    return Text(by).join(piece if isinstance(piece, Text) else text(piece) for piece in pieces)
+
+
+def _table(grid: Grid, width: int) -> RenderableType:
+    widths = dict(zip(grid.head, _widths(grid), strict=True))
+    left_out: list[str] = []
+    for name in grid.spare:
+        if sum(widths.values()) + 2 * len(widths) <= width:
+            break
+        del widths[name]
+        left_out.append(name)
+    caption = f"a wider terminal also shows {', '.join(left_out)}" if left_out else None
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", caption=caption, caption_justify="left"
+    )
+    for name in widths:
+        table.add_column(name, justify="right" if name in grid.numbers else "left", overflow="fold")
+    for row in grid.rows:
+        table.add_row(*(cell for name, cell in zip(grid.head, row, strict=True) if name in widths))
+    return table
+
+
+def _widths(grid: Grid) -> list[int]:
+    """How wide each column would like to be."""
+    cells = [[len(cell.plain) for cell in column] for column in zip(*grid.rows, strict=True)] or [[]] * len(grid.head)
+    return [max(len(name), *lengths, 1) for name, lengths in zip(grid.head, cells, strict=True)]
+
+
+def _plain(part: Part) -> str:
+    if isinstance(part, Text):
+        return part.plain
+    # An empty cell as `-`, so that columns can be counted.
+    rows = [tuple(cell.plain or "-" for cell in row) for row in part.rows]
+    widths = _widths(part)
+    aligned = [
+        "  ".join(
+            cell.rjust(width) if name in part.numbers else cell.ljust(width)
+            for name, cell, width in zip(part.head, row, widths, strict=True)
+        ).rstrip()
+        for row in [part.head, *rows]
+    ]
+    return "\n".join(aligned)

@@ -1,0 +1,74 @@
+"""The build hook: compiles ``native/`` where a compiler is, and carries on without where none is.
+
+A wheel with the compiled module is for one platform; one without is for all. ``BUILD_NATIVE=never`` leaves it out,
+``BUILD_NATIVE=always`` makes a failure of the compiler one of the build, as for wheels that are published.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_MODULE = "app/domain/_native"
+_CHOICES = ("auto", "always", "never")
+
+
+class NativeBuildHook(BuildHookInterface[Any]):
+    """Adds the compiled module to a wheel, or puts it into the checkout for an editable install."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name != "wheel":
+            return
+        choice = os.environ.get("BUILD_NATIVE") or "auto"
+        if choice not in _CHOICES:
+            raise SystemExit(f"BUILD_NATIVE is {choice!r}; give one of {', '.join(_CHOICES)}")
+        root = Path(self.root)
+        name = _MODULE + sysconfig.get_config_var("EXT_SUFFIX")
+        if version == "editable":
+            target = root / name
+        else:
+            self._directory = tempfile.TemporaryDirectory(prefix="waymark-native-")
+            target = Path(self._directory.name) / Path(name).name
+        problem = "BUILD_NATIVE is never" if choice == "never" else _compile(root / "native", target)
+        if problem:
+            if choice == "always":
+                raise SystemExit(f"the C part of Waymark was not built: {problem}")
+            target.unlink(missing_ok=True)
+            self.app.display_warning(f"Waymark is built in pure Python: {problem}")
+            return
+        self.app.display_info("Waymark is built with its C part")
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True
+        if version != "editable":
+            build_data["force_include"][str(target)] = name
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if directory := getattr(self, "_directory", None):
+            directory.cleanup()
+
+
+def _compile(source: Path, target: Path) -> str:
+    """Why it cannot be built; empty where it was."""
+    link = sysconfig.get_config_var("LDSHARED")
+    if not link:
+        return "this Python does not say how it was compiled"
+    flags = sysconfig.get_config_var("CCSHARED") or ""
+    paths = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
+    command = [*shlex.split(os.environ.get("LDSHARED") or link), *shlex.split(flags), "-O3", "-fvisibility=hidden"]
+    command += [*shlex.split(os.environ.get("CFLAGS", "")), *(f"-I{path}" for path in sorted(paths))]
+    command += [str(source / "_native.c"), "-o", str(target)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        return f"there is no compiler ({exc})"
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    return "" if done.returncode == 0 else f"the compiler failed ({'; '.join(lines[:1])})"

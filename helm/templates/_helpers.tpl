@@ -1,0 +1,65 @@
+{{/* Names and labels, and what more than one template needs. */}}
+
+{{- define "waymark.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Room for the longest suffix is kept: names have 63 characters at most. */}}
+{{- define "waymark.fullname" -}}
+{{- $name := include "waymark.name" . }}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" }}
+{{- else if contains $name .Release.Name }}
+{{- .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{/* Called with root and role; what selects the pods of one role, and never changes. */}}
+{{- define "waymark.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "waymark.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- end }}
+
+{{/* Called with root and role. */}}
+{{- define "waymark.labels" -}}
+{{ include "waymark.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "waymark.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- define "waymark.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (include "waymark.fullname" .) .Values.serviceAccount.name }}
+{{- else }}
+{{- default "default" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* A number as it is written: whole ones would come out as 1.6777216e+07. */}}
+{{- define "waymark.text" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
+{{- end }}
+
+{{/* The URL of Redis; empty where a secret of the operator's holds it. Exactly one place may say where Redis is. */}}
+{{- define "waymark.redisUrl" -}}
+{{- $redis := .Values.redis }}
+{{- $places := 0 }}
+{{- range list $redis.url $redis.existingSecret $redis.bundled.enabled }}{{ if . }}{{ $places = add1 $places }}{{ end }}{{ end }}
+{{- if ne (int $places) 1 }}
+{{- fail (printf "%d of redis.url, redis.existingSecret and redis.bundled.enabled are set: set one, to say where Redis is" (int $places)) }}
+{{- end }}
+{{- if $redis.bundled.enabled }}redis://{{ include "waymark.fullname" . }}-redis:6379/0{{ else }}{{ $redis.url }}{{ end }}
+{{- end }}
+
+{{/* How pods are replaced. The default's bounds stay beside a type that has none; Kubernetes would refuse them. */}}
+{{- define "waymark.strategy" -}}
+{{- if eq .type "Recreate" }}{{ toYaml (omit . "rollingUpdate") }}{{ else }}{{ toYaml . }}{{ end }}
+{{- end }}

@@ -1,0 +1,182 @@
+{{/*
+The pod of a role: the same for both but for its argument, its port's variable and the publishers' file.
+Called with root, role, and values, which are the role's.
+*/}}
+{{- define "waymark.pod" -}}
+{{- $root := .root }}
+{{- $redis := .root.Values.redis }}
+{{- $fullname := include "waymark.fullname" .root }}
+{{- $files := list }}
+{{- range $name, $secret := dict "redis-password" $redis.passwordSecret "redis-sentinel-password" $redis.sentinelPasswordSecret }}
+{{- if $secret.name }}
+{{- $source := dict "secret" (dict "secretName" $secret.name "items" (list (dict "key" $secret.key "path" "password"))) }}
+{{- $files = append $files (dict "name" $name "path" (printf "/etc/waymark/%s" $name) "source" $source) }}
+{{- end }}
+{{- end }}
+{{- if $redis.tlsSecret.name }}
+{{- $files = append $files (dict "name" "redis-tls" "path" "/etc/waymark/redis-tls" "source" (dict "secret" (dict "secretName" $redis.tlsSecret.name))) }}
+{{- end }}
+{{- $publishersKey := "publishers.yaml" }}
+{{- $hasPublishers := and (eq .role "ingest") (or .root.Values.publishers .root.Values.publishersConfigMap.name) }}
+{{- if $hasPublishers }}
+{{- $name := printf "%s-publishers" $fullname }}
+{{- with .root.Values.publishersConfigMap }}
+{{- if .name }}{{ $name = .name }}{{ $publishersKey = .key }}{{ end }}
+{{- end }}
+{{- $files = append $files (dict "name" "publishers" "path" "/etc/waymark/publishers" "source" (dict "configMap" (dict "name" $name))) }}
+{{- end }}
+metadata:
+  annotations:
+    checksum/config: {{ printf "%s%s" (include (print $root.Template.BasePath "/configmap.yaml") $root) (include (print $root.Template.BasePath "/secret.yaml") $root) | sha256sum }}
+    {{- with .values.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  labels:
+    {{- include "waymark.labels" . | nindent 4 }}
+    {{- with .values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  {{- with $root.Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  serviceAccountName: {{ include "waymark.serviceAccountName" $root }}
+  automountServiceAccountToken: false
+  # A Service called "waymark" would set WAYMARK_PORT to something that is no port of ours.
+  enableServiceLinks: false
+  securityContext:
+    {{- toYaml $root.Values.podSecurityContext | nindent 4 }}
+  # The time to drain, and then to answer what has begun and to give leases back.
+  terminationGracePeriodSeconds: {{ add (int .values.drainSeconds) 20 }}
+  {{- with .values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  containers:
+    - name: {{ .role }}
+      image: {{ include "waymark.image" $root }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      args: [{{ .role }}]
+      securityContext:
+        {{- toYaml $root.Values.securityContext | nindent 8 }}
+      ports:
+        - name: http
+          containerPort: 13333
+          protocol: TCP
+      envFrom:
+        - configMapRef:
+            name: {{ $fullname }}
+      env:
+        - name: {{ eq .role "query" | ternary "WAYMARK_PORT" "WAYMARK_INGEST_PORT" }}
+          value: "13333"
+        - name: WAYMARK_REDIS_URL
+          valueFrom:
+            secretKeyRef:
+              {{- if $redis.existingSecret }}
+              name: {{ $redis.existingSecret }}
+              key: {{ $redis.existingSecretKeys.url }}
+              {{- else }}
+              name: {{ $fullname }}-redis
+              key: url
+              {{- end }}
+        {{- if $redis.readUrl }}
+        - name: WAYMARK_REDIS_READ_URL
+          valueFrom:
+            secretKeyRef:
+              name: {{ $fullname }}-redis
+              key: read-url
+        {{- else if and $redis.existingSecret $redis.existingSecretKeys.readUrl }}
+        - name: WAYMARK_REDIS_READ_URL
+          valueFrom:
+            secretKeyRef:
+              name: {{ $redis.existingSecret }}
+              key: {{ $redis.existingSecretKeys.readUrl }}
+        {{- end }}
+        {{- if $redis.passwordSecret.name }}
+        - name: WAYMARK_REDIS_PASSWORD_FILE
+          value: /etc/waymark/redis-password/password
+        {{- end }}
+        {{- if $redis.sentinelPasswordSecret.name }}
+        - name: WAYMARK_REDIS_SENTINEL_PASSWORD_FILE
+          value: /etc/waymark/redis-sentinel-password/password
+        {{- end }}
+        {{- if $redis.tlsSecret.name }}
+        {{- range $variable, $key := dict "CA" $redis.tlsSecret.caKey "CERT" $redis.tlsSecret.certKey "KEY" $redis.tlsSecret.keyKey }}
+        {{- if $key }}
+        - name: WAYMARK_REDIS_TLS_{{ $variable }}_FILE
+          value: /etc/waymark/redis-tls/{{ $key }}
+        {{- end }}
+        {{- end }}
+        {{- end }}
+        {{- with $root.Values.apiToken.existingSecret }}
+        - name: WAYMARK_API_TOKEN
+          valueFrom:
+            secretKeyRef:
+              name: {{ . }}
+              key: {{ $root.Values.apiToken.key }}
+        {{- end }}
+        {{- if $hasPublishers }}
+        - name: WAYMARK_PUBLISHERS_FILE
+          value: /etc/waymark/publishers/{{ $publishersKey }}
+        {{- end }}
+        {{- with .values.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      livenessProbe:
+        httpGet: {path: /health, port: http}
+        {{- toYaml .values.livenessProbe | nindent 8 }}
+      readinessProbe:
+        httpGet: {path: /ready, port: http}
+        {{- toYaml .values.readinessProbe | nindent 8 }}
+      {{- if .values.drainSeconds }}
+      # Goes on answering until every proxy knows that this pod is going; only then comes SIGTERM.
+      lifecycle:
+        preStop:
+          exec:
+            command: [sleep, {{ .values.drainSeconds | quote }}]
+      {{- end }}
+      {{- with .values.resources }}
+      resources:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- if or $files .values.extraVolumeMounts }}
+      volumeMounts:
+        {{- range $files }}
+        - name: {{ .name }}
+          mountPath: {{ .path }}
+          readOnly: true
+        {{- end }}
+        {{- with .values.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- end }}
+  {{- if or $files .values.extraVolumes }}
+  volumes:
+    {{- range $files }}
+    - name: {{ .name }}
+      {{- toYaml .source | nindent 6 }}
+    {{- end }}
+    {{- with .values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  {{- with .values.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .values.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .values.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if .values.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- $selector := dict "matchLabels" (include "waymark.selectorLabels" . | fromYaml) }}
+    {{- range .values.topologySpreadConstraints }}
+    - {{- merge (dict) . (dict "labelSelector" $selector) | toYaml | nindent 6 }}
+    {{- end }}
+  {{- end }}
+{{- end }}

@@ -1,0 +1,324 @@
+/* The loops of a query that Python has to run once per token or block, in C.
+ *
+ *     cut         JSON text  ->  where the token ids stand, and the ids as little-endian u32
+ *     hash_blocks token ids  ->  block keys, as big-endian u64
+ *     pack_keys   block keys ->  one MGET command, as it goes over the wire
+ *     runs        its reply  ->  runs of equal values
+ *
+ * Optional: app/domain/native.py has the same four in Python, and the same tests run over both. Nothing here raises
+ * for what a client sent: `cut` answers None to anything but a plain list of plain token ids, and the Python path
+ * decides what is wrong with it.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#define XXH_INLINE_ALL
+#include "xxhash.h"
+
+/* Members of an object that are looked at before giving up; a query has some ten. */
+#define QUOTES_MAX 256
+
+static inline const char *skip_blanks(const char *at, const char *end)
+{
+    while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
+        at++;
+    return at;
+}
+
+/* The first `name` (in its quotes) from `at`; NULL where there is none. *has_given_up: there may be one. */
+static const char *find_name(const char *at, const char *end, const char *name, size_t length, int *has_given_up)
+{
+    for (int quotes = 0; quotes < QUOTES_MAX; quotes++) {
+        at = memchr(at, '"', (size_t)(end - at));
+        if (at == NULL || (size_t)(end - at) < length)
+            return NULL;
+        if (memcmp(at, name, length) == 0)
+            return at;
+        at++;
+    }
+    *has_given_up = 1;
+    return NULL;
+}
+
+/* The digits from `at` as a number; *at goes behind them. -1 where there are none, or more than 10. */
+static int64_t read_number(const char **at)
+{
+    const char *first = *at;
+    int64_t number = 0;
+    for (unsigned digit; (digit = (unsigned)((unsigned char)**at - '0')) < 10; ++*at) {
+        if (*at - first == 10)
+            return -1;
+        number = number * 10 + digit;
+    }
+    return *at == first ? -1 : number;
+}
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+/* As read_number, for up to 7 digits with 8 readable bytes: at once, since a branch for each digit is one that is
+ * guessed wrong at the end of each number. */
+static inline int64_t read_short_number(const char **at)
+{
+    uint64_t text;
+    memcpy(&text, *at, 8);
+    /* A digit is 0x30..0x39: its upper half is 3, and stays so with 6 added. A carry only reaches beyond a byte that
+     * is no digit itself. */
+    const uint64_t upper = 0xF0F0F0F0F0F0F0F0, more = 0x0606060606060606;
+    const uint64_t wrong = ((text & upper) | ((text + more) & upper) >> 4) ^ 0x3333333333333333;
+    if (wrong == 0)
+        return read_number(at);
+    const int digits = __builtin_ctzll(wrong) / 8;
+    if (digits == 0)
+        return -1;
+    *at += digits;
+    uint64_t number = (text & 0x0F0F0F0F0F0F0F0F) << (64 - 8 * digits);
+    number = number * 10 + (number >> 8); /* pairs of digits, then fours, then all eight */
+    number = (number & 0x00FF00FF00FF00FF) * 100 + (number >> 16 & 0x00FF00FF00FF00FF);
+    return (int64_t)(((number & 0xFFFF) * 10000 + (number >> 32 & 0xFFFF)) & 0xFFFFFFFF);
+}
+#else
+#define read_short_number read_number
+#endif
+
+/* The tokens between `at` and the bracket at `close` into `out`; 0 where they are not `count` plain u32. */
+static int read_tokens(const char *at, const char *close, const char *end, Py_ssize_t count, unsigned char *out)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        at = skip_blanks(at, close);
+        const char *first = at;
+        /* The bracket is no digit, so neither reads beyond it. */
+        const int64_t token = end - at >= 8 ? read_short_number(&at) : read_number(&at);
+        if (token < 0 || token > UINT32_MAX || (*first == '0' && at - first > 1))
+            return 0;
+        out[4 * i] = (unsigned char)token;
+        out[4 * i + 1] = (unsigned char)(token >> 8);
+        out[4 * i + 2] = (unsigned char)(token >> 16);
+        out[4 * i + 3] = (unsigned char)(token >> 24);
+        at = skip_blanks(at, close);
+        if (i + 1 < count && *at++ != ',')
+            return 0;
+    }
+    return at == close;
+}
+
+static Py_ssize_t count_commas(const char *at, const char *end)
+{
+    Py_ssize_t count = 0;
+    while (at < end) {
+        /* A short stretch at a time, in a byte: compilers make the most of that. */
+        const char *pause = end - at > 255 ? at + 255 : end;
+        unsigned char few = 0;
+        for (; at < pause; at++)
+            few += *at == ',';
+        count += few;
+    }
+    return count;
+}
+
+/* cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None
+ *
+ * Exact by these facts: `name` comes once; there is no backslash outside the list, so in valid JSON every quote
+ * begins or ends a string, and what stands before `:` in quotes is a key; the list holds digits, commas and blanks
+ * only. The caller reads body[:start] + b"[]" + body[end:] with its JSON parser: if that is valid and has an empty
+ * list under the key, then the body is valid and has this list under it.
+ */
+static PyObject *cut(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyBytes_CheckExact(args[0]) || !PyBytes_CheckExact(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "cut(body: bytes, name: bytes, count_max: int)");
+        return NULL;
+    }
+    const Py_ssize_t count_max = PyLong_AsSsize_t(args[2]);
+    if (count_max == -1 && PyErr_Occurred())
+        return NULL;
+    const char *body = PyBytes_AS_STRING(args[0]), *end = body + PyBytes_GET_SIZE(args[0]);
+    const char *name = PyBytes_AS_STRING(args[1]);
+    const size_t length = (size_t)PyBytes_GET_SIZE(args[1]);
+
+    int has_given_up = 0;
+    const char *found = find_name(body, end, name, length, &has_given_up);
+    if (found == NULL)
+        Py_RETURN_NONE;
+    const char *open = skip_blanks(found + length, end);
+    if (open == end || *open != ':')
+        Py_RETURN_NONE;
+    open = skip_blanks(open + 1, end);
+    if (open == end || *open != '[')
+        Py_RETURN_NONE;
+    const char *close = memchr(open, ']', (size_t)(end - open));
+    if (close == NULL || find_name(close, end, name, length, &has_given_up) != NULL || has_given_up)
+        Py_RETURN_NONE;
+    if (memchr(body, '\\', (size_t)(open - body)) != NULL || memchr(close, '\\', (size_t)(end - close)) != NULL)
+        Py_RETURN_NONE;
+
+    Py_ssize_t count = 0;
+    if (skip_blanks(open + 1, close) != close)
+        count = 1 + count_commas(open, close);
+    if (count > count_max)
+        Py_RETURN_NONE;
+    PyObject *tokens = PyBytes_FromStringAndSize(NULL, 4 * count);
+    if (tokens == NULL)
+        return NULL;
+    if (count && !read_tokens(open + 1, close, end, count, (unsigned char *)PyBytes_AS_STRING(tokens))) {
+        Py_DECREF(tokens);
+        Py_RETURN_NONE;
+    }
+    return Py_BuildValue("nnN", open - body, close + 1 - body, tokens);
+}
+
+static void put_be64(unsigned char *out, uint64_t number)
+{
+    for (int i = 7; i >= 0; i--, number >>= 8)
+        out[i] = (unsigned char)number;
+}
+
+/* What is hashed to go on from a parent: both numbers, little-endian. */
+static uint64_t chained(uint64_t parent, uint64_t local, uint64_t seed)
+{
+    unsigned char pair[16];
+    for (int i = 0; i < 8; i++) {
+        pair[i] = (unsigned char)(parent >> 8 * i);
+        pair[8 + i] = (unsigned char)(local >> 8 * i);
+    }
+    return XXH3_64bits_withSeed(pair, sizeof pair, seed);
+}
+
+/* hash_blocks(tokens: buffer, block_size: int, seed: int, parent: int | None, namespace: int) -> bytes
+ *
+ * The keys of the complete blocks in `tokens` (little-endian u32), eight big-endian bytes each. `parent` is a
+ * seq_hash, without the namespace.
+ */
+static PyObject *hash_blocks(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 5) {
+        PyErr_SetString(PyExc_TypeError, "hash_blocks(tokens, block_size, seed, parent, namespace)");
+        return NULL;
+    }
+    const Py_ssize_t block_size = PyLong_AsSsize_t(args[1]);
+    const uint64_t seed = PyLong_AsUnsignedLongLong(args[2]);
+    int is_root = args[3] == Py_None;
+    uint64_t parent = is_root ? 0 : PyLong_AsUnsignedLongLong(args[3]);
+    const uint64_t ns = PyLong_AsUnsignedLongLong(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (block_size < 1 || block_size > PY_SSIZE_T_MAX / 4) {
+        PyErr_SetString(PyExc_ValueError, "block_size must be positive");
+        return NULL;
+    }
+    Py_buffer tokens;
+    if (PyObject_GetBuffer(args[0], &tokens, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const size_t width = 4 * (size_t)block_size;
+    const Py_ssize_t count = tokens.len / (Py_ssize_t)width;
+    PyObject *keys = PyBytes_FromStringAndSize(NULL, 8 * count);
+    if (keys != NULL) {
+        unsigned char *out = (unsigned char *)PyBytes_AS_STRING(keys);
+        for (Py_ssize_t i = 0; i < count; i++) {
+            const uint64_t local = XXH3_64bits_withSeed((const char *)tokens.buf + (size_t)i * width, width, seed);
+            parent = is_root ? local : chained(parent, local, seed);
+            is_root = 0;
+            put_be64(out + 8 * i, parent ^ ns);
+        }
+    }
+    PyBuffer_Release(&tokens);
+    return keys;
+}
+
+/* pack_keys(before: bytes, prefix: bytes, keys: bytes) -> bytes
+ *
+ * `before`, then each key as a bulk string of the protocol: its length, `prefix`, 16 hex digits.
+ */
+static PyObject *pack_keys(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const char digits[] = "0123456789abcdef";
+    if (nargs != 3 || !PyBytes_CheckExact(args[0]) || !PyBytes_CheckExact(args[1]) || !PyBytes_CheckExact(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "pack_keys(before: bytes, prefix: bytes, keys: bytes)");
+        return NULL;
+    }
+    const Py_ssize_t count = PyBytes_GET_SIZE(args[2]) / 8;
+    const size_t length = (size_t)PyBytes_GET_SIZE(args[1]);
+    char head[32];
+    const size_t head_length = (size_t)snprintf(head, sizeof head, "$%zu\r\n", length + 16);
+    const size_t width = head_length + length + 16 + 2;
+    if (length > 4096 || (size_t)count > (PY_SSIZE_T_MAX - (size_t)PyBytes_GET_SIZE(args[0])) / width) {
+        PyErr_SetString(PyExc_OverflowError, "more than one command can hold");
+        return NULL;
+    }
+    const Py_ssize_t start = PyBytes_GET_SIZE(args[0]);
+    PyObject *packed = PyBytes_FromStringAndSize(NULL, start + count * (Py_ssize_t)width);
+    if (packed == NULL)
+        return NULL;
+    char *out = PyBytes_AS_STRING(packed);
+    const unsigned char *key = (const unsigned char *)PyBytes_AS_STRING(args[2]);
+    memcpy(out, PyBytes_AS_STRING(args[0]), (size_t)start);
+    out += start;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        memcpy(out, head, head_length);
+        out += head_length;
+        memcpy(out, PyBytes_AS_STRING(args[1]), length);
+        out += length;
+        for (int byte = 0; byte < 8; byte++, key++) {
+            *out++ = digits[*key >> 4];
+            *out++ = digits[*key & 15];
+        }
+        *out++ = '\r';
+        *out++ = '\n';
+    }
+    return packed;
+}
+
+/* runs(values: list[bytes | None]) -> list[tuple[bytes, int]]
+ *
+ * Equal neighbours, and how many, up to the first None.
+ */
+static PyObject *runs(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 1 || !PyList_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "runs(values: list[bytes | None])");
+        return NULL;
+    }
+    PyObject *values = args[0], *found = PyList_New(0);
+    const Py_ssize_t count = PyList_GET_SIZE(values);
+    Py_ssize_t i = 0;
+    while (found != NULL && i < count) {
+        PyObject *value = PyList_GET_ITEM(values, i);
+        if (value == Py_None)
+            break;
+        const Py_ssize_t first = i;
+        for (; i < count; i++) {
+            PyObject *other = PyList_GET_ITEM(values, i);
+            if (!PyBytes_CheckExact(other))
+                break;
+            if (other != value && (PyBytes_GET_SIZE(other) != PyBytes_GET_SIZE(value) ||
+                                   memcmp(PyBytes_AS_STRING(other), PyBytes_AS_STRING(value),
+                                          (size_t)PyBytes_GET_SIZE(value)) != 0))
+                break;
+        }
+        PyObject *run = NULL;
+        if (i == first)
+            PyErr_SetString(PyExc_TypeError, "a value is neither bytes nor None");
+        else
+            run = Py_BuildValue("On", value, i - first);
+        if (run == NULL || PyList_Append(found, run) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(run);
+    }
+    return found;
+}
+
+static PyMethodDef methods[] = {
+    {"cut", (PyCFunction)(void (*)(void))cut, METH_FASTCALL, "The token ids in a JSON text; None where unusual."},
+    {"hash_blocks", (PyCFunction)(void (*)(void))hash_blocks, METH_FASTCALL, "The keys of a prompt's blocks."},
+    {"pack_keys", (PyCFunction)(void (*)(void))pack_keys, METH_FASTCALL, "Keys as they go over the wire."},
+    {"runs", (PyCFunction)(void (*)(void))runs, METH_FASTCALL, "Equal neighbours of a reply, up to the first None."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModule_Create(&module);
+}

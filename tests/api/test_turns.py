@@ -1,0 +1,56 @@
+"""turns: behind those whom Redis does not answer nobody waits his full time, and nobody is kept out afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app.api.turns import Turns
+from app.errors import InvalidValue, StoreUnavailable
+
+
+async def inside(turns: Turns, outcome: asyncio.Future[None]) -> None:
+    async with turns:
+        await outcome
+
+
+async def begun(turns: Turns, count: int) -> tuple[list[asyncio.Future[None]], list[asyncio.Task[None]]]:
+    """So many requests, in order, and what each of them will come to once it is inside."""
+    outcomes = [asyncio.get_running_loop().create_future() for _ in range(count)]
+    tasks = [asyncio.ensure_future(inside(turns, outcome)) for outcome in outcomes]
+    await asyncio.sleep(0)
+    return outcomes, tasks
+
+
+async def test_one_that_redis_does_not_answer_is_a_refusal_for_all_who_wait() -> None:
+    turns = Turns(at_once=2, wait_seconds=60.0)
+    outcomes, tasks = await begun(turns, 20)
+    outcomes[0].set_exception(StoreUnavailable("gone"))
+    async with asyncio.timeout(5.0):
+        waited = await asyncio.gather(*tasks[2:], return_exceptions=True)
+    assert [type(each) for each in waited] == [StoreUnavailable] * 18
+    assert all("try again" in str(each) for each in waited)
+    assert not tasks[1].done(), "the other one inside goes on"
+    outcomes[1].set_exception(StoreUnavailable("gone"))
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    later, tasks = await begun(turns, 2)
+    for outcome in later:
+        outcome.set_result(None)
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("error", [None, InvalidValue("a body that does not fit")])
+async def test_whatever_else_comes_of_one_the_next_goes_in(error: Exception | None) -> None:
+    turns = Turns(at_once=1, wait_seconds=60.0)
+    outcomes, tasks = await begun(turns, 3)
+    if error is None:
+        outcomes[0].set_result(None)
+    else:
+        outcomes[0].set_exception(error)
+    for outcome in outcomes[1:]:
+        outcome.set_result(None)
+    async with asyncio.timeout(5.0):
+        _, *others = await asyncio.gather(*tasks, return_exceptions=True)
+    assert others == [None, None]

@@ -1,0 +1,144 @@
+"""Everything that is claimed about speed and memory, measured in one run.
+
+    python -m tests.benchmarks [--only P1,P5] [--quick] [--trace FILE] [--json FILE] [--no-peer]
+
+Starts all it needs: a Redis of its own, ingest workers, query replicas, publishers, and dynamo.indexer as the peer.
+Absolute times mean little on a shared machine, so what has a bar is mostly a ratio of two things measured in turns in
+the same run, CPU time per unit of work, or bytes. Prints one table; a target that does not hold says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from app import __version__
+from app.domain import native
+from tests.benchmarks import capacity, index, lives, long, queries, replicas, streams
+from tests.benchmarks.options import Options
+from tests.benchmarks.processes import redis_server
+from tests.benchmarks.report import Row, table, write_json, write_markdown
+
+#: Names a part answers to, and what measures it; it gets the rows that are there already.
+PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], list[Row]]]] = [
+    (("P1", "P2", "P3", "P4"), lambda options, _: queries.measure(options)),
+    (("P5", "P6"), lambda options, _: index.measure(options)),
+    (("P5",), lambda options, _: streams.measure(options)),
+    (("P7",), lambda options, _: replicas.measure_start(options)),
+    (("P8",), lambda options, _: streams.visibility(options)),
+    (("P9",), lambda options, _: replicas.measure_more(options)),
+    (("P10",), lambda options, _: lives.measure(options)),
+    (("long",), lambda options, _: long.measure(options)),
+    (("capacity",), capacity.measure),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what was asked for, and print it. 0: it was measured, whatever holds."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if "--simulate" in words:  # all other words are the simulation's own
+        if find_spec("httpx") is None:
+            print("--simulate needs httpx: pip install 'waymark[client]'", file=sys.stderr)
+            return 2
+        from tests.benchmarks import simulate  # the only part that needs it
+
+        return simulate.main([word for word in words if word != "--simulate"])
+    given = _parser().parse_args(words)
+    if given.trace is not None and not given.trace.is_file():
+        print(f"--trace: there is no file {given.trace}; leave it out for synthetic prompts", file=sys.stderr)
+        return 2
+    if given.markdown is not None and not given.markdown.is_file():
+        print(f"--markdown: there is no page {given.markdown}", file=sys.stderr)
+        return 2
+    if not given.no_peer and not _has_peer(given.peer_python):
+        print(
+            f"{given.peer_python} has no dynamo.indexer: give --peer-python one that has ai-dynamo-runtime 1.6.1, "
+            "or --no-peer",
+            file=sys.stderr,
+        )
+        return 2
+    options = Options(
+        is_quick=given.quick,
+        trace=given.trace,
+        peer_python=None if given.no_peer else given.peer_python,
+        paths=("native", "pure") if native.path() == "native" else ("pure",),
+    )
+    about = _about(options)
+    rows: list[Row] = []
+    for names, measure in PARTS:
+        if not given.only or set(names) & set(given.only):
+            began = time.monotonic()
+            rows += measure(options, rows)
+            print(f"{', '.join(names)}: measured in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    print(table(rows))
+    print("; ".join(f"{name}: {value}" for name, value in about.items()))
+    if given.json is not None:
+        write_json(given.json, rows, about)
+    if given.markdown is not None:
+        write_markdown(given.markdown, rows, about)
+    return 0
+
+
+def _about(options: Options) -> dict[str, Any]:
+    """What the figures are of."""
+    with tempfile.TemporaryDirectory(prefix="wm-") as folder, redis_server(Path(folder)) as redis:
+        version = redis.version()
+    return {
+        "waymark": __version__,
+        "prompts": "synthetic" if options.trace is None else options.trace.name,
+        "peer": "none" if options.peer_python is None else "ai-dynamo-runtime 1.6.1",
+        "redis": version,
+        "path": native.path(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load before": round(os.getloadavg()[0], 1),
+        "quick": options.is_quick,
+    }
+
+
+def _has_peer(python: str) -> bool:
+    command = (python, "-c", "import dynamo.indexer")
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=(__doc__ or "").partition("\n")[0])
+    names = list(dict.fromkeys(name for part, _ in PARTS for name in part))
+
+    def chosen(text: str) -> list[str]:
+        picked = text.split(",")
+        for name in picked:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(names)}")
+        return picked
+
+    parser.add_argument("--only", type=chosen, default=[], metavar="NAMES", help=f"some of {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the work: to see that it runs")
+    parser.add_argument(
+        "--simulate", action="store_true", help="hit ratios by routing instead; --simulate --help says more"
+    )
+    parser.add_argument("--trace", type=Path, help="requests with hash_ids, one JSON object per line")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    parser.add_argument("--markdown", type=Path, help="put the table into that page, such as docs/performance.md")
+    parser.add_argument("--no-peer", action="store_true", help="leave dynamo.indexer out")
+    parser.add_argument("--peer-python", default=sys.executable, help="the Python that has ai-dynamo-runtime")
+    return parser
+
+
+if __name__ == "__main__":
+    # What was started is stopped then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Everything a benchmark starts, each in a process of its own, and the CPU time the operating system says it used.
+
+CPU time is of all threads of a process, with the resolution of the scheduler's clock. It survives a machine that others
+use, too, which times by the wall do not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+START_SECONDS = 30.0
+SETTLE_SECONDS = 120.0
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a running process, of all its threads, also of those that have ended."""
+    clock = ctypes.c_int()
+    error = _libc.clock_getcpuclockid(pid, ctypes.byref(clock))
+    if error:
+        raise OSError(error, f"no CPU clock of process {pid}: {os.strerror(error)}")
+    return time.clock_gettime(clock.value)
+
+
+def queue_seconds(pid: int) -> float:
+    """How long the main thread of a process has been ready to run, but had no core."""
+    _, waited, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
+    return int(waited) / 1e9
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until(
+    predicate: Callable[[], bool], description: str, seconds: float = SETTLE_SECONDS, pause_seconds: float = 0.02
+) -> None:
+    deadline = time.monotonic() + seconds
+    while not predicate():
+        if time.monotonic() >= deadline:
+            raise SystemExit(f"after {seconds:g} s it is still not so: {description}")
+        time.sleep(pause_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A process that answers HTTP on 127.0.0.1."""
+
+    name: str
+    pid: int
+    port: int
+    prefix: str = ""
+    """Before the paths of Dynamo's dialect."""
+
+    def cpu(self) -> float:
+        return cpu_seconds(self.pid)
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The answer's content; SystemExit where it is not one of the 200s."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            content = None if body is None else json.dumps(body)
+            connection.request(method, path, content, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+        finally:
+            connection.close()
+        if answer.status >= 300:
+            raise SystemExit(f"{self.name}: {method} {path}: {answer.status} {text[:400]!r}")
+        is_json = (answer.getheader("Content-Type") or "").startswith("application/json")
+        return json.loads(text) if is_json else text
+
+    def post(self, path: str, **fields: Any) -> Any:
+        return self.ask("POST", path, fields)
+
+    def is_up(self) -> bool:
+        try:
+            self.ask("GET", "/health")
+        except (OSError, http.client.HTTPException):
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServer:
+    url: str
+    path: str
+    pid: int
+    client: redis.Redis
+
+    def cpu(self) -> float:
+        return cpu_seconds(self.pid)
+
+    def used(self) -> int:
+        """Bytes, by Redis' own count, once every other connection was closed: what is kept for those is not data."""
+        self.client.client_kill_filter(_type="normal", skipme=True)
+        return int(self.client.info("memory")["used_memory"])
+
+    def calls(self, command: str) -> int:
+        """How often a command was called so far."""
+        return int(self.client.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0))
+
+    def version(self) -> str:
+        return str(self.client.info("server")["redis_version"])
+
+
+@contextmanager
+def running(folder: Path, name: str, *command: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is stopped at the end. What it says goes to a file in ``folder``."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WAYMARK_")}
+    with (folder / f"{name}.log").open("wb") as output:
+        process = subprocess.Popen(command, env=kept | environ, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[RedisServer]:
+    """A fresh redis-server (or valkey-server) on a unix socket, without persistence."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        raise SystemExit("no redis-server on PATH")
+    path = folder / f"redis-{unused_port()}.sock"
+    options = ("--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no", "--dir", str(folder))
+    with running(folder, path.stem, program, *options) as process, redis.Redis(unix_socket_path=str(path)) as client:
+
+        def is_up() -> bool:
+            try:
+                return bool(client.ping())
+            except redis.ConnectionError:
+                return False
+
+        wait_until(is_up, "redis-server answers", START_SECONDS)
+        yield RedisServer(f"unix://{path}", str(path), process.pid, client)
+
+
+@contextmanager
+def waymark(
+    folder: Path,
+    role: str,
+    url: str,
+    environ: Mapping[str, str] | None = None,
+    *,
+    is_pure: bool = False,
+    is_awaited: bool = True,
+) -> Iterator[Server]:
+    """``waymark query`` or ``waymark ingest``, once it is up; ``is_pure``: without the C extension."""
+    port = unused_port()
+    values = {"REDIS_URL": url, "HOST": "127.0.0.1", "LOG_LEVEL": "warning", "NATIVE": str(not is_pure).lower()}
+    values["INGEST_PORT" if role == "ingest" else "PORT"] = str(port)
+    settings = {f"WAYMARK_{key}": value for key, value in values.items()} | dict(environ or {})
+    with running(folder, f"{role}-{port}", sys.executable, "-m", "app", role, **settings) as process:
+        server = Server(f"waymark {role}", process.pid, port, "/dynamo")
+        if is_awaited:
+            wait_until(server.is_up, f"waymark {role} is up", START_SECONDS)
+        yield server
+
+
+@contextmanager
+def dynamo(folder: Path, python: str, *arguments: str, is_awaited: bool = True) -> Iterator[Server]:
+    """A fresh ``dynamo.indexer``, once it is up."""
+    port = unused_port()
+    with running(folder, f"dynamo-{port}", python, "-m", "dynamo.indexer", "--port", str(port), *arguments) as process:
+        server = Server("dynamo.indexer", process.pid, port)
+        if is_awaited:
+            wait_until(server.is_up, "dynamo.indexer is up", START_SECONDS)
+        yield server

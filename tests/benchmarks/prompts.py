@@ -1,0 +1,106 @@
+"""Prompts that share prefixes, as token ids, as hashes and as the bodies of requests.
+
+A prompt is a list of pieces of 512 tokens. A piece has a number that names the whole prefix up to it, as the
+``hash_ids`` of the published request traces do (FAST'25, "Mooncake: Trading More Storage for Less Computation"), and
+its tokens follow from that number. So prompts share tokens where they share numbers, and only numbers are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import count, islice
+from pathlib import Path
+from typing import TypeAlias
+
+from app.domain.hashing import extend, token_bytes
+
+MODEL = "bench"
+BLOCK_SIZE = 16
+PIECE_TOKENS = 512
+PIECE_BLOCKS = PIECE_TOKENS // BLOCK_SIZE
+VOCABULARY = 128_256
+
+Prompt: TypeAlias = tuple[int, ...]
+"""Numbers of pieces."""
+
+#: Far above the numbers of any trace.
+_fresh_numbers = count(10**9)
+
+
+def traced(path: Path, pieces: int = 16) -> Iterator[Prompt]:
+    """The prompts of a trace file that are long enough, cut to so many pieces, in the trace's order."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            request = json.loads(line)
+            # The last number stands for a piece that is not full, unless the length happens to fit.
+            full = request["hash_ids"][: request["input_length"] // PIECE_TOKENS]
+            if len(full) >= pieces:
+                yield tuple(full[:pieces])
+
+
+def synthetic(pieces: int = 16, seed: int = 5) -> Iterator[Prompt]:
+    """Conversations without end over four system prompts: about 40 % of the blocks were in a prompt before."""
+    chosen = random.Random(seed)
+    systems = [tuple(islice(_fresh_numbers, 3)) for _ in range(4)]
+    opened: list[Prompt] = []
+    while True:
+        if opened and chosen.random() < 0.4:
+            before = chosen.choice(opened[-64:])
+            kept = before[: chosen.randrange(pieces // 2, pieces)]
+        else:
+            kept = chosen.choice(systems)[:pieces]
+        prompt = kept + tuple(islice(_fresh_numbers, pieces - len(kept)))
+        opened.append(prompt)
+        yield prompt
+
+
+def fresh(pieces: int = 16) -> Iterator[Prompt]:
+    """Prompts that share nothing with any other."""
+    while True:
+        yield tuple(islice(_fresh_numbers, pieces))
+
+
+@lru_cache(maxsize=16_384)
+def piece_tokens(number: int) -> array[int]:
+    return array("I", random.Random(number).choices(range(VOCABULARY), k=PIECE_TOKENS))
+
+
+def tokens(prompt: Prompt) -> list[int]:
+    return [token for number in prompt for token in piece_tokens(number)]
+
+
+def engine_hashes(number: int) -> list[int]:
+    """What an engine calls the blocks of a piece."""
+    return [(number * PIECE_BLOCKS + i + 1) * 0x9E3779B97F4A7C15 % 2**64 for i in range(PIECE_BLOCKS)]
+
+
+def seq_hashes(prompt: Prompt) -> list[int]:
+    return extend(None, token_bytes(tokens(prompt)), BLOCK_SIZE)
+
+
+# ---- bodies ----------------------------------------------------------------------------------------
+
+
+def by_tokens(prompt: Prompt) -> bytes:
+    """A body that ``/query`` of Waymark and of dynamo.indexer both take: 51 KB for 512 blocks."""
+    return _body(token_ids=tokens(prompt))
+
+
+def by_hash(prompt: Prompt) -> bytes:
+    """Waymark's ``/query_by_hash``: rolling hashes."""
+    return _body(seq_hashes=seq_hashes(prompt))
+
+
+def by_local_hash(prompt: Prompt) -> bytes:
+    """``/query_by_hash`` of dynamo.indexer: hashes of each block alone, signed."""
+    packed, width = token_bytes(tokens(prompt)), 4 * BLOCK_SIZE
+    unsigned = [extend(None, packed[at : at + width], BLOCK_SIZE)[0] for at in range(0, len(packed), width)]
+    return _body(block_hashes=[h - 2**64 if h >= 2**63 else h for h in unsigned])
+
+
+def _body(**fields: Sequence[int]) -> bytes:
+    return json.dumps({"model_name": MODEL, "block_size": BLOCK_SIZE} | fields, separators=(",", ":")).encode()

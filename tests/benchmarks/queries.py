@@ -1,0 +1,186 @@
+"""P1 to P4: what a query of 512 blocks costs a replica, against dynamo.indexer with the same bodies.
+
+Both are fed by the same sockets with the same frames, so both hold the same blocks: prompts of a trace on eight
+engines in turn, and prompts that share nothing. Every round asks each of them the same bodies, one after the other; a
+body is asked once, except where the row says "once more".
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from tests.benchmarks import prompts
+from tests.benchmarks.feed import publishers, wait_for
+from tests.benchmarks.load import run, write_bodies
+from tests.benchmarks.options import Options
+from tests.benchmarks.processes import RedisServer, Server, dynamo, redis_server, waymark
+from tests.benchmarks.prompts import PIECE_TOKENS, Prompt
+from tests.benchmarks.report import Row, against
+
+ENGINES = 8
+PEER = "dynamo.indexer"
+
+#: What the ratio to the peer's CPU may be, where the extension is built, and without it.
+BARS = {"trace": (1.0, 2.0), "new": (1.2, 2.5), "hash": (2.5, 2.5), "p50": (2.0, 2.0)}
+TARGETS = {
+    "trace": "P1",
+    "again": "P1",
+    "new": "P2",
+    "nobody": "P2",
+    "hash": "P3",
+    "local": "P3",
+    "p50": "P4",
+    "c8": "P4",
+}
+SENTENCES = {
+    "trace": "/query, trace-shaped prompts: CPU",
+    "again": "/query, the same prompts once more: CPU",
+    "new": "/query, every prompt new: CPU",
+    "nobody": "/query, prompts that nobody has: CPU",
+    "hash": "/query_by_hash: CPU",
+    "local": "/dynamo/query_by_hash, the peer's own bodies: CPU",
+    "p50": "/query, every prompt new, one connection: p50",
+    "c8": "/query, trace-shaped prompts, 8 connections: time per request",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One kind of request: which prompts, and where and how each contender is asked."""
+
+    name: str
+    asked: Sequence[Prompt]
+    body: Callable[[Prompt], bytes] = prompts.by_tokens
+    peer_body: Callable[[Prompt], bytes] = prompts.by_tokens
+    path: str = "/query"
+    peer_path: str = "/query"
+    connections: int = 1
+
+
+@dataclass
+class Figures:
+    """Per question the figures of each contender, one for each round."""
+
+    cpu_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    redis_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    p50_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    each_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+def measure(options: Options) -> list[Row]:
+    """The rows of P1 to P4."""
+    rounds, size = (1, 16) if options.is_quick else (7, 60)
+    shaped = prompts.synthetic() if options.trace is None else prompts.traced(options.trace)
+    trace = list(islice(shaped, rounds * size))
+    more = list(islice(shaped, rounds * size))
+    new = list(islice(prompts.fresh(), rounds * size))
+    nobody = list(islice(prompts.fresh(), rounds * size))
+    warm = list(islice(prompts.fresh(), 40))
+    figures = Figures()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        redis = stack.enter_context(redis_server(folder))
+        worker = stack.enter_context(waymark(folder, "ingest", redis.url))
+        contenders: dict[str, Server] = {
+            name: stack.enter_context(waymark(folder, "query", redis.url, is_pure=name == "pure"))
+            for name in options.paths
+        }
+        first = next(iter(contenders.values()))
+        if options.peer_python is not None:
+            contenders = {PEER: stack.enter_context(dynamo(folder, options.peer_python)), **contenders}
+        peers = [server for server in contenders.values() if server.name == PEER]
+        engines = stack.enter_context(publishers(ENGINES))
+        for engine in engines:
+            engine.register(first, *peers)
+        last = {}
+        for i, prompt in enumerate([*warm, *trace, *more, *new]):
+            engines[i % ENGINES].store(prompt)
+            last[engines[i % ENGINES].number] = prompt
+        wait_for([first, *peers], last)
+        del worker
+
+        asked = [Question("warm", warm)]
+        for name, server in contenders.items():
+            for question in (*asked, Question("warm", warm, prompts.by_hash, prompts.by_local_hash, *_HASH)):
+                _ask(question, name, server, redis, folder, Figures())
+        for number in range(rounds):
+            part = slice(number * size, (number + 1) * size)
+            for question in _questions(trace[part], more[part], new[part], nobody[part]):
+                for name, server in contenders.items():
+                    if not (question.name == "local" and name == PEER):
+                        _ask(question, name, server, redis, folder, figures)
+        for name, server in contenders.items():
+            _check(server, name, trace[-1])
+    return _rows(options, figures, list(options.paths))
+
+
+_HASH = ("/query_by_hash", "/query_by_hash")
+
+
+def _questions(
+    trace: Sequence[Prompt], more: Sequence[Prompt], new: Sequence[Prompt], nobody: Sequence[Prompt]
+) -> list[Question]:
+    return [
+        Question("trace", trace),
+        Question("again", trace),
+        Question("new", new),
+        Question("nobody", nobody),
+        Question("hash", new, prompts.by_hash, prompts.by_local_hash, *_HASH),
+        Question("local", new, prompts.by_local_hash, path="/dynamo/query_by_hash"),
+        Question("c8", more, connections=8),
+    ]
+
+
+def _ask(question: Question, name: str, server: Server, redis: RedisServer, folder: Path, figures: Figures) -> None:
+    is_peer = name == PEER
+    body = question.peer_body if is_peer else question.body
+    file = write_bodies(folder / "bodies", map(body, question.asked))
+    before, redis_before = server.cpu(), redis.cpu()
+    path = question.peer_path if is_peer else question.path
+    load = run(server.port, path, file, question.connections)
+    key = (question.name, name)
+    figures.cpu_ms[key].append((server.cpu() - before) / load.requests * 1e3)
+    figures.redis_ms[key].append((redis.cpu() - redis_before) / load.requests * 1e3)
+    figures.p50_ms[key].append(load.p50_ms)
+    figures.each_ms[key].append(1e3 / load.per_second)
+
+
+def _check(server: Server, name: str, prompt: Prompt) -> None:
+    """A figure of wrong answers is none, nor is one of another path than it says."""
+    if name != PEER and f'native="{str(name == "native").lower()}"' not in str(server.ask("GET", "/metrics")):
+        raise SystemExit(f"{server.name} does not hash prompts the {name} way")
+    asked = [(f"{server.prefix}/query", prompts.by_tokens), (f"{server.prefix}/query_by_hash", prompts.by_local_hash)]
+    if name != PEER:
+        asked += [("/query", prompts.by_tokens), ("/query_by_hash", prompts.by_hash)]
+    for path, body in asked:
+        answer = server.ask("POST", path, json.loads(body(prompt)))
+        rows = answer["instances"] if "instances" in answer else answer["default"]
+        found = max(row["longest_matched"] for row in rows.values())
+        if found != len(prompt) * PIECE_TOKENS:
+            raise SystemExit(f"{server.name} says at {path} {found} tokens of a prompt that an engine has whole")
+
+
+def _rows(options: Options, figures: Figures, paths: Sequence[str]) -> list[Row]:
+    rows = []
+    for name, sentence in SENTENCES.items():
+        asked = {"p50": "new", "local": "hash"}.get(name, name)
+        for path in paths:
+            found = {"p50": figures.p50_ms, "c8": figures.each_ms}.get(name, figures.cpu_ms)
+            ours = found[("local" if name == "local" else asked, path)]
+            theirs = found.get((asked, PEER))
+            what = f"{sentence} ({path})"
+            bar = BARS[name][path == "pure"] if name in BARS else None
+            if theirs is None:
+                rows.append(Row(TARGETS[name], what, sorted(ours)[len(ours) // 2], "ms"))
+            else:
+                rows.append(against(TARGETS[name], what, "ms", ours, theirs, PEER, bar))
+    ours = figures.redis_ms[("trace", paths[0])]
+    rows.append(Row("P1", "the same: Redis' CPU per request", sorted(ours)[len(ours) // 2], "ms"))
+    return rows

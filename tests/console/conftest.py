@@ -1,0 +1,72 @@
+"""The console over a real Redis: what it looks at is never inside its own process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from io import StringIO
+
+import pytest
+from redis.asyncio import Redis
+
+from app import cli
+from app.console.look import Look
+from app.console.run import run_inspect, run_status
+from app.console.screen import Screen
+from app.domain.hashing import extend, token_bytes
+from app.settings import Settings
+from app.store.client import Client
+from app.store.store import Store
+
+Run = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No terminal, unless a test makes one up."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url, protocol=2, decode_responses=False) as client:
+        yield client
+
+
+@pytest.fixture
+def client(redis: Redis) -> Client:
+    return Client(redis, "redis://test")
+
+
+@pytest.fixture
+def store(client: Client) -> Store:
+    return Store(client)
+
+
+@pytest.fixture
+def look(client: Client) -> Look:
+    return Look(client)
+
+
+@pytest.fixture
+def waymark(redis_url: str) -> Run:
+    """What a command prints: ``await waymark("status", "--json")``; ``seed``, ``width`` and ``url`` by name."""
+
+    async def run(*words: str, seed: int = 1337, width: int | None = None, url: str = redis_url) -> str:
+        output = StringIO()
+        arguments = cli._parser().parse_args(words)
+        run_command = run_status if arguments.command == "status" else run_inspect
+        settings = Settings(redis_url=url, hash_seed=seed)
+        await run_command(arguments, settings, Screen(output, width=width))
+        return output.getvalue()
+
+    return run
+
+
+def blocks(tokens: Sequence[int], *, block_size: int = 16, seed: int = 1337) -> list[int]:
+    """The seq_hashes of a prompt."""
+    return extend(None, token_bytes(list(tokens)), block_size, seed=seed)
+
+
+def words(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))

@@ -1,0 +1,207 @@
+"""waymark inspect block, holder, namespace and keys; and the commands that show the same by hand."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from app.console.look import Group
+from app.console.redis_cli import RedisCli
+from app.domain.hashing import namespace
+from app.domain.names import GroupName
+from app.errors import InvalidValue, NotFound
+from app.settings import Settings
+from app.store.registry import GroupEntry
+from app.store.store import Store
+from tests.console.conftest import Run
+from tests.store.factories import Stream, registration, removed, stored, stream_of
+
+BLOCK = 0xCB38E4D7FB2DCA5C
+WORD = f"{BLOCK:016x}"
+
+
+@pytest.fixture
+async def streams(store: Store, redis: Redis) -> list[Stream]:
+    """Holders 1 (pod-1, GPU), 2 (pod-1, rank 1, CPU) and 3 (pod-2) have the block; 3's life has ended."""
+    made = [await stream_of(store, redis, registration(f"pod-{i}")) for i in (1, 2)]
+    gpu, cpu = await made[0].begin("0 GPU", "1 CPU")
+    await made[0].apply(stored(gpu, [BLOCK, 2, 3]), stored(gpu, [BLOCK], first=4), stored(cpu, [BLOCK], first=5))
+    (ended,) = await made[1].begin("0 GPU")
+    await made[1].apply(stored(ended, [BLOCK, 2]), removed(ended, [2]))
+    await made[1].end()
+    return made
+
+
+async def test_a_block_names_its_holders_and_those_that_have_ended(streams: list[Stream], waymark: Run) -> None:
+    for flags in ([], ["--model", "m"], ["--group", "1"]):
+        assert (await waymark("inspect", "block", WORD, *flags)).splitlines() == [
+            f"wm:{{1}}:{WORD} = '1 2 3', a block of default/m",
+            "HOLDER  INSTANCE  RANK  MEDIUM  BLOCK SIZE  STATE",
+            "     1  pod-1        0  GPU             16  live",
+            "     2  pod-1        1  CPU             16  live",
+            "     3  -            -  -                -  ended, to be swept",
+        ]
+
+
+async def test_a_block_of_a_lost_publisher_is_not_counted(streams: list[Stream], waymark: Run) -> None:
+    await streams[0].store.records.mark(streams[0].grant, is_lost=True)
+    text = await waymark("inspect", "block", WORD)
+    assert text.count("lost, not counted") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["block", "0" * 16], "nobody has a block 0000000000000000"),
+        (["block", WORD, "--model", "n"], r"no group with model 'n'; groups of this Redis: 1 \(default/m\)"),
+        (["block", WORD, "--group", "7"], r"no group with group 7; groups of this Redis: 1 \(default/m\)"),
+        (["holder", "99"], "holder 99 is unknown in default/m"),
+    ],
+)
+async def test_what_is_not_there_is_said(words: list[str], sentence: str, streams: list[Stream], waymark: Run) -> None:
+    with pytest.raises(NotFound, match=sentence):
+        await waymark("inspect", *words)
+
+
+@pytest.mark.parametrize("word", ["xyz", "cb38e4d7fb2dca5", "-1_0", "123456789012345678901", ""])
+async def test_what_is_no_hash_is_refused(word: str, streams: list[Stream], waymark: Run) -> None:
+    with pytest.raises(InvalidValue, match="is no hash; give 16 hex digits"):
+        await waymark("inspect", "block", "--", word)
+
+
+async def test_a_holder_tells_its_record_its_publisher_and_what_it_has(streams: list[Stream], waymark: Run) -> None:
+    text = await waymark("inspect", "holder", "1")
+    first, record, publisher, head, entries = text.splitlines()
+    assert first == "holder 1 of default/m, group 1"
+    assert record == "pod-1, rank 0, GPU, blocks of 16 tokens, backend pod-1, scope instance: live"
+    assert publisher.startswith("publisher 1: vLLM at tcp://10.0.0.1:5557, pending, watermark 1, lag ")
+    assert publisher.endswith(", worker worker-1")
+    assert head.split() == ["KEY", "ENTRIES", "WITH", "COPIES", "APPLIED", "SEQ", "OPS", "OF", "IT"]
+    assert entries.split() == ["wm:{1}:engine:1", "3", "1", "1", "4"]
+
+
+async def test_an_ended_holder_says_so_and_what_is_left_of_it(streams: list[Stream], waymark: Run) -> None:
+    lines = (await waymark("inspect", "holder", "3")).splitlines()
+    assert lines[1] == "its life has ended; what it left is being swept"
+    assert lines[-1].split()[:2] == ["wm:{1}:engine:3", "1"]
+
+
+@pytest.mark.parametrize("shards", [3])
+async def test_shards_are_looked_at_one_by_one(shards: int, redis: Redis, store: Store, waymark: Run) -> None:
+    store.registry._shards = shards
+    stream = await stream_of(store, redis)
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, [BLOCK, BLOCK + 1, BLOCK + 3]))
+    assert stream.key(BLOCK).decode() in await waymark("inspect", "block", WORD)
+    lines = (await waymark("inspect", "holder", str(gpu))).splitlines()[-shards:]
+    assert sum(int(line.split()[1]) for line in lines) == 3
+
+
+async def test_a_namespace_is_computed_and_shown_at_work(waymark: Run) -> None:
+    ns = namespace("sql", ("a", "b"))
+    text = await waymark("inspect", "namespace", "--lora", "sql", "--salt", "a", "--salt", "b", "--seq-hash", WORD)
+    assert text.splitlines() == [
+        f"namespace {ns:016x}, {ns} in decimal",
+        f"seq_hash {WORD} XOR namespace {ns:016x} = key {BLOCK ^ ns:016x}",
+    ]
+    assert "a block's key is its seq_hash itself" in await waymark("inspect", "namespace")
+    assert f"{namespace(7, ()):016x}" in await waymark("inspect", "namespace", "--lora-id", "7")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status",
+        "inspect prompt --model m --hashes 1",
+        f"inspect block {WORD}",
+        "inspect holder 1",
+        "inspect keys",
+    ],
+)
+async def test_a_user_who_may_only_read_can_look(
+    command: str, streams: list[Stream], redis: Redis, redis_url: str, waymark: Run
+) -> None:
+    await redis.acl_setuser(
+        "looker", enabled=True, passwords=["+word"], keys=["wm:*"], categories=["+@read"], commands=["+info"]
+    )
+    try:
+        text = await waymark(*command.split(), url=redis_url.replace("unix://", "unix://looker:word@"))
+    finally:
+        await redis.acl_deluser("looker")
+    assert text
+
+
+# ---- by hand ---------------------------------------------------------------------------------------
+
+
+def ran(text: str) -> dict[str, list[str]]:
+    """What printed commands answer, each run by a shell: from its words after redis-cli's options."""
+    assert shutil.which("redis-cli") is not None
+    answers: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            done = subprocess.run(line, shell=True, check=True, capture_output=True, text=True, timeout=10)
+            assert not done.stdout.startswith(("ERR", "WRONGTYPE")), line
+            answers[line.split(".sock ")[1]] = done.stdout.splitlines()
+    return answers
+
+
+async def test_the_commands_of_a_block_and_a_holder_show_the_same(streams: list[Stream], waymark: Run) -> None:
+    answers = ran(await waymark("inspect", "block", WORD, "--keys"))
+    assert answers[f"GET 'wm:{{1}}:{WORD}'"] == ["1 2 3"]
+    table = answers["HGETALL 'wm:{1}:holders'"]
+    assert [str(i) in table for i in (1, 2, 3)] == [True, True, False]
+    answers = ran(await waymark("inspect", "holder", "1", "--keys"))
+    assert '"instance_id":"pod-1"' in answers["HGET 'wm:{1}:holders' 1"][0]
+    assert answers["HGET 'wm:{1}:engine:1' applied"] == ["1 4"]
+    assert "watermark" in answers["HGETALL 'wm:{1}:publisher:1'"]
+    assert ran(await waymark("inspect", "holder", "3", "--keys"))["SISMEMBER 'wm:{1}:dead' 3"] == ["1"]
+
+
+async def test_the_keys_of_a_group_are_all_there_is_but_blocks(
+    streams: list[Stream], redis: Redis, waymark: Run
+) -> None:
+    await streams[0].store.records.alive("worker-1", keep_seconds=60)
+    await streams[0].store.records.birth()
+    text = await waymark("inspect", "keys")
+    answers = ran(text)
+    keys = {key.decode() for key in await redis.keys("wm:*") if isinstance(key, bytes)}
+    # Blocks are left out, and what has ended is named by `dead` alone.
+    keys -= {f"wm:{{1}}:{block:016x}" for block in (BLOCK, 2, 3)} | {"wm:{1}:engine:3"}
+    assert {line.split()[1].strip("'") for line in answers} == keys
+    assert answers["SMEMBERS 'wm:{1}:dead'"] == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "note"),
+    [
+        ("redis://127.0.0.1:6379/0", "", None),
+        ("redis://localhost", "", None),
+        ("redis://redis:7000/3", "-h redis -p 7000 -n 3", None),
+        ("rediss://me:sesame@redis:6380", "-h redis -p 6380 --tls --user me", "REDISCLI_AUTH"),
+        ("unix:///run/redis.sock?db=2", "-s /run/redis.sock -n 2", None),
+        ("redis+cluster://a:7000,b:7001", "-h a -p 7000 -c", None),
+        ("redis+sentinel://a:26379,b:26379/main", "", "redis-cli -h a -p 26379 SENTINEL GET-MASTER-ADDR-BY-NAME main"),
+    ],
+)
+def test_redis_cli_is_told_which_redis(url: str, options: str, note: str | None) -> None:
+    cli = RedisCli(Settings(redis_url=url))
+    (line,) = cli.table(Group(GroupName("default", "m"), GroupEntry(3, 1)))
+    assert line.split() == ["redis-cli", *options.split(), "HGETALL", "'wm:{3}:holders'"]
+    assert "sesame" not in " ".join([line, *cli.notes])
+    assert len(cli.notes) == (note is not None)
+    assert note is None or note in cli.notes[0]
+
+
+def test_files_of_access_are_told_to_redis_cli(tmp_path: Path) -> None:
+    password, ca = tmp_path / "password", tmp_path / "ca"
+    settings = Settings(
+        redis_url="rediss://redis:6380", redis_username="me", redis_password_file=password, redis_tls_ca_file=ca
+    )
+    cli = RedisCli(settings)
+    assert cli.base()[0] == f"redis-cli -h redis -p 6380 --tls --cacert {ca} --user me HGETALL wm:groups"
+    assert cli.notes == ["# the password goes into the environment, as REDISCLI_AUTH"]

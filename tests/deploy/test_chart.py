@@ -1,0 +1,178 @@
+"""The Helm chart: Helm takes it, Kubernetes takes what it renders, and every value in it does what it says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+
+from app import __version__
+from tests.deploy.chart import (
+    CHART,
+    REDIS,
+    TABLE,
+    WRITE,
+    at,
+    between,
+    container,
+    documented,
+    documents,
+    leaves,
+    load,
+    merged,
+    one,
+    render,
+    texts,
+    values_table,
+    variables,
+)
+from tests.deploy.values import ALL, REDIS_PLACES, given
+
+#: The oldest that Chart.yaml allows, and the newest whose schemas are known.
+KUBERNETES = ("1.25.0", kubernetes_validate.latest_version())
+#: Kinds of the Prometheus operator, whose schemas are not Kubernetes' own.
+OPERATED = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+# ---- Helm and Kubernetes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_helm_finds_nothing_to_say_about_it(name: str) -> None:
+    report = helm_python.lint(CHART, given(name), strict=True)
+    assert report["errors"] == []
+    assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}
+
+
+@pytest.mark.parametrize("kubernetes", KUBERNETES)
+@pytest.mark.parametrize("name", ALL)
+def test_kubernetes_takes_what_it_renders(name: str, kubernetes: str) -> None:
+    rendered = documents(given(name))
+    assert {"Deployment", "Service", "ConfigMap", "ServiceAccount"} <= {each["kind"] for each in rendered}
+    for document in rendered:
+        if document["kind"] not in OPERATED:
+            kubernetes_validate.validate(document, kubernetes, strict=True)
+
+
+def test_every_template_renders_something_with_every_value() -> None:
+    empty = {path for path, found in render(given("every value")).items() if not found}
+    # Disabled on purpose, or another way to say where Redis is.
+    assert empty == {"redis.yaml", "query-pdb.yaml", "ingest-pdb.yaml"}
+
+
+def test_names_stay_within_their_bounds_however_the_release_is_called() -> None:
+    rendered = render(REDIS, name="a" * 53)
+    for found in rendered.values():
+        assert all(len(document["metadata"]["name"]) <= 63 for document in found)
+
+
+def test_the_chart_is_of_the_version_it_installs() -> None:
+    about = load().metadata
+    assert about["appVersion"] == __version__
+    assert about["annotations"]["licenses"] == "Apache-2.0"
+    assert container(REDIS, "query")["image"].endswith(f":{__version__}")
+
+
+def test_a_packaged_chart_has_what_it_needs_and_no_tests(tmp_path: Path) -> None:
+    with tarfile.open(helm_python.package(CHART, destination=tmp_path)) as archive:
+        names = {name.removeprefix("waymark/") for name in archive.getnames()}
+    assert {"Chart.yaml", "values.schema.json", "files/alerts.yml", "files/dashboard.json"} <= names
+    assert {"README.md", "templates/_pod.tpl", "templates/tests/smoke.yaml"} <= names
+    assert [name for name in names if name.startswith("tests/")] == []
+
+
+def test_without_a_word_about_redis_it_says_what_to_do() -> None:
+    with pytest.raises(helm_python.HelmRenderError, match=r"set one, to say where Redis is"):
+        render({})
+
+
+def test_the_notes_are_short_and_name_the_service() -> None:
+    notes = texts(REDIS)["NOTES.txt"]
+    assert len(notes.splitlines()) <= 10
+    assert "http://wm-waymark.serving:13333" in notes
+
+
+# ---- values ----------------------------------------------------------------------------------------
+
+
+def test_every_value_has_a_comment_and_is_in_the_readme() -> None:
+    comments = {value.path: value.comment for value in documented()}
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert sorted(set(leaves(values, set(comments))) - set(comments)) == []
+    assert all(comment.endswith(".") for comment in comments.values())
+    readme = (CHART / "README.md").read_text(encoding="utf-8")
+    assert between(readme, TABLE) == values_table(), WRITE
+
+
+def test_every_value_is_given_in_the_tests() -> None:
+    values = given("every value")
+    for path, default, _ in documented():
+        if not path.startswith(REDIS_PLACES):
+            assert _get(values, path) != default or path == "serviceAccount.create", path
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, _, _ in documented() if not path.startswith(("redis.url", "publishers", *REDIS_PLACES))]
+)
+def test_every_value_does_something(path: str) -> None:
+    # With everything else given, the value's own default makes a difference; for some a switch must be the other way.
+    values = merged(given("every value"), at(*SWITCHES[path]) if path in SWITCHES else {})
+    default = {value.path: value.default for value in documented()}[path]
+    changed = copy.deepcopy(values)
+    holder = _get(changed, path.rpartition(".")[0])
+    holder[path.rpartition(".")[2]] = default
+    assert texts(changed) != texts(values)
+
+
+SWITCHES: dict[str, tuple[str, Any]] = {
+    "nameOverride": ("fullnameOverride", ""),
+    "query.replicas": ("query.autoscaling.enabled", False),
+    "query.podDisruptionBudget.maxUnavailable": ("query.podDisruptionBudget.enabled", True),
+    "ingest.podDisruptionBudget.maxUnavailable": ("ingest.podDisruptionBudget.enabled", True),
+    "serviceAccount.create": ("serviceAccount.create", False),
+}
+
+
+def test_the_places_of_redis_and_of_publishers_each_do_something() -> None:
+    bundled, by_secret = given("bundled Redis"), given("Redis by Secret")
+    (deployment, _) = render(bundled)["redis.yaml"]
+    (redis,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert redis["image"] == "valkey/valkey:8.1"
+    assert "4gb" in redis["args"]
+    assert redis["resources"]["limits"] == {"memory": "1536Mi"}
+    assert variables(by_secret, "query")["WAYMARK_REDIS_URL"] == {"secretKeyRef": {"name": "mine", "key": "a"}}
+    assert variables(by_secret, "query")["WAYMARK_REDIS_READ_URL"] == {"secretKeyRef": {"name": "mine", "key": "b"}}
+    assert "publishers" not in json.dumps(render(REDIS)["ingest-deployment.yaml"])
+
+
+def _get(values: dict[str, Any], path: str) -> Any:
+    found: Any = values
+    for name in path.split(".") if path else ():
+        found = found[name]
+    return found
+
+
+# ---- what reaches the pods ---------------------------------------------------------------------------
+
+
+def test_other_settings_or_another_url_replace_the_pods() -> None:
+    def checksum(values: dict[str, Any]) -> str:
+        template = one(merged(REDIS, values), "query-deployment.yaml")["spec"]["template"]
+        return str(template["metadata"]["annotations"]["checksum/config"])
+
+    before = checksum({})
+    assert checksum({"query": {"replicas": 7}}) == before
+    assert checksum({"config": {"WAYMARK_LOG_LEVEL": "debug"}}) != before
+    assert checksum({"redis": {"url": "redis://elsewhere:6379/0"}}) != before
+
+
+def test_the_alert_rules_and_the_dashboard_arrive_unchanged() -> None:
+    rules = yaml.safe_load((CHART / "files" / "alerts.yml").read_text(encoding="utf-8"))
+    assert one(given("every value"), "prometheusrule.yaml")["spec"] == rules
+    dashboard = (CHART / "files" / "dashboard.json").read_text(encoding="utf-8")
+    assert json.loads(one(given("every value"), "dashboard.yaml")["data"]["waymark.json"]) == json.loads(dashboard)

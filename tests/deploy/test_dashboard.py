@@ -1,0 +1,97 @@
+"""The dashboard asks for what is exported, and can be read at three in the morning."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.promql import complaints, labels_of
+from tests.test_metrics import EXPORTED
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "helm/files/dashboard.json").read_text(encoding="utf-8"))
+ROWS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+CHARTS: list[dict[str, Any]] = [panel for panel in PANELS if panel["type"] != "alertlist"]
+RUNBOOKS = re.findall(r"^### (\w+)$", (ROOT / "docs/operations.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+each_chart = pytest.mark.parametrize("panel", CHARTS, ids=lambda panel: panel["title"])
+
+
+def test_it_begins_with_whether_all_is_well() -> None:
+    assert [row["title"] for row in ROWS] == ["Is it well?", "Queries", "Streams", "Index and Redis", "Processes"]
+    assert DASHBOARD["panels"][0] == ROWS[0]
+    assert not any(row["collapsed"] for row in ROWS)
+
+
+def test_ids_and_titles_are_given_once() -> None:
+    for field in ("id", "title"):
+        values = [panel[field] for panel in DASHBOARD["panels"]]
+        assert len(set(values)) == len(values)
+
+
+def test_no_two_panels_overlap_and_none_stands_out_of_the_grid() -> None:
+    places = [(panel["title"], panel["gridPos"]) for panel in DASHBOARD["panels"]]
+    for title, at in places:
+        assert at["x"] >= 0, title
+        assert at["x"] + at["w"] <= 24, title
+    for (one, a), (other, b) in itertools.combinations(places, 2):
+        is_beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        is_above = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        assert is_beside or is_above, f"{one} and {other} overlap"
+
+
+def test_every_panel_says_what_it_means() -> None:
+    for panel in PANELS:
+        assert len(panel["description"]) > 30, panel["title"]
+        assert set(re.findall(r"[Rr]unbook (\w+)", panel["description"])) <= set(RUNBOOKS), panel["title"]
+
+
+@each_chart
+def test_a_panel_asks_for_what_is_exported(panel: dict[str, Any]) -> None:
+    assert panel["targets"]
+    for target in panel["targets"]:
+        assert list(complaints(target["expr"])) == []
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels_of(target["expr"])
+
+
+@each_chart
+def test_a_panel_shows_only_what_was_chosen(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        selectors = re.findall(r"\b(?:waymark|process)_\w+(\{[^}]*\})?", target["expr"])
+        assert all('namespace=~"$namespace", job=~"$job"' in selector for selector in selectors), target["expr"]
+
+
+@each_chart
+def test_a_panel_has_a_unit_and_the_chosen_data_source(panel: dict[str, Any]) -> None:
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    for where in (panel, *panel["targets"]):
+        assert where["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    refs = [target["refId"] for target in panel["targets"]]
+    assert len(set(refs)) == len(refs)
+
+
+def test_what_can_be_chosen_comes_from_the_processes_themselves() -> None:
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert list(variables) == ["datasource", "namespace", "job", "role"]
+    assert variables["datasource"]["query"] == "prometheus"
+    for name in ("namespace", "job", "role"):
+        query = variables[name]["query"]["query"]
+        selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", query).groups()  # type: ignore[union-attr]
+        assert label == name
+        assert list(complaints(selector)) == []
+        # A series without the label at all is among "all", too.
+        assert variables[name]["allValue"] == ".*"
+
+
+def test_every_metric_has_its_place_on_it() -> None:
+    shown = " ".join(target["expr"] for panel in CHARTS for target in panel["targets"])
+    missing = [
+        name for exported in EXPORTED if not re.search(rf"\b{(name := exported.partition('{')[0])}(_|\b)", shown)
+    ]
+    assert missing == []

@@ -1,0 +1,70 @@
+"""A replica that lags takes over: what its primary had acknowledged last is gone, and no answer stays wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from app.simulator import Prompt
+from app.store import keys
+from tests.conftest import wait_until
+from tests.e2e.conftest import Engines, Start
+from tests.topologies import Cluster, farm, is_cluster_ok, start_cluster
+
+SHARDS = 16
+#: For a failover, for a stream to be taken up again, and for a machine that has other things to do.
+HEAL_SECONDS = 60.0
+CHAT = tuple(range(100, 164))
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with farm() as servers:
+        yield start_cluster(servers, has_replicas=True)
+
+
+def prompts_of(number: int) -> list[tuple[int, ...]]:
+    """The chat, and prompts that go on from it; those of another number are others."""
+    others = [tuple(range(1000 * number + 100 * i, 1000 * number + 100 * i + 40)) for i in range(5)]
+    return [CHAT, *(CHAT[: 8 * i] + other for i, other in enumerate(others))]
+
+
+async def prefill(engines: Engines, prompts: list[tuple[int, ...]]) -> None:
+    for engine in engines.engines.values():
+        for prompt in prompts:
+            await engine.prefill(Prompt(prompt))
+
+
+@pytest.mark.parametrize("has_record", [True, False], ids=["the-shard-with-the-watermark", "another-shard"])
+async def test_no_answer_stays_wrong_after_writes_were_lost(
+    cluster: Cluster, start: Start, engines: Engines, has_record: bool
+) -> None:
+    service = await start("serve", cluster.url, shards=SHARDS, lease_seconds=2)
+    # Small caches: every round pushes out blocks of the one before, and a lost removal would go on being answered.
+    for name in ("a", "b"):
+        await engines.open(service, name, gpu_blocks=40)
+    await prefill(engines, prompts_of(1))
+    await engines.agree([service], *prompts_of(1))
+
+    with_record = cluster.of(keys.fence(1, 0))
+    lost = next(
+        i for i in {cluster.of(keys.fence(1, shard)) for shard in range(SHARDS)} if (i == with_record) is has_record
+    )
+    primary, replica = cluster.primaries[lost], cluster.replicas[lost]
+    replica.pause()
+    primary.ask("CLIENT", "KILL", "TYPE", "replica")  # nothing waits in a buffer on the way
+    await prefill(engines, prompts_of(2))
+    await engines.agree([service], *prompts_of(1), *prompts_of(2))
+    primary.kill()
+    replica.resume()
+
+    await wait_until(
+        lambda: replica.info("replication")["role"] == "master", "the replica has taken over", HEAL_SECONDS
+    )
+    await wait_until(lambda: is_cluster_ok(replica), "the Cluster is whole", HEAL_SECONDS)
+    await wait_until(service.is_ready, "the service is ready again", HEAL_SECONDS)
+    # The engines say nothing more: what was lost is noticed without them.
+    await engines.agree([service], *prompts_of(1), *prompts_of(2), seconds=HEAL_SECONDS)
+    await prefill(engines, prompts_of(3))
+    await engines.agree([service], *prompts_of(1), *prompts_of(2), *prompts_of(3), seconds=HEAL_SECONDS)

@@ -1,0 +1,219 @@
+"""Leases and fences, shown by stopping, cutting off and killing the processes that have them.
+
+``python -m tests.endurance.takeover`` kills many workers, with the default lease.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import pytest
+from redis.asyncio import Redis
+
+from app.domain.names import PublisherName
+from app.simulator import Prompt, SimulatedEngine
+from app.store import keys
+from app.store.claims import Claim
+from tests.conftest import wait_until
+from tests.e2e.conftest import Engines
+from tests.e2e.fleet import Fleet, Member, fleet_of, owners
+from tests.e2e.takeover import take_over
+from tests.e2e.wire import Wire, wire_to
+
+LEASE_SECONDS = 2
+TAKEOVER_SECONDS = 20.0
+CHAT = tuple(range(100, 124))
+OTHER = CHAT[:8] + tuple(range(300, 312))
+MORE = CHAT[:12] + tuple(range(400, 412))
+
+
+class Pair(NamedTuple):
+    """Two workers and a replica; the first worker's wire can be cut."""
+
+    fleet: Fleet
+    wire: Wire
+    first: Member
+    second: Member
+    replica: Member
+    redis: Redis
+
+
+@pytest.fixture(scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    settings = {"lease_seconds": LEASE_SECONDS, "redis_timeout_seconds": 1}
+    async with (
+        fleet_of(tmp_path_factory.mktemp("pair"), workers=0, replicas=1, settings=settings) as fleet,
+        wire_to(fleet.redis.port) as wire,
+        Redis(port=fleet.redis.port, protocol=2) as redis,
+    ):
+        first = await fleet.add("first", "ingest", redis_url=wire.url)
+        second = await fleet.add("second", "ingest")
+        await first.ready()
+        await second.ready()
+        yield Pair(fleet, wire, first, second, fleet.replicas[0], redis)
+
+
+async def claim_of(pair: Pair, engines: Engines, instance_id: str) -> Claim | None:
+    name = PublisherName(instance_id, engines.tenant_id, 0)
+    raw = await cast("Awaitable[bytes | None]", pair.redis.hget(keys.PUBLISHERS, keys.publisher_field(name)))
+    return None if raw is None else Claim.decode(raw)
+
+
+async def token_of(pair: Pair, claim: Claim) -> bytes:
+    record = keys.record(claim.group_id, claim.publisher)
+    token = await cast("Awaitable[bytes | None]", pair.redis.hget(record, "token"))
+    assert token is not None
+    return token
+
+
+async def worker_of(pair: Pair, engines: Engines, instance_id: str) -> str | None:
+    publisher = await pair.replica.publisher(instance_id, tenant_id=engines.tenant_id)
+    return cast("str | None", publisher["worker"])
+
+
+async def stream_of_the_first(pair: Pair, engines: Engines) -> tuple[str, SimulatedEngine]:
+    """An engine whose stream the first worker has, the only one of its group."""
+    for i in range(20):
+        name = f"i{i}"
+        engine = await engines.open(pair.replica, name)
+        await engine.prefill(Prompt(CHAT))
+        await engines.agree([pair.replica], CHAT)
+        # Both have long been there: whoever has it first keeps it.
+        if await worker_of(pair, engines, name) == pair.first.name:
+            return name, engine
+        await pair.replica.post("/unregister", tenant_id=engines.tenant_id, instance_id=name)
+        del engines.engines[name], engines.model.ranks[name]
+    pytest.fail("of twenty streams the first worker got none")
+
+
+async def has_looked_twice(pair: Pair, since: float) -> bool:
+    """Whether the first worker has read the list of publishers twice since then."""
+    looks = [call for call in pair.wire.calls if call.at > since and call.words[:2] == (b"HGETALL", b"wm:publishers")]
+    return len(looks) > 1
+
+
+@pytest.mark.parametrize("fault", ["paused", "cut off"])
+@pytest.mark.parametrize("meanwhile", ["taken over", "taken over in silence", "unregistered", "registered again"])
+async def test_a_worker_that_was_away_past_its_lease_writes_nothing_more(
+    pair: Pair, engines: Engines, fault: str, meanwhile: str
+) -> None:
+    name, engine = await stream_of_the_first(pair, engines)
+    claim = await claim_of(pair, engines, name)
+    assert claim is not None
+    token = await token_of(pair, claim)
+    if fault == "paused":
+        pair.first.pause()
+    else:
+        pair.wire.cut()
+    # Frames are the first thing that the worker tries to write, its lease the first where there are none.
+    is_silent = meanwhile == "taken over in silence"
+    if not is_silent:
+        await engine.prefill(Prompt(OTHER))
+    if meanwhile in ("unregistered", "registered again"):
+        gone = await pair.replica.post("/unregister", tenant_id=engines.tenant_id, instance_id=name)
+        assert gone["removed_instances"] == [f"{name}|{engines.tenant_id}|0"]
+        assert await pair.replica.query(CHAT, **engines.group) == {}
+    if meanwhile == "registered again":
+        await pair.replica.post("/register", **engines.registrations[name])
+    if meanwhile != "unregistered":
+
+        async def is_taken_over() -> bool:
+            return await worker_of(pair, engines, name) == pair.second.name
+
+        await wait_until(is_taken_over, "the other worker has the stream", TAKEOVER_SECONDS)
+    since = time.monotonic()
+    if not is_silent:
+        await engine.prefill(Prompt(MORE))
+    if meanwhile != "unregistered":
+        await engines.agree([pair.replica], CHAT, OTHER, MORE)
+
+    pair.first.resume()
+    pair.wire.heal()
+
+    async def is_back() -> bool:
+        return bool(pair.wire.with_token(token, since)) and await has_looked_twice(pair, since)
+
+    await wait_until(is_back, "the first worker has tried to go on, and has seen who has what", TAKEOVER_SECONDS)
+    await engine.prefill(Prompt(CHAT + MORE))
+    verdicts = Counter(call.verdict for call in pair.wire.with_token(token, since))
+    assert set(verdicts) == {b"fenced"}, verdicts
+    if meanwhile != "unregistered":
+        await engines.agree([pair.replica], CHAT, OTHER, MORE, CHAT + MORE)
+        return
+    assert await pair.replica.query(CHAT, **engines.group) == {}
+    assert await claim_of(pair, engines, name) is None
+
+    async def left() -> set[bytes]:
+        return {key async for key in pair.redis.scan_iter(b"wm:{%d}:*" % claim.group_id)}
+
+    base = {f"wm:{{{claim.group_id}}}:{each}".encode() for each in ("holders", "fence")}
+
+    async def is_swept() -> bool:
+        return await left() <= base
+
+    await wait_until(is_swept, "nothing is left of the group but its two tables")
+    fence = await cast("Awaitable[list[bytes]]", pair.redis.hkeys(keys.fence(claim.group_id, 0)))
+    assert set(fence) <= {b"holder"}
+
+
+async def test_streams_are_shared_and_move_when_workers_come_and_go(tmp_path: Path, engines: Engines) -> None:
+    async with fleet_of(tmp_path, workers=1, replicas=1, settings={"lease_seconds": LEASE_SECONDS}) as fleet:
+        (replica,) = fleet.replicas
+        for i in range(24):
+            engine = await engines.open(replica, f"i{i}")
+            await engine.prefill(Prompt(CHAT))
+        await engines.agree([replica], CHAT)
+
+        async def shares() -> dict[str, str | None]:
+            return owners((await replica.get("/workers"))["publishers"])
+
+        assert set((await shares()).values()) == {"worker-0"}
+        for name in ("worker-1", "worker-2"):
+            await fleet.add(name, "ingest")
+        names = {"worker-0", "worker-1", "worker-2"}
+
+        async def are_shared() -> bool:
+            counts = Counter((await shares()).values())
+            return set(counts) == names and all(4 <= count <= 12 for count in counts.values())
+
+        await wait_until(are_shared, "each of three workers has about eight of 24 streams", TAKEOVER_SECONDS)
+        for engine in engines.engines.values():
+            await engine.prefill(Prompt(OTHER))
+        await engines.agree([replica], CHAT, OTHER)
+
+        before = await shares()
+        await fleet.workers[1].kill()
+        kept = {name: worker for name, worker in before.items() if worker != "worker-1"}
+
+        async def are_moved() -> bool:
+            after = await shares()
+            return set(after.values()) == names - {"worker-1"} and kept.items() <= after.items()
+
+        await wait_until(are_moved, "the killed worker's streams have moved, and no others", TAKEOVER_SECONDS)
+        for engine in engines.engines.values():
+            await engine.prefill(Prompt(MORE))
+        await engines.agree([replica], CHAT, OTHER, MORE)
+
+        fleet.workers[1].start()
+
+        async def are_back() -> bool:
+            return await shares() == before
+
+        await wait_until(are_back, "every worker has the streams it had", TAKEOVER_SECONDS)
+        for engine in engines.engines.values():
+            await engine.prefill(Prompt(CHAT + MORE))
+        await engines.agree([replica], CHAT, OTHER, MORE, CHAT + MORE)
+
+
+async def test_twenty_thousand_blocks_a_second_survive_the_kill_of_their_worker(pair: Pair, engines: Engines) -> None:
+    figures = await take_over(
+        pair.fleet.workers, pair.replica, pair.redis, tenant_id=engines.tenant_id, blocks_per_second=20_000,
+        seconds_before=1.5, seconds_after=1.5,
+    )  # fmt: skip
+    assert figures.wrong == []
+    assert figures.counters == {"batches_lost": 0, "restarts": 0, "waiting_lost": 0}
+    assert figures.takeover_seconds < TAKEOVER_SECONDS

@@ -1,0 +1,301 @@
+"""Every metric moves when what it says happens, and those of several processes add up to the whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from redis.asyncio import Redis
+
+from app.domain.names import PublisherName
+from app.simulator import Prompt, SimulatedEngine
+from app.store.store import Store
+from tests.conftest import wait_until
+from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, free_port
+from tests.test_metrics import EXPORTED
+
+ROOT = Path(__file__).parents[2]
+
+PATIENCE_SECONDS = 15.0
+
+BOUNDED = "test_what_is_remembered_is_bounded_and_the_oldest_goes_first"
+COUNTED = "test_what_is_kept_and_what_is_found_is_counted"
+
+#: Moved by a test of its own: file and name.
+ELSEWHERE = {
+    "waymark_hot_block_bytes": ("tests/store/test_hot.py", COUNTED),
+    "waymark_hot_block_hits_total": ("tests/store/test_hot.py", COUNTED),
+    "waymark_publishers_refused": (
+        "tests/ingest/test_worker.py",
+        "test_what_the_file_says_otherwise_moves_or_is_told_and_what_it_does_not_name_stays",
+    ),
+    "waymark_query_partial_total": ("tests/api/test_conductor.py", "test_partial_reading_is_marked_and_counted"),
+}
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+async def scrape(port: int) -> Samples:
+    """Every sample of a process, by its name and labels."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        text = (await client.get("/metrics")).raise_for_status().text
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def total(samples: Samples, name: str, **labels: str) -> float:
+    """The sum of the samples of this name that have these labels among theirs."""
+    return sum(
+        value for (other, found), value in samples.items() if other == name and labels.items() <= dict(found).items()
+    )
+
+
+def new_prompts(first: int = 1) -> Any:
+    """Prompts of three blocks that nobody had before."""
+    return (Prompt(tuple(range(1000 * n, 1000 * n + 3 * BLOCK_SIZE))) for n in count(first))
+
+
+class Watched:
+    """A process, and which of the exported metrics have been seen above zero."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.moved: set[str] = set()
+
+    async def look(self) -> None:
+        names = {exported.partition("{")[0] for exported in EXPORTED}
+        for (name, _), value in (await scrape(self.port)).items():
+            # A histogram has moved when something other than zero was observed.
+            family = name.removesuffix("_sum")
+            if value > 0 and family in names:
+                self.moved.add(family)
+
+    async def sees(self, *names: str) -> None:
+        expected = {f"waymark_{name}" for name in names}
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.moved.issuperset(expected) and time.monotonic() < deadline:
+            await self.look()
+            await asyncio.sleep(0.02)
+        assert expected - self.moved == set()
+
+
+@pytest.fixture
+async def evicting(redis_url: str) -> AsyncIterator[Redis]:
+    """A Redis that has thrown keys away, and may do so again, until the test is over."""
+    async with Redis.from_url(redis_url, protocol=2) as redis:
+        await redis.config_set("maxmemory-policy", "allkeys-lru")
+        await redis.config_set("maxmemory", 2**20 + (await redis.info("memory"))["used_memory"])
+        for n in range(20):
+            await redis.set(f"junk:{n}", bytes(2**17))
+        await redis.flushall()
+        await redis.config_set("maxmemory", "1gb")
+        try:
+            yield redis
+        finally:
+            await redis.config_set("maxmemory-policy", "noeviction")
+            await redis.config_set("maxmemory", 0)
+            await redis.config_resetstat()
+            await redis.client_unpause()
+
+
+async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis, engines: Engines) -> None:
+    port = free_port()
+    service = await start(
+        "serve",
+        redis_url,
+        port=port,
+        lease_seconds=4,
+        waiting_blocks=4,
+        stream_buffer_frames=40,
+        sweep_blocks_per_second=20,
+        replay_idle_seconds=0.2,
+        redis_timeout_seconds=1,
+    )
+    watched, prompts = Watched(port), new_prompts()
+    await watched.sees("redis_misconfigured", "redis_memory_bytes", "redis_memory_max_bytes")
+    await watched.sees("redis_up", "redis_evicted_keys")
+
+    honest = await engines.open(service, "honest")
+    await has_subscriber(honest)
+    first = next(prompts)
+    await honest.prefill(first)
+    await engines.agree([service], first.tokens)
+    await watched.sees("streams", "publishers", "instances", "groups", "workers", "holders")
+    await watched.sees("leases_taken_total")
+    await ask(service, engines, first)
+
+    await misbehave(honest, prompts)
+    await overtake(honest, prompts, watched)
+    await lose(await engines.open(service, "silent", gpu_blocks=9), prompts)
+    await service.post(
+        "/register",
+        **(engines.registrations["honest"] | {"instance_id": "misread", "block_size": 2 * BLOCK_SIZE}),
+    )
+    await watched.sees(
+        *("decode_errors_total", "frames_malformed_total", "events_ignored_total", "gaps_total", "replays_total"),
+        *("batches_lost_total", "waiting_blocks", "waiting_dropped_total", "unresolved_total"),
+    )
+    await honest.restart()
+    await honest.prefill(next(prompts))
+    await watched.sees("restarts_total", "dead_holders", "sweep_blocks_total", "sweeps_total")
+
+    await has_subscriber(honest)
+    await evicting.client_pause(60_000, all=False)
+    for _ in range(80):
+        await honest.prefill(next(prompts))
+    await watched.sees("buffer_bytes", "buffer_frames", "redis_errors_total")
+    await evicting.client_unpause()
+    await watched.sees("buffer_dropped_total")
+    await steal(redis_url, PublisherName("honest", engines.tenant_id, 0))
+    await honest.prefill(next(prompts))
+    await watched.sees("leases_lost_total")
+    async with misbehaving_clients(port):
+        await watched.sees("http_bodies_bytes", "http_connections_cut_total", "http_connections")
+
+    names = {exported.partition("{")[0] for exported in EXPORTED}
+    assert names - watched.moved <= set(ELSEWHERE)
+
+
+@pytest.mark.parametrize(("metric", "where"), ELSEWHERE.items())
+def test_what_is_moved_elsewhere_is_moved_there(metric: str, where: tuple[str, str]) -> None:
+    path, test = where
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert f"def {test}(" in text
+    assert metric.removeprefix("waymark_") in text.partition(f"def {test}(")[2].partition("\ndef ")[0]
+
+
+async def test_several_processes_add_up_to_the_whole(start: Start, redis_url: str, engines: Engines) -> None:
+    replicas, workers = [free_port(), free_port()], [free_port(), free_port()]
+    services = [await start("query", redis_url, port=port) for port in replicas]
+    for number, port in enumerate(workers):
+        await start("ingest", redis_url, port=port, worker_id=f"worker-{number}")
+    names = [f"pod-{n}" for n in range(6)]
+    pods = [await engines.open(services[0], name) for name in names]
+
+    async def over(ports: list[int], name: str, **labels: str) -> list[float]:
+        return [total(await scrape(port), name, **labels) for port in ports]
+
+    async def are_all_active() -> bool:
+        return sum(await over(workers, "waymark_streams", status="active")) == len(pods)
+
+    await wait_until(are_all_active, "every stream is active", PATIENCE_SECONDS)
+    prompts = new_prompts()
+    asked = [next(prompts) for _ in range(5)]
+    for pod in pods:
+        for prompt in asked:
+            await pod.prefill(prompt)
+    await engines.agree(services, *(prompt.tokens for prompt in asked))
+
+    stored = sum(cache.totals.stored for pod in pods for cache in pod.caches)
+    for name, labels, whole in (
+        ("waymark_batches_total", {}, len(pods) * len(asked)),
+        ("waymark_blocks_applied_total", {"op": "stored", "model": "m"}, stored),
+        ("waymark_events_total", {"type": "stored"}, len(pods) * len(asked)),
+        ("waymark_leases_taken_total", {}, len(pods)),
+        ("waymark_streams", {}, len(pods)),
+        ("waymark_holders", {}, len(pods)),
+    ):
+        parts = await over(workers, name, **labels)
+        assert all(parts), f"{name}: {parts} leaves one out"
+        assert sum(parts) == whole, f"{name}: {parts}"
+    # What every worker sees of the whole is not added up: the largest counts.
+    assert await over(workers, "waymark_workers") == [2, 2]
+    assert max(await over(workers, "waymark_publishers", feed="socket")) == len(pods)
+
+    hits = {"model": "m", "result": "hit"}
+    before = await over(replicas, "waymark_queries_total", **hits)
+    for service, times in zip(services, (3, 4), strict=True):
+        for _ in range(times):
+            await service.query(asked[0].tokens, **engines.group)
+    after = await over(replicas, "waymark_queries_total", **hits)
+    assert [now - then for then, now in zip(before, after, strict=True)] == [3, 4]
+    # Every query so far was for a prompt of three blocks.
+    queries = sum(await over(replicas, "waymark_queries_total"))
+    assert sum(await over(replicas, "waymark_query_blocks_sum")) == 3 * queries
+
+
+async def has_subscriber(engine: SimulatedEngine) -> None:
+    await wait_until(lambda: engine.publisher.subscribers > 0, "the engine has a subscriber")
+
+
+async def ask(service: Service, engines: Engines, known: Prompt) -> None:
+    """A query with every result."""
+    await service.query(known.tokens, **engines.group)
+    await service.query([7] * len(known.tokens), **engines.group)
+    await service.query(known.tokens[: BLOCK_SIZE - 1], **engines.group)
+    await service.query(known.tokens, model="nobody has it")
+
+
+async def misbehave(engine: SimulatedEngine, prompts: Any) -> None:
+    """Frames and payloads that are none."""
+    engine.publisher.faults = replace(engine.publisher.faults, garbage_every=1, malformed_every=1, unknown_every=1)
+    await engine.prefill(next(prompts))
+    engine.publisher.faults = replace(engine.publisher.faults, garbage_every=0, malformed_every=0, unknown_every=0)
+
+
+async def overtake(engine: SimulatedEngine, prompts: Any, watched: Watched) -> None:
+    """A gap, and frames behind it that its replay overtakes, unless they are slow: then once more."""
+    for _ in range(20):
+        engine.publisher.faults = replace(engine.publisher.faults, drop_every=1)
+        await engine.prefill(next(prompts))
+        engine.publisher.faults = replace(engine.publisher.faults, drop_every=0)
+        for _ in range(10):
+            await engine.prefill(next(prompts))
+        await watched.look()
+        if "waymark_stale_batches_total" in watched.moved:
+            return
+
+
+async def lose(engine: SimulatedEngine, prompts: Any) -> None:
+    """Batches that are lost for good: what follows them has no parent, or removes what nobody knows."""
+    await has_subscriber(engine)
+    await engine.prefill(next(prompts))
+    engine.publisher.faults = replace(engine.publisher.faults, replay_silent=True, drop_every=1)
+    lost = next(prompts)
+    await engine.prefill(lost)
+    engine.publisher.faults = replace(engine.publisher.faults, drop_every=0)
+    for length in (2, 4, 6):
+        await engine.prefill(Prompt(lost.tokens + tuple(range(length * BLOCK_SIZE))))
+    for _ in range(4):
+        await engine.prefill(next(prompts))
+
+
+async def steal(redis_url: str, name: PublisherName) -> None:
+    """Take a stream from whoever has it, as a worker does that takes it for dead."""
+    store = Store.open(redis_url)
+    try:
+        claim = next(claim for claim in await store.registry.claims() if claim.registration.name == name)
+        assert await store.leases.take(claim, "thief", 0.1, force=True)
+    finally:
+        await store.close()
+
+
+class misbehaving_clients:
+    """Two connections: one that speaks no HTTP, and one that sends half a body."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> None:
+        _, noise = await asyncio.open_connection("127.0.0.1", self._port)
+        _, self._half = await asyncio.open_connection("127.0.0.1", self._port)
+        noise.write(b"\x00\x01 this is no HTTP\r\n\r\n")
+        await noise.drain()
+        noise.close()
+        self._half.write(b"POST /query HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n" + b" " * 500)
+        await self._half.drain()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._half.close()

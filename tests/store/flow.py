@@ -1,0 +1,110 @@
+"""A life of a group through the store alone, on any kind of Redis: all that the two roles ever do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.domain.match import conductor_rows
+from app.domain.names import PublisherName
+from app.domain.native import pack
+from app.domain.runs import Commit, Mode, Run
+from app.store.leases import Grant
+from app.store.registry import GroupEntry
+from app.store.scripts import Verdict
+from app.store.store import Store
+from tests.store.factories import GROUP, begins, claim_of, registration, removed, stored
+
+BLOCKS = list(range(1, 601))
+
+
+async def asked(store: Store, blocks: Sequence[int] = BLOCKS) -> dict[str, int]:
+    """What a query answers: how many blocks of the prompt each instance has, without those that have none."""
+    left = list(blocks)
+
+    def source(count: int) -> bytes:
+        piece = left[:count]
+        del left[:count]
+        return pack(piece)
+
+    reading = await store.reader.read(GROUP, 16, source, deadline_seconds=30.0)
+    if reading is None:
+        return {}
+    return {name: row.longest for name, row in conductor_rows(reading.walk).items() if row.longest}
+
+
+async def granted(store: Store, instance_id: str, worker: str = "worker-1", *, force: bool = False) -> Grant:
+    grant = await store.leases.take(await claim_of(store, registration(instance_id)), worker, 60.0, force=force)
+    assert grant is not None
+    return grant
+
+
+async def begun(store: Store, grant: Grant, *names: str) -> list[int]:
+    above = await store.leases.highest_holder(grant)
+    assert above is not None
+    ids = await store.records.new_life(grant, unit="", is_restart=False, begin=begins(grant.claim, *names), above=above)
+    assert ids is not None
+    return ids
+
+
+async def applied(store: Store, grant: Grant, *runs: Run) -> Verdict:
+    """Apply runs; the watermark goes to the last one's seq."""
+    seq = runs[-1].seq
+    modes: dict[int, Mode] = dict.fromkeys((run.holder for run in runs), "count")
+    commit = Commit(seq, float(seq), float(seq), f"{seq:016x}")
+    return await store.index.apply(grant, runs, modes, commit)
+
+
+async def swept(store: Store, entry: GroupEntry) -> None:
+    while (holder := await store.sweeper.pick(entry)) is not None:
+        async for _ in store.sweeper.steps(entry, holder):
+            pass
+
+
+async def live_and_end(store: Store, shards: int) -> None:
+    """Register, store, ask, remove, clear, take over, unregister, sweep; nothing of it is left in an answer."""
+    assert await store.check() == []
+    assert await store.records.birth() == await store.records.birth()
+    assert await store.registry.register(registration())
+    assert await store.registry.register(registration("pod-2"))
+    assert not await store.registry.register(registration())
+    assert await store.registry.group(GROUP) == GroupEntry(1, shards)
+    assert await store.records.alive("worker-1", keep_seconds=30) == ["worker-1"]
+
+    one, other = await granted(store, "pod-1"), await granted(store, "pod-2")
+    (gpu, cpu), (others,) = await begun(store, one, "0 GPU", "0 CPU"), await begun(store, other, "0 GPU")
+    assert len({gpu, cpu, others}) == 3
+    assert await applied(store, one, stored(gpu, BLOCKS), stored(cpu, BLOCKS[:10], first=601)) is Verdict.APPLIED
+    assert await applied(store, other, stored(others, BLOCKS[:100])) is Verdict.APPLIED
+    assert await asked(store) == {"pod-1": 600, "pod-2": 100}
+    assert await applied(store, one, removed(gpu, BLOCKS[500:], seq=2)) is Verdict.APPLIED
+    assert await applied(store, one, removed(gpu, BLOCKS[500:], seq=2)) is Verdict.STALE
+    assert await asked(store) == {"pod-1": 500, "pod-2": 100}
+    found = await store.index.entries(one, {gpu: [1, 2, 599]})
+    assert found == {gpu: {1: (0, 1), 2: (0, 2)}}
+    states = await store.records.publisher_states(await store.registry.claims())
+    assert [state.blocks for state in states] == [{"GPU": 500, "CPU": 10}, {"GPU": 100}]
+
+    assert await store.leases.renew(one, 60.0)
+    assert await store.records.write(one, {"status": "active"}, {"frames": 2})
+    assert await store.records.mark(one, is_lost=True)
+    assert await store.records.mark(one, is_lost=False)
+    assert await store.leases.take(one.claim, "worker-2", 60.0) is None
+    heir = await granted(store, "pod-1", "worker-2", force=True)
+    assert await applied(store, one, stored(gpu, [700], seq=3)) is Verdict.FENCED
+    state = await store.records.read(heir)
+    assert state is not None
+    assert (state.watermark, state.holders) == (2, {"0 GPU": gpu, "0 CPU": cpu})
+
+    cleared = await store.records.new_life(heir, unit="0 GPU", is_restart=False, begin=[], above=heir.above)
+    assert cleared == []
+    assert await asked(store) == {"pod-1": 10, "pod-2": 100}
+    (again,) = await begun(store, heir, "0 GPU")
+    assert again > max(gpu, cpu, others)
+    await store.leases.drop(heir)
+
+    names = [PublisherName(pod, "default", 0) for pod in ("pod-1", "pod-2")]
+    assert await store.registry.unregister(names) == names
+    assert await asked(store) == {}
+    await swept(store, GroupEntry(1, shards))
+    assert await store.sweeper.left(GroupEntry(1, shards)) == 0
+    assert await store.registry.registrations() == []

@@ -1,0 +1,33 @@
+"""A connection that the other end has closed is an unavailable Redis, whichever event loop says so in its own words."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import uvloop
+
+from app.errors import StoreUnavailable
+from app.store.client import Client
+
+
+async def _ask_what_closes_at_once() -> set[type]:
+    """What becomes of many commands to a server that accepts and closes."""
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    client = Client.open(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", timeout_seconds=2)
+    try:
+        outcomes = await asyncio.gather(*(client.ping() for _ in range(200)), return_exceptions=True)
+    finally:
+        await client.close()
+        server.close()
+    return {type(outcome) for outcome in outcomes}
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_server_that_closes_every_connection_is_unavailable(loop_factory: type[asyncio.AbstractEventLoop]) -> None:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        assert runner.run(_ask_what_closes_at_once()) == {StoreUnavailable}

@@ -1,0 +1,197 @@
+"""A Redis Cluster: blocks of one model on every primary, and what happens when slots or primaries go elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import anyio
+import pytest
+
+from app.errors import StoreUnavailable
+from app.store import keys
+from app.store.store import Store
+from tests.conftest import wait_until
+from tests.store.factories import registration, stored
+from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
+from tests.topologies import Cluster, Server, farm, moving, start_cluster
+
+SHARDS = 16
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    """Three primaries without replicas, which every test leaves whole."""
+    with farm() as servers:
+        yield start_cluster(servers)
+
+
+@pytest.fixture
+def cluster(nodes: Cluster) -> Cluster:
+    """Empty."""
+    for node in nodes.primaries:
+        node.ask("FLUSHALL")
+        node.ask("SCRIPT", "FLUSH")
+    return nodes
+
+
+@pytest.fixture
+async def store(cluster: Cluster) -> AsyncIterator[Store]:
+    store = Store.open(cluster.url, shards=SHARDS, timeout_seconds=5.0)
+    yield store
+    await store.close()
+
+
+async def held(store: Store) -> None:
+    """pod-1 has all blocks."""
+    await store.registry.register(registration())
+    grant = await granted(store, "pod-1")
+    (gpu,) = await begun(store, grant, "0 GPU")
+    await applied(store, grant, stored(gpu, BLOCKS))
+
+
+def answers(store: Store, answer: dict[str, int]) -> Callable[[], Awaitable[bool]]:
+    """For ``wait_until``; a Redis that is away has not answered yet."""
+
+    async def check() -> bool:
+        try:
+            return await asked(store) == answer
+        except StoreUnavailable:
+            return False
+
+    return check
+
+
+async def test_all_that_the_roles_do_works_on_a_cluster(cluster: Cluster, store: Store) -> None:
+    await live_and_end(store, SHARDS)
+
+
+async def test_blocks_of_one_model_are_on_every_primary(cluster: Cluster, store: Store) -> None:
+    await held(store)
+    counts = [node.ask("DBSIZE") for node in cluster.primaries]
+    assert min(counts) > len(BLOCKS) / 10, counts
+    assert await asked(store) == {"pod-1": 600}
+
+
+async def test_scripts_are_on_every_primary_and_come_back_where_they_were_forgotten(
+    cluster: Cluster, store: Store
+) -> None:
+    await held(store)
+    for node in cluster.primaries:
+        node.ask("SCRIPT", "FLUSH")
+    grant = await granted(store, "pod-1", "worker-2", force=True)
+    (gpu,) = await begun(store, grant, "0 GPU")
+    await applied(store, grant, stored(gpu, [601, 602], seq=2))
+    assert await asked(store, range(1, 603)) == {"pod-1": 602}
+    assert await store.check() == []
+
+
+async def test_every_primary_tells_of_itself(cluster: Cluster, store: Store) -> None:
+    infos = await store._client.infos()
+    assert sorted(info["tcp_port"] for info in infos) == sorted(node.port for node in cluster.primaries)
+
+
+async def test_a_word_said_anywhere_is_heard(cluster: Cluster, store: Store) -> None:
+    async with store._client.subscription(keys.CONTROL) as subscription:
+        with anyio.fail_after(20):
+            await subscription.get_message(seconds=5)  # the subscription itself
+            for node in cluster.primaries:
+                node.ask("PUBLISH", keys.CONTROL, f"from {node.port}")
+                while (heard := await subscription.get_message(seconds=1)) is None:
+                    continue
+                assert heard["data"] == f"from {node.port}".encode()
+
+
+async def test_a_slot_that_moves_is_followed(cluster: Cluster, store: Store) -> None:
+    """MOVED to a node that the map does not show, as seen by queries, single commands, scripts and batches."""
+    await held(store)
+    source, target = cluster.primaries[0], cluster.primaries[1]
+    moved = [shard for shard in range(SHARDS) if cluster.of(keys.fence(1, shard)) == 0]
+    assert moved
+    with moving(cluster, [keys.fence(1, shard) for shard in moved], source, target) as arrive:
+        arrive()
+        assert await asked(store) == {"pod-1": 600}
+        grant = await granted(store, "pod-1", "worker-2", force=True)
+        assert (await store.index.entries(grant, {1: BLOCKS}))[1] == {block: (0, block) for block in BLOCKS}
+        await applied(store, grant, stored(1, [601], seq=2))
+
+
+async def test_a_key_that_has_gone_ahead_of_its_slot_is_found_there(cluster: Cluster, store: Store) -> None:
+    """ASK: while a slot moves, a key is at the one node or at the other."""
+    await held(store)
+    client = store._client
+    key = keys.holders(1)
+    source = cluster.primaries[cluster.of(key)]
+    target = cluster.primaries[(cluster.of(key) + 1) % 3]
+    before = await client.hgetall(key)
+    assert before
+    with moving(cluster, [key], source, target) as arrive:
+        source.ask("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+        # Many at once: ASKING must not come to stand before another one's command.
+        found = await asyncio.gather(*(client.hgetall(key) for _ in range(50)))
+        assert all(each == before for each in found)
+        assert await client.several([("HGET", key, "group"), ("HGET", keys.GROUPS, "last_group")]) == [
+            before[b"group"], b"1",
+        ]  # fmt: skip
+        arrive()
+        assert await client.hgetall(key) == before
+
+
+async def test_a_primary_that_says_nothing_costs_a_bounded_time_and_no_other_shard(cluster: Cluster) -> None:
+    store = Store.open(cluster.url, shards=SHARDS, timeout_seconds=0.3)
+    await held(store)
+    frozen = cluster.primaries[2]
+    theirs = next(f"wm:{{{i}}}:x" for i in range(99) if cluster.of(f"wm:{{{i}}}:x") == 2)
+    others = next(f"wm:{{{i}}}:x" for i in range(99) if cluster.of(f"wm:{{{i}}}:x") == 0)
+    frozen.pause()
+    try:
+        with anyio.fail_after(10):
+            with pytest.raises(StoreUnavailable):
+                await store._client.hget(theirs, "f")
+            with pytest.raises(StoreUnavailable):
+                await store._client.several([("HGET", theirs, "f"), ("HGET", others, "f")])
+            assert await store._client.hget(others, "f") is None
+            assert len(await store.check()) == 1
+    finally:
+        frozen.resume()
+    await wait_until(answers(store, {"pod-1": 600}), "the query is answered again", 20.0)
+    await store.close()
+
+
+async def test_a_replica_takes_over_and_everything_goes_on() -> None:
+    with farm() as servers:
+        cluster = start_cluster(servers, has_replicas=True)
+        store = Store.open(cluster.url, cluster.url + "?role=replica", shards=SHARDS, timeout_seconds=1.0)
+        await held(store)
+        await wait_until(answers(store, {"pod-1": 600}), "the replicas answer", 20.0)
+        assert store._read_client is not None
+        assert await served_by(cluster.replicas) > 0, "queries go to the replicas"
+
+        cluster.primaries[0].kill()
+
+        async def is_written() -> bool:
+            try:
+                grant = await granted(store, "pod-1", "worker-2", force=True)
+                state = await store.records.read(grant)
+                assert state is not None
+                seq = (state.watermark or 0) + 1
+                await applied(store, grant, stored(state.holders["0 GPU"], range(600 + seq, 700), seq=seq))
+            except StoreUnavailable:
+                return False
+            return True
+
+        await wait_until(is_written, "the replica has taken over", 40.0)
+        await wait_until(answers(store, {"pod-1": 600}), "its blocks are answered", 20.0)
+        assert await store.check() == []
+
+        # The second half of a rolling restart: now the one that has just taken over is the only one, and a
+        # replica of another primary goes away. Queries go on to who is left.
+        cluster.replicas[1].kill()
+        await wait_until(answers(store, {"pod-1": 600}), "the primary answers for its replica", 20.0)
+        await store.close()
+
+
+async def served_by(servers: list[Server]) -> int:
+    """How many MGET these have served."""
+    stats = [server.info("commandstats").get("cmdstat_mget", {"calls": 0}) for server in servers]
+    return sum(int(each["calls"]) for each in stats)

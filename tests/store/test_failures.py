@@ -1,0 +1,205 @@
+"""Whatever Redis answers, and however it fails: an error of ours, in bounded time, with the way out in its sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import hiredis
+import pytest
+
+from app.errors import StoreUnavailable
+from app.store.access import Access
+from app.store.client import Client
+from tests.topologies import farm
+
+#: Of one connection or reply, where something is answered; and where nothing is, which every command waits for.
+TIMEOUT_SECONDS = 5.0
+SILENT_SECONDS = 0.1
+#: A command may take three of them, and this machine its time.
+SLACK_SECONDS = 5.0
+
+Answer = Callable[[list[bytes]], bytes | None]
+
+
+@asynccontextmanager
+async def fake(answer: Answer) -> AsyncIterator[int]:
+    """A server that answers each command with these bytes, None for a closed connection; its port."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        parser = hiredis.Reader()
+        try:
+            while data := await reader.read(65536):
+                parser.feed(data)
+                while (command := parser.gets()) is not False:
+                    said = answer(command)
+                    if said is None:
+                        return
+                    writer.write(said)
+        except ConnectionError:
+            return  # the client has heard enough
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+WAYS: dict[str, Callable[[Client], Awaitable[Any]]] = {
+    "run": lambda client: client.run("name_birth", ["wm:birth"], ["word"]),
+    "hget": lambda client: client.hget("wm:groups", "field"),
+    "hgetall": lambda client: client.hgetall("wm:groups"),
+    "hscan": lambda client: client.hscan("wm:groups", 0, 10),
+    "several": lambda client: client.several([("HGET", "wm:groups", "field"), ("HGET", "wm:publishers", "field")]),
+    "ping": lambda client: client.ping(),
+    "infos": lambda client: client.infos(),
+    "load_scripts": lambda client: client.load_scripts(),
+    "publish": lambda client: client.publish("wm:control", "word"),
+    "subscription": lambda client: _subscribed(client),
+    "lend": lambda client: _lent(client),
+}
+
+
+async def _subscribed(client: Client) -> None:
+    async with client.subscription("wm:control") as subscription:
+        while await subscription.get_message(seconds=TIMEOUT_SECONDS) is None:
+            continue
+
+
+async def _lent(client: Client) -> None:
+    async with client.lend(b"wm:groups") as connection:
+        await connection.send_command("HGET", "wm:groups", "field")
+        await connection.read_response()
+
+
+async def check_all_ways(url: str, sentence: str, access: Access | None = None, *, is_silent: bool = False) -> None:
+    """Where it is silent, a subscription hears nothing, which is no error."""
+    timeout_seconds = SILENT_SECONDS if is_silent else TIMEOUT_SECONDS
+    client = Client.open(url, timeout_seconds=timeout_seconds, access=access)
+    try:
+        for name, way in WAYS.items():
+            if is_silent and name == "subscription":
+                continue
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable) as caught:
+                await way(client)
+            assert time.monotonic() - began < 3 * timeout_seconds + SLACK_SECONDS, name
+            assert sentence in caught.value.sentence, name
+            assert "127.0.0.1" in caught.value.sentence, name
+            assert "hunter2" not in caught.value.sentence, name
+    finally:
+        await client.close()
+
+
+PERMITS = "WAYMARK_REDIS_USERNAME"
+LETS_IN = "WAYMARK_REDIS_PASSWORD_FILE"
+ERRORS = {
+    "READONLY You can't write against a read only replica.": "READONLY",
+    "LOADING Redis is loading the dataset in memory": "loading the dataset",
+    "OOM command not allowed when used memory > 'maxmemory'.": "OOM",
+    "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.": "MASTERDOWN",
+    "NOSCRIPT No matching script. Please use EVAL.": "No matching script",
+    "CLUSTERDOWN The cluster is down": "CLUSTERDOWN",
+    "TRYAGAIN Multiple keys request during rehashing of slot": "during rehashing",
+    "MOVED 1 127.0.0.1:1": "127.0.0.1:1",
+    "ASK 1 127.0.0.1:1": "127.0.0.1:1",
+    "BUSY Redis is busy running a script.": "BUSY",
+    "MISCONF Redis is configured to save RDB snapshots, but it is unable to persist to disk.": "MISCONF",
+    "ERR max number of clients reached": "max number of clients",
+    "NOAUTH Authentication required.": LETS_IN,
+    "WRONGPASS invalid username-password pair or user is disabled.": LETS_IN,
+    "NOPERM this user has no permissions to run the command": PERMITS,
+}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.split()[0])
+async def test_an_error_of_a_server_is_ours(error: str) -> None:
+    async with fake(lambda _: f"-{error}\r\n".encode()) as port:
+        await check_all_ways(f"redis://127.0.0.1:{port}", ERRORS[error])
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.split()[0])
+async def test_an_error_of_a_node_of_a_cluster_is_ours(error: str) -> None:
+    """The map of slots is answered well, and names this one node."""
+
+    def answer(command: list[bytes]) -> bytes:
+        if command[:2] == [b"CLUSTER", b"SLOTS"]:
+            return b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n127.0.0.1\r\n:%d\r\n$2\r\nid\r\n" % port
+        return f"-{error}\r\n".encode()
+
+    async with fake(answer) as port:
+        # Where it sends us, nobody is.
+        sentence = "127.0.0.1" if error.startswith(("MOVED", "ASK")) else ERRORS[error]
+        await check_all_ways(f"redis+cluster://127.0.0.1:{port}", sentence)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:{}", "redis+cluster://127.0.0.1:{}", "redis+sentinel://127.0.0.1:{}/m"]
+)
+@pytest.mark.parametrize(
+    "said", [None, b"", b"nonsense\r\n", b"*-7\r\n"], ids=["closed", "silent", "nonsense", "broken"]
+)
+async def test_what_is_no_redis_is_ours_too(url: str, said: bytes | None) -> None:
+    async with fake(lambda _: said) as port:
+        await check_all_ways(url.format(port), "", is_silent=said == b"")
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:{}", "redis+cluster://127.0.0.1:{}", "redis+sentinel://127.0.0.1:{}/m"]
+)
+async def test_nobody_there_is_ours(url: str, free_port: int) -> None:
+    await check_all_ways(url.format(free_port), "")
+
+
+async def test_sentinels_that_know_no_such_primary_say_so() -> None:
+    async with fake(lambda _: b"-ERR No such master with that name\r\n") as port:
+        await check_all_ways(f"redis+sentinel://127.0.0.1:{port}/main", "names a primary 'main'")
+
+
+async def test_a_wrong_password_of_a_real_server_names_the_settings_and_no_secret(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2\n")
+    with farm() as servers:
+        server = servers.start("--requirepass", "right", more={"password": "right"})
+        await check_all_ways(server.url, LETS_IN)
+        await check_all_ways(server.url, LETS_IN, Access(password_file=secret))
+        await check_all_ways(server.url.replace("//", "//user:hunter2@"), LETS_IN)
+
+
+async def test_a_password_that_was_changed_is_used_by_the_next_connection(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("first\n")
+    with farm() as servers:
+        server = servers.start("--requirepass", "first", more={"password": "first"})
+        client = Client.open(server.url, access=Access(password_file=secret))
+        await client.ping()
+        server.ask("CONFIG", "SET", "requirepass", "second")
+        server.options["password"] = "second"
+        server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        with pytest.raises(StoreUnavailable, match=LETS_IN):
+            await client.ping()
+        secret.unlink()
+        with pytest.raises(StoreUnavailable, match=r"WAYMARK_REDIS_PASSWORD_FILE .* cannot be read"):
+            await client.ping()
+        secret.write_text("second\n")
+        await client.ping()
+        await client.close()
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:{}", "redis+cluster://127.0.0.1:{}"])
+async def test_a_server_that_is_frozen_is_unavailable_in_bounded_time(url: str) -> None:
+    with farm() as servers:
+        options = ("--cluster-enabled", "yes") if "cluster" in url else ()
+        server = servers.start(*options)
+        if options:
+            server.ask("CLUSTER", "ADDSLOTS", *range(16384))
+        client = Client.open(url.format(server.port), timeout_seconds=10.0)
+        await client.load_scripts()
+        await client.close()
+        server.pause()
+        await check_all_ways(url.format(server.port), "", is_silent=True)
+        server.resume()

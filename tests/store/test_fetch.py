@@ -1,0 +1,188 @@
+"""The packed way to Redis: whatever goes wrong on it, the answer is right, or late, and never another query's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from redis.asyncio import Redis
+
+from app.domain.match import conductor_rows
+from app.domain.native import KEY_BYTES, pack
+from app.errors import StoreUnavailable
+from app.store.client import Client
+from app.store.lending import KEPT_MAX
+from app.store.store import Store
+from tests.conftest import wait_until
+from tests.store.factories import GROUP, Stream, registration, stored, stream_of
+
+CHAIN = list(range(1, 601))
+#: Answers in place of what Redis said to a query's questions; the connection stays open, and silent, behind them.
+Spoil = Callable[[bytes], bytes]
+
+
+class Proxy:
+    """Stands in front of a Redis and may spoil one answer to an MGET."""
+
+    def __init__(self, redis_path: str) -> None:
+        self._redis_path = redis_path
+        self.spoil: Spoil | None = None
+        self.spoilt = 0
+        self.opened = 0
+        self.is_cut = False
+        """Whether the connection is closed behind a spoilt answer."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.opened += 1
+        there, back = await asyncio.open_unix_connection(self._redis_path)
+        spoil: Spoil | None = None
+
+        async def answers() -> None:
+            nonlocal spoil
+            while answer := await there.read(1 << 20):
+                if spoil is None:
+                    writer.write(answer)
+                    continue
+                writer.write(spoil(answer))
+                spoil = None
+                self.spoilt += 1
+                if self.is_cut:
+                    break
+            writer.close()
+
+        answering = asyncio.create_task(answers())
+        try:
+            while command := await reader.read(1 << 20):
+                if b"MGET" in command:
+                    spoil, self.spoil = self.spoil, None
+                back.write(command)
+        finally:
+            back.close()
+            await answering
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Proxy:
+    return Proxy(redis_url.removeprefix("unix://"))
+
+
+@pytest.fixture
+async def store(proxy: Proxy) -> AsyncIterator[Store]:
+    """A store that reads through the proxy."""
+    async with await asyncio.start_server(proxy.serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        store = Store.open(f"redis://127.0.0.1:{port}", timeout_seconds=5.0)
+        yield store
+        await store.close()
+
+
+@pytest.fixture
+async def held(store: Store, redis_url: str) -> AsyncIterator[Stream]:
+    """pod-1 has the whole chain; Redis without the proxy beside it."""
+    async with Redis.from_url(redis_url, protocol=2) as redis:
+        stream = await stream_of(store, redis, registration())
+        (gpu,) = await stream.begin("0 GPU")
+        await stream.apply(stored(gpu, CHAIN))
+        yield stream
+
+
+async def longest(store: Store, blocks: list[int], *, deadline_seconds: float = 30.0) -> int:
+    keys = pack(blocks)
+    at = 0
+
+    def source(count: int) -> bytes:
+        nonlocal at
+        at += KEY_BYTES * count
+        return keys[at - KEY_BYTES * count : at]
+
+    reading = await store.reader.read(GROUP, 16, source, deadline_seconds=deadline_seconds)
+    assert reading is not None
+    return conductor_rows(reading.walk)["pod-1"].longest
+
+
+ERRORS = [
+    b"-MOVED 866 127.0.0.1:1",
+    b"-ASK 866 127.0.0.1:1",
+    b"-TRYAGAIN multiple keys",
+    b"-CLUSTERDOWN the cluster is down",
+    b"-LOADING the dataset is being loaded",
+    b"-READONLY a replica does not write",
+    b"-NOSUCHTHING an error that nobody knows",
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error[1:].split()[0].decode())
+async def test_an_error_sends_the_question_once_more_through_the_library(
+    store: Store, held: Stream, proxy: Proxy, error: bytes
+) -> None:
+    assert await longest(store, CHAIN[:20]) == 20
+    # To both questions, and to the first of them only.
+    for count, spoil in enumerate(
+        (lambda _: (error + b"\r\n") * 2, lambda answer: error + answer[answer.rindex(b"\r\n$") :]), 1
+    ):
+        proxy.spoil = spoil
+        assert await longest(store, CHAIN[5:25]) == 20
+        assert proxy.spoilt == count
+        assert await longest(store, CHAIN[:300] + [9999]) == 300
+
+
+async def test_a_connection_that_is_cut_in_the_middle_of_an_answer_is_made_again(
+    store: Store, held: Stream, proxy: Proxy
+) -> None:
+    proxy.is_cut = True
+    assert await longest(store, CHAIN[:20]) == 20
+    for length in (0, 1, 30):
+        proxy.spoil = lambda answer, length=length: answer[:length]
+        assert await longest(store, CHAIN[5:25]) == 20
+        assert await longest(store, CHAIN[:300] + [9999]) == 300
+    assert proxy.spoilt == 3
+
+
+@pytest.mark.parametrize("length", [0, 1, 30])
+async def test_an_answer_that_was_not_read_whole_is_never_the_next_querys(
+    store: Store, held: Stream, proxy: Proxy, length: int
+) -> None:
+    """The rest of it comes when the query has long given up."""
+    assert await longest(store, CHAIN[:20]) == 20
+    proxy.spoil = lambda answer: answer[:length]
+    with pytest.raises(StoreUnavailable):
+        await longest(store, CHAIN[:20], deadline_seconds=0.1)
+    assert proxy.spoilt == 1
+    assert await longest(store, CHAIN[:7] + [9999]) == 7
+    assert await longest(store, [9999, *CHAIN]) == 0
+
+
+async def test_a_query_that_is_cancelled_between_two_answers_leaves_nothing_behind(
+    store: Store, held: Stream, proxy: Proxy
+) -> None:
+    assert await longest(store, CHAIN[:20]) == 20
+    # The blocks have been answered, the version has not.
+    proxy.spoil = lambda answer: answer[: answer.rindex(b"\r\n$") + 2]
+    query = asyncio.create_task(longest(store, CHAIN[:20]))
+    await wait_until(lambda: proxy.spoilt == 1, "the query waits for its second answer")
+    query.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await query
+    assert await longest(store, CHAIN[:7] + [9999]) == 7
+
+
+async def test_connections_are_kept_and_more_of_them_than_are_kept_go_back(
+    store: Store, held: Stream, proxy: Proxy
+) -> None:
+    assert await asyncio.gather(*(longest(store, CHAIN[:20]) for _ in range(2 * KEPT_MAX))) == [20] * 2 * KEPT_MAX
+    opened = proxy.opened
+    assert await asyncio.gather(*(longest(store, CHAIN[:20]) for _ in range(2 * KEPT_MAX))) == [20] * 2 * KEPT_MAX
+    for _ in range(20):
+        assert await longest(store, CHAIN[:600]) == 600
+    assert proxy.opened == opened
+
+
+async def test_connections_that_redis_has_closed_are_found_out_by_one_query(held: Stream, redis_url: str) -> None:
+    client = Client.open(redis_url)
+    store = Store(client)
+    assert await asyncio.gather(*(longest(store, CHAIN[:20]) for _ in range(8))) == [20] * 8
+    await held.redis.client_kill_filter(_type="normal", skipme=True)
+    for _ in range(8):
+        assert await longest(store, CHAIN[:600]) == 600
+    await store.close()

@@ -1,0 +1,66 @@
+"""A failover may forget which ids were handed out last, on one slot, while what they name stands on others."""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+
+from app.store import keys
+from app.store.registry import GroupEntry
+from app.store.store import Store
+from tests.store.factories import GROUP, Stream, claim_of, hgetall, registration, stored, stream_of
+from tests.store.flow import asked
+
+BLOCKS = list(range(1, 41))
+
+
+async def test_a_publisher_id_that_was_forgotten_is_not_another_publishers(store: Store, redis: Redis) -> None:
+    """Both would share one record, one row, and one token."""
+    stream = await stream_of(store, redis)
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, BLOCKS))
+    await redis.hset(keys.GROUPS, "last_publisher", "0")
+
+    other = await stream_of(store, redis, registration("pod-2"))
+    assert other.grant.publisher > stream.grant.publisher
+    assert await asked(store, BLOCKS) == {"pod-1": 40}
+    await store.registry.unregister([registration("pod-2").name])
+    assert await asked(store, BLOCKS) == {"pod-1": 40}
+
+
+async def test_a_group_that_was_forgotten_is_found_again_by_its_publishers(store: Store, redis: Redis) -> None:
+    stream = await stream_of(store, redis)
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, BLOCKS))
+    await redis.delete(keys.GROUPS)
+    assert await store.registry.group(GROUP) is None
+
+    assert not await store.registry.register(registration())
+    assert await store.registry.group(GROUP) == GroupEntry(1, 1)
+    assert await asked(store, BLOCKS) == {"pod-1": 40}
+    assert (await stream_of(store, redis, registration("pod-2"))).grant.publisher == 2
+
+
+async def test_a_group_id_that_was_forgotten_is_not_another_groups(store: Store, redis: Redis) -> None:
+    stream = await stream_of(store, redis)
+    await redis.delete(keys.GROUPS)
+    other = registration("pod-2", model_name="another")
+    await store.registry.register(other)
+    assert (await claim_of(store, other)).group_id > stream.grant.group_id
+
+    assert not await store.registry.register(registration())
+    assert await store.registry.group(GROUP) == GroupEntry(1, 1)
+
+
+async def test_a_publisher_of_a_group_that_has_another_id_now_moves_there(store: Store, redis: Redis) -> None:
+    stream = await stream_of(store, redis)
+    await redis.delete(keys.GROUPS)
+    await redis.hset(keys.GROUPS, keys.group_field(GROUP).decode(), "5 1")
+    assert await store.registry.register(registration()), "it is begun anew"
+    assert (await claim_of(store, registration())).group_id == 5
+    assert await hgetall(redis, stream.grant.record) == {}
+
+
+async def test_a_record_without_a_name_is_of_whoever_has_the_claim(redis: Redis, stream: Stream) -> None:
+    """As those that were begun before records had names."""
+    await redis.hdel(stream.grant.record, "name")
+    assert await stream.store.registry.begin(stream.grant.claim)

@@ -1,0 +1,102 @@
+"""A primary behind three Sentinels: who it is, is found out again by itself when it has been another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from app.errors import StoreUnavailable
+from app.store.access import Access
+from app.store.client import Client
+from app.store.store import Store
+from tests.conftest import wait_until
+from tests.store.factories import registration, stored
+from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
+from tests.topologies import Sentinels, farm, start_sentinels
+
+PASSWORD = "of-the-sentinels"
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[Sentinels]:
+    with farm() as servers:
+        yield start_sentinels(servers, password=PASSWORD)
+
+
+@pytest.fixture
+def access(tmp_path: Path) -> Access:
+    secret = tmp_path / "secret"
+    secret.write_text(PASSWORD + "\n")
+    return Access(sentinel_password_file=secret)
+
+
+@pytest.fixture
+async def store(watched: Sentinels, access: Access) -> AsyncIterator[Store]:
+    store = Store.open(watched.url, watched.url + "?role=replica", access=access, timeout_seconds=2.0)
+    yield store
+    await store.close()
+
+
+async def test_all_that_the_roles_do_works_behind_sentinels(watched: Sentinels, access: Access) -> None:
+    store = Store.open(watched.url, access=access)
+    await live_and_end(store, 1)
+    await store.close()
+    watched.primary.ask("FLUSHALL")
+
+
+async def test_sentinels_ask_for_a_password_of_their_own(watched: Sentinels) -> None:
+    client = Client.open(watched.url)
+    with pytest.raises(StoreUnavailable, match="WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"):
+        await client.ping()
+    await client.close()
+
+
+async def test_a_silent_sentinel_keeps_nobody_waiting(watched: Sentinels, access: Access) -> None:
+    watched.sentinels[0].pause()
+    try:
+        # Each connection asks the Sentinels; were they asked in turn, the silent one would take the whole time.
+        client = Client.open(watched.url, access=access, timeout_seconds=60.0)
+        await wait_until(lambda: _pings(client), "the others have answered", 20.0)
+        await client.close()
+    finally:
+        watched.sentinels[0].resume()
+
+
+async def _pings(client: Client) -> bool:
+    await client.ping()
+    return True
+
+
+async def test_a_replica_takes_over_and_everything_goes_on(watched: Sentinels, store: Store) -> None:
+    """The last one: afterwards the primary is gone."""
+    await store.registry.register(registration())
+    grant = await granted(store, "pod-1")
+    (gpu,) = await begun(store, grant, "0 GPU")
+    await applied(store, grant, stored(gpu, BLOCKS))
+
+    async def is_read() -> bool:
+        try:
+            return await asked(store) == {"pod-1": 600}
+        except StoreUnavailable:
+            return False
+
+    await wait_until(is_read, "the replica has it", 20.0)
+    served = watched.replica.info("commandstats")["cmdstat_mget"]["calls"]
+    assert served > 0, "queries go to the replica"
+
+    watched.primary.kill()
+
+    async def is_written() -> bool:
+        try:
+            heir = await granted(store, "pod-1", "worker-2", force=True)
+            await applied(store, heir, stored(gpu, [601], seq=2))
+        except StoreUnavailable:
+            return False
+        return True
+
+    await wait_until(is_written, "the replica has taken over", 40.0)
+    assert watched.replica.info("replication")["role"] == "master"
+    await wait_until(is_read, "it answers queries, too", 20.0)
+    assert await store.check() == []

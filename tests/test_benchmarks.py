@@ -1,0 +1,177 @@
+"""The benchmarks run, measure what they say, and tell what does not hold. How fast anything is, nothing here asks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from itertools import islice
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from app.domain.hashing import extend, token_bytes
+from tests.benchmarks import prompts
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.capacity import Constants, example
+from tests.benchmarks.feed import payloads
+from tests.benchmarks.processes import cpu_seconds
+from tests.benchmarks.report import Row, against, table, write_markdown
+
+
+def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "rows.json"
+
+    assert main(["--quick", "--no-peer", "--only", "P1,P6", "--json", str(found)]) == 0
+
+    written = json.loads(found.read_text())
+    rows = written["rows"]
+    assert {"P1", "P2", "P3", "P4", "P5", "P6"} <= {row["target"] for row in rows}
+    assert all(row["figure"] > 0 for row in rows)
+    # One block is one key and one id: a figure out of these bounds is of something else.
+    (block,) = [row for row in rows if row["what"].startswith("one holder, without its entry")]
+    assert 50 < block["figure"] < 100
+    assert block["holds"] is True
+    printed = capsys.readouterr().out
+    assert all(row["what"] in printed for row in rows)
+    assert written["about"]["quick"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param(["--trace", "no-such-file"], "there is no file no-such-file", id="no-trace"),
+        pytest.param(["--no-peer", "--markdown", "no-page"], "there is no page no-page", id="no-page"),
+        pytest.param(["--peer-python", "no-such-python"], "no-such-python has no dynamo.indexer", id="no-peer"),
+    ],
+)
+def test_what_is_missing_is_named_before_anything_starts(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", "P1,P11"])
+
+    assert ended.value.code == 2
+    assert "'P11' is none of P1, P2, P3, P4, P5, P6, P7, P8, P9, P10, long, capacity" in capsys.readouterr().err
+
+
+def test_a_bar_is_for_the_ratio_where_there_is_one() -> None:
+    ours, theirs = [3.0, 1.0, 4.0], [2.0, 1.0, 2.0]
+
+    assert against("P1", "", "ms", ours, theirs, "peer", 1.5).ratio == 1.5
+    assert against("P1", "", "ms", ours, theirs, "peer", 1.5).holds is True
+    assert against("P1", "", "ms", ours, theirs, "peer", 1.4).holds is False
+    assert Row("P6", "", 80.0, "bytes", bar=80).holds is True
+    assert Row("P6", "", 80.1, "bytes", bar=80).holds is False
+    assert Row("P9", "", 1.6, "times", bar=1.7, is_least=True).holds is False
+    assert Row("P9", "", 1.6, "times").holds is None
+
+
+def test_the_table_says_no_where_a_target_does_not_hold() -> None:
+    lines = table([Row("P6", "a", 81.0, "bytes", bar=80), Row("P6", "b", 12_345.6, "bytes")]).splitlines()
+
+    assert lines[0].split() == ["target", "what", "figure", "unit", "against", "ratio", "bar", "holds"]
+    assert lines[1].split() == ["P6", "a", "81", "bytes", "80", "no"]
+    assert lines[2].split() == ["P6", "b", "12,346", "bytes"]
+
+
+def test_the_table_takes_the_place_of_the_one_before_in_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n<!-- measured -->\nwhat was before\n<!-- /measured -->\n\nmore\n")
+
+    for figure in (1.0, 2.0):
+        row = Row("P1", "CPU", figure, "ms", 4.0, "peer", figure / 4, 1.0)
+        write_markdown(page, [row], {"redis": "7.0.15", "cores": 2})
+
+    text = page.read_text()
+    assert text.startswith("# Title\n\n<!-- measured -->\n")
+    assert text.endswith("Measured with redis 7.0.15, cores 2.\n\n<!-- /measured -->\n\nmore\n")
+    assert "| P1 | CPU | 2 ms | 4 (peer) | 0.5 | 1 | yes |" in text
+    assert "what was before" not in text
+    assert text.count("| P1 |") == 1
+
+
+def test_a_page_without_a_place_for_the_table_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- measured -->\n")
+
+    with pytest.raises(SystemExit, match="has no place for the table"):
+        write_markdown(page, [], {})
+
+    assert page.read_text() == "<!-- measured -->\n"
+
+
+def test_prompts_of_a_trace_are_its_whole_pieces_and_share_tokens_where_they_share_numbers(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    requests = [
+        {"input_length": 1100, "hash_ids": [0, 1, 2]},
+        {"input_length": 700, "hash_ids": [0, 8]},  # its second piece is not full
+        {"input_length": 2048, "hash_ids": [0, 3, 4, 5]},
+    ]
+    trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
+
+    first, second = prompts.traced(trace, pieces=2)
+
+    assert (first, second) == ((0, 1), (0, 3))
+    assert prompts.tokens(first)[:512] == prompts.tokens(second)[:512]
+    assert prompts.tokens(first)[512:] != prompts.tokens(second)[512:]
+
+
+def test_synthetic_prompts_share_prefixes_and_fresh_ones_nothing() -> None:
+    def seen_before(some: list[prompts.Prompt]) -> float:
+        pieces = [number for prompt in some for number in prompt]
+        return 1 - len(set(pieces)) / len(pieces)
+
+    assert 0.3 < seen_before(list(islice(prompts.synthetic(), 200))) < 0.5
+    assert seen_before(list(islice(prompts.fresh(), 50))) == 0
+
+
+def test_a_body_of_512_blocks_is_51_kilobytes_in_every_dialect() -> None:
+    prompt = next(prompts.fresh())
+
+    body = json.loads(prompts.by_tokens(prompt))
+    assert len(body["token_ids"]) == 512 * 16
+    assert 49_000 < len(prompts.by_tokens(prompt)) < 53_000
+    rolling = json.loads(prompts.by_hash(prompt))["seq_hashes"]
+    assert rolling == extend(None, token_bytes(body["token_ids"]), 16)
+    local = json.loads(prompts.by_local_hash(prompt))["block_hashes"]
+    second = extend(None, token_bytes(body["token_ids"][16:32]), 16)[0]
+    assert local[1] % 2**64 == second
+    assert all(-(2**63) <= h < 2**63 for h in local)
+
+
+def test_stores_of_a_prompt_follow_each_other_and_leave_out_what_is_held() -> None:
+    prompt = next(prompts.fresh(4))
+    stores = [msgpack.unpackb(payload)[1][0] for payload in payloads(prompt, held=1)]
+
+    assert [len(store["block_hashes"]) for store in stores] == [64, 32]
+    assert stores[0]["parent_block_hash"] == prompts.engine_hashes(prompt[0])[-1]
+    assert stores[1]["parent_block_hash"] == stores[0]["block_hashes"][-1]
+    assert [token for store in stores for token in store["token_ids"]] == prompts.tokens(prompt[1:])
+
+
+def test_cpu_time_is_what_the_process_has_used() -> None:
+    before, own = cpu_seconds(os.getpid()), time.process_time()
+    while time.process_time() - own < 0.05:
+        pass
+
+    assert 0.05 <= cpu_seconds(os.getpid()) - before < 0.5
+    with pytest.raises(OSError, match="no CPU clock of process"):
+        cpu_seconds(2**22 + 1)
+
+
+def test_ten_times_the_engines_need_ten_times_as_much() -> None:
+    constants = Constants(180.0, 2.5, 3.0, 3.0, 4.0, {512: 0.5}, {512: 0.3})
+
+    hundred, thousand = example(100, constants), example(1_000, constants)
+
+    assert [row.unit for row in hundred] == ["GiB", "cores", "cores", "cores", "cores"]
+    assert hundred[0].figure == pytest.approx(5_000_000 * 180 / 2**30)
+    assert hundred[1].figure == pytest.approx(0.22)
+    assert [b.figure for b in thousand] == pytest.approx([10 * a.figure for a in hundred])

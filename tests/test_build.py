@@ -1,0 +1,61 @@
+"""The build hook: the C is compiled where that works, and nothing is wrong where it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULE = "app/domain/_native" + str(sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+def build(directory: Path, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
+    """Build a wheel of the checkout; what it said, and the wheels."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environ, capture_output=True, text=True, timeout=120)
+    return done, list(directory.glob("*.whl"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        pytest.param({"BUILD_NATIVE": "never"}, "BUILD_NATIVE is never", id="not-wanted"),
+        pytest.param({"LDSHARED": "no-such-compiler"}, "there is no compiler", id="no-compiler"),
+        pytest.param({"LDSHARED": "false"}, "the compiler failed", id="compiler-fails"),
+    ],
+)
+def test_without_a_compiler_there_is_a_wheel_for_every_platform(
+    tmp_path: Path, environ: dict[str, str], reason: str
+) -> None:
+    done, (wheel,) = build(tmp_path, **environ)
+    assert done.returncode == 0
+    assert reason in done.stdout + done.stderr
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.endswith(".so")]
+    assert "app/domain/native.py" in names
+
+
+def test_a_wheel_that_needs_the_c_is_not_built_without_it(tmp_path: Path) -> None:
+    for environ in ({"BUILD_NATIVE": "always", "LDSHARED": "false"}, {"BUILD_NATIVE": "maybe"}):
+        done, wheels = build(tmp_path, **environ)
+        assert (done.returncode != 0, wheels) == (True, [])
+        assert "BUILD_NATIVE is 'maybe'; give one of" in done.stderr or "was not built" in done.stderr
+
+
+def test_with_a_compiler_the_module_is_in_the_wheel_and_the_checkout_is_as_before(tmp_path: Path) -> None:
+    before = sorted(path.name for path in (ROOT / "app" / "domain").iterdir())
+    done, (wheel,) = build(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (ROOT / "app" / "domain").iterdir()) == before
+    names = zipfile.ZipFile(wheel).namelist()
+    has_module = MODULE in names
+    assert has_module == ("built with its C part" in done.stdout + done.stderr)
+    assert wheel.name.endswith("-py3-none-any.whl") != has_module
+    assert any(name.endswith("licenses/native/LICENSE.xxhash") for name in names)

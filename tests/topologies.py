@@ -1,0 +1,325 @@
+"""Real servers on loopback, as a test needs them: one, a Cluster, a primary behind Sentinels; all killed at the end.
+
+Nothing waits for a time, only for what the servers themselves say; timeouts of the servers are short, so that a
+failover takes two or three seconds.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from redis import Redis
+from redis.crc import key_slot
+from redis.exceptions import RedisError
+
+READY_SECONDS = 30.0
+#: After how long without an answer a node or a primary is taken for dead.
+NODE_TIMEOUT_MS = 1000
+SLOTS = 16384
+#: A replica that has got nothing yet, not even a ping, is on no map of a Cluster.
+_ALWAYS = ("--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
+
+
+def wait_for(predicate: Callable[[], bool], description: str, seconds: float = READY_SECONDS) -> None:
+    """``wait_until`` for fixtures that outlive one event loop; an error of Redis counts as not yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if predicate():
+                return
+        except RedisError as exc:
+            description = f"{description.partition(' (')[0]} ({exc})"
+        if time.monotonic() >= deadline:
+            pytest.fail(f"after {seconds:g} s it is still not so: {description}")
+        time.sleep(0.02)
+
+
+def unused_bus_port() -> int:
+    """A port that was free a moment ago, as was the one 10,000 above it, where nodes of a Cluster talk."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as one, socket.socket() as other:
+            try:
+                one.bind(("127.0.0.1", port))
+                other.bind(("127.0.0.1", port + 10_000))
+            except OSError:
+                continue
+            return port
+
+
+@dataclass(eq=False)
+class Server:
+    """One process."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    """How a client of the library connects, beside host and port."""
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def client(self) -> Redis:
+        return Redis(host="127.0.0.1", port=self.port, protocol=2, socket_timeout=5, **self.options)
+
+    def ask(self, *command: Any) -> Any:
+        with self.client() as client:
+            return client.execute_command(*command)
+
+    def info(self, section: str) -> dict[str, Any]:
+        with self.client() as client:
+            return cast("dict[str, Any]", client.info(section))
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """As a machine that is gone."""
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        """Connections are accepted, and nothing is answered."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+class Farm:
+    """Servers that end together."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.servers: list[Server] = []
+
+    def start(
+        self, *options: str, port: int | None = None, is_tls: bool = False, more: dict[str, Any] | None = None
+    ) -> Server:
+        """A redis-server with these options, ready; ``more`` is what a client of the library needs to connect."""
+        program = shutil.which("redis-server") or shutil.which("valkey-server")
+        assert program is not None, "no redis-server on PATH: install it (Debian: apt-get install redis-server)"
+        port = unused_bus_port() if port is None else port
+        log = self.directory / f"{port}.log"
+        home = self.directory / str(port)
+        home.mkdir(exist_ok=True)
+        listen = ["--port", "0", "--tls-port", str(port)] if is_tls else ["--port", str(port)]
+        # A configuration file, or none, comes first.
+        files = [option for option in options[:1] if not option.startswith("--")]
+        command = [
+            program, *files, *listen, "--bind", "127.0.0.1", "--dir", str(home), "--logfile", str(log),
+            *([] if files else _ALWAYS),
+            *options[len(files) :],
+        ]  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        server = Server(port, process, log, more or {})
+        self.servers.append(server)
+        wait_for(lambda: _answers(server), f"redis-server on port {port} answers")
+        return server
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.process.kill()
+        for server in self.servers:
+            server.process.wait()
+
+
+def _answers(server: Server) -> bool:
+    assert server.process.poll() is None, f"redis-server ended: {server.said() if server.log.exists() else 'no log'}"
+    return bool(server.ask("PING"))
+
+
+@contextmanager
+def farm() -> Iterator[Farm]:
+    """An empty farm, in a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="wm-", ignore_cleanup_errors=True) as directory:
+        found = Farm(Path(directory))
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+# ---- a primary and its replicas ---------------------------------------------------------------------
+
+
+def follow(farm: Farm, primary: Server, *options: str) -> Server:
+    """A replica that has caught up."""
+    replica = farm.start("--replicaof", f"127.0.0.1 {primary.port}", *options)
+    wait_for(lambda: is_in_sync(replica), "the replica has caught up")
+    return replica
+
+
+def is_in_sync(replica: Server) -> bool:
+    return bool(replica.info("replication").get("master_link_status") == "up")
+
+
+@dataclass
+class Sentinels:
+    """A primary, a replica, and three Sentinels that watch them."""
+
+    primary: Server
+    replica: Server
+    sentinels: list[Server]
+    name: str = "mymaster"
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels)
+        return f"redis+sentinel://{hosts}/{self.name}"
+
+
+def start_sentinels(farm: Farm, *options: str, password: str | None = None) -> Sentinels:
+    """With ``password``, the Sentinels ask for it."""
+    primary = farm.start(*options)
+    replica = follow(farm, primary, *options)
+    watching: list[Server] = []
+    for _ in range(3):
+        port = unused_bus_port()
+        lines = [
+            f"sentinel monitor mymaster 127.0.0.1 {primary.port} 2",
+            f"sentinel down-after-milliseconds mymaster {NODE_TIMEOUT_MS}",
+            "sentinel failover-timeout mymaster 6000",
+        ]
+        if password is not None:
+            lines += [f"requirepass {password}", f"sentinel sentinel-pass {password}"]
+        path = farm.directory / f"{port}.conf"
+        path.write_text("\n".join(lines) + "\n")
+        more = {} if password is None else {"password": password}
+        watching.append(farm.start(str(path), "--sentinel", port=port, more=more))
+
+    def know_all() -> bool:
+        def known(sentinel: Server, what: str) -> int:
+            with sentinel.client() as client:
+                (state,) = client.sentinel_masters().values()
+            return int(state[what])
+
+        return all(known(each, "num-other-sentinels") == 2 and known(each, "num-slaves") == 1 for each in watching)
+
+    wait_for(know_all, "the Sentinels know each other and the replica")
+    return Sentinels(primary, replica, watching)
+
+
+# ---- a Cluster --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cluster:
+    """Primaries in the order of their slots, and the replica of each, where there are any."""
+
+    primaries: list[Server]
+    replicas: list[Server]
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{each.port}" for each in self.primaries[:2])
+
+    def of(self, key: str) -> int:
+        """Which of the primaries the key's slot was given to in the beginning."""
+        slot = self.slot(key)
+        return next(i for i, slots in enumerate(_ranges(len(self.primaries))) if slot in slots)
+
+    def slot(self, key: str) -> int:
+        return key_slot(key.encode())
+
+
+def _ranges(count: int) -> list[range]:
+    return [range(SLOTS * i // count, SLOTS * (i + 1) // count) for i in range(count)]
+
+
+def start_cluster(
+    farm: Farm,
+    *options: str,
+    primaries: int = 3,
+    has_replicas: bool = False,
+    is_tls: bool = False,
+    more: dict[str, Any] | None = None,
+) -> Cluster:
+    """Of this many primaries, each with a replica where asked for."""
+    options = (
+        "--cluster-enabled", "yes", "--cluster-node-timeout", str(NODE_TIMEOUT_MS),
+        "--cluster-replica-validity-factor", "0", *options,
+    )  # fmt: skip
+    nodes = [farm.start(*options, is_tls=is_tls, more=more) for _ in range(primaries * (2 if has_replicas else 1))]
+    owners, followers = nodes[:primaries], nodes[primaries:]
+    for epoch, (node, slots) in enumerate(zip(owners, _ranges(primaries), strict=True), 1):
+        node.ask("CLUSTER", "SET-CONFIG-EPOCH", epoch)
+        node.ask("CLUSTER", "ADDSLOTS", *slots)
+    for node in nodes[1:]:
+        node.ask("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+    wait_for(lambda: all(_known(node) == len(nodes) for node in nodes), "the nodes know each other")
+    for owner, follower in zip(owners, followers, strict=False):
+        follower.ask("CLUSTER", "REPLICATE", _id(owner))
+    wait_for(lambda: all(is_cluster_ok(node) for node in nodes), "the Cluster is whole")
+    wait_for(lambda: all(map(is_in_sync, followers)), "the replicas have caught up")
+    wait_for(lambda: all(_followed(node) == len(followers) for node in nodes), "all know who follows whom")
+    return Cluster(owners, followers)
+
+
+def _id(node: Server) -> str:
+    return _text(node.ask("CLUSTER", "MYID"))
+
+
+def _text(reply: Any) -> str:
+    return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
+def _state(node: Server) -> dict[str, str]:
+    reply = node.ask("CLUSTER INFO")
+    if isinstance(reply, dict):
+        return {_text(name): _text(value) for name, value in reply.items()}
+    return dict(line.split(":", 1) for line in _text(reply).splitlines() if ":" in line)
+
+
+def _known(node: Server) -> int:
+    return int(_state(node)["cluster_known_nodes"])
+
+
+def _followed(node: Server) -> int:
+    with node.client() as client:
+        rows: Sequence[Any] = client.execute_command("CLUSTER", "SLOTS")
+    return sum(len(row) - 3 for row in rows)
+
+
+def is_cluster_ok(node: Server) -> bool:
+    return _state(node)["cluster_state"] == "ok"
+
+
+@contextmanager
+def moving(cluster: Cluster, keys: Sequence[str], source: Server, target: Server) -> Iterator[Callable[[], None]]:
+    """The slots of ``keys`` on their way from one primary to another; call it to let them arrive. All goes back."""
+    slots = sorted({cluster.slot(key) for key in keys})
+
+    def begin(giver: Server, taker: Server) -> None:
+        for slot in slots:
+            taker.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", _id(giver))
+            giver.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", _id(taker))
+
+    def arrive(giver: Server, taker: Server) -> None:
+        for slot in slots:
+            while names := giver.ask("CLUSTER", "GETKEYSINSLOT", slot, 1000):
+                giver.ask("MIGRATE", "127.0.0.1", taker.port, "", 0, 5000, "KEYS", *names)
+            for node in (taker, giver, *cluster.primaries):
+                node.ask("CLUSTER", "SETSLOT", slot, "NODE", _id(taker))
+
+    begin(source, target)
+    try:
+        yield lambda: arrive(source, target)
+    finally:
+        arrive(source, target)
+        begin(target, source)
+        arrive(target, source)
