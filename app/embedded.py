@@ -77,6 +77,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         settings.redis_read_url,
         shards=settings.shards,
         are_shards_set="shards" in settings.model_fields_set,
+        hash_seed=settings.hash_seed,
         timeout_seconds=settings.redis_timeout_seconds,
         access=Access.of(settings),
         hot=HotBlocks(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),

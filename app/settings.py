@@ -176,7 +176,7 @@ class Settings(BaseSettings):
     replay_seconds: float = Field(120.0, ge=1, le=3600)
     """How long one replay may take in all."""
     replays_max: int = Field(8, ge=1, le=256)
-    """How many replays one ingest worker runs at a time."""
+    """How many replays one ingest worker runs at a time; what each still has to apply is in memory."""
     publisher_timeout: float = Field(60.0, ge=0, le=7 * _DAY)
     """After how many seconds without a connection a publisher's blocks are no longer counted; 0 is never."""
     lease_seconds: float = Field(8.0, ge=1, le=300)

@@ -1,15 +1,18 @@
--- new_ids(groups; group, shards, above, publisher_above) -> {verdict, group, shards, publisher}
+-- new_ids(groups; group, shards, above, publisher_above, hash_seed) -> {verdict, group, shards, publisher}
 --
 -- The group id of a (tenant, model), handed out at its first registration, and a new publisher id.
 --
--- KEYS  groups  hash  `["tenant","model"]`: `<group id> <shards>`; `last_group`, `last_publisher`: the last ids
+-- KEYS  groups  hash  `["tenant","model"]`: `<group id> <shards>`; `last_group`, `last_publisher`: the last ids;
+--               `hash_seed`: what all blocks here are hashed with
 -- ARGV  group   the field
 --       shards  into how many shards a new group is cut; a known one keeps what it has
 --       above   0; else the group is given an id anew, larger than this (its old one turned out to be another's)
 --       publisher_above   the publisher's id is larger than this (one at or below turned out to be another's)
+--       hash_seed  the caller's; the first one stays
 --
 -- {'applied', group id, shards, publisher id}  no id is ever given twice
 
+redis.call('HSETNX', KEYS[1], 'hash_seed', ARGV[5])
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 local above = tonumber(ARGV[3])
 local id, shards

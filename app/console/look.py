@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from app.domain.hashing import DEFAULT_SEED
 from app.domain.names import GroupName
 from app.domain.table import HolderTable
 from app.errors import NotFound, SettingsError
@@ -44,9 +45,9 @@ class Group:
 class Look:
     """The reads that the console is made of."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, *, hash_seed: int = DEFAULT_SEED) -> None:
         self.client = client
-        self.store = Store(client)
+        self.store = Store(client, hash_seed=hash_seed)
 
     async def groups(self) -> list[Group]:
         """Every group that ever was, in order of registration."""
@@ -103,7 +104,7 @@ async def looking(settings: Settings) -> AsyncIterator[Look]:
         )
     client = Client.open(settings.redis_url, timeout_seconds=settings.redis_timeout_seconds, access=Access.of(settings))
     try:
-        yield Look(client)
+        yield Look(client, hash_seed=settings.hash_seed)
     finally:
         await client.close()
 

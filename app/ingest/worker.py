@@ -87,7 +87,7 @@ class Worker:
         self._others: set[str] = set()
         self._stopped: dict[PublisherName, str] = {}
         self._epochs: dict[str, int] = {}
-        self._look_seconds = min(_LOOK_SECONDS, options.stream.lease_seconds / 4)
+        self._look_seconds = min(_LOOK_SECONDS, options.stream.lease_seconds / 8)
 
     async def run(self) -> None:
         """Until cancelled; then leases are given back at once."""

@@ -17,8 +17,10 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from app.domain.hashing import DEFAULT_SEED
 from app.errors import StoreUnavailable
 from app.logs import fields
+from app.store import keys
 from app.store.client import Client
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class Reason(StrEnum):
     CLUSTER_URL = "cluster_url"
     READ_ONLY = "read_only"
     OUT_OF_MEMORY = "out_of_memory"
+    HASH_SEED = "hash_seed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,16 @@ class HealthWatch:
     """Knows how Redis is; says in the log when something goes wrong, and when it is right again."""
 
     def __init__(
-        self, client: Client, *, are_shards_set: bool = True, clock: Callable[[], float] = time.monotonic
+        self,
+        client: Client,
+        *,
+        are_shards_set: bool = True,
+        hash_seed: int = DEFAULT_SEED,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._are_shards_set = are_shards_set
+        self._hash_seed = hash_seed
         self._clock = clock
         self._health = Health()
         self._fresh_until = float("-inf")
@@ -97,18 +106,31 @@ class HealthWatch:
     async def _ask(self) -> Health:
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                infos = await self._client.infos()
+                seed = await self._client.hget(keys.GROUPS, "hash_seed")
+                infos = await self._infos()
         except TimeoutError:
             return replace(self._health, is_up=False)
-        except StoreUnavailable as exc:
-            # A refusal is an answer, too: INFO may be denied to this user.
-            return replace(self._health, is_up=isinstance(exc.__cause__, ResponseError))
+        except StoreUnavailable:
+            return replace(self._health, is_up=False)
         warnings: dict[Reason, str] = {}
         for info in infos:
             for reason, sentence in self._complaints(info):
                 warnings.setdefault(reason, sentence)
+        if seed is not None and int(seed) != self._hash_seed:
+            warnings[Reason.HASH_SEED] = (
+                f"blocks in this Redis are hashed with WAYMARK_HASH_SEED {int(seed)}, here it is {self._hash_seed}: "
+                "what one of the two writes the other never finds; give all processes the same"
+            )
         is_loading = any(_number(info, "loading") for info in infos)
         return Health(not is_loading, tuple(map(_primary, infos)), warnings)
+
+    async def _infos(self) -> list[dict[str, Any]]:
+        try:
+            return await self._client.infos()
+        except StoreUnavailable as exc:
+            if isinstance(exc.__cause__, ResponseError):
+                return []  # a refusal is an answer, too: INFO may be denied to this user
+            raise
 
     def _complaints(self, info: Mapping[str, Any]) -> Iterable[tuple[Reason, str]]:
         policy = str(info.get("maxmemory_policy", "noeviction"))

@@ -46,11 +46,12 @@ class GroupEntry:
 
 
 class Registry:
-    def __init__(self, client: Client, scripts: Scripts, leases: Leases, *, shards: int) -> None:
+    def __init__(self, client: Client, scripts: Scripts, leases: Leases, *, shards: int, hash_seed: int) -> None:
         self._client = client
         self._scripts = scripts
         self._leases = leases
         self._shards = shards
+        self._hash_seed = hash_seed
 
     async def register(self, registration: Registration) -> bool:
         """Claim a publisher. True: it is new, or moved to a new address; False: it was there just so.
@@ -71,7 +72,12 @@ class Registry:
                 await self._leave(claim)  # a new address is a new life: nothing of the old one holds
                 continue
             ids = await self._scripts.new_ids(
-                keys.GROUPS, keys.group_field(registration.group), self._shards, above, publisher_above
+                keys.GROUPS,
+                keys.group_field(registration.group),
+                self._shards,
+                above,
+                publisher_above,
+                self._hash_seed,
             )
             group_id, shards, publisher = ids.numbers
             claim = Claim(registration, publisher, group_id, shards)

@@ -127,8 +127,10 @@ class Scripts:
     async def write_record(self, record: str, token: str, field: Sequence[Arg]) -> Outcome:
         return await self._run("write_record", [record], [token, *field])
 
-    async def new_ids(self, groups: str, group: bytes, shards: int, above: int, publisher_above: int) -> Outcome:
-        return await self._run("new_ids", [groups], [group, shards, above, publisher_above])
+    async def new_ids(
+        self, groups: str, group: bytes, shards: int, above: int, publisher_above: int, hash_seed: int
+    ) -> Outcome:
+        return await self._run("new_ids", [groups], [group, shards, above, publisher_above, str(hash_seed)])
 
     async def keep_ids(self, groups: str, group: bytes, id: int, shards: int, publisher: int) -> Outcome:
         return await self._run("keep_ids", [groups], [group, id, shards, publisher])

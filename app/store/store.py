@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
+from app.domain.hashing import DEFAULT_SEED
 from app.errors import StoreUnavailable
 from app.metrics import Metrics
 from app.store import keys
@@ -30,6 +31,7 @@ class Store:
         hot: HotBlocks | None = None,
         metrics: Metrics | None = None,
         are_shards_set: bool = True,
+        hash_seed: int = DEFAULT_SEED,
     ) -> None:
         metrics = metrics or Metrics()
         for each in (client, read_client):
@@ -37,10 +39,10 @@ class Store:
                 each.metrics = metrics
         self._client = client
         self._read_client = read_client
-        self.health = HealthWatch(client, are_shards_set=are_shards_set)
+        self.health = HealthWatch(client, are_shards_set=are_shards_set, hash_seed=hash_seed)
         self.scripts = Scripts(client, metrics)
         self.leases = Leases(client, self.scripts)
-        self.registry = Registry(client, self.scripts, self.leases, shards=shards)
+        self.registry = Registry(client, self.scripts, self.leases, shards=shards, hash_seed=hash_seed)
         self.index = Index(client, self.scripts)
         self.records = Records(client, self.scripts)
         self.sweeper = Sweeper(client, self.scripts)
@@ -48,7 +50,7 @@ class Store:
         read_scripts = Scripts(reading, metrics)
         self.reader = Reader(
             reading,
-            Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards),
+            Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards, hash_seed=hash_seed),
             HotBlocks(0, 0) if hot is None else hot,
             metrics,
         )
@@ -65,6 +67,7 @@ class Store:
         hot: HotBlocks | None = None,
         metrics: Metrics | None = None,
         are_shards_set: bool = True,
+        hash_seed: int = DEFAULT_SEED,
     ) -> Store:
         """A store on a URL, and another to read from; nothing is connected before the first command."""
         read_client = None
@@ -73,7 +76,15 @@ class Store:
                 read_url, timeout_seconds=timeout_seconds, access=access, variable="WAYMARK_REDIS_READ_URL"
             )
         client = Client.open(url, timeout_seconds=timeout_seconds, access=access)
-        return cls(client, read_client, shards=shards, hot=hot, metrics=metrics, are_shards_set=are_shards_set)
+        return cls(
+            client,
+            read_client,
+            shards=shards,
+            hot=hot,
+            metrics=metrics,
+            are_shards_set=are_shards_set,
+            hash_seed=hash_seed,
+        )
 
     async def close(self) -> None:
         await self._client.close()

@@ -18,6 +18,7 @@ from app.settings import Settings
 from app.store.client import Client
 from app.store.health import HealthWatch, Reason
 from app.store.store import Store
+from tests.store.factories import registration
 
 SOUND = {
     "redis_version": "7.4.1",
@@ -39,6 +40,7 @@ class Told(Client):
         self._is_cluster = is_cluster
         self.answers: list[dict[str, Any]] | None = [SOUND | info]
         self.asked = 0
+        self.seed: bytes | None = None
 
     @property
     def is_cluster(self) -> bool:
@@ -50,6 +52,9 @@ class Told(Client):
             await asyncio.Event().wait()
         assert self.answers is not None
         return self.answers
+
+    async def hget(self, key: str, field: Any) -> bytes | None:
+        return self.seed if (key, field) == ("wm:groups", "hash_seed") else None
 
 
 class Clock:
@@ -164,7 +169,7 @@ def admin(redis_url: str) -> Iterator[SyncRedis]:
 
 
 async def test_a_user_who_may_not_ask_has_a_redis_that_is_up(admin: SyncRedis, redis_url: str) -> None:
-    admin.acl_setuser("plain", enabled=True, passwords=["+word"], categories=["+@all"], commands=["-info"])
+    admin.acl_setuser("plain", enabled=True, passwords=["+word"], categories=["+@all"], commands=["-info"], keys=["wm:*"])
     client = Client.open(redis_url.replace("unix://", "unix://plain:word@"))
     health = await HealthWatch(client).look()
     assert (health.is_up, health.primaries) == (True, ())
@@ -193,3 +198,12 @@ async def test_of_the_embedded_redis_there_is_nothing_to_tell() -> None:
     series = [line for line in text.splitlines() if line.startswith("waymark_redis_")]
     assert series == ["waymark_redis_up 1.0"]
     await store.close()
+
+
+async def test_another_hash_seed_than_that_of_the_index_is_said(store: Store, client: Client) -> None:
+    assert (await HealthWatch(client, hash_seed=7).look()).warnings == {}
+    await store.registry.register(registration())
+    assert (await HealthWatch(client).look()).warnings == {}
+    warnings = (await HealthWatch(client, hash_seed=7).look()).warnings
+    assert list(warnings) == [Reason.HASH_SEED]
+    assert "WAYMARK_HASH_SEED 1337, here it is 7" in warnings[Reason.HASH_SEED]
