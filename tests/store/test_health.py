@@ -169,7 +169,9 @@ def admin(redis_url: str) -> Iterator[SyncRedis]:
 
 
 async def test_a_user_who_may_not_ask_has_a_redis_that_is_up(admin: SyncRedis, redis_url: str) -> None:
-    admin.acl_setuser("plain", enabled=True, passwords=["+word"], categories=["+@all"], commands=["-info"], keys=["wm:*"])
+    admin.acl_setuser(
+        "plain", enabled=True, passwords=["+word"], categories=["+@all"], commands=["-info"], keys=["wm:*"]
+    )
     client = Client.open(redis_url.replace("unix://", "unix://plain:word@"))
     health = await HealthWatch(client).look()
     assert (health.is_up, health.primaries) == (True, ())
