@@ -140,7 +140,7 @@ async def test_a_worker_that_was_away_past_its_lease_writes_nothing_more(
     await wait_until(is_back, "the first worker has tried to go on, and has seen who has what", TAKEOVER_SECONDS)
     await engine.prefill(Prompt(CHAT + MORE))
     verdicts = Counter(call.verdict for call in pair.wire.with_token(token, since))
-    assert set(verdicts) == {b"fenced"}, verdicts
+    assert set(verdicts) <= {b"fenced", b"gone"}, verdicts
     if meanwhile != "unregistered":
         await engines.agree([pair.replica], CHAT, OTHER, MORE, CHAT + MORE)
         return

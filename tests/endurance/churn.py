@@ -57,6 +57,8 @@ class Churn:
         self.samples: dict[str, list[int]] = {}
         self.queries = 0
         self.disturbances: Counter[str] = Counter()
+        self.disturbing = asyncio.Lock()
+        """Held while something happens to an engine: to end there would leave it unregistered, or down."""
         self._fleet = fleet
         self._engines = engines
         self._load = load
@@ -85,18 +87,22 @@ class Churn:
         while True:
             await asyncio.sleep(pause_seconds * self._rng.uniform(0.5, 1.5))
             name = self._rng.choice(list(self._engines.engines))
-            engine, replica = self._engines.engines[name], self._fleet.replicas[0]
             what = only or self._rng.choice(DISTURBANCES)
-            if what == "registration" and engine.publisher.next_seq > LIFE_BATCHES:
+            if what == "registration" and self._engines.engines[name].publisher.next_seq > LIFE_BATCHES:
                 what = "restart"
             self.disturbances[what] += 1
-            if what == "registration":
-                await replica.post("/unregister", tenant_id=self._engines.tenant_id, instance_id=name)
-                await replica.post("/register", **self._engines.registrations[name])
-                continue
-            # At rest: what it is asked for while it restarts would be in its cache and not in what it tells.
-            async with self._load.at_rest():
-                await (engine.clear() if what == "clear" else engine.restart(rebind=True))
+            async with self.disturbing:
+                await self._disturb(name, what)
+
+    async def _disturb(self, name: str, what: str) -> None:
+        engine, replica = self._engines.engines[name], self._fleet.replicas[0]
+        if what == "registration":
+            await replica.post("/unregister", tenant_id=self._engines.tenant_id, instance_id=name)
+            await replica.post("/register", **self._engines.registrations[name])
+            return
+        # At rest: what it is asked for while it restarts would be in its cache and not in what it tells.
+        async with self._load.at_rest():
+            await (engine.clear() if what == "clear" else engine.restart(rebind=True))
 
     async def unregister_all(self) -> None:
         for name in self._engines.engines:
@@ -141,8 +147,9 @@ async def main(minutes: float, seed: int, only: str | None, pause: float) -> boo
         work = (churn.sample(), churn.ask(), churn.disturb(only, pause))
         tasks = [asyncio.create_task(each) for each in work]
         done, _ = await asyncio.wait(tasks, timeout=60 * minutes, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            task.cancel()
+        async with churn.disturbing:
+            for task in tasks:
+                task.cancel()
         for task in done:
             task.result()
         lines, is_flat = churn.table()
