@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import httptools
 import orjson
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from app.logs import fields
 from app.metrics import Metrics
@@ -32,6 +32,8 @@ HEAD_BYTES_MAX = 32 * 1024
 HEAD_FIELDS_MAX = 100
 #: Requests that may be sent ahead on one connection while an earlier one is answered.
 AHEAD_MAX = 16
+#: Headers that say more than what the body is.
+_OF_THE_CONNECTION = frozenset({b"connection", b"transfer-encoding", b"upgrade"})
 #: File descriptors for everything but HTTP connections: Redis, engines, logs.
 _OTHER_FILES = 256
 
@@ -184,37 +186,59 @@ def _until(waiting: dict[Connection, float], moment: float) -> list[Connection]:
     return late
 
 
-class _Joined:
-    """A transport for one answer: its head waits for what follows, so that both go out in one piece."""
+class _Answer:
+    """The sending side of one request: head and body go out in one piece.
+
+    What is not the usual answer, one body of a length that is told, goes out as uvicorn sends it.
+    """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self._transport = cycle.transport
-        self._head: bytes | None = None
-        self._has_begun = False
+        self._as_usual = cycle.send
+        self._start: Any = None
 
-    def write(self, data: bytes) -> None:
-        # What is written before an answer begins is "100 Continue", which the client waits for.
-        if self._cycle.response_started and not self._has_begun:
-            self._has_begun = True
-            self._head = data
-        elif self._head is not None:
-            head, self._head = self._head, None
-            self._transport.write(head + data)
-        else:
-            self._transport.write(data)
+    async def send(self, message: Any) -> None:
+        cycle, start = self._cycle, self._start
+        if start is None:
+            if cycle.response_started or message["type"] != "http.response.start":
+                await self._as_usual(message)
+                return
+            self._start = message
+            cycle.response_started = True  # from here on a failure can no longer be answered
+            cycle.waiting_for_100_continue = False
+            return
+        self._start = None
+        if cycle.disconnected:
+            return
+        body = message.get("body", b"")
+        head = None if message.get("more_body", False) else _head(start, len(body), cycle.default_headers)
+        if head is None or cycle.flow.write_paused or not cycle.keep_alive or cycle.scope["method"] == "HEAD":
+            cycle.response_started = False
+            await self._as_usual(start)
+            await self._as_usual(message)
+            return
+        cycle.transport.write(head + body)
+        cycle.response_complete = True
+        cycle.message_event.set()
+        cycle.on_response()
 
-    def flush(self) -> None:
-        if self._head is not None:
-            head, self._head = self._head, None
-            self._transport.write(head)
 
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
+def _head(start: Any, length: int, defaults: list[tuple[bytes, bytes]]) -> bytes | None:
+    """The head of an answer with a body of ``length`` bytes; None where it is not a usual one."""
+    headers = [*defaults, *start["headers"]]
+    told = b"%d" % length
+    lines = [STATUS_LINE[start["status"]]]
+    is_told = False
+    for name, value in headers:
+        if name == b"content-length":
+            is_told = value == told
+        elif name in _OF_THE_CONNECTION:
+            return None
+        lines.append(b"%b: %b\r\n" % (name, value))
+    lines.append(b"\r\n")
+    head = b"".join(lines)
+    # A line break in a value would begin a line of its own.
+    return head if is_told and head.count(b"\n") == head.count(b"\r") == len(headers) + 2 else None
 
 
 class Connection(HttpToolsProtocol):
@@ -231,7 +255,6 @@ class Connection(HttpToolsProtocol):
         self._unplaced = 0  # bytes since a piece of a body or the end of a request
         self._head_bytes = 0
         self._head_fields = 0
-        self._joined: _Joined
 
     # ---- the connection --------------------------------------------------------------------------------
 
@@ -345,8 +368,7 @@ class Connection(HttpToolsProtocol):
     # ---- requests and answers --------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._joined = _Joined(cycle)
-        cycle.transport = self._joined  # type: ignore[assignment]
+        cycle.send = _Answer(cycle).send  # type: ignore[method-assign]
         task = self.loop.create_task(cycle.run_asgi(app))
         self.tasks.add(task)
         self._answering = cycle
@@ -363,7 +385,6 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         # As uvicorn's, but without a timer for each answer: there is one for all connections.
         self.server_state.total_requests += 1
-        self._joined.flush()
         if not self.transport.is_closing():
             self.flow.resume_reading()
             if self.pipeline:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import platform
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import Literal
 
 from prometheus_client import (
@@ -25,6 +26,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.samples import Sample
 
 from app import __version__
 
@@ -47,11 +49,26 @@ OTHER_MODELS, NO_MODEL = "other", "none"
 
 
 class _Histogram(Histogram):
-    """The library's, which looks at one bucket after the other; every query observes five times."""
+    """The library's, which looks at one bucket after the other and takes a lock for each number.
+
+    Every query observes five times, all of them in the loop's thread. So numbers are only added up here, and told to
+    the library when it is asked for them.
+    """
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._seen = [0] * len(self._upper_bounds)
+        self._total = 0.0
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        self._sum.inc(amount)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+        self._total += amount
+        self._seen[bisect_left(self._upper_bounds, amount)] += 1
+
+    def _child_samples(self) -> Iterable[Sample]:
+        self._sum.set(self._total)
+        for bucket, seen in zip(self._buckets, self._seen, strict=True):
+            bucket.set(seen)
+        return super()._child_samples()
 
 
 class Metrics:
@@ -107,6 +124,8 @@ class Metrics:
             "hot_block_hits", "How many of the blocks that queries looked up were at hand, as hot ones."
         )
         self.hot_block_bytes = gauge("hot_block_bytes", "How many bytes of hot blocks are kept.")
+        self.answer_cache_hits = counter("answer_cache_hits", "How many answers had been counted for the same blocks.")
+        self.answer_cache_bytes = gauge("answer_cache_bytes", "How many bytes of answers are remembered.")
         self.query_round_trips = histogram(
             "query_round_trips", "How many times a query waited for Redis.", _ROUND_TRIP_BUCKETS
         )

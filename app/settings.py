@@ -151,6 +151,8 @@ class Settings(BaseSettings):
     """How long a replica keeps a block value that many holders share; 0 keeps none."""
     hot_block_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """How many bytes of such values a replica keeps at most."""
+    answer_cache_bytes: int = Field(8 * _MIB, ge=0, le=64 * 1024 * _MIB)
+    """How many bytes of answers a replica remembers by what was found, so that it need not count again; 0 is none."""
     max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
     """The largest request body that is read."""
     max_tokens: int = Field(2**21, ge=1, le=2**26)

@@ -1,12 +1,14 @@
 /* The loops of a query that Python has to run once per token or block, in C.
  *
  *     cut         JSON text  ->  where the token ids stand, and the ids as little-endian u32
+ *     cut_hashes  JSON text  ->  where the hashes stand, and the hashes as little-endian u64
  *     hash_blocks token ids  ->  block keys, as big-endian u64
+ *     chain       hashes of blocks by themselves  ->  block keys
  *     pack_keys   block keys ->  one MGET command, as it goes over the wire
  *     runs        its reply  ->  runs of equal values
  *
- * Optional: app/domain/native.py has the same four in Python, and the same tests run over both. Nothing here raises
- * for what a client sent: `cut` answers None to anything but a plain list of plain token ids, and the Python path
+ * Optional: app/domain/native.py and hashing.py have the same in Python, and the same tests run over both. Nothing here raises
+ * for what a client sent: `cut` answers None to anything but a plain list of plain numbers, and the Python path
  * decides what is wrong with it.
  */
 
@@ -57,29 +59,55 @@ static int64_t read_number(const char **at)
 }
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+/* 0 where all of eight bytes are digits; else the lowest bit that is set is in the first that is none.
+ *
+ * A digit is 0x30..0x39: its upper half is 3, and stays so with 6 added. A carry only reaches beyond a byte that is no
+ * digit itself. */
+static inline uint64_t not_digits(uint64_t text)
+{
+    const uint64_t upper = 0xF0F0F0F0F0F0F0F0, more = 0x0606060606060606;
+    return ((text & upper) | ((text + more) & upper) >> 4) ^ 0x3333333333333333;
+}
+
+/* The number that eight bytes of 0..9 stand for, the first of them the highest. */
+static inline uint64_t eight_digits(uint64_t number)
+{
+    number = number * 10 + (number >> 8); /* pairs of digits, then fours, then all eight */
+    number = (number & 0x00FF00FF00FF00FF) * 100 + (number >> 16 & 0x00FF00FF00FF00FF);
+    return ((number & 0xFFFF) * 10000 + (number >> 32 & 0xFFFF)) & 0xFFFFFFFF;
+}
+
 /* As read_number, for up to 7 digits with 8 readable bytes: at once, since a branch for each digit is one that is
  * guessed wrong at the end of each number. */
 static inline int64_t read_short_number(const char **at)
 {
     uint64_t text;
     memcpy(&text, *at, 8);
-    /* A digit is 0x30..0x39: its upper half is 3, and stays so with 6 added. A carry only reaches beyond a byte that
-     * is no digit itself. */
-    const uint64_t upper = 0xF0F0F0F0F0F0F0F0, more = 0x0606060606060606;
-    const uint64_t wrong = ((text & upper) | ((text + more) & upper) >> 4) ^ 0x3333333333333333;
+    const uint64_t wrong = not_digits(text);
     if (wrong == 0)
         return read_number(at);
     const int digits = __builtin_ctzll(wrong) / 8;
     if (digits == 0)
         return -1;
     *at += digits;
-    uint64_t number = (text & 0x0F0F0F0F0F0F0F0F) << (64 - 8 * digits);
-    number = number * 10 + (number >> 8); /* pairs of digits, then fours, then all eight */
-    number = (number & 0x00FF00FF00FF00FF) * 100 + (number >> 16 & 0x00FF00FF00FF00FF);
-    return (int64_t)(((number & 0xFFFF) * 10000 + (number >> 32 & 0xFFFF)) & 0xFFFFFFFF);
+    return (int64_t)eight_digits((text & 0x0F0F0F0F0F0F0F0F) << (64 - 8 * digits));
+}
+
+/* The digits from `at` as a number, eight at once, as long as there are eight; *at goes behind them. */
+static inline uint64_t read_eights(const char **at, const char *end)
+{
+    uint64_t number = 0, text;
+    for (int eights = 0; eights < 2 && end - *at >= 8; eights++, *at += 8) {
+        memcpy(&text, *at, 8);
+        if (not_digits(text))
+            break;
+        number = number * 100000000 + eight_digits(text & 0x0F0F0F0F0F0F0F0F);
+    }
+    return number;
 }
 #else
 #define read_short_number read_number
+#define read_eights(at, end) 0
 #endif
 
 /* The tokens between `at` and the bracket at `close` into `out`; 0 where they are not `count` plain u32. */
@@ -103,6 +131,45 @@ static int read_tokens(const char *at, const char *close, const char *end, Py_ss
     return at == close;
 }
 
+/* A number of 64 bits from `at`, in quotes or not; a negative one as its two's complement. 0 where it is not plain. */
+static int read_hash(const char **at, const char *end, uint64_t *hash)
+{
+    const int is_text = **at == '"';
+    *at += is_text;
+    const int is_negative = **at == '-';
+    *at += is_negative;
+    const char *first = *at;
+    uint64_t number = read_eights(at, end);
+    for (unsigned digit; (digit = (unsigned)((unsigned char)**at - '0')) < 10; ++*at) {
+        if (number > UINT64_MAX / 10 || (number == UINT64_MAX / 10 && digit > UINT64_MAX % 10))
+            return 0;
+        number = number * 10 + digit;
+    }
+    if (*at == first || (*first == '0' && *at - first > 1))
+        return 0;
+    if (is_negative && (number == 0 || number > (uint64_t)1 << 63))
+        return 0;
+    *hash = is_negative ? 0 - number : number;
+    return !is_text || *(*at)++ == '"';
+}
+
+/* As read_tokens, for `count` hashes. */
+static int read_hashes(const char *at, const char *close, const char *end, Py_ssize_t count, unsigned char *out)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint64_t hash;
+        at = skip_blanks(at, close);
+        if (!read_hash(&at, end, &hash))
+            return 0;
+        for (int byte = 0; byte < 8; byte++)
+            out[8 * i + byte] = (unsigned char)(hash >> 8 * byte);
+        at = skip_blanks(at, close);
+        if (i + 1 < count && *at++ != ',')
+            return 0;
+    }
+    return at == close;
+}
+
 static Py_ssize_t count_commas(const char *at, const char *end)
 {
     Py_ssize_t count = 0;
@@ -117,14 +184,14 @@ static Py_ssize_t count_commas(const char *at, const char *end)
     return count;
 }
 
-/* cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None
+/* cut, cut_hashes(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None
  *
  * Exact by these facts: `name` comes once; there is no backslash outside the list, so in valid JSON every quote
  * begins or ends a string, and what stands before `:` in quotes is a key; the list holds digits, commas and blanks
- * only. The caller reads body[:start] + b"[]" + body[end:] with its JSON parser: if that is valid and has an empty
+ * only; one of hashes may also have signs, and quotes around digits. The caller reads body[:start] + b"[]" + body[end:] with its JSON parser: if that is valid and has an empty
  * list under the key, then the body is valid and has this list under it.
  */
-static PyObject *cut(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *cut_list(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t width)
 {
     if (nargs != 3 || !PyBytes_CheckExact(args[0]) || !PyBytes_CheckExact(args[1])) {
         PyErr_SetString(PyExc_TypeError, "cut(body: bytes, name: bytes, count_max: int)");
@@ -158,14 +225,27 @@ static PyObject *cut(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         count = 1 + count_commas(open, close);
     if (count > count_max)
         Py_RETURN_NONE;
-    PyObject *tokens = PyBytes_FromStringAndSize(NULL, 4 * count);
-    if (tokens == NULL)
+    PyObject *numbers = PyBytes_FromStringAndSize(NULL, width * count);
+    if (numbers == NULL)
         return NULL;
-    if (count && !read_tokens(open + 1, close, end, count, (unsigned char *)PyBytes_AS_STRING(tokens))) {
-        Py_DECREF(tokens);
+    unsigned char *out = (unsigned char *)PyBytes_AS_STRING(numbers);
+    const int is_plain = count == 0 || (width == 8 ? read_hashes(open + 1, close, end, count, out)
+                                                   : read_tokens(open + 1, close, end, count, out));
+    if (!is_plain) {
+        Py_DECREF(numbers);
         Py_RETURN_NONE;
     }
-    return Py_BuildValue("nnN", open - body, close + 1 - body, tokens);
+    return Py_BuildValue("nnN", open - body, close + 1 - body, numbers);
+}
+
+static PyObject *cut(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    return cut_list(args, nargs, 4);
+}
+
+static PyObject *cut_hashes(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    return cut_list(args, nargs, 8);
 }
 
 static void put_be64(unsigned char *out, uint64_t number)
@@ -223,6 +303,41 @@ static PyObject *hash_blocks(PyObject *self, PyObject *const *args, Py_ssize_t n
         }
     }
     PyBuffer_Release(&tokens);
+    return keys;
+}
+
+/* chain(local_hashes: buffer, seed: int, parent: int | None) -> bytes
+ *
+ * As hash_blocks, from what each block's tokens hash to (little-endian u64).
+ */
+static PyObject *chain(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3) {
+        PyErr_SetString(PyExc_TypeError, "chain(local_hashes, seed, parent)");
+        return NULL;
+    }
+    const uint64_t seed = PyLong_AsUnsignedLongLong(args[1]);
+    int is_root = args[2] == Py_None;
+    uint64_t parent = is_root ? 0 : PyLong_AsUnsignedLongLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer locals;
+    if (PyObject_GetBuffer(args[0], &locals, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const Py_ssize_t count = locals.len / 8;
+    PyObject *keys = PyBytes_FromStringAndSize(NULL, 8 * count);
+    if (keys != NULL) {
+        unsigned char *out = (unsigned char *)PyBytes_AS_STRING(keys);
+        for (Py_ssize_t i = 0; i < count; i++) {
+            uint64_t local = 0;
+            for (int byte = 7; byte >= 0; byte--)
+                local = local << 8 | ((const unsigned char *)locals.buf)[8 * i + byte];
+            parent = is_root ? local : chained(parent, local, seed);
+            is_root = 0;
+            put_be64(out + 8 * i, parent);
+        }
+    }
+    PyBuffer_Release(&locals);
     return keys;
 }
 
@@ -310,6 +425,8 @@ static PyObject *runs(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 
 static PyMethodDef methods[] = {
     {"cut", (PyCFunction)(void (*)(void))cut, METH_FASTCALL, "The token ids in a JSON text; None where unusual."},
+    {"cut_hashes", (PyCFunction)(void (*)(void))cut_hashes, METH_FASTCALL, "The same of a list of hashes."},
+    {"chain", (PyCFunction)(void (*)(void))chain, METH_FASTCALL, "The keys of blocks that are hashed by themselves."},
     {"hash_blocks", (PyCFunction)(void (*)(void))hash_blocks, METH_FASTCALL, "The keys of a prompt's blocks."},
     {"pack_keys", (PyCFunction)(void (*)(void))pack_keys, METH_FASTCALL, "Keys as they go over the wire."},
     {"runs", (PyCFunction)(void (*)(void))runs, METH_FASTCALL, "Equal neighbours of a reply, up to the first None."},

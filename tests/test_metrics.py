@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app import __version__
 from app.metrics import Metrics
 
 EXPORTED = [
+    "waymark_answer_cache_bytes",
+    "waymark_answer_cache_hits_total",
     "waymark_apply_duration_seconds",
     "waymark_batches_lost_total",
     "waymark_batches_total",
@@ -133,6 +135,23 @@ def test_a_request_of_a_hundred_microseconds_has_a_bucket_of_its_own() -> None:
     metrics.http_request_duration_seconds.labels(route="/query").observe(0.00009)
     body, _ = metrics.render()
     assert b'waymark_http_request_duration_seconds_bucket{le="0.0001",route="/query"} 1.0' in body
+
+
+def test_observations_are_rendered_as_the_library_would() -> None:
+    metrics, library = Metrics(), CollectorRegistry()
+    ours = metrics.query_blocks
+    bounds = [float(line.split('"')[1]) for line in _lines(metrics.registry, "waymark_query_blocks_bucket")]
+    theirs = Histogram("waymark_query_blocks", "x", buckets=bounds, registry=library)
+    for rounds in range(2):
+        for amount in (-1.0, 0.0, 0.5, 1.0, 511.9, 512.0, 512.1, 1e9, 7 * rounds):
+            ours.observe(amount)
+            theirs.observe(amount)
+        assert _lines(metrics.registry, "waymark_query_blocks_") == _lines(library, "waymark_query_blocks_")
+        assert len(_lines(library, "waymark_query_blocks_")) == len(bounds) + 2
+
+
+def _lines(registry: CollectorRegistry, name: str) -> list[str]:
+    return [line for line in generate_latest(registry).decode().splitlines() if line.startswith(name)]
 
 
 def test_a_model_has_a_label_of_its_own_up_to_the_ceiling() -> None:

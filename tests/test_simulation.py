@@ -365,6 +365,7 @@ def test_it_is_said_how_many_requests_went_alike_with_all_numbers_of_replicas() 
         pytest.param(["--requests", "1"], "--requests is 1; it is at least 2", id="requests"),
         pytest.param(["--lag-ms", "-1"], "--lag-ms is -1; it is at least 0", id="lag"),
         pytest.param(["--kill-at", "1.5"], "--kill-at is 1.5", id="kill"),
+        pytest.param(["--requests", "60"], "--outage-seconds is 60, and the 60 requests end", id="outage"),
         pytest.param(["--replicas", "1,0"], "--replicas has a number below 1", id="replicas"),
         pytest.param(["--trace", "no-such-file"], "there is no file no-such-file", id="trace"),
     ],

@@ -15,7 +15,7 @@ import orjson
 from starlette.types import Receive
 
 from app.api.errors import Unfit, kind, shown
-from app.domain.native import cut
+from app.domain.native import cut, cut_hashes
 from app.errors import InvalidValue
 
 #: Bytes of a body before it has been read, as (name, value) pairs of the ASGI scope.
@@ -50,6 +50,17 @@ class Body(NamedTuple):
     """False where the text cannot hold one: a list of integers then needs no look at each element's type."""
     documents: list[Any] | None = None
     """Where a list may stand for several bodies: the one or the many."""
+    rest: bytes | None = None
+    """Where a long list was read without the parser: the text with ``[]`` in its place."""
+
+
+class LongList(NamedTuple):
+    """The field of a body that is nearly all of it, and may be read without the parser."""
+
+    spellings: tuple[str, ...]
+    is_hashes: bool
+    """Else token ids."""
+    count_max: int
 
 
 class Disconnected(Exception):
@@ -102,14 +113,14 @@ def _too_large(max_bytes: int) -> InvalidValue:
     )
 
 
-def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, tokens_max: int | None = None) -> Body:
+def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_list: LongList | None = None) -> Body:
     """The fields of a body; ``InvalidValue`` where it cannot be read, ``Unfit`` where it is no object.
 
-    With ``tokens_max`` a plain list of at most so many ``token_ids`` may come back as what msgpack's ``bin`` would be.
+    A ``long_list`` that is plain may come back as what msgpack's ``bin`` would be.
     """
     if body_format is Format.JSON:
-        if tokens_max is not None and (fields := _with_tokens(body, tokens_max)) is not None:
-            return Body(fields, may_hold_booleans=False)
+        if long_list is not None and (read := _without_parser(body, long_list)) is not None:
+            return read
         # A bracket inside a text is counted too; nothing that is read has so many.
         if len(body) > CONTAINERS_MAX and body.count(b"[") + body.count(b"{") > CONTAINERS_MAX:
             raise _too_many_containers()
@@ -136,15 +147,18 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, token
     return Body(value, may_hold_booleans)
 
 
-def _with_tokens(body: bytes, tokens_max: int) -> dict[str, Any] | None:
-    """The fields of a body whose ``token_ids`` can be read without the parser; else None, and the parser decides.
+def _without_parser(body: bytes, of: LongList) -> Body | None:
+    """A body whose long list can be read without the parser; else None, and the parser decides.
 
     See ``native.cut`` for why what is left proves what was cut out.
     """
-    found = cut(body, b'"token_ids"', tokens_max)
-    if found is None:
+    for name in of.spellings:
+        found = (cut_hashes if of.is_hashes else cut)(body, b'"%b"' % name.encode(), of.count_max)
+        if found is not None:
+            break
+    else:
         return None
-    start, end, tokens = found
+    start, end, numbers = found
     rest = b"%b[]%b" % (body[:start], body[end:])
     if len(rest) > CONTAINERS_MAX:
         return None
@@ -152,10 +166,13 @@ def _with_tokens(body: bytes, tokens_max: int) -> dict[str, Any] | None:
         fields = orjson.loads(rest)
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(fields, dict) or fields.get("token_ids") != []:
+    if not isinstance(fields, dict) or fields.get(name) != []:
         return None
-    fields["token_ids"] = tokens
-    return fields
+    # Whether two spellings say the same can be seen of two lists only.
+    if len(of.spellings) > 1 and any(fields.get(other) is not None for other in of.spellings if other != name):
+        return None
+    fields[name] = numbers
+    return Body(fields, may_hold_booleans=False, rest=rest)
 
 
 class _Containers:

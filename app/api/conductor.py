@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import orjson
 
 from app.api.access import AllowedEndpoints
 from app.api.bodies import Body
@@ -10,9 +13,10 @@ from app.api.errors import short
 from app.api.operations import Answer
 from app.api.prompts import SeqHashKeys, TokenKeys, hashes, token_bytes
 from app.api.query_counts import QueryCounts
+from app.api.rows import Rows, in_tokens
 from app.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
 from app.domain.hashing import namespace
-from app.domain.match import ConductorRow, conductor_rows
+from app.domain.match import ConductorRow
 from app.domain.names import DEFAULT_TENANT, GroupName, PublisherName
 from app.errors import NotFound
 from app.metrics import Metrics
@@ -21,6 +25,9 @@ from app.store.reader import KeySource, Reader, Reading
 from app.store.store import Store
 
 PARTIAL = {"X-Waymark-Partial": "true"}
+
+#: Texts of queries, without their prompts, of which is remembered what they ask; longer ones are not.
+_RESTS_MAX, _REST_BYTES_MAX = 256, 1024
 
 
 class Conductor:
@@ -31,6 +38,7 @@ class Conductor:
         self._settings = settings
         self._lookup = Lookup(store.reader, settings, metrics)
         self._allowed = AllowedEndpoints(settings.allowed_endpoints)
+        self._rows = Rows(settings.answer_cache_bytes, metrics)
 
     async def register(self, body: Body) -> Answer:
         request = RegisterRequest.of(body.fields)
@@ -59,43 +67,65 @@ class Conductor:
         return Answer({"status": "unregistered successfully", "removed_instances": [str(name) for name in removed]})
 
     async def query(self, body: Body) -> Answer:
-        request = QueryRequest.of(body.fields)
-        ns = namespace(request.adapter, request.salts)
+        asked = _asked(QueryRequest, body)
         tokens = token_bytes(
-            request.token_ids,
+            body.fields["token_ids"],
             field="token_ids",
             max_tokens=self._settings.max_tokens,
             may_hold_booleans=body.may_hold_booleans,
         )
-        keys = TokenKeys(tokens, request.block_size, ns, self._settings.hash_seed)
-        asked = len(tokens) // (4 * request.block_size)
-        return await self._answer(request.group, request.instance_id, request.block_size, keys, asked)
+        keys = TokenKeys(tokens, asked.block_size, asked.namespace, self._settings.hash_seed)
+        return await self._answer(asked, keys, len(tokens) // (4 * asked.block_size))
 
     async def query_by_hash(self, body: Body) -> Answer:
-        request = QueryByHashRequest.of(body.fields)
-        ns = namespace(request.adapter, request.salts)
+        asked = _asked(QueryByHashRequest, body)
+        field = QueryByHashRequest.spelling("seq_hashes", body.fields)
         seq_hashes = hashes(
-            request.seq_hashes,
-            field=QueryByHashRequest.spelling("seq_hashes", body.fields),
+            body.fields[field],
+            field=field,
             max_tokens=self._settings.max_tokens,
             may_hold_booleans=body.may_hold_booleans,
         )
-        keys = SeqHashKeys(seq_hashes, ns)
-        return await self._answer(request.group, request.instance_id, request.block_size, keys, len(seq_hashes))
+        return await self._answer(asked, SeqHashKeys(seq_hashes, asked.namespace), len(seq_hashes))
 
-    async def _answer(
-        self, group: GroupName, instance_id: str | None, block_size: int, keys: KeySource, asked: int
-    ) -> Answer:
-        reading = await self._lookup.read(group, block_size, keys, asked)
-        rows = {} if reading is None else conductor_rows(reading.walk)
+    async def _answer(self, asked: _Asked, keys: KeySource, blocks: int) -> Answer:
+        group, instance_id = asked.group, asked.instance_id
+        reading = await self._lookup.read(group, asked.block_size, keys, blocks)
+        rows = {} if reading is None else self._rows.of(reading.walk)
         # A group without instances may be one of a tenant that is gone: groups outlive their registrations.
         if not rows and not await self._store.reader.is_tenant_known(group.tenant_id):
             return Answer({})
         if instance_id is not None:
-            rows = {instance_id: rows.get(instance_id) or ConductorRow()}
-        instances = {name: in_tokens(row, block_size) for name, row in rows.items()}
+            rows = {instance_id: rows.get(instance_id) or in_tokens(ConductorRow(), asked.block_size)}
         headers = PARTIAL if reading is not None and reading.is_partial else {}
-        return Answer({group.tenant_id: instances}, headers=headers)
+        return Answer({group.tenant_id: rows}, headers=headers)
+
+
+class _Asked(NamedTuple):
+    """What a query says beside its prompt."""
+
+    group: GroupName
+    instance_id: str | None
+    block_size: int
+    namespace: int
+
+
+def _asked(model: type[QueryRequest] | type[QueryByHashRequest], body: Body) -> _Asked:
+    """What a body asks; ``Unfit`` where it does not fit. Most queries of a client differ in their prompt alone."""
+    if body.rest is not None and len(body.rest) <= _REST_BYTES_MAX:
+        return _validated_text(model, body.rest)
+    return _validated(model, body.fields)
+
+
+@lru_cache(maxsize=_RESTS_MAX)
+def _validated_text(model: type[QueryRequest] | type[QueryByHashRequest], rest: bytes) -> _Asked:
+    return _validated(model, orjson.loads(rest))
+
+
+def _validated(model: type[QueryRequest] | type[QueryByHashRequest], fields: dict[str, Any]) -> _Asked:
+    request = model.of(fields)
+    ns = namespace(request.adapter, request.salts)
+    return _Asked(request.group, request.instance_id, request.block_size, ns)
 
 
 class Lookup:
@@ -111,19 +141,3 @@ class Lookup:
         reading = await self._reader.read(group, block_size, keys, deadline_seconds=self._deadline_seconds)
         self._counts.count(group, asked, reading)
         return reading
-
-
-def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
-    """One instance of an answer, in the published order of its keys."""
-    media, ranks = row.media, row.ranks
-    answer: dict[str, Any] = {
-        "longest_matched": row.longest * block_size,
-        "GPU": media.get("GPU", 0) * block_size,
-        "DP": {str(rank): ranks[rank] * block_size for rank in sorted(ranks)},
-        "CPU": media.get("CPU", 0) * block_size,
-        "DISK": media.get("DISK", 0) * block_size,
-    }
-    if not media.keys() <= answer.keys():
-        for medium in sorted(media.keys() - answer.keys()):
-            answer[medium] = media[medium] * block_size
-    return answer

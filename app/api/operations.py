@@ -16,8 +16,9 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from app.api.access import Access, Gate
-from app.api.bodies import Body, Disconnected, Format, Headers, decode, encode, format_of, read_body
+from app.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, encode, format_of, read_body
 from app.api.errors import body_of, headers_of, status_of
+from app.api.fields import Request
 from app.api.turns import Turns
 from app.errors import InvalidValue, WaymarkError
 from app.metrics import Metrics
@@ -97,8 +98,7 @@ class Operation:
         # A probe is answered beside those that wait.
         self._turns = surroundings.turns if doc.needs_redis and access != "open" else None
         self._max_body_bytes = surroundings.settings.max_body_bytes
-        has_tokens = doc.request is not None and "token_ids" in doc.request.model_fields
-        self._tokens_max = surroundings.settings.max_tokens if has_tokens else None
+        self._long_list = _long_list(doc.request, surroundings.settings.max_tokens)
         self._metrics = surroundings.metrics
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
         # Finding a series by its labels costs more than counting.
@@ -157,9 +157,7 @@ class Operation:
     async def _handle(self, raw: bytes | None, body_format: Format) -> Answer:
         if raw is None:
             return await self.handler(_NO_BODY)
-        return await self.handler(
-            decode(raw, body_format, may_be_list=self.doc.may_be_list, tokens_max=self._tokens_max)
-        )
+        return await self.handler(decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list))
 
     def _method_not_allowed(self, method: str) -> Answer:
         error = {
@@ -170,6 +168,14 @@ class Operation:
 
     def _error(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"error": body["error"]} if self.dialect == "dynamo" else body
+
+
+def _long_list(model: type[BaseModel] | None, count_max: int) -> LongList | None:
+    if model is not None and issubclass(model, Request):
+        for name in ("token_ids", "seq_hashes", "block_hashes"):
+            if name in model.model_fields:
+                return LongList(model.spellings(name), name != "token_ids", count_max)
+    return None
 
 
 async def send_answer(answer: Answer, body_format: Format, send: Send, *, is_head: bool = False) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.api.errors import Unfit, is_beyond_64_bits, kind, shown
-from app.domain.hashing import block_keys, extend_local
+from app.domain.hashing import block_keys, local_keys
 from app.domain.names import U32_MAX, U64_MASK
 from app.domain.native import KEY_BYTES, pack
 from app.errors import InvalidValue
@@ -153,7 +153,7 @@ class SeqHashKeys:
 class LocalHashKeys:
     """The packed block keys of local hashes that the client computed; the base model without salts."""
 
-    def __init__(self, local_hashes: Sequence[int], seed: int) -> None:
+    def __init__(self, local_hashes: array[int], seed: int) -> None:
         self._local_hashes = local_hashes
         self._seed = seed
         self._at = 0
@@ -161,8 +161,8 @@ class LocalHashKeys:
 
     def __call__(self, n: int) -> bytes:
         """The next ``n`` keys; fewer at the end."""
-        seq_hashes = extend_local(self._parent, self._local_hashes[self._at : self._at + n], seed=self._seed)
+        keys = local_keys(self._parent, self._local_hashes[self._at : self._at + n], seed=self._seed)
         self._at += n
-        if seq_hashes:
-            self._parent = seq_hashes[-1]
-        return pack(seq_hashes)
+        if keys:
+            self._parent = int.from_bytes(keys[-KEY_BYTES:], "big")
+        return keys

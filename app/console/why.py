@@ -70,7 +70,8 @@ def _of_stream(state: PublisherState, block_size: int) -> str:
     said = f" ({reason})" if (reason := complaint(state)) else ""
     if state.status in ("lost", "failed"):
         return f"its stream is {state.status}{said}"
-    if state.watermark is None:
+    # What comes by HTTP has no watermark.
+    if state.watermark is None and not any(n for name, n in state.counters.items() if name.startswith("events.")):
         return f"no event has come from it, status {state.status}{said}"
     return "" if any(state.blocks.values()) else f"events came, and it holds no blocks{said}"
 

@@ -10,6 +10,8 @@ are not hashed at all but folded into the key by XOR, as the namespace.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -79,6 +81,14 @@ def block_keys(
         keys: bytes = native.in_use.hash_blocks(tokens, block_size, seed, parent, namespace)
         return keys
     return native.pack(extend(parent, tokens, block_size, seed=seed), namespace)
+
+
+def local_keys(parent: int | None, local_hashes: array[int], *, seed: int = DEFAULT_SEED) -> bytes:
+    """As ``extend_local``, as packed block keys of the base model; ``local_hashes`` are u64."""
+    if native.in_use is not None and sys.byteorder == "little":
+        keys: bytes = native.in_use.chain(local_hashes, seed, parent)
+        return keys
+    return native.pack(extend_local(parent, local_hashes, seed=seed))
 
 
 def extra_digest(leftovers: Sequence[Any], *, seed: int = DEFAULT_SEED) -> int:

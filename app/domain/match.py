@@ -27,6 +27,8 @@ class Walk:
         self.view = view
         self.runs: list[tuple[Presence, int]] = []
         """(who has them, how many blocks), up to where the last instance stopped."""
+        self.values: list[tuple[bytes, int]] = []
+        """The same, by the blocks' value."""
         self.newest_seen = 0
         """The largest holder id in the values read; above ``view.newest`` the table is behind."""
         self._going: set[int] | None = None  # instances that have everything so far; None: all, nothing read yet
@@ -49,6 +51,7 @@ class Walk:
                 if not self._going:
                     return False
             self.runs.append((presence, length))
+            self.values.append((value, length))
         return True
 
     @property

@@ -56,6 +56,12 @@ def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | No
     return found
 
 
+def cut_hashes(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None:
+    """As ``cut``, for hashes of 64 bits as little-endian u64: signed, in quotes, or neither."""
+    found: tuple[int, int, bytes] | None = None if in_use is None else in_use.cut_hashes(body, name, count_max)
+    return found
+
+
 def pack(seq_hashes: Iterable[int], namespace: int = 0) -> bytes:
     """Seq_hashes as packed keys; of an array this is next to nothing."""
     numbers = array("Q", seq_hashes)

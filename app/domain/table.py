@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from app.domain.names import GroupName, Holder, Scope
 
-#: Distinct block values remembered per view; a chain has few, so this is a ceiling, not a budget.
-_PRESENCES_MAX = 4096
+#: Holder ids in all block values that a view remembers, some 10 MB; a chain has few values, so this is a ceiling.
+_REMEMBERED_IDS_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,21 @@ class View:
             instance = -1 if holder.scope == "shared" else index[holder.instance_id]
             self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
         self._presences: dict[bytes, Presence] = {}
+        self._remembered_ids = 0
+
+    @property
+    def size(self) -> int:
+        """How many holders count here."""
+        return len(self._places)
 
     def presence(self, value: bytes) -> Presence:
         """Who has the blocks with this value; computed once per distinct value."""
         presence = self._presences.get(value)
         if presence is None:
-            if len(self._presences) >= _PRESENCES_MAX:
+            self._remembered_ids += value.count(b" ") + 1
+            if self._remembered_ids > _REMEMBERED_IDS_MAX:
                 self._presences.clear()
+                self._remembered_ids = value.count(b" ") + 1
             presence = self._presences[value] = self._compute(value)
         return presence
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -86,6 +86,8 @@ class Worker:
         self._is_away = False
         self._others: set[str] = set()
         self._stopped: dict[PublisherName, str] = {}
+        self._claims: list[Claim] = []
+        """As they were at the last look."""
         self._epochs: dict[str, int] = {}
         self._look_seconds = min(_LOOK_SECONDS, options.stream.lease_seconds / 8)
 
@@ -136,7 +138,7 @@ class Worker:
         workers = await self._store.records.alive(
             self._options.worker_id, keep_seconds=max(2, int(self._options.stream.lease_seconds))
         )
-        claims = await self._store.registry.claims()
+        claims = await self._claims_and_lost()
         is_another = await self._standing.restore(running.claim.registration for running in self._running.values())
         if is_another:
             claims = await self._store.registry.claims()
@@ -160,6 +162,7 @@ class Worker:
                 if not claim.is_leaving and claim.registration.endpoint is None and self._is_mine(claim, workers)
             ]
         )
+        await self._keep_groups(claim for claim in claims if not claim.is_leaving)
         await self._stop_others(mine)
         for name, running in self._running.items():
             if running.resolver is not None and name in mine:
@@ -172,6 +175,23 @@ class Worker:
         self._leaving = leaving
         self._stopped = {name: error for name, error in self._stopped.items() if name in mine and self._is_idle(name)}
         self._gauges.saw(workers, [claim.registration for claim in claims if not claim.is_leaving])
+
+    async def _claims_and_lost(self) -> list[Claim]:
+        """All claims; one that was there at the last look and that Redis has lost since is put back first."""
+        claims = await self._store.registry.claims()
+        there = {claim.publisher for claim in claims}
+        lost = [claim for claim in self._claims if claim.publisher not in there]
+        if any([await self._store.registry.put_back(claim) for claim in lost]):
+            log.warning("redis has lost registrations", extra=fields(publishers=len(lost)))
+            claims = await self._store.registry.claims()
+        self._claims = claims
+        return claims
+
+    async def _keep_groups(self, claims: Iterable[Claim]) -> None:
+        """A group whose id Redis has lost is not found by queries, while its streams go on."""
+        groups = await self._store.registry.groups()
+        for claim in {claim.group_id: claim for claim in claims if claim.registration.group not in groups}.values():
+            await self._store.registry.begin(claim)
 
     def _served(self) -> list[Served]:
         """The streams that run, each with what it resolves by."""
@@ -236,6 +256,10 @@ class Worker:
 
     async def _build(self, claim: Claim, grant: Grant, foreign_ranks: frozenset[int]) -> Stream:
         applier, state = await self._resumed(grant, foreign_ranks)
+        if grant.is_forgotten and state.watermark is not None:
+            log.warning("redis has lost writes", extra=fields(stream=str(claim.registration.name)))
+            await applier.new_life()
+            applier, state = await self._resumed(grant, foreign_ranks)
         # What waited for its parent was nowhere but in the worker before.
         applier.counters["waiting_lost"] += applier.counters.pop("waiting", 0)
         options = self._options

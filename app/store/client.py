@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias, cast
 
 from redis.asyncio import Redis
@@ -169,20 +169,21 @@ class Client:
                     pipeline.execute_command(*command)
                 return await pipeline.execute()
 
-    @asynccontextmanager
-    async def lend(self, key: bytes) -> AsyncIterator[AbstractConnection]:
+    def lend(self, key: bytes) -> AbstractAsyncContextManager[AbstractConnection]:
         """One connection, to the server that has ``key``, for as long as the block lasts.
 
         Whoever borrows it reads every reply it has asked for; after an error, or a cancellation, it is closed. Errors
         of the driver leave as everywhere. On a Cluster a slot may have moved: then ask again, with ``several``.
         """
+        if isinstance(self._redis, Cluster):
+            return self._lend_of(self._redis, key)
+        return Loan(self._redis.connection_pool, self._translated)
+
+    @asynccontextmanager
+    async def _lend_of(self, cluster: Cluster, key: bytes) -> AsyncIterator[AbstractConnection]:
         with self._translated():
-            if isinstance(self._redis, Cluster):
-                async with self._redis.lend(key) as connection:
-                    yield connection
-            else:
-                async with Loan(self._redis.connection_pool) as connection:
-                    yield connection
+            async with cluster.lend(key) as connection:
+                yield connection
 
     def place(self, key: bytes) -> object:
         """What stands for the server that has ``key``, as far as is known: equal for keys that one loan serves."""

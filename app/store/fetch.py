@@ -9,10 +9,11 @@ more through the library, which knows what each of them means.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from redis.exceptions import ResponseError
 
 from app.domain.native import mget, pack, runs, unpack
 from app.errors import StoreUnavailable
@@ -115,13 +116,17 @@ class Fetcher:
     async def _ask_one(self, group_id: int, questions: list[_Question]) -> list[Any]:
         """Over one connection: to where the first question's shard is."""
         async with self._client.lend(keys.block_prefix(group_id, questions[0].shard)) as connection:
-            # Not the library's public call: that one starts a task for its timeout. This query has a deadline.
-            await connection._send_packed_command([b"".join(question.packed(group_id) for question in questions)])
-            return [
-                await connection.read_response(timeout=math.inf)
-                for question in questions
-                for _ in range(_replies_to(question))
-            ]
+            # Not the library's public calls: they keep a time each, and this query has a deadline.
+            await connection._send_packed_command([b"".join([question.packed(group_id) for question in questions])])
+            parser: Any = connection._parser
+            replies = []
+            for question in questions:
+                for _ in range(_replies_to(question)):
+                    reply = await parser.read_response()
+                    if isinstance(reply, ResponseError):
+                        raise reply
+                    replies.append(reply)
+            return replies
 
     async def _ask_again(self, group_id: int, questions: list[_Question]) -> list[list[Any]]:
         commands = [question.commands(group_id) for question in questions]

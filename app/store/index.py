@@ -137,10 +137,12 @@ class Index:
         if not asked:
             return False
         found = await self._client.several(
-            ("HGET", keys.fence(grant.group_id, shard), f"seq:{grant.publisher}") for shard in asked
+            ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"seq:{grant.publisher}") for shard in asked
         )
+        # Without any token a shard has come back empty, or the publisher is gone, which its record tells.
         return any(
-            int(-1 if seq is None else seq) < grant.marks[shard] for shard, seq in zip(asked, found, strict=True)
+            token is None or int(-1 if seq is None else seq) < grant.marks[shard]
+            for shard, (token, seq) in zip(asked, found, strict=True)
         )
 
     async def entries(self, grant: Grant, wanted: Mapping[int, Sequence[int]]) -> dict[int, dict[int, tuple[int, int]]]:

@@ -38,8 +38,11 @@ class Grant:
     above: int
     """The highest holder id seen on any shard when the fence was raised."""
     marks: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """Of each shard but the first, the seq of the last batch whose blocks it has acknowledged under this grant."""
+    """Of each shard but the first, the seq of the last batch whose blocks it has acknowledged under this grant, -1 for
+    none."""
     turn: Turn = field(default_factory=Turn, compare=False, repr=False)
+    is_forgotten: bool = False
+    """A shard had no token of the publisher. Where it has a life, that shard has come back empty."""
 
     @property
     def publisher(self) -> int:
@@ -70,6 +73,7 @@ class Leases:
     async def take(self, claim: Claim, worker: str, seconds: float, *, force: bool = False) -> Grant | None:
         """The stream of ``claim``, fenced on every shard; None where somebody else has it, or it is gone."""
         own, above, milliseconds = "", 0, max(1, int(seconds * 1000))
+        is_forgotten = await self._is_forgotten(claim)
         record, lease = keys.record(claim.group_id, claim.publisher), keys.lease(claim.group_id, claim.publisher)
         while True:
             random = random_word()
@@ -83,9 +87,21 @@ class Leases:
             own = f"{taken.numbers[0]}.{random}"
             counter, holder = await self._raise_fences(claim, own)
             if counter is None:
-                return Grant(claim, own, holder)
+                # A shard that comes back empty later has not even the mark of having nothing.
+                marks = dict.fromkeys(range(1, claim.shards), -1)
+                return Grant(claim, own, holder, marks, is_forgotten=is_forgotten)
             # A failover has set the record back; the shards remember more.
             above = counter
+
+    async def _is_forgotten(self, claim: Claim) -> bool:
+        """Whether a shard has no token, other than the one with the record. Asked before fences are raised."""
+        others = range(1, claim.shards)
+        if not others:
+            return False
+        found = await self._client.several(
+            ("HGET", keys.fence(claim.group_id, shard), claim.publisher) for shard in others
+        )
+        return None in found
 
     async def _raise_fences(self, claim: Claim, token: str) -> tuple[int | None, int]:
         """(the counter that stands in the way or None, the highest holder id of all shards)."""

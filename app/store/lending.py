@@ -8,6 +8,8 @@ them before it gives it out again: after a failure of Redis they are broken, too
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
@@ -21,19 +23,24 @@ _kept: WeakKeyDictionary[ConnectionPool, list[AbstractConnection]] = WeakKeyDict
 
 
 class Loan:
-    """``async with``: one connection. Whoever has it reads every reply that he has asked for."""
+    """``async with``: one connection. Whoever has it reads every reply that he has asked for.
 
-    __slots__ = ("_connection", "_kept", "_pool")
+    ``errors`` is what the driver's errors go through; it is entered only where something is not as usual.
+    """
 
-    def __init__(self, pool: ConnectionPool) -> None:
+    __slots__ = ("_connection", "_errors", "_kept", "_pool")
+
+    def __init__(self, pool: ConnectionPool, errors: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._pool = pool
+        self._errors = errors
         self._kept = _kept.setdefault(pool, [])
 
     async def __aenter__(self) -> AbstractConnection:
         if self._kept:
             self._connection = self._kept.pop()
         else:
-            self._connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+            with self._errors():
+                self._connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
         return self._connection
 
     async def __aexit__(
@@ -44,13 +51,19 @@ class Loan:
         if is_sound and len(self._kept) < KEPT_MAX:
             self._kept.append(connection)
             return
-        back = [connection]
-        try:
+        with self._errors():
+            back = [connection]
+            try:
+                if error is not None:
+                    back += self._kept
+                    self._kept.clear()
+                    # Replies that nobody has read would be the next one's.
+                    await connection.disconnect(nowait=True)
+            finally:
+                for each in back:
+                    await self._pool.release(each)
             if error is not None:
-                back += self._kept
-                self._kept.clear()
-                # Replies that nobody has read would be the next one's.
-                await connection.disconnect(nowait=True)
-        finally:
-            for each in back:
-                await self._pool.release(each)
+                try:
+                    raise error
+                finally:
+                    del error  # it refers to this frame now; both would wait for the garbage collector

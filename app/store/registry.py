@@ -132,6 +132,21 @@ class Registry:
         kept = await self._scripts.keep_ids(keys.GROUPS, group, claim.group_id, claim.shards, claim.publisher)
         return kept.is_applied
 
+    async def put_back(self, claim: Claim) -> bool:
+        """Put back a claim that was there and is not, where Redis has lost it; whether it had.
+
+        Who is unregistered has no record any more when the claim goes. So one whose record stands was lost, with the
+        last writes or with a primary of a Cluster that came back empty; what it holds would be in answers for ever.
+        """
+        name = claim.registration.name
+        if await self._client.hget(keys.record(claim.group_id, claim.publisher), "name") != keys.publisher_field(name):
+            return False
+        if await self._replace(name, b"", claim) is None:
+            other = await self._claim(name)
+            if other is not None and other.publisher != claim.publisher:
+                await self._end(claim)  # registered anew meanwhile
+        return True
+
     async def unregister(self, names: Sequence[PublisherName]) -> list[PublisherName]:
         """Take publishers out; what they held is gone from answers when this returns. Those that were there."""
         taken: list[PublisherName] = []

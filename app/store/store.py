@@ -99,8 +99,11 @@ class Store:
         """Why queries and events could not be served; empty where Redis answers and the scripts are there."""
         try:
             await self._client.load_scripts()
+            # A Cluster that is down takes scripts and pings, and refuses every key.
+            await self._client.hget(keys.GROUPS, "last_group")
             if self._read_client is not None:
                 await self._read_client.ping()
+                await self._read_client.hget(keys.GROUPS, "last_group")
         except StoreUnavailable as exc:
             return [exc.sentence]
         return []

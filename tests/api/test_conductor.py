@@ -9,7 +9,7 @@ import httpx
 import msgpack
 import pytest
 
-from app.api.conductor import in_tokens
+from app.api.rows import in_tokens
 from app.domain.hashing import extend, token_bytes
 from app.domain.match import ConductorRow
 from app.metrics import Metrics

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.bodies import CONTAINERS_MAX, Format, decode
+from app.api.bodies import CONTAINERS_MAX, Format, LongList, decode
 from app.api.errors import Unfit
-from app.api.prompts import token_bytes
+from app.api.prompts import hashes, token_bytes
+from app.api.schemas import QueryByHashRequest
 from app.domain import native
 from app.errors import InvalidValue
 from tests.api.conftest import Hold
@@ -23,13 +24,15 @@ from tests.domain.test_native import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
 pytestmark = pytest.mark.usefixtures("way_kept")
 
 TOKENS_MAX = 100_000
+TOKENS = LongList(("token_ids",), is_hashes=False, count_max=TOKENS_MAX)
+HASHES = LongList(("seq_hashes", "block_hash"), is_hashes=True, count_max=TOKENS_MAX)
 
 
 def read(body: bytes, wanted: str) -> Any:
     """What a query makes of a body: all its fields with the tokens packed, or the sentence of a refusal."""
     native.use(wanted == "native")
     try:
-        fields = dict(decode(body, Format.JSON, tokens_max=TOKENS_MAX).fields)
+        fields = dict(decode(body, Format.JSON, long_list=TOKENS).fields)
         if "token_ids" in fields:
             fields["token_ids"] = token_bytes(fields["token_ids"], field="token_ids", max_tokens=TOKENS_MAX)
     except InvalidValue as exc:
@@ -39,6 +42,92 @@ def read(body: bytes, wanted: str) -> Any:
 
 def check_read_the_same(body: bytes) -> None:
     assert read(body, "native") == read(body, "pure")
+
+
+def read_hashes(body: bytes, wanted: str) -> Any:
+    """As ``read``, of a query by hash: what the client's spelling of the field holds."""
+    native.use(wanted == "native")
+    try:
+        request = QueryByHashRequest.of(decode(body, Format.JSON, long_list=HASHES).fields)
+        return list(hashes(request.seq_hashes, field="seq_hashes", max_tokens=TOKENS_MAX))
+    except InvalidValue as exc:
+        return type(exc), exc.sentence, exc.reason, exc.field, exc.index
+
+
+ELEMENTS = st.sampled_from(
+    [str(number) for number in (0, 1, -1, 99_999_999, 100_000_000, 2**63 - 1, 2**63, -(2**63), 2**64 - 1)]
+    + ["12345678901234567", "1234567890123456789", "9999999999999999999"]
+    + [
+        '"18446744073709551615"',
+        '"-9223372036854775808"',
+        '"7"',
+        '" 7"',
+        '"7 "',
+        '"+7"',
+        '"007"',
+        '""',
+        '"-"',
+        '"7',
+        '7"',
+    ]
+    + ["18446744073709551616", "99999999999999999999", "123456789012345678901", "-9223372036854775809"]
+    + ["-0", "01", "--1", "1.0", "1e3", "true", "null", "[]", "{}", '"\\u0031"', "", " 5 ", "\n6", "\x0b7", "-"]
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    st.lists(ELEMENTS, max_size=4),
+    st.sampled_from(["seq_hashes", "block_hash"]),
+    st.sampled_from(
+        ["", ',"block_hash":[1]', ',"seq_hashes":[]', ',"block_hash":null', ',"x":"\\u0041"', "]", ',"y":[[]]']
+    ),
+)
+def test_hashes_are_read_the_same_with_and_without_short_cuts(elements: list[str], name: str, more: str) -> None:
+    body = f'{{"model":"m","block_size":2,"{name}":[{",".join(elements)}]{more}}}'.encode()
+    for spoilt in (body, body[:-2], body.replace(b":[", b": [ ", 1)):
+        assert read_hashes(spoilt, "native") == read_hashes(spoilt, "pure")
+
+
+def test_the_short_cut_was_taken_for_hashes_as_clients_send_them(way: str) -> None:
+    numbers = [0, 5, 2**63 - 1, 2**63, 2**64 - 1, 1234567890123456789]
+    signed = [number - 2**64 if number >= 2**63 else number for number in numbers]
+    for name in ("seq_hashes", "block_hash"):
+        for sent in (numbers, signed, [str(number) for number in numbers], [str(number) for number in signed]):
+            for body in (json.dumps({"model": "m", name: sent}), json.dumps({name: sent}, separators=(",", ":"))):
+                found = decode(body.encode(), Format.JSON, long_list=HASHES).fields[name]
+                assert isinstance(found, bytes) == (way == "native")
+                assert list(hashes(found, field=name, max_tokens=9)) == numbers
+
+
+async def test_what_was_asked_before_is_no_answer_to_another_question(
+    client: httpx.AsyncClient, register: Any, hold: Hold, way: str
+) -> None:
+    """What a text asks, and the rows of what was found, are remembered; nothing else of a query is."""
+    await register("1")
+    await hold("1", [1, 2, 3, 4])
+
+    async def longest(ids: list[int], **more: Any) -> dict[str, int]:
+        answer = await client.post("/query", json={"model": "m", "block_size": 2, "token_ids": ids} | more)
+        assert answer.status_code == 200, answer.text
+        return {name: row["longest_matched"] for name, row in answer.json()["default"].items()}
+
+    for _ in range(2):
+        assert await longest([1, 2, 3, 4]) == {"1": 4}
+        assert await longest([1, 2, 9, 9]) == {"1": 2}
+        assert await longest([9, 9, 3, 4]) == {"1": 0}
+        assert await longest([1, 2, 3, 4], instance_id="2") == {"2": 0}
+        assert await longest([1, 2, 3, 4], block_size=1) == {"1": 0}
+        assert await longest([1, 2, 3, 4], cache_salt="s") == {"1": 0}
+        refused = await client.post("/query", json={"model": "m", "block_size": True, "token_ids": [1]})
+        assert (refused.status_code, refused.json()["field"]) == (400, "block_size")
+    # The same blocks have the same value; it is the table that has changed.
+    await register("2")
+    assert await longest([1, 2, 3, 4]) == {"1": 4, "2": 0}
+    await hold("2", [1, 2])
+    assert await longest([1, 2, 3, 4]) == {"1": 4, "2": 2}
+    assert (await client.post("/unregister", json={"instance_id": "1"})).status_code == 200
+    assert await longest([1, 2, 3, 4]) == {"2": 2}
 
 
 @pytest.mark.parametrize("body", [*PLAIN, *UNUSUAL, *NOT_BELIEVED])
@@ -71,7 +160,7 @@ def test_the_short_cut_was_taken_for_what_writers_of_json_send(way: str) -> None
             json.dumps(fields, indent=1),
             json.dumps(fields, ensure_ascii=False),
         ):
-            tokens = decode(body.encode(), Format.JSON, tokens_max=TOKENS_MAX).fields["token_ids"]
+            tokens = decode(body.encode(), Format.JSON, long_list=TOKENS).fields["token_ids"]
             assert isinstance(tokens, bytes) == (way == "native" and "\\" not in body)
             assert token_bytes(tokens, field="", max_tokens=TOKENS_MAX) == struct.pack("<1901I", *range(99, 2000))
 
@@ -139,5 +228,5 @@ def test_a_refusal_is_of_the_body_as_it_was_sent() -> None:
     """The place that the parser names is one in the client's text, not in what was left of it."""
     body = b'{"token_ids":[' + b"1," * 500 + b'1],"model":m}'
     with pytest.raises(InvalidValue, match="column 10") as caught:
-        decode(body, Format.JSON, tokens_max=TOKENS_MAX)
+        decode(body, Format.JSON, long_list=TOKENS)
     assert not isinstance(caught.value, Unfit)

@@ -76,11 +76,20 @@ class Simulation:
         """The requests; ``InvalidValue`` where the trace does not fit."""
         return made_up(self.requests, self.seed) if self.trace is None else traced(self.trace, self.requests)
 
+    def kill(self, requests: Sequence[Request]) -> Kill:
+        """When; ``InvalidValue`` where these requests have come to their end before all is started again."""
+        begin, end = requests[0].at_seconds, requests[-1].at_seconds
+        kill = Kill(begin + self.kill_at * (end - begin), self.outage_seconds)
+        if kill.at_seconds + kill.outage_seconds >= end:
+            raise InvalidValue(
+                f"--outage-seconds is {self.outage_seconds:g}, and the {len(requests)} requests end "
+                f"{end - kill.at_seconds:.0f} s after the kill; give more --requests, or a shorter outage"
+            )
+        return kill
 
-async def simulate(options: Simulation, requests: Sequence[Request]) -> tuple[list[Course], Kill]:
-    """Every run, and when the killed ones were killed."""
-    begin, end = requests[0].at_seconds, requests[-1].at_seconds
-    kill = Kill(begin + options.kill_at * (end - begin), options.outage_seconds)
+
+async def simulate(options: Simulation, requests: Sequence[Request], kill: Kill) -> list[Course]:
+    """Every run; those that are killed, at that time."""
     courses = [
         await plain(options, requests, "chance", lambda _: Chance(options.engines, options.seed)),
         await plain(options, requests, "stickiness", lambda _: _sticky(options)),
@@ -100,7 +109,7 @@ async def simulate(options: Simulation, requests: Sequence[Request]) -> tuple[li
             lambda engines: _by_index(options, memory, engines, kill),
         )
     )
-    return courses, kill
+    return courses
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -110,17 +119,18 @@ def main(arguments: Sequence[str]) -> int:
     json_path, plot_path, windows = given.pop("json"), given.pop("plot"), given.pop("windows")
     if windows < 1:
         parser.error(f"--windows is {windows}; it is at least 1")
-    try:
-        options = Simulation(**given)
-        requests = options.read()
-    except InvalidValue as error:
-        print(error.sentence, file=sys.stderr)
-        return 2
     if plot_path is not None and find_spec("matplotlib") is None:
         print("--plot needs matplotlib: pip install 'waymark[plot]', or leave it out", file=sys.stderr)
         return 2
+    try:
+        options = Simulation(**given)
+        requests = options.read()
+        kill = options.kill(requests)
+    except InvalidValue as error:
+        print(error.sentence, file=sys.stderr)
+        return 2
     about = _about(options, requests)
-    courses, kill = asyncio.run(simulate(options, requests))
+    courses = asyncio.run(simulate(options, requests, kill))
     print(report.table(courses))
     print()
     print(report.kill_table(courses, kill))

@@ -47,6 +47,16 @@ async def test_each_holder_is_a_line_of_cells(streams: list[Stream], waymark: Ru
     ]
 
 
+async def test_a_publisher_that_tells_by_http_is_not_said_to_be_silent(
+    store: Store, redis: Redis, waymark: Run
+) -> None:
+    # What it posts moves no watermark.
+    stream = await stream_of(store, redis)
+    await store.records.write(stream.grant, {"status": "active"}, {"events.stored": 1})
+    text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
+    assert "pod-1: no match, events came, and it holds no blocks" in text
+
+
 async def test_a_block_size_is_taken_from_the_registrations(streams: list[Stream], waymark: Run) -> None:
     given = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT), "--block-size", "16")
     assert given == await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from itertools import groupby
 
 import hiredis
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from app.domain import native
-from app.domain.hashing import block_keys, extend, token_bytes
+from app.domain.hashing import block_keys, extend, extend_local, local_keys, token_bytes
 from app.domain.names import U32_MAX, U64_MASK
 from tests.conftest import WAYS
 
@@ -45,6 +46,14 @@ def test_keys_are_those_of_the_published_scheme(way: str, block_size: int) -> No
             for ns in (0, 1, U64_MASK, 2**63 + 5):
                 keys = block_keys(parent, memoryview(tokens), block_size, namespace=ns, seed=seed)
                 assert native.unpack(keys) == tuple(each ^ ns for each in expected)
+
+
+@given(st.lists(U64, max_size=40), st.none() | U64, U64)
+def test_hashes_of_blocks_by_themselves_become_the_same_keys(local: list[int], parent: int | None, seed: int) -> None:
+    for each in WAYS:
+        native.use(each == "native")
+        keys = local_keys(parent, array("Q", local), seed=seed)
+        assert list(native.unpack(keys)) == extend_local(parent, local, seed=seed)
 
 
 def test_a_prompt_without_a_complete_block_has_no_key(way: str) -> None:

@@ -36,6 +36,27 @@ async def prefill(engines: Engines, prompts: list[tuple[int, ...]]) -> None:
             await engine.prefill(Prompt(prompt))
 
 
+async def test_primaries_that_come_back_empty_one_after_the_other_are_filled_again(
+    start: Start, engines: Engines
+) -> None:
+    """One has the registrations, another one the group and its table, the third one nothing but blocks."""
+    with farm() as servers:
+        cluster = start_cluster(servers)
+        service = await start("serve", cluster.url, shards=SHARDS, lease_seconds=2)
+        for name in ("a", "b"):
+            await engines.open(service, name, gpu_blocks=40)
+        known: list[tuple[int, ...]] = []
+        for number, primary in enumerate(cluster.primaries, 1):
+            known += prompts_of(number)
+            await prefill(engines, prompts_of(number))
+            await engines.agree([service], *known)
+            primary.ask("FLUSHALL")
+            # The engines say nothing more.
+            await engines.agree([service], *known, seconds=HEAL_SECONDS)
+        assert len((await service.get("/services"))["services"]) == 2
+        await service.stop()
+
+
 @pytest.mark.parametrize("has_record", [True, False], ids=["the-shard-with-the-watermark", "another-shard"])
 async def test_no_answer_stays_wrong_after_writes_were_lost(
     cluster: Cluster, start: Start, engines: Engines, has_record: bool

@@ -337,10 +337,10 @@ class Bench:
 
     async def blocks(self) -> dict[int, bytes]:
         """Every block of the group, by key."""
-        prefix = keys.block_prefix(1, 0)
-        names = [cast("bytes", key) async for key in self.redis.scan_iter(match=prefix + b"?" * 16, count=1000)]
+        pattern = b"wm:{1*}:" + b"[0-9a-f]" * 16  # of every shard
+        names = [cast("bytes", key) async for key in self.redis.scan_iter(match=pattern, count=1000)]
         values = cast("list[bytes | None]", await self.redis.mget(names) if names else [])
-        return {int(key[len(prefix) :], 16): value for key, value in zip(names, values, strict=True) if value}
+        return {int(key[-16:], 16): value for key, value in zip(names, values, strict=True) if value}
 
     async def held(self, name: PublisherName) -> Held:
         """What the index says of a publisher, block by block, by its live holders."""

@@ -14,7 +14,7 @@ from app.store.store import Store
 from tests.conftest import wait_until
 from tests.store.factories import registration, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
-from tests.topologies import Cluster, Server, farm, moving, start_cluster
+from tests.topologies import Cluster, Server, farm, is_cluster_ok, moving, start_cluster
 
 SHARDS = 16
 
@@ -89,6 +89,22 @@ async def test_scripts_are_on_every_primary_and_come_back_where_they_were_forgot
 async def test_every_primary_tells_of_itself(cluster: Cluster, store: Store) -> None:
     infos = await store._client.infos()
     assert sorted(info["tcp_port"] for info in infos) == sorted(node.port for node in cluster.primaries)
+
+
+async def test_a_cluster_that_is_down_is_not_ready_though_its_nodes_answer(cluster: Cluster, store: Store) -> None:
+    """A slot that no node has, and so no key is answered."""
+    assert await store.check() == []
+    owner, slot = cluster.primaries[2], 16383
+    try:
+        for node in cluster.primaries:
+            node.ask("CLUSTER", "DELSLOTS", slot)
+        await wait_until(lambda: not any(map(is_cluster_ok, cluster.primaries)), "the Cluster is down")
+        (sentence,) = await store.check()
+        assert "CLUSTERDOWN" in sentence
+    finally:
+        owner.ask("CLUSTER", "ADDSLOTS", slot)
+        await wait_until(lambda: all(map(is_cluster_ok, cluster.primaries)), "the Cluster is whole")
+    assert await store.check() == []
 
 
 async def test_a_word_said_anywhere_is_heard(cluster: Cluster, store: Store) -> None:

@@ -64,3 +64,31 @@ async def test_a_record_without_a_name_is_of_whoever_has_the_claim(redis: Redis,
     """As those that were begun before records had names."""
     await redis.hdel(stream.grant.record, "name")
     assert await stream.store.registry.begin(stream.grant.claim)
+
+
+async def test_a_registration_that_was_lost_is_put_back_once(store: Store, stream: Stream) -> None:
+    claim = stream.grant.claim
+    await stream.redis.delete(keys.PUBLISHERS)
+    assert await store.registry.put_back(claim)
+    assert await store.registry.claims() == [claim]
+    assert await store.registry.put_back(claim), "another worker was faster"
+    assert await store.registry.claims() == [claim]
+
+
+async def test_a_publisher_that_was_unregistered_is_not_put_back(store: Store, stream: Stream) -> None:
+    await store.registry.unregister([registration().name])
+    assert not await store.registry.put_back(stream.grant.claim)
+    assert await store.registry.claims() == []
+
+
+async def test_a_lost_registration_that_was_made_anew_leaves_no_ghost(store: Store, stream: Stream) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, BLOCKS))
+    await stream.redis.delete(keys.PUBLISHERS)
+    assert await store.registry.register(registration())
+    anew = await claim_of(store, registration())
+    assert anew.publisher != stream.grant.publisher
+
+    assert await store.registry.put_back(stream.grant.claim)
+    assert await store.registry.claims() == [anew]
+    assert await asked(store, BLOCKS) == {}

@@ -1,0 +1,108 @@
+"""Answers go out in one piece where they are usual; on the wire nobody can tell them from uvicorn's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from app.connections import Bounds, Connections
+from app.metrics import Metrics
+
+LENGTH_2 = (b"content-length", b"2")
+START: dict[str, Any] = {"type": "http.response.start", "status": 200}
+BODY: dict[str, Any] = {"type": "http.response.body", "body": b"ok"}
+USUAL = [START | {"headers": [(b"content-type", b"text/plain"), LENGTH_2]}, BODY]
+CASES: dict[str, list[dict[str, Any]]] = {
+    "/usual": USUAL,
+    "/refused": [START | {"status": 404, "headers": [(b"content-length", b"0")]}, BODY | {"body": b""}],
+    "/without-length": [START | {"headers": []}, BODY],
+    "/in-pieces": [START | {"headers": []}, BODY | {"more_body": True}, BODY],
+    "/pieces-of-a-length": [START | {"headers": [(b"content-length", b"4")]}, BODY | {"more_body": True}, BODY],
+    "/closes": [START | {"headers": [LENGTH_2, (b"connection", b"close")]}, BODY],
+    "/another-line": [START | {"headers": [LENGTH_2, (b"x-note", b"a\r\nset-cookie: b")]}, BODY],
+    "/bare-line": [START | {"headers": [LENGTH_2, (b"x-note", b"a\nset-cookie: b")]}, BODY],
+    "/too-long": [START | {"headers": [(b"content-length", b"1")]}, BODY],
+    "/too-short": [START | {"headers": [(b"content-length", b"3")]}, BODY],
+    "/nothing": [],
+    "/twice": [*USUAL, BODY],
+}
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    for message in CASES[scope["path"]]:
+        await send(message)
+
+
+async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+    await send(USUAL[0])
+    raise ArithmeticError(scope["path"])
+
+
+@asynccontextmanager
+async def served(http: Any, application: Callable[[Scope, Receive, Send], Awaitable[None]]) -> AsyncIterator[int]:
+    """The port of a server with that protocol, and with a header of its own."""
+    config = uvicorn.Config(
+        application,
+        host="127.0.0.1",
+        port=0,
+        http=http,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        date_header=False,
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    server.server_state.default_headers = [(b"x-of-all", b"1")]
+    await server.startup()
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await server.shutdown()
+
+
+async def wire(port: int, *requests: bytes) -> bytes:
+    """Everything that comes back over one connection; the last request closes it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"".join(requests))
+    try:
+        return await asyncio.wait_for(reader.read(), 20)
+    finally:
+        writer.close()
+
+
+def request(path: str, method: str = "GET", *lines: str) -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: x", *lines, "", ""]).encode()
+
+
+def bounded() -> type[asyncio.Protocol]:
+    return Connections(Bounds(30, 100, 2**20), Metrics()).protocol()
+
+
+async def test_an_answer_is_on_the_wire_what_uvicorn_sends() -> None:
+    last = request("/usual", "GET", "connection: close")
+    async with served("httptools", app) as theirs, served(bounded(), app) as ours:
+        for path in CASES:
+            for talk in (
+                [request(path), last],
+                [request(path, "HEAD"), last],
+                [request(path, "GET", "connection: close")],
+                [b"GET %b HTTP/1.0\r\n\r\n" % path.encode()],
+                [request("/usual"), request(path), last],
+            ):
+                expected = await wire(theirs, *talk)
+                assert await wire(ours, *talk) == expected, talk
+                assert path != "/usual" or expected.count(b"x-of-all: 1\r\n") == len(talk)
+
+
+async def test_what_fails_after_its_head_is_cut_and_not_answered_twice() -> None:
+    async with served("httptools", broken) as theirs, served(bounded(), broken) as ours:
+        assert (await wire(theirs, request("/x"))).endswith(b"\r\n\r\n")
+        assert await wire(ours, request("/x")) == b"", "the head waits for its body"

@@ -1,0 +1,72 @@
+"""Redis has lost some of its keys, as a Cluster has whose one primary came back empty: all of it is there again."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.domain.names import GroupName
+from app.store import keys
+from app.store.store import Store
+from tests.conftest import wait_until
+from tests.ingest.conftest import PATIENCE_SECONDS, Bench, Pod
+
+SHARDS = 4
+
+
+async def at_work(bench: Bench) -> Pod:
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(6)
+    await pod.agrees()
+    return pod
+
+
+async def forget(bench: Bench, pattern: str) -> None:
+    names = await bench.redis.keys(pattern)
+    assert names
+    await bench.redis.delete(*names)
+
+
+async def test_registrations_that_redis_has_lost_are_put_back_as_they_were(bench: Bench) -> None:
+    await bench.worker()
+    pod = await at_work(bench)
+    before = await bench.store.registry.claims()
+    await bench.redis.delete(keys.PUBLISHERS)
+
+    async def are_back() -> bool:
+        return await bench.store.registry.claims() == before
+
+    await wait_until(are_back, "the same registration stands", PATIENCE_SECONDS)
+    await pod.work(2)
+    await pod.agrees()
+
+
+async def test_a_group_that_redis_has_lost_is_found_again(bench: Bench) -> None:
+    await bench.worker()
+    pod = await at_work(bench)
+    group = GroupName("default", "m")
+    before = await bench.store.registry.group(group)
+    await bench.redis.delete(keys.GROUPS)
+
+    async def is_back() -> bool:
+        return await bench.store.registry.group(group) == before
+
+    await wait_until(is_back, "queries find the group", PATIENCE_SECONDS)
+    await pod.agrees()
+
+
+@pytest.mark.parametrize("moment", ["quiet", "at work", "between two workers"])
+async def test_a_shard_that_has_come_back_empty_is_filled_again(bench: Bench, moment: str) -> None:
+    bench.store = Store(bench._client, shards=SHARDS)
+    hand = await bench.worker()
+    pod = await at_work(bench)
+    if moment == "between two workers":
+        await hand.die()
+        await bench.redis.delete(keys.lease(1, 1))
+    await forget(bench, "wm:{1.2}:*")
+    if moment == "between two workers":
+        await bench.worker("worker-2")
+    if moment == "at work":
+        await pod.work(2)
+    await pod.agrees()
+    await pod.counted(batches_lost=0)
