@@ -13,7 +13,7 @@ demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simul
 	@$(BIN)/waymark demo
 
 test: $(VENV)/.installed-dev redis-server nginx lint ## check everything: style, types, and the tests on a real Redis
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer, which is downloaded; writes docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tests.conformance.compare --output docs/conformance.md

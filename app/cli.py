@@ -118,7 +118,8 @@ def _parser() -> argparse.ArgumentParser:
         if has_api:
             role.add_argument("--host", help="instead of WAYMARK_HOST")
             role.add_argument("--port", help="instead of WAYMARK_PORT")
-    demo = commands.add_parser("demo", help="see the whole service work on this machine, in a table")
+    sentence = "see the whole service work on this machine, in a table"
+    demo = commands.add_parser("demo", help=sentence, description=sentence)
     demo.add_argument("--url", help="show the Waymark that runs there, instead of starting one")
     demo.add_argument("--api-token", help="the token that Waymark asks for")
     add_commands(commands)

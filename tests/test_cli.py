@@ -77,6 +77,17 @@ def test_help_ends_in_examples(capsys: pytest.CaptureFixture[str]) -> None:
         cli._parser().parse_args(arguments)
 
 
+@pytest.mark.parametrize("command", ["serve", "query", "ingest", "demo", "simulate", "status", "inspect"])
+def test_the_help_of_a_command_says_what_it_is_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    listed = " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    description = " ".join(capsys.readouterr().out.split("\n\n")[1].split())
+    assert f"{command} {description}" in listed
+
+
 def test_help_tells_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])

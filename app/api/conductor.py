@@ -93,7 +93,8 @@ class Conductor:
         reading = await self._lookup.read(group, asked.block_size, keys, blocks)
         rows = {} if reading is None else self._rows.of(reading.walk)
         # A group without instances may be one of a tenant that is gone: groups outlive their registrations.
-        if not rows and not await self._store.reader.is_tenant_known(group.tenant_id):
+        seconds = self._settings.query_deadline_ms / 1000
+        if not rows and not await self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds):
             return Answer({})
         if instance_id is not None:
             rows = {instance_id: rows.get(instance_id) or in_tokens(ConductorRow(), asked.block_size)}

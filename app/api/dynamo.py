@@ -120,7 +120,8 @@ class Dynamo:
 
     async def _block_size(self, group: GroupName) -> int:
         """That of the group's first registration; ``NotFound`` where it has none."""
-        table = await self._store.reader.table(group)
+        deadline_seconds = self._settings.query_deadline_ms / 1000
+        table = await self._store.reader.table(group, deadline_seconds=deadline_seconds)
         if table is None or not table.publishers:
             raise NotFound(f"no indexer for model={short(group.model_name)} routing_group={short(group.tenant_id)}")
         return table.publishers[min(table.publishers)].block_size

@@ -125,20 +125,31 @@ class Reader:
         except TimeoutError:
             partial = query.reading(is_partial=True)
             if partial is None:
-                raise StoreUnavailable(
-                    f"Redis at {self._client.url} did not answer within {deadline_seconds:g} s; try again in a moment"
-                ) from None
+                raise self._silent(deadline_seconds) from None
             return partial
 
-    async def table(self, group: GroupName) -> HolderTable | None:
+    def _silent(self, seconds: float | None) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"Redis at {self._client.url} did not answer within {seconds or 0:g} s; try again in a moment"
+        )
+
+    async def table(self, group: GroupName, *, deadline_seconds: float | None = None) -> HolderTable | None:
         """The group's table as it is now; None where nothing was ever registered for it."""
-        entry = await self._registry.group(group)
-        table = None if entry is None else await self._read_table(entry.group_id)
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                entry = await self._registry.group(group)
+                table = None if entry is None else await self._read_table(entry.group_id)
+        except TimeoutError:
+            raise self._silent(deadline_seconds) from None
         return table if table is not None and table.group == group else None
 
-    async def is_tenant_known(self, tenant_id: str) -> bool:
+    async def is_tenant_known(self, tenant_id: str, *, deadline_seconds: float | None = None) -> bool:
         """Whether the tenant has a registration, of any model."""
-        return await self._registry.is_tenant_known(tenant_id)
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                return await self._registry.is_tenant_known(tenant_id)
+        except TimeoutError:
+            raise self._silent(deadline_seconds) from None
 
     async def _entry(self, group: GroupName) -> GroupEntry | None:
         entry = self._groups.get(group)

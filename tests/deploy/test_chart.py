@@ -75,7 +75,9 @@ def test_the_chart_is_of_the_version_it_installs() -> None:
     about = load().metadata
     assert about["appVersion"] == __version__
     assert about["annotations"]["licenses"] == "Apache-2.0"
-    assert container(REDIS, "query")["image"].endswith(f":{__version__}")
+    image = container(REDIS, "query")["image"]
+    assert image.endswith(f":{__version__}")
+    assert f"`docker build -t {image} .`" in (CHART / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_packaged_chart_has_what_it_needs_and_no_tests(tmp_path: Path) -> None:

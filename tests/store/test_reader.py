@@ -276,6 +276,12 @@ async def test_without_any_answer_by_the_deadline_redis_is_away(
     paused()
     with pytest.raises(StoreUnavailable, match=r"within 0\.05 s"):
         await store.reader.read(GROUP, 16, Source(CHAIN), deadline_seconds=0.05)
+    for asking in (
+        store.reader.table(GROUP, deadline_seconds=0.05),
+        store.reader.is_tenant_known(GROUP.tenant_id, deadline_seconds=0.05),
+    ):
+        with pytest.raises(StoreUnavailable, match=r"within 0\.05 s"):
+            await asking
     assert longest(await read(store.reader, CHAIN)) == {"pod-1": 2000}
 
 
