@@ -35,11 +35,6 @@ async def test_what_is_tried_by_hand_answers_as_printed(redis_url: str, tmp_path
         await redis.aclose()
 
 
-def test_the_router_in_the_readme_is_the_one_in_docs() -> None:
-    program = (Path(__file__).parents[1] / "docs" / "router_example.py").read_text(encoding="utf-8")
-    assert program.split("\n", 2)[2].strip() in README
-
-
 def test_every_file_the_readme_names_is_there() -> None:
     named = re.findall(r"`((?:app|lua)/[\w/.]+)`", README) + re.findall(r"\]\(([\w/.]+)\)", README)
     assert len(named) > 8
