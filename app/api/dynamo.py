@@ -6,7 +6,8 @@ It sees the blocks that the root dialect sees. A row is an instance whose id is 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from app.api.access import AllowedEndpoints
 from app.api.bodies import Body
@@ -23,11 +24,15 @@ from app.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
 from app.domain.hashing import namespace
 from app.domain.match import DynamoRank, dynamo_rows
 from app.domain.names import DEFAULT_TENANT, U64_MASK, EngineKind, GroupName, Registration, is_endpoint
+from app.domain.table import HolderTable
 from app.errors import Conflict, InvalidValue, NotFound
 from app.metrics import Metrics
 from app.settings import Settings
 from app.store.reader import KeySource
 from app.store.store import Store
+
+#: How often a query begins anew because the block size of its group has changed under it.
+_ATTEMPTS = 3
 
 
 class Dynamo:
@@ -94,10 +99,13 @@ class Dynamo:
             may_hold_booleans=body.may_hold_booleans,
         )
         group = _group(request.partition, request.model_name)
-        block_size = await self._block_size(group)
         ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
-        keys = TokenKeys(tokens, block_size, ns, self._settings.hash_seed)
-        return await self._answer(group, block_size, keys, len(tokens) // (4 * block_size))
+
+        def prompt(block_size: int) -> _Prompt:
+            keys = TokenKeys(tokens, block_size, ns, self._settings.hash_seed)
+            return _Prompt(keys, len(tokens) // (4 * block_size))
+
+        return await self._answer(group, prompt)
 
     async def query_by_hash(self, body: Body) -> Answer:
         request = DynamoQueryByHashRequest.of(body.fields)
@@ -113,24 +121,47 @@ class Dynamo:
             may_hold_booleans=body.may_hold_booleans,
         )
         group = _group(request.partition, request.model_name)
-        block_size = await self._block_size(group)
-        # Only the base model is found: a client's local hashes have adapter and salt in their seed.
-        keys = LocalHashKeys(local_hashes, self._settings.hash_seed)
-        return await self._answer(group, block_size, keys, len(local_hashes))
 
-    async def _block_size(self, group: GroupName) -> int:
-        """That of the group's first registration; ``NotFound`` where it has none."""
-        deadline_seconds = self._settings.query_deadline_ms / 1000
-        table = await self._store.reader.table(group, deadline_seconds=deadline_seconds)
-        if table is None or not table.publishers:
-            raise NotFound(f"no indexer for model={short(group.model_name)} routing_group={short(group.tenant_id)}")
-        return table.publishers[min(table.publishers)].block_size
+        def prompt(_: int) -> _Prompt:
+            # Only the base model is found: a client's local hashes have adapter and salt in their seed.
+            return _Prompt(LocalHashKeys(local_hashes, self._settings.hash_seed), len(local_hashes))
 
-    async def _answer(self, group: GroupName, block_size: int, keys: KeySource, asked: int) -> Answer:
-        reading = await self._lookup.read(group, block_size, keys, asked)
+        return await self._answer(group, prompt)
+
+    async def _answer(self, group: GroupName, prompt: Callable[[int], _Prompt]) -> Answer:
+        """The answer for a prompt in blocks of its group's size, by the table at hand.
+
+        Reading sees to it that the table is the one of now. Where that has changed the size, all begins anew.
+        """
+        reader = self._store.reader
+        table = reader.table_at_hand(group)
+        for _ in range(_ATTEMPTS):
+            if table is None or not table.publishers:
+                table = await reader.table(group, deadline_seconds=self._settings.query_deadline_ms / 1000)
+            block_size = _block_size(table, group)
+            keys, asked = prompt(block_size)
+            reading = await self._lookup.read(group, block_size, keys, asked)
+            now = reader.table_at_hand(group)
+            if now is table or (now is not None and now.publishers and _block_size(now, group) == block_size):
+                break
+            table = now
         rows = {} if reading is None else dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         return Answer(in_tokens(rows, block_size), headers=headers)
+
+
+class _Prompt(NamedTuple):
+    """What is asked for: the keys of its blocks, and how many there are."""
+
+    keys: KeySource
+    blocks: int
+
+
+def _block_size(table: HolderTable | None, group: GroupName) -> int:
+    """That of the group's first registration; ``NotFound`` where it has none."""
+    if table is None or not table.publishers:
+        raise NotFound(f"no indexer for model={short(group.model_name)} routing_group={short(group.tenant_id)}")
+    return table.publishers[min(table.publishers)].block_size
 
 
 def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> dict[str, Any]:

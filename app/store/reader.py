@@ -143,6 +143,12 @@ class Reader:
             raise self._silent(deadline_seconds) from None
         return table if table is not None and table.group == group else None
 
+    def table_at_hand(self, group: GroupName) -> HolderTable | None:
+        """The group's table as the last reading left it: a reading leaves the one of its moment."""
+        entry = self._groups.get(group)
+        table = None if entry is None else self._tables.get(entry.group_id)
+        return table if table is not None and table.group == group else None
+
     async def is_tenant_known(self, tenant_id: str, *, deadline_seconds: float | None = None) -> bool:
         """Whether the tenant has a registration, of any model."""
         try:

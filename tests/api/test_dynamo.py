@@ -277,3 +277,20 @@ async def test_partial_readings_are_marked_here_too(
     partial = [await client.post(path, json=body) for path, body in requests]
     assert [answer.headers.get("x-waymark-partial") for answer in partial] == ["true"] * 3
     assert [answer.json() for answer in partial] == [answer.json() for answer in complete]
+
+
+async def test_a_replica_that_knows_a_table_sees_a_model_go_and_come_back_with_another_block_size(
+    client: httpx.AsyncClient, register: Register, hold: Hold
+) -> None:
+    await register("1", block_size=2)
+    await hold("1", TOKENS)
+    for _ in range(2):
+        assert (await ask(client))["scores"] == {"1": {"0": 6}}
+    await client.post("/unregister", json={"instance_id": "1"})
+    for _ in range(2):
+        answer = await client.post("/dynamo/query", json={"model_name": "m", "token_ids": TOKENS})
+        assert (answer.status_code, answer.json()["error"]) == (404, "no indexer for model=m routing_group=default")
+    await register("1", block_size=3)
+    await hold("1", TOKENS[:3])
+    for _ in range(2):
+        assert (await ask(client))["scores"] == {"1": {"0": 3}}

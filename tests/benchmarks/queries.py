@@ -76,7 +76,7 @@ class Figures:
 
 def measure(options: Options) -> list[Row]:
     """The rows of P1 to P4."""
-    rounds, size = (1, 16) if options.is_quick else (7, 60)
+    rounds, size = (1, 16) if options.is_quick else (7, 200)
     shaped = prompts.synthetic() if options.trace is None else prompts.traced(options.trace)
     trace = list(islice(shaped, rounds * size))
     more = list(islice(shaped, rounds * size))
