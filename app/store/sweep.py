@@ -16,7 +16,7 @@ from app.store.registry import GroupEntry
 from app.store.scripts import Scripts
 
 #: Entries read, and blocks written, in one step.
-STEP_BLOCKS = 256
+STEP_BLOCKS = 64
 
 
 class Sweeper:
