@@ -8,6 +8,7 @@ redis-server the tests fail: a test that skips itself has proved nothing.
 from __future__ import annotations
 
 import inspect
+import logging
 import shutil
 import socket
 import subprocess
@@ -26,6 +27,16 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from app.domain import native
 
 SERVER_START_SECONDS = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command that ran inside a test has set up logging for its process, which goes on with other tests."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers, root.level = handlers, level
 
 
 @pytest.fixture(scope="session")
