@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -17,13 +16,8 @@ log = logging.getLogger("app.test")
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    root.handlers = []
-    yield
-    logging.captureWarnings(False)
-    root.handlers, root.level = handlers, level
+def _no_other_handlers(_logging_as_before: None) -> None:
+    logging.getLogger().handlers = []
 
 
 def start(log_format: Literal["text", "json"], level: str = "info") -> io.StringIO:

@@ -6,93 +6,20 @@ the end is killed.
 
 from __future__ import annotations
 
-import random
-import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import EXIT_SECONDS, READY_SECONDS, Service, spawn
+from tests.e2e.redis_server import RedisServer, steady_port
 
 HTTP_SECONDS = 30.0
-
-
-def steady_port() -> int:
-    """A free port below those that the system gives to connections, so that nobody takes it while its owner is down."""
-    for _ in range(100):
-        port = random.randrange(15_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    pytest.fail("no free port between 15000 and 32000", pytrace=False)
-
-
-class RedisServer:
-    """A redis-server on a port; with ``keeps_data`` everything it has answered survives a kill."""
-
-    def __init__(self, directory: Path, *, keeps_data: bool = False) -> None:
-        self.port = steady_port()
-        self._directory = directory
-        self._keeps_data = keeps_data
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    async def start(self) -> None:
-        self._spawn()
-        await wait_until(self._answers, "redis-server answers", READY_SECONDS)
-
-    def _spawn(self) -> None:
-        server = shutil.which("redis-server") or shutil.which("valkey-server")
-        if server is None:
-            pytest.fail("no redis-server on PATH: install it (Debian: apt-get install redis-server)", pytrace=False)
-        keeping = ("--appendonly", "yes", "--appendfsync", "always") if self._keeps_data else ("--appendonly", "no")
-        options = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._directory), "--save", "")
-        with (self._directory / "redis.log").open("ab") as log:
-            self._process = subprocess.Popen([server, *options, *keeping], stdout=log, stderr=log)
-
-    async def _answers(self) -> bool:
-        try:
-            async with Redis(port=self.port, protocol=2, socket_timeout=1) as redis:
-                return bool(await redis.ping())
-        except RedisError:
-            return False
-
-    async def kill(self) -> None:
-        """End it at once, if it runs."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def forget(self) -> None:
-        """What it kept is lost; it is to be down."""
-        shutil.rmtree(self._directory / "appendonlydir", ignore_errors=True)
-
-    def pause(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
 
 
 class Member(Service):
@@ -181,7 +108,7 @@ async def fleet_of(
     """All of them ready; ``settings``, by their field names, are for each of them."""
     async with AsyncExitStack() as stack:
         redis = RedisServer(directory, keeps_data=keeps_data)
-        stack.push_async_callback(redis.kill)
+        stack.callback(redis.kill)
         await redis.start()
         fleet = Fleet(directory, redis, stack, settings)
         for i in range(workers):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import READY_SECONDS
-from tests.e2e.fleet import steady_port
+from tests.e2e.redis_server import steady_port
 
 CONF = Path(__file__).parents[2] / "deploy" / "nginx.conf"
 

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.conftest import wait_until
-from tests.e2e.conftest import free_port
+
+_KEEPS_NOTHING = ("--save", "", "--appendonly", "no")
+
+
+def steady_port() -> int:
+    """A free port below those that the system gives to connections, so that nobody takes it while its owner is down."""
+    for _ in range(100):
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    pytest.fail("no free port between 15000 and 32000", pytrace=False)
 
 
 class RedisServer:
-    """Not running before ``start``; what it saved it has again after the next."""
+    """Not running before ``start``; with ``keeps_data`` everything it has answered survives a kill."""
 
-    def __init__(self, directory: Path) -> None:
-        self.port = free_port()
+    def __init__(self, directory: Path, *, keeps_data: bool = False) -> None:
+        self.port = steady_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._directory = directory
+        self._usual = ("--save", "", "--appendonly", "yes", "--appendfsync", "always") if keeps_data else _KEEPS_NOTHING
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self, *options: str) -> None:
-        """Start it and do not wait; without options it keeps nothing."""
+        """Start it and do not wait; without options it is as usual."""
         server = shutil.which("redis-server") or shutil.which("valkey-server")
         assert server is not None
         command = [server, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._directory)]
-        command += options or ("--save", "", "--appendonly", "no")
+        command += options or self._usual
         with (self._directory / "redis.log").open("ab") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=output)
 
@@ -57,6 +72,15 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def forget(self) -> None:
+        """What it kept is lost; it is to be down."""
+        shutil.rmtree(self._directory / "appendonlydir", ignore_errors=True)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def freeze(self) -> None:
         """It accepts connections (the kernel does) and never answers."""

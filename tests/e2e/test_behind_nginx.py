@@ -104,7 +104,7 @@ async def _everything_once(fleet: Fleet, nginx: Nginx, engines: Engines) -> None
                 nginx.kill()
                 await nginx.start()
             async with router.during("redis is killed"):
-                await fleet.redis.kill()
+                fleet.redis.kill()
             # Empty: workers bring back what they have streams of, and ask the engines for all of it again.
             async with router.during("redis starts"):
                 await fleet.redis.start()

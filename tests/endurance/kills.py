@@ -93,17 +93,17 @@ class Kills:
         redis = self._fleet.redis
         if self._is_redis_paused:
             self._is_redis_paused = False
-            redis.resume()
+            redis.thaw()
             self.done["redis resumed"] += 1
         elif self._is_redis_down:
             await self._start_redis()
         elif self._rng.random() < 0.3:
             self._is_redis_paused = True
-            redis.pause()
+            redis.freeze()
             self.done["redis paused"] += 1
         else:
             self._is_redis_down = True
-            await redis.kill()
+            redis.kill()
             self.done["redis killed"] += 1
 
     async def _start_redis(self) -> None:
