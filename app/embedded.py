@@ -15,12 +15,13 @@ from typing import Any
 import uvicorn
 
 from app.api.application import create_app, create_probes
-from app.connections import Bounds, Connections, files_for
 from app.domain import native
 from app.ingest.stream import StreamOptions
 from app.ingest.worker import Worker, WorkerOptions
 from app.metrics import Metrics
 from app.publishers_file import read_publishers
+from app.serving.connection import protocol
+from app.serving.connections import Bounds, Connections, files_for
 from app.settings import Settings
 from app.store.access import Access
 from app.store.hot import HotBlocks
@@ -88,7 +89,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
     server = _Server(
         uvicorn.Config(
             create_app(store, settings, metrics) if has_api else create_probes(store, settings, metrics),
-            http=Connections(bounds, metrics).protocol(),
+            http=protocol(Connections(bounds, metrics)),
             ws="none",
             host=settings.host,
             port=port,

@@ -110,6 +110,12 @@ static inline uint64_t read_eights(const char **at, const char *end)
 #define read_eights(at, end) 0
 #endif
 
+#if defined(__SSE2__)
+#include "tokens_sse2.h"
+#else
+#define read_plain_tokens(at, close, out) 0
+#endif
+
 /* The tokens between `at` and the bracket at `close` into `out`; 0 where they are not `count` plain u32. */
 static int read_tokens(const char *at, const char *close, const char *end, Py_ssize_t count, unsigned char *out)
 {
@@ -229,8 +235,10 @@ static PyObject *cut_list(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wi
     if (numbers == NULL)
         return NULL;
     unsigned char *out = (unsigned char *)PyBytes_AS_STRING(numbers);
-    const int is_plain = count == 0 || (width == 8 ? read_hashes(open + 1, close, end, count, out)
-                                                   : read_tokens(open + 1, close, end, count, out));
+    int is_plain = count == 0 || (width == 4 && open - body >= 8 && read_plain_tokens(open + 1, close, out));
+    if (!is_plain)
+        is_plain = width == 8 ? read_hashes(open + 1, close, end, count, out)
+                              : read_tokens(open + 1, close, end, count, out);
     if (!is_plain) {
         Py_DECREF(numbers);
         Py_RETURN_NONE;

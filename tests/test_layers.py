@@ -25,20 +25,20 @@ PARTS: dict[str, set[str]] = {
     "api": BELOW_ROLES,
     "simulator": {"domain", "errors"},
     "client": {"errors"},
-    "connections": LEAVES,
+    "serving": LEAVES,
     "console": LEAVES | {"domain", "store"},
-    **{top: BELOW_ROLES | TOP | {"api", "connections", "console", "ingest", "simulator"} for top in TOP},
+    **{top: BELOW_ROLES | TOP | {"api", "serving", "console", "ingest", "simulator"} for top in TOP},
 }
 
 # Third-party package -> the parts or modules that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "annotated_types": {"settings"},
     "fakeredis": {"store"},
-    "httptools": {"connections"},
+    "httptools": {"serving"},
     "httpx": {"client"},
     "hiredis": {"store"},
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
-    "orjson": {"store", "ingest", "api", "connections", *TOP},
+    "orjson": {"domain.native", "store", "ingest", "api", "serving", *TOP},
     "prometheus_client": {"metrics"},
     "pydantic": {"settings", "api"},
     "pydantic_core": {"api"},
@@ -46,7 +46,7 @@ LIBRARIES: dict[str, set[str]] = {
     "redis": {"store"},
     "rich": {"console"},
     "starlette": {"api"},
-    "uvicorn": {"cli", "connections", "embedded"},
+    "uvicorn": {"cli", "serving", "embedded"},
     "uvloop": {"cli", "embedded"},
     "xxhash": {"domain.hashing", "ingest"},
     "yaml": {"publishers_file"},

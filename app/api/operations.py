@@ -1,12 +1,12 @@
 """One HTTP operation as a raw ASGI endpoint: method, access, body, handler, answer, errors, metrics.
 
-Starlette routes to it and does nothing else on the way: its request and response objects cost more than a query
-that is mostly known. An operation never turns an unexpected exception into an answer; the application's one
-handler does.
+Starlette's request and response objects, and its layers, cost more than a query that is mostly known. So an operation
+does without them, down to the answer to an exception that nobody expected.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,12 +17,15 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.access import Access, Gate
 from app.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, encode, format_of, read_body
-from app.api.errors import body_of, headers_of, status_of
+from app.api.errors import body_of, headers_of, shown, status_of
 from app.api.fields import Request
 from app.api.turns import Turns
 from app.errors import InvalidValue, WaymarkError
+from app.logs import fields
 from app.metrics import Metrics
 from app.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -109,15 +112,27 @@ class Operation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = perf_counter()
         status = 500
+        scope["endpoint"] = self
         try:
-            answer, body_format = await self._answer(scope, receive)
+            try:
+                answer, body_format = await self._answer(scope, receive)
+            except Disconnected:
+                status = 499
+                return
+            except Exception as exc:
+                await send_answer(self._unexpected(scope, exc), Format.JSON, send)
+                raise
             status = answer.status
             await send_answer(answer, body_format, send, is_head=scope["method"] == "HEAD")
-        except Disconnected:
-            status = 499
         finally:
             self._duration.observe(perf_counter() - started)
             self._count(scope["method"], status)
+
+    def _unexpected(self, scope: Scope, error: Exception) -> Answer:
+        # The server logs the traceback; this line says which request it was, without a word of what was sent.
+        where = fields(request_id=scope.get("request_id", "none"))
+        log.error("request failed unexpectedly: %s %s", shown(self.path), type(error).__name__, extra=where)
+        return Answer(self._error({"error": "a fault of this service; its log has it", "reason": "internal"}), 500)
 
     def _count(self, method: str, status: int) -> None:
         count = self._counts.get((method, status))

@@ -10,8 +10,9 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from app.connections import Bounds, Connections
 from app.metrics import Metrics
+from app.serving.connection import protocol
+from app.serving.connections import Bounds, Connections
 
 LENGTH_2 = (b"content-length", b"2")
 START: dict[str, Any] = {"type": "http.response.start", "status": 200}
@@ -83,7 +84,7 @@ def request(path: str, method: str = "GET", *lines: str) -> bytes:
 
 
 def bounded() -> type[asyncio.Protocol]:
-    return Connections(Bounds(30, 100, 2**20), Metrics()).protocol()
+    return protocol(Connections(Bounds(30, 100, 2**20), Metrics()))
 
 
 async def test_an_answer_is_on_the_wire_what_uvicorn_sends() -> None:
