@@ -23,6 +23,9 @@
 /* Members of an object that are looked at before giving up; a query has some ten. */
 #define QUOTES_MAX 256
 
+/* Bytes of what stands before the digits of a key; a group's number and a shard's are some twenty. */
+#define PREFIX_MAX 256
+
 static inline const char *skip_blanks(const char *at, const char *end)
 {
     while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
@@ -349,13 +352,15 @@ static PyObject *chain(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return keys;
 }
 
+/* The two hex digits of each byte. */
+static char digits_of[256][2];
+
 /* pack_keys(before: bytes, prefix: bytes, keys: bytes) -> bytes
  *
  * `before`, then each key as a bulk string of the protocol: its length, `prefix`, 16 hex digits.
  */
 static PyObject *pack_keys(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    static const char digits[] = "0123456789abcdef";
     if (nargs != 3 || !PyBytes_CheckExact(args[0]) || !PyBytes_CheckExact(args[1]) || !PyBytes_CheckExact(args[2])) {
         PyErr_SetString(PyExc_TypeError, "pack_keys(before: bytes, prefix: bytes, keys: bytes)");
         return NULL;
@@ -365,7 +370,7 @@ static PyObject *pack_keys(PyObject *self, PyObject *const *args, Py_ssize_t nar
     char head[32];
     const size_t head_length = (size_t)snprintf(head, sizeof head, "$%zu\r\n", length + 16);
     const size_t width = head_length + length + 16 + 2;
-    if (length > 4096 || (size_t)count > (PY_SSIZE_T_MAX - (size_t)PyBytes_GET_SIZE(args[0])) / width) {
+    if (length > PREFIX_MAX || (size_t)count > (PY_SSIZE_T_MAX - (size_t)PyBytes_GET_SIZE(args[0])) / width) {
         PyErr_SetString(PyExc_OverflowError, "more than one command can hold");
         return NULL;
     }
@@ -377,17 +382,15 @@ static PyObject *pack_keys(PyObject *self, PyObject *const *args, Py_ssize_t nar
     const unsigned char *key = (const unsigned char *)PyBytes_AS_STRING(args[2]);
     memcpy(out, PyBytes_AS_STRING(args[0]), (size_t)start);
     out += start;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        memcpy(out, head, head_length);
-        out += head_length;
-        memcpy(out, PyBytes_AS_STRING(args[1]), length);
-        out += length;
-        for (int byte = 0; byte < 8; byte++, key++) {
-            *out++ = digits[*key >> 4];
-            *out++ = digits[*key & 15];
-        }
-        *out++ = '\r';
-        *out++ = '\n';
+    /* All but the digits is always the same. */
+    char item[sizeof head + PREFIX_MAX + 18];
+    memcpy(item, head, head_length);
+    memcpy(item + head_length, PyBytes_AS_STRING(args[1]), length);
+    memcpy(item + width - 2, "\r\n", 2);
+    for (Py_ssize_t i = 0; i < count; i++, out += width) {
+        memcpy(out, item, width);
+        for (int byte = 0; byte < 8; byte++, key++)
+            memcpy(out + head_length + length + 2 * byte, digits_of[*key], 2);
     }
     return packed;
 }
@@ -445,5 +448,9 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, m
 
 PyMODINIT_FUNC PyInit__native(void)
 {
+    for (int byte = 0; byte < 256; byte++) {
+        digits_of[byte][0] = "0123456789abcdef"[byte >> 4];
+        digits_of[byte][1] = "0123456789abcdef"[byte & 15];
+    }
     return PyModule_Create(&module);
 }
