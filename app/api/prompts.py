@@ -14,7 +14,7 @@ from typing import Any
 from app.api.errors import Unfit, is_beyond_64_bits, kind, shown
 from app.domain.hashing import block_keys, local_keys
 from app.domain.names import U32_MAX, U64_MASK
-from app.domain.native import KEY_BYTES, pack
+from app.domain.native import KEY_BYTES, pack, pack_tokens
 from app.errors import InvalidValue
 
 _I64_MIN = -(2**63)
@@ -35,13 +35,9 @@ def token_bytes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: b
     _check_list(value, field, max_tokens, "a list of token ids, or in msgpack a bin of little-endian u32")
     if not (may_hold_booleans and bool in set(map(type, value))):
         try:
-            tokens = array("I", value)
+            return pack_tokens(value)
         except (TypeError, OverflowError):
             pass  # one of them is no token id; found below
-        else:
-            if sys.byteorder == "big":
-                tokens.byteswap()
-            return tokens.tobytes()
     for index, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= U32_MAX:
             raise _element(token, _TOKENS, field, index, "out_of_range" if type(token) is int else "invalid_type")
@@ -59,8 +55,10 @@ def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool =
         return packed
     _check_list(value, field, max_tokens, "a list of 64-bit hashes, or in msgpack a bin of little-endian u64")
     if not (may_hold_booleans and bool in set(map(type, value))):
+        packed = array("Q")
         try:
-            return array("Q", value)
+            packed.fromlist(value)
+            return packed
         except (TypeError, OverflowError):
             pass  # signed ones, strings, or none at all
     return array("Q", (_hash(element, field, index) for index, element in enumerate(value)))

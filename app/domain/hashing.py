@@ -48,29 +48,26 @@ def extend(
     """
     if extras is None and native.in_use is not None:
         return list(native.unpack(native.in_use.hash_blocks(tokens, block_size, seed, parent, 0)))
-    hashes: list[int] = []
-    append = hashes.append
     width = 4 * block_size
-    end = len(tokens) - len(tokens) % width
-    previous = parent
-    for i, start in enumerate(range(0, end, width)):
-        piece = tokens[start : start + width]
-        if extras is not None and (extra := extras[i]) is not None:
-            piece = bytes(piece) + _U64(extra)
-        local = xxh3_64_intdigest(piece, seed)
-        previous = local if previous is None else xxh3_64_intdigest(_PAIR(previous, local), seed)
-        append(previous)
-    return hashes
+    count = len(tokens) // width
+    # Cut in one call: a slice for each block costs as much as hashing it. Not by the module's own function, which
+    # would keep a format of this length.
+    blocks: Sequence[bytes] = struct.Struct(f"{width}s" * count).unpack(tokens[: width * count])
+    if extras is not None:
+        blocks = [block if (extra := extras[i]) is None else block + _U64(extra) for i, block in enumerate(blocks)]
+    return extend_local(parent, [xxh3_64_intdigest(block, seed) for block in blocks], seed=seed)
 
 
 def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int = DEFAULT_SEED) -> list[int]:
     """As ``extend``, where somebody else has already hashed each block's tokens."""
-    hashes: list[int] = []
-    previous = parent
-    for local in local_hashes:
-        previous = local if previous is None else xxh3_64_intdigest(_PAIR(previous, local), seed)
-        hashes.append(previous)
-    return hashes
+    if not local_hashes:
+        return []
+    digest, pair = xxh3_64_intdigest, _PAIR  # looked up once, not twice a block
+    rest = iter(local_hashes)
+    previous = next(rest)
+    if parent is not None:
+        previous = digest(pair(parent, previous), seed)
+    return [previous] + [previous := digest(pair(previous, local), seed) for local in rest]
 
 
 def block_keys(

@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from app.domain import native
 from app.domain.hashing import dimensions_digest, extend, extend_local, extra_digest, namespace, token_bytes
-from app.domain.names import U32_MAX, Adapter
+from app.domain.names import U32_MAX, U64_MASK, Adapter
+from tests.conftest import WAYS
 
 TOKENS = st.lists(st.integers(0, U32_MAX), max_size=40)
+U64 = st.integers(0, U64_MASK)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,27 @@ def test_what_an_image_adds_stands_behind_the_tokens_of_its_block() -> None:
     local = xxh3_64_intdigest(struct.pack("<4IQ", 9, 9, 9, 9, extra), 1337)
     assert imaged[1] == xxh3_64_intdigest(struct.pack("<QQ", plain[0], local), 1337)
     assert extend(None, memoryview(packed), 4, extras=(None, extra)) == imaged
+
+
+@pytest.mark.usefixtures("way_kept")
+@settings(deadline=None)
+@given(TOKENS, st.integers(1, 5), st.none() | U64, st.data())
+def test_a_chain_is_that_of_its_blocks_one_by_one(
+    ids: list[int], block_size: int, parent: int | None, data: st.DataObject
+) -> None:
+    count = len(ids) // block_size
+    extras = data.draw(st.none() | st.lists(st.none() | U64, min_size=count, max_size=count + 1))
+    expected, previous = [], parent
+    for i in range(count):
+        block = struct.pack(f"<{block_size}I", *ids[i * block_size : (i + 1) * block_size])
+        if extras is not None and (extra := extras[i]) is not None:
+            block += extra.to_bytes(8, "little")
+        local = xxh3_64_intdigest(block, 1337)
+        previous = local if previous is None else xxh3_64_intdigest(struct.pack("<QQ", previous, local), 1337)
+        expected.append(previous)
+    for way in WAYS:
+        native.use(way == "native")
+        assert extend(parent, memoryview(token_bytes(ids)), block_size, extras=extras) == expected
 
 
 def test_an_extra_digest_is_of_the_msgpack_of_what_is_left_in_its_order() -> None:

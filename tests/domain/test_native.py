@@ -89,6 +89,118 @@ def test_runs_go_to_the_first_block_that_nobody_has(values: list[bytes | None]) 
         assert native.runs([None if value is None else bytes(bytearray(value)) for value in values]) == expected
 
 
+# ---- a reply of Redis ------------------------------------------------------------------------------
+
+Scanned = tuple[bytes | None, list[tuple[bytes, int]], int]
+
+
+def bulk(value: bytes | None) -> bytes:
+    return b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def spoken(values: list[bytes | None], *version: bytes | None) -> bytes:
+    """What Redis says to an MGET and, with a version, to an HGET behind it."""
+    head = b"*%d\r\n" % len(values) if values else b""
+    return head + b"".join(map(bulk, [*values, *version]))
+
+
+def parsed(reply: bytes, count: int, with_version: bool) -> Scanned | None:
+    """The same by the library's parser; None where it reads anything but the two replies whole."""
+    reader = hiredis.Reader(notEnoughData=...)
+    reader.feed(reply)
+    try:
+        replies = [reader.gets() for _ in range((count > 0) + with_version)]
+    except hiredis.ProtocolError:
+        return None
+    values = replies[0] if count else []
+    version = replies[-1] if with_version else None
+    if reader.has_data() or not isinstance(values, list) or len(values) != count:
+        return None
+    if not all(each is None or isinstance(each, bytes) for each in [*values, version]):
+        return None
+    found = native.runs(values)
+    return version, found, sum(length for _, length in found)
+
+
+VALUES = st.lists(st.sampled_from([b"1", b"2", b"1 2", b"", b"$-1\r\n", b"\r\n", b"7" * 300, None]), max_size=12)
+VERSION = st.sampled_from([(), (b"a1b2",), (None,), (b"",)])
+
+
+@given(VALUES, VERSION)
+@example([b"17"] * 512, (b"a1b2",))
+@example([], (b"a1b2",))
+def test_a_reply_is_scanned_as_the_parser_reads_it(
+    values: list[bytes | None], version: tuple[bytes | None, ...]
+) -> None:
+    reply, asked = spoken(values, *version), (len(values), bool(version))
+    native.use(False)
+    expected = parsed(reply, *asked)
+    assert expected is not None
+    assert native.scan(reply, *asked) is None, "in Python it is always for the parser"
+    if native.use(True) == "native":
+        assert native.scan(reply, *asked) == expected
+
+
+@pytest.mark.parametrize("values", [[b"17", b"17", None, b"18"], [None, None], [b"1 2", b""], [b"1" * 1000] * 3, []])
+@pytest.mark.parametrize("version", [(), (b"a1b2",), (None,)])
+def test_a_reply_that_is_not_whole_or_has_more_behind_it_is_for_the_parser(
+    way: str, values: list[bytes | None], version: tuple[bytes | None, ...]
+) -> None:
+    reply, asked = spoken(values, *version), (len(values), bool(version))
+    for length in range(len(reply)):
+        assert native.scan(reply[:length], *asked) is None
+    for more in (b"$", b"\r", b"\r\n", b"\0", b"$-1\r\n", reply or b"+"):
+        assert native.scan(reply + more, *asked) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-MOVED 866 127.0.0.1:1\r\n",
+        b"-LOADING the dataset is being loaded\r\n$1\r\nv\r\n",
+        b"*1\r\n$1\r\n1\r\n-ERR no\r\n",
+        b"*1\r\n-ERR no\r\n$1\r\nv\r\n",
+        b"*-1\r\n$1\r\nv\r\n",
+        b"*0\r\n$1\r\nv\r\n",
+        b"*2\r\n$1\r\n1\r\n$1\r\nv\r\n",
+        b"*01\r\n$1\r\n1\r\n$1\r\nv\r\n",
+        b"*1\r\n:1\r\n$1\r\nv\r\n",
+        b"*1\r\n+1\r\n$1\r\nv\r\n",
+        b"*1\r\n_\r\n$1\r\nv\r\n",
+        b"*1\r\n*1\r\n$1\r\n1\r\n$1\r\nv\r\n",
+        b"~1\r\n$1\r\n1\r\n$1\r\nv\r\n",
+        b"*1\r\n$-2\r\n$1\r\nv\r\n",
+        b"*1\r\n$01\r\n1\r\n$1\r\nv\r\n",
+        b"*1\r\n$2\r\n1\r\n$1\r\nv\r\n",
+        b"*1\r\n$1\n1\r\n$1\r\nv\r\n",
+        b"*1\r\n$\r\n\r\n$1\r\nv\r\n",
+        b"*1\r\n$9999999999\r\n1\r\n$1\r\nv\r\n",
+        b"*1\r\n$18446744073709551615\r\n1\r\n$1\r\nv\r\n",
+        b"*1\r\n$1\r\n1\r\n:1\r\n",
+    ],
+)
+def test_what_is_no_reply_to_the_question_is_for_the_parser(way: str, reply: bytes) -> None:
+    assert native.scan(reply, 1, True) is None
+
+
+@settings(deadline=None, max_examples=500)
+@given(VALUES, VERSION, st.data())
+def test_whatever_is_scanned_is_what_the_parser_reads(
+    values: list[bytes | None], version: tuple[bytes | None, ...], data: st.DataObject
+) -> None:
+    """Of replies with bytes changed, taken out and put in."""
+    reply = bytearray(spoken(values, *version))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(reply)))
+        reply[at : at + data.draw(st.integers(0, 2))] = data.draw(
+            st.sampled_from([b"", b"\r\n", b"$", b"-1", b"0", b"1", b"9", b"\xff"])
+        )
+    asked = (data.draw(st.sampled_from([len(values), len(values) + 1])), bool(version))
+    native.use(True)
+    found = native.scan(bytes(reply), *asked)
+    assert found is None or found == parsed(bytes(reply), *asked)
+
+
 # ---- token ids out of a text -----------------------------------------------------------------------
 
 PLAIN = [
@@ -162,9 +274,6 @@ NOT_BELIEVED = [
 @pytest.mark.parametrize("body", PLAIN)
 def test_a_plain_list_of_token_ids_is_cut_out_of_its_text(way: str, body: bytes) -> None:
     found = native.cut(body, NAME, 1000)
-    if way == "pure":
-        assert found is None
-        return
     assert found is not None
     start, end, tokens = found
     ids = json.loads(body)["token_ids"]
@@ -179,10 +288,12 @@ def test_what_is_unusual_is_left_to_the_parser(way: str, body: bytes) -> None:
     assert native.cut(body, NAME, 1000) is None
 
 
-def test_a_text_with_many_strings_before_its_list_is_left_to_the_parser(way: str) -> None:
+def test_a_text_with_many_strings_around_its_list_is_left_to_the_parser_by_the_c(way: str) -> None:
     for many in (b'"a":1,' * 1000, b'"token_idz":1,' * 1000):
-        assert native.cut(b"{" + many + b'"token_ids":[1]}', NAME, 9) is None
-        assert native.cut(b'{"token_ids":[1],' + many + b'"z":1}', NAME, 9) is None
+        for body in (b"{" + many + b'"token_ids":[1]}', b'{"token_ids":[1],' + many + b'"z":1}'):
+            at = body.index(b"[1]")
+            found = None if way == "native" else (at, at + 3, token_bytes([1]))
+            assert native.cut(body, NAME, 9) == found
 
 
 PIECES = st.sampled_from(
@@ -212,21 +323,49 @@ PIECES = st.sampled_from(
 @example([b"{", b'"token_ids":[', b"1", b"]", b"}"], 0)
 def test_whatever_is_cut_out_is_a_list_of_token_ids(pieces: list[bytes], padding: int) -> None:
     body = b"".join(pieces) + b" " * padding
-    native.use(True)
-    found = native.cut(body, NAME, 4)
-    if found is None:
-        return
-    start, end, tokens = found
-    ids = json.loads(body[start:end])
-    assert all(type(each) is int and 0 <= each <= U32_MAX for each in ids)
-    assert (tokens, len(ids) <= 4) == (token_bytes(ids), True)
-    assert body[:start].rstrip(b" \n").removesuffix(b":").rstrip(b" \n").endswith(NAME)
+    for way in WAYS:
+        native.use(way == "native")
+        found = native.cut(body, NAME, 4)
+        if found is None:
+            continue
+        start, end, tokens = found
+        ids = json.loads(body[start:end])
+        assert all(type(each) is int and 0 <= each <= U32_MAX for each in ids)
+        assert (tokens, len(ids) <= 4) == (token_bytes(ids), True)
+        assert body[:start].rstrip(b" \n").removesuffix(b":").rstrip(b" \n").endswith(NAME)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, U32_MAX), max_size=300), st.sampled_from([",", ", ", " , ", ",\n\t"]), st.integers(0, 9))
 def test_every_list_of_token_ids_is_read(ids: list[int], comma: str, padding: int) -> None:
     body = b'{"token_ids":[' + comma.join(map(str, ids)).encode() + b"]}" + b" " * padding
-    native.use(True)
-    found = native.cut(body, NAME, len(ids))
-    assert found == (None if native.path() == "pure" else (13, len(body) - 1 - padding, token_bytes(ids)))
+    for way in WAYS:
+        native.use(way == "native")
+        assert native.cut(body, NAME, len(ids)) == (13, len(body) - 1 - padding, token_bytes(ids))
+
+
+@settings(deadline=None, max_examples=600)
+@given(
+    st.lists(st.integers(0, 10**8 + 5), min_size=1, max_size=90),
+    st.sampled_from([",", ", "]),
+    st.lists(st.tuples(st.integers(0, 1000), st.sampled_from("0123456789, -.e\n\xff")), max_size=2),
+    st.integers(0, 64),
+)
+@example([1] * 40, ",", [(33, ",")], 0)
+@example([1] * 40, ", ", [(32, " ")], 0)
+@example([10] * 40, ",", [(64, "0")], 0)
+def test_a_list_in_which_something_is_wrong_is_read_as_it_stands_or_not_at_all(
+    ids: list[int], comma: str, changes: list[tuple[int, str]], before: int
+) -> None:
+    text = bytearray(comma.join(map(str, ids)), "ascii")
+    for at, character in changes:
+        text[at % len(text)] = ord(character)
+    try:
+        # -0 is a number for a parser of JSON, and none of a token.
+        tokens = None if b"-" in text else token_bytes(json.loads(b"[%b]" % bytes(text)))
+    except (ValueError, struct.error):
+        tokens = None
+    for way in WAYS:
+        native.use(way == "native")
+        found = native.cut(b'{"x":"%b","token_ids":[%b]}' % (b"x" * before, bytes(text)), NAME, 1000)
+        assert (None if found is None else found[2]) == tokens
