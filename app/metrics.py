@@ -143,6 +143,10 @@ class Metrics:
         self.hot_block_bytes = gauge("hot_block_bytes", "How many bytes of hot blocks are kept.")
         self.answer_cache_hits = counter("answer_cache_hits", "How many answers had been counted for the same blocks.")
         self.answer_cache_bytes = gauge("answer_cache_bytes", "How many bytes of answers are remembered.")
+        self.text_cache_hits = counter(
+            "text_cache_hits", "How many queries said the same as one before them, but for the prompt."
+        )
+        self.text_cache_bytes = gauge("text_cache_bytes", "How many bytes of texts of queries are remembered.")
         self.query_round_trips = histogram(
             "query_round_trips", "How many times a query waited for Redis.", _ROUND_TRIP_BUCKETS
         )

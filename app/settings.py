@@ -153,6 +153,8 @@ class Settings(BaseSettings):
     """How many bytes of such values a replica keeps at most."""
     answer_cache_bytes: int = Field(8 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """How many bytes of answers a replica remembers by what was found, so that it need not count again; 0 is none."""
+    text_cache_bytes: int = Field(1 * _MIB, ge=0, le=64 * 1024 * _MIB)
+    """How many bytes a replica remembers of what queries said beside their prompts, by their text; 0 is none."""
     max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
     """The largest request body that is read."""
     max_tokens: int = Field(2**21, ge=1, le=2**26)

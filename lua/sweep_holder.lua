@@ -7,15 +7,26 @@
 -- ARGV  holder        its id
 --       engine_hash*  the entry of each block*
 --
--- {'applied', blocks}  so many of the blocks are done, from the first; less than all of them where 64 KiB of
+-- {'applied', blocks}  so many of the blocks are done, from the first; less than all of them where 32 KiB of
 --                      values were read: call again with the rest
 
-local VALUE_BYTES = 65536
+local VALUE_BYTES = 32768
 
 local blocks, id = #KEYS - 1, ARGV[1]
 if blocks == 0 then
   redis.call('UNLINK', KEYS[1])
   return {'applied', 0}
+end
+
+-- The value without the holder, '' where it was the only one; false where it is not there. Found as text: of 800 ids,
+-- that costs Redis a fraction of looking at each.
+local function take(value)
+  local text = ' ' .. value .. ' '
+  local first, last = text:find(' ' .. id .. ' ', 1, true)
+  if not first then return false end
+  local before, after = text:sub(2, first - 1), text:sub(last + 1, -2)
+  if before == '' or after == '' then return before .. after end
+  return before .. ' ' .. after
 end
 
 local done, bytes_read, without = 0, 0, {}
@@ -26,13 +37,7 @@ while done < blocks and bytes_read <= VALUE_BYTES do
   for i, value in ipairs(values) do
     if value then
       bytes_read = bytes_read + #value
-      if without[value] == nil then
-        local ids, found = {}, false
-        for each in value:gmatch('%d+') do
-          if each == id then found = true else ids[#ids + 1] = each end
-        end
-        without[value] = found and table.concat(ids, ' ')
-      end
+      if without[value] == nil then without[value] = take(value) end
       if without[value] == '' then
         empty[#empty + 1] = KEYS[1 + done + i]
       elseif without[value] then

@@ -5,7 +5,8 @@
  *     hash_blocks token ids  ->  block keys, as big-endian u64
  *     chain       hashes of blocks by themselves  ->  block keys
  *     pack_keys   block keys ->  one MGET command, as it goes over the wire
- *     runs        its reply  ->  runs of equal values
+ *     scan        its reply  ->  runs of equal values, without an object for each of them
+ *     runs        a list of values  ->  the same
  *
  * Optional: app/domain/native.py and hashing.py have the same in Python, and the same tests run over both. Nothing here raises
  * for what a client sent: `cut` answers None to anything but a plain list of plain numbers, and the Python path
@@ -395,6 +396,105 @@ static PyObject *pack_keys(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return packed;
 }
 
+/* A bulk string from `at`, *value NULL where it is nil; what follows it. NULL where it is not whole, or nothing plain. */
+static const char *read_bulk(const char *at, const char *end, const char **value, Py_ssize_t *length)
+{
+    if (end - at < 5 || *at++ != '$')
+        return NULL;
+    if (memcmp(at, "-1\r\n", 4) == 0) {
+        *value = NULL;
+        return at + 4;
+    }
+    const char *first = at;
+    const int64_t number = read_number(&at);
+    if (number < 0 || (*first == '0' && at - first > 1) || end - at < number + 4 || memcmp(at, "\r\n", 2) != 0)
+        return NULL;
+    *value = at + 2;
+    *length = (Py_ssize_t)number;
+    at += 2 + number;
+    return memcmp(at, "\r\n", 2) == 0 ? at + 2 : NULL;
+}
+
+/* One more run onto `found`; -1 where there is no memory for it. */
+static int append_run(PyObject *found, const char *value, Py_ssize_t length, Py_ssize_t count)
+{
+    PyObject *run = Py_BuildValue("y#n", value, length, count);
+    const int outcome = run == NULL ? -1 : PyList_Append(found, run);
+    Py_XDECREF(run);
+    return outcome;
+}
+
+/* The first values of `count` bulk strings from `at` as runs onto `found`, up to the first nil, and in *blocks how many
+ * they are; what follows all of them. NULL where they are not whole and plain, or with an exception. */
+static const char *read_runs(const char *at, const char *end, Py_ssize_t count, PyObject *found, Py_ssize_t *blocks)
+{
+    const char *before = at, *value = NULL, *run = NULL;
+    Py_ssize_t length, run_length = 0, run_count = 0, i = 0;
+    for (; i < count; i++) {
+        const Py_ssize_t width = at - before; /* of the bulk string before this one, the run's last */
+        if (width > 0 && end - at >= width && memcmp(at, before, (size_t)width) == 0) {
+            before = at;
+            at += width;
+            run_count++;
+            continue;
+        }
+        before = at;
+        at = read_bulk(at, end, &value, &length);
+        if (at == NULL || (run != NULL && append_run(found, run, run_length, run_count) < 0))
+            return NULL;
+        run = value;
+        if (run == NULL)
+            break;
+        run_length = length;
+        run_count = 1;
+    }
+    *blocks = i;
+    if (run != NULL && append_run(found, run, run_length, run_count) < 0)
+        return NULL;
+    for (i++; i < count && at != NULL; i++)
+        at = read_bulk(at, end, &value, &length);
+    return at;
+}
+
+/* scan(reply: bytes, count: int, with_version: bool) -> tuple[bytes | None, list[tuple[bytes, int]], int] | None
+ *
+ * What Redis says to an MGET of `count` keys (none: not asked) and to an HGET of the version behind it: the version,
+ * the runs of equal values up to the first nil, and how many values they are. None where it is anything but just that.
+ */
+static PyObject *scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyBytes_CheckExact(args[0]) || !PyLong_CheckExact(args[1]) || !PyBool_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "scan(reply: bytes, count: int, with_version: bool)");
+        return NULL;
+    }
+    const Py_ssize_t count = PyLong_AsSsize_t(args[1]);
+    if (count == -1 && PyErr_Occurred())
+        return NULL;
+    /* A bytes object ends in a zero, so reading digits stops at `end`. */
+    const char *at = PyBytes_AS_STRING(args[0]), *end = at + PyBytes_GET_SIZE(args[0]);
+    const char *version = NULL;
+    Py_ssize_t version_length = 0, blocks = 0;
+    PyObject *found = PyList_New(0);
+    if (found == NULL)
+        return NULL;
+    if (count > 0) {
+        char head[32];
+        const int length = snprintf(head, sizeof head, "*%zd\r\n", count);
+        at = end - at >= length && memcmp(at, head, (size_t)length) == 0 ? at + length : NULL;
+        if (at != NULL)
+            at = read_runs(at, end, count, found, &blocks);
+    }
+    if (at != NULL && args[2] == Py_True)
+        at = read_bulk(at, end, &version, &version_length);
+    PyObject *answer = NULL;
+    if (at == end)
+        answer = Py_BuildValue("y#On", version, version_length, found, blocks);
+    else if (!PyErr_Occurred())
+        answer = Py_NewRef(Py_None);
+    Py_DECREF(found);
+    return answer;
+}
+
 /* runs(values: list[bytes | None]) -> list[tuple[bytes, int]]
  *
  * Equal neighbours, and how many, up to the first None.
@@ -440,6 +540,7 @@ static PyMethodDef methods[] = {
     {"chain", (PyCFunction)(void (*)(void))chain, METH_FASTCALL, "The keys of blocks that are hashed by themselves."},
     {"hash_blocks", (PyCFunction)(void (*)(void))hash_blocks, METH_FASTCALL, "The keys of a prompt's blocks."},
     {"pack_keys", (PyCFunction)(void (*)(void))pack_keys, METH_FASTCALL, "Keys as they go over the wire."},
+    {"scan", (PyCFunction)(void (*)(void))scan, METH_FASTCALL, "Equal neighbours in the reply to an MGET."},
     {"runs", (PyCFunction)(void (*)(void))runs, METH_FASTCALL, "Equal neighbours of a reply, up to the first None."},
     {NULL, NULL, 0, NULL},
 };

@@ -67,6 +67,8 @@ EXPORTED = [
     "waymark_streams{status}",
     "waymark_sweep_blocks_total",
     "waymark_sweeps_total",
+    "waymark_text_cache_bytes",
+    "waymark_text_cache_hits_total",
     "waymark_unresolved_total",
     "waymark_waiting_blocks",
     "waymark_waiting_dropped_total",

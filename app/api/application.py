@@ -24,6 +24,7 @@ from app.api.dynamo_views import DynamoViews
 from app.api.events import Events
 from app.api.operations import Doc, Handler, Method, Operation, Surroundings
 from app.api.probes import Probes
+from app.api.texts import Texts
 from app.api.turns import Turns
 from app.api.views import Views
 from app.metrics import Metrics
@@ -104,7 +105,7 @@ def create_app(store: Store, settings: Settings, metrics: Metrics) -> ASGIApp:
     token = None if settings.api_token is None else settings.api_token.get_secret_value()
     gate = Gate(token, protect_reads=settings.protect_reads)
     contract = Contract()
-    surroundings = Surroundings(settings, metrics, gate, Turns())
+    surroundings = Surroundings(settings, metrics, gate, Turns(), Texts(settings.text_cache_bytes, metrics))
     operations = _operations(store, contract, surroundings)
     contract.describe(operations)
 
@@ -180,7 +181,7 @@ def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlet
     """``/health``, ``/ready`` and ``/metrics`` alone: what an ingest worker answers."""
     gate = Gate(None, protect_reads=False)
     probes = Probes(store, metrics)
-    surroundings = Surroundings(settings, metrics, gate, Turns())
+    surroundings = Surroundings(settings, metrics, gate, Turns(), Texts(settings.text_cache_bytes, metrics))
     table: list[tuple[str, Handler, Doc]] = [
         ("/health", probes.health, _HEALTH),
         ("/ready", probes.ready, Doc("200 when Redis answers.")),

@@ -6,17 +6,21 @@ formats. What cannot be read is refused here; whether its fields fit is ``schema
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 import orjson
 from starlette.types import Receive
 
 from app.api.errors import Unfit, kind, shown
+from app.api.texts import Text, Texts
 from app.domain.native import cut, cut_hashes
 from app.errors import InvalidValue
+
+T = TypeVar("T")
 
 #: Bytes of a body before it has been read, as (name, value) pairs of the ASGI scope.
 Headers = Iterable[tuple[bytes, bytes]]
@@ -50,17 +54,37 @@ class Body(NamedTuple):
     """False where the text cannot hold one: a list of integers then needs no look at each element's type."""
     documents: list[Any] | None = None
     """Where a list may stand for several bodies: the one or the many."""
-    rest: bytes | None = None
-    """Where a long list was read without the parser: the text with ``[]`` in its place."""
+    numbers: bytes | None = None
+    """Where a long list was read without the parser: its elements, as msgpack's ``bin`` would have them."""
+    text: Text | None = None
+    """Where it was: all the rest."""
+
+    def asked(self, read: Callable[[dict[str, Any]], T]) -> T:
+        """What ``read`` makes of the fields beside the long list, or has made of them before."""
+        if self.text is None:
+            return read(self.fields)
+        if self.text.asked is None:
+            self.text.asked = read(self.text.fields)
+        asked: T = self.text.asked
+        return asked
 
 
-class LongList(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LongList:
     """The field of a body that is nearly all of it, and may be read without the parser."""
 
     spellings: tuple[str, ...]
     is_hashes: bool
     """Else token ids."""
     count_max: int
+    texts: Texts
+    operation: bytes
+    """Its name, for ``texts``."""
+    names: tuple[tuple[str, bytes], ...] = field(init=False)
+    """Each spelling, also as it stands in a text."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple((name, b'"%b"' % name.encode()) for name in self.spellings))
 
 
 class Disconnected(Exception):
@@ -72,7 +96,7 @@ def format_of(headers: Headers) -> Format:
     found = Format.JSON
     for name, value in headers:
         if name == b"content-type":
-            media_type = value.partition(b";")[0].strip().lower()
+            media_type = value if value in _FORMATS else value.partition(b";")[0].strip().lower()
             if media_type not in _FORMATS:
                 raise InvalidValue(
                     f"Content-Type is {shown(value.decode('latin-1'))}; send application/json or application/msgpack",
@@ -116,7 +140,7 @@ def _too_large(max_bytes: int) -> InvalidValue:
 def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_list: LongList | None = None) -> Body:
     """The fields of a body; ``InvalidValue`` where it cannot be read, ``Unfit`` where it is no object.
 
-    A ``long_list`` that is plain may come back as what msgpack's ``bin`` would be.
+    A ``long_list`` that is plain may come back as ``numbers``; what stands in ``fields`` for it is then empty.
     """
     if body_format is Format.JSON:
         if long_list is not None and (read := _without_parser(body, long_list)) is not None:
@@ -152,14 +176,18 @@ def _without_parser(body: bytes, of: LongList) -> Body | None:
 
     See ``native.cut`` for why what is left proves what was cut out.
     """
-    for name in of.spellings:
-        found = (cut_hashes if of.is_hashes else cut)(body, b'"%b"' % name.encode(), of.count_max)
+    for name, quoted in of.names:
+        found = (cut_hashes if of.is_hashes else cut)(body, quoted, of.count_max)
         if found is not None:
-            break
-    else:
-        return None
-    start, end, numbers = found
-    rest = b"%b[]%b" % (body[:start], body[end:])
+            start, end, numbers = found
+            rest = b"%b[]%b" % (body[:start], body[end:])
+            text = of.texts.find(of.operation + rest) or _text(rest, name, of)
+            return None if text is None else Body(text.fields, False, None, numbers, text)
+    return None
+
+
+def _text(rest: bytes, name: str, of: LongList) -> Text | None:
+    """What is left of a body, if it says that an empty list was ``name`` and nothing else was the same."""
     if len(rest) > CONTAINERS_MAX:
         return None
     try:
@@ -171,8 +199,9 @@ def _without_parser(body: bytes, of: LongList) -> Body | None:
     # Whether two spellings say the same can be seen of two lists only.
     if len(of.spellings) > 1 and any(fields.get(other) is not None for other in of.spellings if other != name):
         return None
-    fields[name] = numbers
-    return Body(fields, may_hold_booleans=False, rest=rest)
+    text = Text(fields)
+    of.texts.keep(of.operation + rest, text)
+    return text
 
 
 class _Containers:

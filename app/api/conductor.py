@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import partial
 from typing import Any, NamedTuple
-
-import orjson
 
 from app.api.access import AllowedEndpoints
 from app.api.bodies import Body
@@ -25,9 +23,6 @@ from app.store.reader import KeySource, Reader, Reading
 from app.store.store import Store
 
 PARTIAL = {"X-Waymark-Partial": "true"}
-
-#: Texts of queries, without their prompts, of which is remembered what they ask; longer ones are not.
-_RESTS_MAX, _REST_BYTES_MAX = 256, 1024
 
 
 class Conductor:
@@ -67,21 +62,23 @@ class Conductor:
         return Answer({"status": "unregistered successfully", "removed_instances": [str(name) for name in removed]})
 
     async def query(self, body: Body) -> Answer:
-        asked = _asked(QueryRequest, body)
-        tokens = token_bytes(
-            body.fields["token_ids"],
-            field="token_ids",
-            max_tokens=self._settings.max_tokens,
-            may_hold_booleans=body.may_hold_booleans,
-        )
+        asked = body.asked(_by_tokens)
+        tokens = body.numbers
+        if tokens is None:
+            tokens = token_bytes(
+                body.fields["token_ids"],
+                field="token_ids",
+                max_tokens=self._settings.max_tokens,
+                may_hold_booleans=body.may_hold_booleans,
+            )
         keys = TokenKeys(tokens, asked.block_size, asked.namespace, self._settings.hash_seed)
         return await self._answer(asked, keys, len(tokens) // (4 * asked.block_size))
 
     async def query_by_hash(self, body: Body) -> Answer:
-        asked = _asked(QueryByHashRequest, body)
+        asked = body.asked(_by_hash)
         field = QueryByHashRequest.spelling("seq_hashes", body.fields)
         seq_hashes = hashes(
-            body.fields[field],
+            body.fields[field] if body.numbers is None else body.numbers,
             field=field,
             max_tokens=self._settings.max_tokens,
             may_hold_booleans=body.may_hold_booleans,
@@ -111,22 +108,13 @@ class _Asked(NamedTuple):
     namespace: int
 
 
-def _asked(model: type[QueryRequest] | type[QueryByHashRequest], body: Body) -> _Asked:
-    """What a body asks; ``Unfit`` where it does not fit. Most queries of a client differ in their prompt alone."""
-    if body.rest is not None and len(body.rest) <= _REST_BYTES_MAX:
-        return _validated_text(model, body.rest)
-    return _validated(model, body.fields)
-
-
-@lru_cache(maxsize=_RESTS_MAX)
-def _validated_text(model: type[QueryRequest] | type[QueryByHashRequest], rest: bytes) -> _Asked:
-    return _validated(model, orjson.loads(rest))
-
-
 def _validated(model: type[QueryRequest] | type[QueryByHashRequest], fields: dict[str, Any]) -> _Asked:
     request = model.of(fields)
     ns = namespace(request.adapter, request.salts)
     return _Asked(request.group, request.instance_id, request.block_size, ns)
+
+
+_by_tokens, _by_hash = partial(_validated, QueryRequest), partial(_validated, QueryByHashRequest)
 
 
 class Lookup:

@@ -91,9 +91,9 @@ class Dynamo:
         return Answer({"status": "ok"})
 
     async def query(self, body: Body) -> Answer:
-        request = DynamoQueryRequest.of(body.fields)
+        request = body.asked(DynamoQueryRequest.of)
         tokens = token_bytes(
-            request.token_ids,
+            request.token_ids if body.numbers is None else body.numbers,
             field="token_ids",
             max_tokens=self._settings.max_tokens,
             may_hold_booleans=body.may_hold_booleans,
@@ -108,14 +108,14 @@ class Dynamo:
         return await self._answer(group, prompt)
 
     async def query_by_hash(self, body: Body) -> Answer:
-        request = DynamoQueryByHashRequest.of(body.fields)
+        request = body.asked(DynamoQueryByHashRequest.of)
         if body.fields.get("cache_salt") is not None:
             raise InvalidValue(
                 "cache_salt has no place here: block_hashes already depend on it; leave it out, or use query",
                 field="cache_salt",
             )
         local_hashes = hashes(
-            request.block_hashes,
+            request.block_hashes if body.numbers is None else body.numbers,
             field="block_hashes",
             max_tokens=self._settings.max_tokens,
             may_hold_booleans=body.may_hold_booleans,

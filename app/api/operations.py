@@ -19,6 +19,7 @@ from app.api.access import Access, Gate
 from app.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, encode, format_of, read_body
 from app.api.errors import body_of, headers_of, shown, status_of
 from app.api.fields import Request
+from app.api.texts import Texts
 from app.api.turns import Turns
 from app.errors import InvalidValue, WaymarkError
 from app.logs import fields
@@ -76,6 +77,7 @@ class Surroundings:
     metrics: Metrics
     gate: Gate
     turns: Turns
+    texts: Texts
 
 
 class Operation:
@@ -101,7 +103,7 @@ class Operation:
         # A probe is answered beside those that wait.
         self._turns = surroundings.turns if doc.needs_redis and access != "open" else None
         self._max_body_bytes = surroundings.settings.max_body_bytes
-        self._long_list = _long_list(doc.request, surroundings.settings.max_tokens)
+        self._long_list = _long_list(path, doc.request, surroundings)
         self._metrics = surroundings.metrics
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
         # Finding a series by its labels costs more than counting.
@@ -185,11 +187,13 @@ class Operation:
         return {"error": body["error"]} if self.dialect == "dynamo" else body
 
 
-def _long_list(model: type[BaseModel] | None, count_max: int) -> LongList | None:
+def _long_list(path: str, model: type[BaseModel] | None, surroundings: Surroundings) -> LongList | None:
     if model is not None and issubclass(model, Request):
         for name in ("token_ids", "seq_hashes", "block_hashes"):
             if name in model.model_fields:
-                return LongList(model.spellings(name), name != "token_ids", count_max)
+                count_max = surroundings.settings.max_tokens
+                spellings = model.spellings(name)
+                return LongList(spellings, name != "token_ids", count_max, surroundings.texts, path.encode())
     return None
 
 

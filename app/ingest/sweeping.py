@@ -1,12 +1,15 @@
 """Sweeping, for as long as a worker lives: dead holders are taken out of their blocks at the pace of the setting.
 
-Any worker may sweep any group. Two that sweep the same holder do it twice, which changes nothing.
+Any worker may sweep any group. Two that sweep the same holder do it twice, which changes nothing. A worker has one
+step on its way at a time, and pauses for a multiple of what it took: where Redis is busy, other workers sweep too, or
+values are long, readers come in between.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from app.errors import StoreUnavailable
 from app.logs import fields
@@ -14,6 +17,9 @@ from app.metrics import Metrics
 from app.store.store import Store
 
 log = logging.getLogger(__name__)
+
+#: The least pause after a step, in times of what the step took.
+PAUSE_STEPS = 3
 
 
 async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: int, pause_seconds: float) -> None:
@@ -29,9 +35,11 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
                 holder = await store.sweeper.pick(entry)
                 if holder is None:
                     continue
+                began = time.perf_counter()
                 async for blocks in store.sweeper.steps(entry, holder):
                     metrics.sweep_blocks.inc(blocks)
-                    await asyncio.sleep(blocks / blocks_per_second)
+                    await asyncio.sleep(max(blocks / blocks_per_second, PAUSE_STEPS * (time.perf_counter() - began)))
+                    began = time.perf_counter()
                 metrics.sweeps.inc()
                 left -= 1
             metrics.dead_holders.set(left)

@@ -7,13 +7,12 @@ One server, a primary behind Sentinels, a Cluster: nothing above knows which. Ev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from typing import Any, TypeAlias, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Any, TypeAlias, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, RedisError
 
 from app.metrics import Metrics
@@ -23,11 +22,13 @@ from app.store.address import Address, Endpoint, parse
 from app.store.cluster import Cluster
 from app.store.connect import server
 from app.store.failures import kind_of, unavailable
-from app.store.lending import Loan
+from app.store.lending import Lender
+from app.store.line import Take
 from app.store.lua import SCRIPTS, Script
 from app.store.sentinels import behind_sentinels
 
 Reply: TypeAlias = list[Any]
+T = TypeVar("T")
 
 EMBEDDED = "memory://"
 
@@ -50,6 +51,7 @@ class Client:
 
     def __init__(self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL") -> None:
         self._redis = redis
+        self._lender = None if isinstance(redis, Cluster) else Lender(redis.connection_pool, self._translated)
         self._variable = variable
         self.url = hide_password(url)
         self.metrics: Metrics | None = None
@@ -169,24 +171,27 @@ class Client:
                     pipeline.execute_command(*command)
                 return await pipeline.execute()
 
-    def lend(self, key: bytes) -> AbstractAsyncContextManager[AbstractConnection]:
-        """One connection, to the server that has ``key``, for as long as the block lasts.
+    def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> Awaitable[T]:
+        """What ``take`` makes of the reply to commands that are packed already, of the server that has ``key``.
 
-        Whoever borrows it reads every reply it has asked for; after an error, or a cancellation, it is closed. Errors
-        of the driver leave as everywhere. On a Cluster a slot may have moved: then ask again, with ``several``.
+        TimeoutError at ``until``, by the loop's clock; errors of the driver leave as everywhere. On a Cluster a slot
+        may have moved, and the embedded Redis cannot do it: then ask again, with ``several``.
         """
-        if isinstance(self._redis, Cluster):
-            return self._lend_of(self._redis, key)
-        return Loan(self._redis.connection_pool, self._translated)
+        if self._lender is not None:
+            return self._lender.ask(packed, take, until)
+        return self._ask_node(key, packed, take, until)
 
-    @asynccontextmanager
-    async def _lend_of(self, cluster: Cluster, key: bytes) -> AsyncIterator[AbstractConnection]:
-        with self._translated():
-            async with cluster.lend(key) as connection:
-                yield connection
+    async def _ask_node(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> T:
+        try:
+            return await cast("Cluster", self._redis).ask(key, packed, take, until)
+        except TimeoutError:
+            raise  # the asker's own
+        except (RedisError, OSError):
+            with self._translated():
+                raise
 
     def place(self, key: bytes) -> object:
-        """What stands for the server that has ``key``, as far as is known: equal for keys that one loan serves."""
+        """What stands for the server that has ``key``, as far as is known: equal for keys of one question."""
         return self._redis.place(key) if isinstance(self._redis, Cluster) else None
 
     async def publish(self, channel: str, word: str) -> None:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import (
     AskError,
@@ -31,7 +29,10 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from app.store.address import Endpoint
 from app.store.connect import first
-from app.store.lending import Loan
+from app.store.lending import Lender
+from app.store.line import Take
+
+T = TypeVar("T")
 
 #: How often a command is sent on, or again, before it is given up.
 _HOPS = 5
@@ -70,6 +71,7 @@ class Cluster:
         self._bound_seconds = _BOUND_TIMEOUTS * timeout_seconds
         self._is_replica = is_replica
         self._nodes: dict[Endpoint, Redis] = {}
+        self._lenders: dict[Endpoint, Lender] = {}
         self._slots: list[_Shard | None] = []
         self._failing: dict[Endpoint, float] = {}
         """Until when a node that failed is passed over, where another one may answer."""
@@ -79,6 +81,7 @@ class Cluster:
 
     async def aclose(self) -> None:
         nodes, self._nodes = list(self._nodes.values()), {}
+        self._lenders.clear()
         self._is_stale = True
         await asyncio.gather(*(node.aclose() for node in nodes))
 
@@ -118,15 +121,17 @@ class Cluster:
                 raise reply
         return replies
 
-    @asynccontextmanager
-    async def lend(self, key: bytes) -> AsyncIterator[AbstractConnection]:
-        """One connection to the node of ``key``. What an error tells of another place is remembered."""
-        async with asyncio.timeout(self._bound_seconds):
-            await self._read_map()
+    async def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> T:
+        """As ``Lender.ask``, of the node of ``key``. What an error tells of another place is remembered."""
+        if not self._is_known():
+            async with asyncio.timeout_at(until):
+                await self._read_map_bounded()
         endpoint = self._pick(key_slot(key))
+        lender = self._lenders.get(endpoint)
+        if lender is None:
+            lender = self._lenders[endpoint] = Lender(self._node(endpoint).connection_pool)
         try:
-            async with Loan(self._node(endpoint).connection_pool) as connection:
-                yield connection
+            return await lender.ask(packed, take, until)
         except MovedError as exc:
             self._learn(exc, endpoint)
             raise
@@ -251,7 +256,16 @@ class Cluster:
                 pool = self._nodes.pop(endpoint).connection_pool
                 self._failing.pop(endpoint, None)
                 await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
+                if lender := self._lenders.pop(endpoint, None):
+                    await lender.put_back()
                 await pool.disconnect(inuse_connections=False)
+
+    async def _read_map_bounded(self) -> None:
+        try:
+            async with asyncio.timeout(self._bound_seconds):
+                await self._read_map()
+        except TimeoutError:
+            raise RedisTimeoutError(f"no map of the Cluster's slots within {self._bound_seconds:g} s") from None
 
     def _is_known(self) -> bool:
         """Whether there is a map, and nothing against it or no time yet to read another."""

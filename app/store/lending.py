@@ -1,69 +1,92 @@
 """Connections of a pool for those who speak the protocol themselves, a few of them kept at hand.
 
 The library's pool takes locks, waits and looks at the socket each time, which costs as much as a query's commands.
-What is kept here was given back after its last reply had been read whole, so nothing can be waiting in it. A
-connection on which anything went wrong is closed, and all that are kept go back to the pool, which looks at each of
-them before it gives it out again: after a failure of Redis they are broken, too.
+What is kept here was given back after its last reply had been read whole, and tells when it is lost. After any failure
+that connection is closed and all that are kept go back to the pool: behind Sentinels it closes those to a primary that
+is none any more.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from redis.asyncio import ConnectionPool
-from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import RedisError
+
+from app.errors import StoreUnavailable
+from app.store.line import Line, Take
+
+T = TypeVar("T")
 
 #: Of each pool. They count as taken there, so it must be well below the size of a pool.
 KEPT_MAX = 16
 
-_kept: WeakKeyDictionary[ConnectionPool, list[AbstractConnection]] = WeakKeyDictionary()
+#: By pool, which may have several lenders.
+_kept: WeakKeyDictionary[ConnectionPool, list[Line]] = WeakKeyDictionary()
 
 
-class Loan:
-    """``async with``: one connection. Whoever has it reads every reply that he has asked for.
+class Lender:
+    """Asks over connections of one pool.
 
     ``errors`` is what the driver's errors go through; it is entered only where something is not as usual.
     """
-
-    __slots__ = ("_connection", "_errors", "_kept", "_pool")
 
     def __init__(self, pool: ConnectionPool, errors: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._pool = pool
         self._errors = errors
         self._kept = _kept.setdefault(pool, [])
 
-    async def __aenter__(self) -> AbstractConnection:
-        if self._kept:
-            self._connection = self._kept.pop()
-        else:
+    async def ask(self, packed: bytes, take: Take[T], until: float | None) -> T:
+        """What ``take`` makes of the reply to a packed command. TimeoutError at ``until``, by the loop's clock."""
+        line = self._kept.pop() if self._kept else None
+        if line is None or not line.is_idle:
+            line = await self._open(line, until)
+        try:
+            return await line.ask(packed, take, until)
+        except RedisError:
             with self._errors():
-                self._connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
-        return self._connection
+                raise
+        finally:
+            is_to_keep = line.is_idle and len(self._kept) < KEPT_MAX
+            # The library marks connections to a node that has left the Cluster.
+            if is_to_keep and not line.connection.should_reconnect():  # type: ignore[no-untyped-call]
+                self._kept.append(line)
+            else:
+                await self._give_back(line)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        connection = self._connection
-        is_sound = error is None and not connection.should_reconnect()  # type: ignore[no-untyped-call]
-        if is_sound and len(self._kept) < KEPT_MAX:
-            self._kept.append(connection)
-            return
+    async def put_back(self) -> None:
+        """Give the pool all that are at hand."""
         with self._errors():
-            back = [connection]
+            while self._kept:
+                line = self._kept.pop()
+                line.leave()
+                await self._pool.release(line.connection)
+
+    async def _open(self, lost: Line | None, until: float | None) -> Line:
+        if lost is not None:
+            await self._give_back(lost)
+        async with asyncio.timeout_at(until):
+            with self._errors():
+                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+                if not isinstance(connection._writer, asyncio.StreamWriter):
+                    await self._pool.release(connection)
+                    raise StoreUnavailable("the embedded Redis has no connections")
+                # Kept first: a cancellation that the driver has swallowed is raised at the end of this block.
+                self._kept.append(Line(connection))
+            return self._kept.pop()
+
+    async def _give_back(self, line: Line) -> None:
+        line.leave()
+        with self._errors():
             try:
-                if error is not None:
-                    back += self._kept
-                    self._kept.clear()
+                if not line.is_idle:
                     # Replies that nobody has read would be the next one's.
-                    await connection.disconnect(nowait=True)
+                    await line.connection.disconnect(nowait=True)
             finally:
-                for each in back:
-                    await self._pool.release(each)
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error  # it refers to this frame now; both would wait for the garbage collector
+                await self._pool.release(line.connection)
+                if not line.is_idle:
+                    await self.put_back()

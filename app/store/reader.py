@@ -62,6 +62,8 @@ class _Query:
         self.runs: list[tuple[bytes, int]] = []
         self.blocks = 0
         """How many keys have been looked up."""
+        self.found = 0
+        """How many of them somebody has, up to the first that nobody has."""
         self._source = source
         self._keys = b""
 
@@ -76,7 +78,7 @@ class _Query:
     def restart(self) -> None:
         self.walk = None
         self.runs = []
-        self.blocks = 0
+        self.blocks = self.found = 0
 
     def begin(self, table: HolderTable) -> Walk:
         self.walk = Walk(table.view(self.block_size))
@@ -106,22 +108,22 @@ class Reader:
         Raises StoreUnavailable where Redis is away, or has not answered once within the deadline.
         """
         query = _Query(block_size, source)
+        until = asyncio.get_running_loop().time() + deadline_seconds
         try:
-            async with asyncio.timeout(deadline_seconds):
-                for _ in range(2):
-                    entry = await self._entry(group)
-                    if entry is None:
-                        return None
-                    if await self._walk(group, entry, query):
-                        self._remember(entry, query)
-                        return query.reading(is_partial=False)
-                    # The id is another group's: this Redis has come back empty, so nothing known of it holds.
-                    self._fetcher.forget()
-                    self._groups.clear()
-                    self._tables.clear()
-                    self._usual.clear()
-                    query.restart()
-                return None
+            for _ in range(2):
+                entry = self._groups.get(group) or await self._find(group, until)
+                if entry is None:
+                    return None
+                if await self._walk(group, entry, query, until):
+                    self._remember(entry, query)
+                    return query.reading(is_partial=False)
+                # The id is another group's: this Redis has come back empty, so nothing known of it holds.
+                self._fetcher.forget()
+                self._groups.clear()
+                self._tables.clear()
+                self._usual.clear()
+                query.restart()
+            return None
         except TimeoutError:
             partial = query.reading(is_partial=True)
             if partial is None:
@@ -138,7 +140,7 @@ class Reader:
         try:
             async with asyncio.timeout(deadline_seconds):
                 entry = await self._registry.group(group)
-                table = None if entry is None else await self._read_table(entry.group_id)
+                table = None if entry is None else await self._read_table(entry.group_id, None)
         except TimeoutError:
             raise self._silent(deadline_seconds) from None
         return table if table is not None and table.group == group else None
@@ -157,21 +159,20 @@ class Reader:
         except TimeoutError:
             raise self._silent(deadline_seconds) from None
 
-    async def _entry(self, group: GroupName) -> GroupEntry | None:
-        entry = self._groups.get(group)
-        if entry is None:
+    async def _find(self, group: GroupName, until: float) -> GroupEntry | None:
+        async with asyncio.timeout_at(until):
             entry = await self._registry.group(group)
-            if entry is not None:
-                if len(self._groups) >= _GROUPS_MAX:
-                    oldest = next(iter(self._groups))
-                    group_id = self._groups.pop(oldest).group_id
-                    self._tables.pop(group_id, None)
-                    self._usual.pop(group_id, None)
-                self._groups[group] = entry
+        if entry is not None:
+            if len(self._groups) >= _GROUPS_MAX:
+                oldest = next(iter(self._groups))
+                group_id = self._groups.pop(oldest).group_id
+                self._tables.pop(group_id, None)
+                self._usual.pop(group_id, None)
+            self._groups[group] = entry
         return entry
 
-    async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query) -> bool:
-        """Walk to the end; False where ``entry`` is not this group's id (any more)."""
+    async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float) -> bool:
+        """Walk to the end; False where ``entry`` is not this group's id (any more). TimeoutError at ``until``."""
         usual = self._usual.get(entry.group_id, 0.0)
         chunk = next((blocks for bound, blocks in _FIRST_CHUNKS if usual < bound), _CHUNK)
         is_fresh = False
@@ -180,26 +181,26 @@ class Reader:
             walk = query.walk
             if walk is not None and not wanted:
                 return True
-            fetched, round_trips = await self._fetcher.fetch(entry, wanted, with_version=walk is None)
+            fetched, round_trips = await self._fetcher.fetch(entry, wanted, with_version=walk is None, until=until)
             query.round_trips += round_trips
             if walk is None:
                 table = self._tables.get(entry.group_id)
                 if table is None or table.version != fetched.version:
-                    table, is_fresh = await self._read_table(entry.group_id), True
+                    table, is_fresh = await self._read_table(entry.group_id, until), True
                     query.round_trips += 1
                 if table is None or table.group != group:
                     return False
                 walk = query.begin(table)
-            asked, found = len(wanted) // KEY_BYTES, sum(length for _, length in fetched.runs)
             query.runs += fetched.runs
-            query.blocks += asked
-            is_whole = found == chunk
+            query.blocks += len(wanted) // KEY_BYTES
+            query.found += fetched.found
+            is_whole = fetched.found == chunk
             goes_on = walk.feed_runs(fetched.runs) and is_whole
             if not goes_on:
                 if is_fresh or walk.newest_seen <= walk.view.newest:
                     return True
                 # A block names a holder that began after the table was read: read it again, once, and walk anew.
-                table, is_fresh = await self._read_table(entry.group_id), True
+                table, is_fresh = await self._read_table(entry.group_id, until), True
                 query.round_trips += 1
                 if table is None or table.group != group:
                     return False
@@ -211,12 +212,13 @@ class Reader:
         """What a query found says how much the next one should ask for at once; one of a few blocks says nothing."""
         if query.blocks >= _FIRST_CHUNKS[0][1]:
             # Of those who have much, how much does not matter: a few of them should not make all others ask for 512.
-            found = min(_FIRST_CHUNKS[-1][1], sum(length for _, length in query.runs))
+            found = min(_FIRST_CHUNKS[-1][1], query.found)
             usual = self._usual.get(entry.group_id, 0.0)
             self._usual[entry.group_id] = usual + _WEIGHT * (found - usual)
 
-    async def _read_table(self, group_id: int) -> HolderTable | None:
-        table = decode_table(await self._client.hgetall(keys.holders(group_id)))
+    async def _read_table(self, group_id: int, until: float | None) -> HolderTable | None:
+        async with asyncio.timeout_at(until):
+            table = decode_table(await self._client.hgetall(keys.holders(group_id)))
         if table is None:
             self._tables.pop(group_id, None)
         else:

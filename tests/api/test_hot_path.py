@@ -16,16 +16,19 @@ from app.api.bodies import CONTAINERS_MAX, Format, LongList, decode
 from app.api.errors import Unfit
 from app.api.prompts import hashes, token_bytes
 from app.api.schemas import QueryByHashRequest
+from app.api.texts import Texts
 from app.domain import native
 from app.errors import InvalidValue
+from app.metrics import Metrics
 from tests.api.conftest import Hold
 from tests.domain.test_native import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
 
 pytestmark = pytest.mark.usefixtures("way_kept")
 
 TOKENS_MAX = 100_000
-TOKENS = LongList(("token_ids",), is_hashes=False, count_max=TOKENS_MAX)
-HASHES = LongList(("seq_hashes", "block_hash"), is_hashes=True, count_max=TOKENS_MAX)
+TEXTS = Texts(2**20, Metrics())
+TOKENS = LongList(("token_ids",), False, TOKENS_MAX, TEXTS, b"/query")
+HASHES = LongList(("seq_hashes", "block_hash"), True, TOKENS_MAX, TEXTS, b"/query_by_hash")
 
 
 def read(body: bytes, wanted: str) -> Any:
@@ -35,9 +38,11 @@ def read(body: bytes, wanted: str) -> Any:
     """
     native.use(wanted == "native")
     try:
-        fields = dict(decode(body, Format.JSON, long_list=None if wanted == "parser" else TOKENS).fields)
+        found = decode(body, Format.JSON, long_list=None if wanted == "parser" else TOKENS)
+        fields = dict(found.fields)
         if "token_ids" in fields:
-            fields["token_ids"] = token_bytes(fields["token_ids"], field="token_ids", max_tokens=TOKENS_MAX)
+            value = fields["token_ids"] if found.numbers is None else found.numbers
+            fields["token_ids"] = token_bytes(value, field="token_ids", max_tokens=TOKENS_MAX)
     except InvalidValue as exc:
         return type(exc), exc.sentence, exc.reason, exc.field, exc.index
     return fields
@@ -51,8 +56,9 @@ def read_hashes(body: bytes, wanted: str) -> Any:
     """As ``read``, of a query by hash: what the client's spelling of the field holds."""
     native.use(wanted == "native")
     try:
-        request = QueryByHashRequest.of(decode(body, Format.JSON, long_list=HASHES).fields)
-        return list(hashes(request.seq_hashes, field="seq_hashes", max_tokens=TOKENS_MAX))
+        found = decode(body, Format.JSON, long_list=HASHES)
+        value = found.asked(QueryByHashRequest.of).seq_hashes if found.numbers is None else found.numbers
+        return list(hashes(value, field="seq_hashes", max_tokens=TOKENS_MAX))
     except InvalidValue as exc:
         return type(exc), exc.sentence, exc.reason, exc.field, exc.index
 
@@ -98,9 +104,10 @@ def test_the_short_cut_was_taken_for_hashes_as_clients_send_them(way: str) -> No
     for name in ("seq_hashes", "block_hash"):
         for sent in (numbers, signed, [str(number) for number in numbers], [str(number) for number in signed]):
             for body in (json.dumps({"model": "m", name: sent}), json.dumps({name: sent}, separators=(",", ":"))):
-                found = decode(body.encode(), Format.JSON, long_list=HASHES).fields[name]
-                assert isinstance(found, bytes) == (way == "native")
-                assert list(hashes(found, field=name, max_tokens=9)) == numbers
+                found = decode(body.encode(), Format.JSON, long_list=HASHES)
+                assert (found.numbers is not None) == (way == "native")
+                value = found.fields[name] if found.numbers is None else found.numbers
+                assert list(hashes(value, field=name, max_tokens=9)) == numbers
 
 
 async def test_what_was_asked_before_is_no_answer_to_another_question(
@@ -163,8 +170,9 @@ def test_the_short_cut_was_taken_for_what_writers_of_json_send(way: str) -> None
             json.dumps(fields, indent=1),
             json.dumps(fields, ensure_ascii=False),
         ):
-            tokens = decode(body.encode(), Format.JSON, long_list=TOKENS).fields["token_ids"]
-            assert isinstance(tokens, bytes) == ("\\" not in body)
+            found = decode(body.encode(), Format.JSON, long_list=TOKENS)
+            assert (found.numbers is not None) == ("\\" not in body)
+            tokens = found.fields["token_ids"] if found.numbers is None else found.numbers
             assert token_bytes(tokens, field="", max_tokens=TOKENS_MAX) == struct.pack("<1901I", *range(99, 2000))
 
 

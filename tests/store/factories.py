@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
 
 from app.domain.names import EngineKind, GroupName, Holder, Registration
 from app.domain.runs import Commit, Mode, Run
@@ -18,10 +16,13 @@ from app.store.claims import Claim
 from app.store.client import Client, Reply
 from app.store.index import Index
 from app.store.leases import Grant
+from app.store.line import Take
 from app.store.records import Begin
 from app.store.registry import GroupEntry
 from app.store.scripts import Arg, Outcome, Scripts, Verdict
 from app.store.store import Store
+
+T = TypeVar("T")
 
 GROUP = GroupName("default", "m")
 
@@ -117,11 +118,9 @@ class Meeting(Client):
         await self._meet("several")
         return await super().several(commands)
 
-    @asynccontextmanager
-    async def lend(self, key: bytes) -> AsyncIterator[AbstractConnection]:
-        await self._meet("lend")
-        async with super().lend(key) as connection:
-            yield connection
+    async def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> T:
+        await self._meet("ask")
+        return await super().ask(key, packed, take, until)
 
 
 @dataclass

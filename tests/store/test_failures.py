@@ -15,6 +15,7 @@ import pytest
 from app.errors import StoreUnavailable
 from app.store.access import Access
 from app.store.client import Client
+from app.store.line import Replies
 from tests.topologies import farm
 
 #: Of one connection or reply, where something is answered; and where nothing is, which every command waits for.
@@ -60,7 +61,7 @@ WAYS: dict[str, Callable[[Client], Awaitable[Any]]] = {
     "load_scripts": lambda client: client.load_scripts(),
     "publish": lambda client: client.publish("wm:control", "word"),
     "subscription": lambda client: _subscribed(client),
-    "lend": lambda client: _lent(client),
+    "ask": lambda client: client.ask(b"wm:groups", b"*2\r\n$7\r\nHGETALL\r\n$9\r\nwm:groups\r\n", Replies(1), None),
 }
 
 
@@ -70,19 +71,13 @@ async def _subscribed(client: Client) -> None:
             continue
 
 
-async def _lent(client: Client) -> None:
-    async with client.lend(b"wm:groups") as connection:
-        await connection.send_command("HGET", "wm:groups", "field")
-        await connection.read_response()
-
-
 async def check_all_ways(url: str, sentence: str, access: Access | None = None, *, is_silent: bool = False) -> None:
-    """Where it is silent, a subscription hears nothing, which is no error."""
+    """Where it is silent, a subscription hears nothing, which is no error; a question has a bound of its own."""
     timeout_seconds = SILENT_SECONDS if is_silent else TIMEOUT_SECONDS
     client = Client.open(url, timeout_seconds=timeout_seconds, access=access)
     try:
         for name, way in WAYS.items():
-            if is_silent and name == "subscription":
+            if is_silent and name in ("subscription", "ask"):
                 continue
             began = time.monotonic()
             with pytest.raises(StoreUnavailable) as caught:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from redis.asyncio import Connection, ConnectionPool, Redis
+from redis.asyncio import Redis
 
 from app.domain.match import conductor_rows
 from app.domain.native import KEY_BYTES, pack
 from app.errors import StoreUnavailable
 from app.store.client import Client
-from app.store.lending import KEPT_MAX, Loan
+from app.store.lending import KEPT_MAX
 from app.store.store import Store
 from tests.conftest import wait_until
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
@@ -188,33 +186,3 @@ async def test_connections_that_redis_has_closed_are_found_out_by_one_query(held
     for _ in range(8):
         assert await longest(store, CHAIN[:600]) == 600
     await store.close()
-
-
-class _Broken(OSError):
-    """Of a socket; can be watched."""
-
-
-async def test_an_error_on_a_lent_connection_does_not_wait_for_the_garbage_collector() -> None:
-    pool: ConnectionPool = ConnectionPool(connection_class=_Idle)
-    gc.disable()
-    try:
-        error = _Broken()
-        seen = weakref.ref(error)
-        try:
-            async with Loan(pool):
-                raise error
-        except _Broken:
-            del error
-        assert seen() is None
-    finally:
-        gc.enable()
-
-
-class _Idle(Connection):
-    """Connected to nothing."""
-
-    async def connect(self) -> None:
-        return None
-
-    async def can_read(self) -> bool:
-        return False

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from redis import Redis as SyncRedis
+from redis.asyncio import Redis
 
 from app.api.application import create_probes
 from app.errors import StoreUnavailable
@@ -36,7 +37,7 @@ class Told(Client):
     """A Redis that says of itself what it is told to; None hangs."""
 
     def __init__(self, *, is_cluster: bool = False, **info: Any) -> None:
-        super().__init__(None, "redis://test")  # type: ignore[arg-type]
+        super().__init__(Redis(), "redis://test")
         self._is_cluster = is_cluster
         self.answers: list[dict[str, Any]] | None = [SOUND | info]
         self.asked = 0

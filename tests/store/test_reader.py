@@ -169,7 +169,7 @@ async def test_a_holder_that_began_during_the_query_is_counted(store: Store, cli
         (gpu,) = await other.begin("0 GPU")
         await other.apply(stored(gpu, CHAIN))
 
-    reader = Store(Meeting(client, "lend", begin_and_store, call=3)).reader
+    reader = Store(Meeting(client, "ask", begin_and_store, call=3)).reader
     await read(reader, [])  # the table is known, without the new one
     reading = await read(reader, CHAIN)
     assert longest(reading) == {"pod-1": 2000, "pod-2": 0}, "no holder of pod-2 was in the first chunk's table"

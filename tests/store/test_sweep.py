@@ -89,7 +89,7 @@ async def test_long_values_make_a_step_smaller(store: Store, redis: Redis, strea
     await stream.end()
     steps = await swept(store, stream)
     assert sum(steps) == 256
-    assert max(steps) <= 48
+    assert max(steps) == 16
     assert await stream.values(blocks) == [crowd] * 256
 
 

@@ -1,0 +1,77 @@
+"""texts: what a query says beside its prompt is read once, never mixed up, and takes no more room than it may."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from app.api.bodies import Body, Format, LongList, decode
+from app.api.errors import Unfit
+from app.api.schemas import QueryByHashRequest, QueryRequest
+from app.api.texts import Texts
+from app.metrics import Metrics
+
+
+def lists(texts: Texts, operation: bytes = b"/query") -> LongList:
+    return LongList(("token_ids",), False, 1000, texts, operation)
+
+
+def body(tokens: list[int], **fields: Any) -> bytes:
+    return json.dumps({"model": "m", "block_size": 16, "token_ids": tokens} | fields).encode()
+
+
+def value_of(metrics: Metrics, name: str) -> float | None:
+    return metrics.registry.get_sample_value(f"waymark_text_cache_{name}")
+
+
+def read(raw: bytes, of: LongList) -> Body:
+    found = decode(raw, Format.JSON, long_list=of)
+    assert found.text is not None
+    return found
+
+
+def test_a_text_is_read_once_and_its_prompt_each_time(way: str) -> None:
+    metrics = Metrics()
+    of = lists(Texts(2**20, metrics))
+    calls: list[dict[str, Any]] = []
+
+    def made(fields: dict[str, Any]) -> QueryRequest:
+        calls.append(fields)
+        return QueryRequest.of(fields)
+
+    first, second = read(body([1, 2]), of), read(body([3]), of)
+    assert first.asked(made) is second.asked(made)
+    assert len(calls) == 1
+    assert (first.numbers, second.numbers) == (b"\1\0\0\0\2\0\0\0", b"\3\0\0\0")
+    assert read(body([3], instance_id="pod-1"), of).asked(made).instance_id == "pod-1"
+    assert value_of(metrics, "hits_total") == 1
+    assert value_of(metrics, "bytes") == of.texts.bytes > 0
+
+
+def test_a_refusal_is_not_remembered(way: str) -> None:
+    of = lists(Texts(2**20, Metrics()))
+    for _ in range(2):
+        with pytest.raises(Unfit) as refused:
+            read(body([1], block_size="16"), of).asked(QueryRequest.of)
+        assert refused.value.field == "block_size"
+
+
+def test_another_operation_makes_something_else_of_the_same_text(way: str) -> None:
+    texts = Texts(2**20, Metrics())
+    raw = b'{"model":"m","block_size":16,"seq_hashes":[],"token_ids":[1]}'
+    one, other = read(raw, lists(texts)), read(raw, lists(texts, b"/query_by_hash"))
+    assert isinstance(one.asked(QueryRequest.of), QueryRequest)
+    assert isinstance(other.asked(QueryByHashRequest.of), QueryByHashRequest)
+
+
+@pytest.mark.parametrize("bytes_max", [0, 10_000])
+def test_it_never_takes_more_than_it_may(way: str, bytes_max: int) -> None:
+    metrics = Metrics()
+    of = lists(Texts(bytes_max, metrics))
+    for number in range(200):
+        found = read(body([number], instance_id=f"pod-{number % 50}", cache_salt="x" * (20 * number)), of)
+        assert found.asked(QueryRequest.of).instance_id == f"pod-{number % 50}"
+        assert of.texts.bytes <= bytes_max
+    assert value_of(metrics, "bytes") == of.texts.bytes
