@@ -14,7 +14,7 @@ from time import perf_counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.operations import METHODS, Operation
+from app.api.operations import METHODS, RESPOND, Operation
 from app.logs import fields
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class AccessLog:
                 length += len(message["body"])
             await send(message)
 
+        scope.get("extensions", {}).pop(RESPOND, None)  # answers come past here in messages
         try:
             await self._app(scope, receive, noted)
         finally:

@@ -21,7 +21,7 @@ from app.api.errors import body_of, headers_of, shown, status_of
 from app.api.fields import Request
 from app.api.texts import Texts
 from app.api.turns import Turns
-from app.errors import InvalidValue, WaymarkError
+from app.errors import InvalidValue, StoreUnavailable, WaymarkError
 from app.logs import fields
 from app.metrics import Metrics
 from app.settings import Settings
@@ -64,6 +64,10 @@ Method: TypeAlias = Literal["GET", "POST"]
 Dialect: TypeAlias = Literal["conductor", "dynamo"]
 
 _NO_BODY = Body({})
+_NONE: Mapping[str, Any] = {}
+
+#: Where a server offers to write a whole answer at once: status, headers, body; False where it cannot.
+RESPOND = "waymark.respond"
 
 #: A method is the client's text; a label must be one of a few.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -122,10 +126,10 @@ class Operation:
                 status = 499
                 return
             except Exception as exc:
-                await send_answer(self._unexpected(scope, exc), Format.JSON, send)
+                await send_answer(self._unexpected(scope, exc), Format.JSON, scope, send)
                 raise
             status = answer.status
-            await send_answer(answer, body_format, send, is_head=scope["method"] == "HEAD")
+            await send_answer(answer, body_format, scope, send)
         finally:
             self._duration.observe(perf_counter() - started)
             self._count(scope["method"], status)
@@ -165,11 +169,24 @@ class Operation:
                 raw = await read_body(headers, receive, self._max_body_bytes)
             if self._turns is None:
                 return await self._handle(raw, body_format), body_format
-            async with self._turns:
-                return await self._handle(raw, body_format), body_format
+            return await self._in_turn(self._turns, raw, body_format), body_format
         except WaymarkError as exc:
             status = status_of(exc, unfit_status=self._unfit_status)
             return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
+
+    async def _in_turn(self, turns: Turns, raw: bytes | None, body_format: Format) -> Answer:
+        if not turns.take():
+            await turns.wait()
+        is_away: bool | None = None
+        try:
+            answer = await self._handle(raw, body_format)
+            is_away = False
+            return answer
+        except StoreUnavailable:
+            is_away = True
+            raise
+        finally:
+            turns.give_back(is_away=is_away)
 
     async def _handle(self, raw: bytes | None, body_format: Format) -> Answer:
         if raw is None:
@@ -197,13 +214,18 @@ def _long_list(path: str, model: type[BaseModel] | None, surroundings: Surroundi
     return None
 
 
-async def send_answer(answer: Answer, body_format: Format, send: Send, *, is_head: bool = False) -> None:
-    """Send an answer as two ASGI messages."""
+async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:
+    """Send an answer: at once where the server knows how, else as two ASGI messages."""
     if isinstance(answer.content, bytes):
         content, media_type = answer.content, answer.media_type.encode()
     else:
         content, media_type = encode(answer.content, body_format), body_format.value
-    headers = [(b"content-type", media_type), (b"content-length", str(len(content)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    headers = [(b"content-type", media_type), (b"content-length", b"%d" % len(content))]
+    if answer.headers:
+        headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    else:
+        respond = scope.get("extensions", _NONE).get(RESPOND)
+        if respond is not None and respond(answer.status, headers, content):
+            return
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": b"" if is_head else content})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})

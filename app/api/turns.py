@@ -10,7 +10,7 @@ have been waiting meanwhile, and the next to come are those who try again.
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
+from collections import deque
 
 from app.errors import StoreUnavailable
 
@@ -21,32 +21,54 @@ WAIT_SECONDS = 10.0
 
 
 class Turns:
-    """``async with turns``: at most ``at_once`` are inside; ``StoreUnavailable`` after ``wait_seconds`` outside."""
+    """At most ``at_once`` are inside: who has taken a turn gives it back.
+
+    Those who wait go in in the order in which they came; ``StoreUnavailable`` after ``wait_seconds`` outside.
+    """
 
     def __init__(self, at_once: int = AT_ONCE, wait_seconds: float = WAIT_SECONDS) -> None:
-        self._free = asyncio.Semaphore(at_once)
+        self._left = at_once  # 0 while anybody waits
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._wait_seconds = wait_seconds
         self._is_away = False
         """Redis did not answer the one who was inside last."""
 
-    async def __aenter__(self) -> None:
-        if not self._free.locked():
-            await self._free.acquire()  # does not wait
-            return
+    def take(self) -> bool:
+        """A turn, if one is free; else it has to be waited for."""
+        if self._left:
+            self._left -= 1
+            return True
+        return False
+
+    async def wait(self) -> None:
+        """Until it is one's turn."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
         try:
             async with asyncio.timeout(self._wait_seconds):
-                await self._free.acquire()
-        except TimeoutError:
-            raise StoreUnavailable(
-                f"too many requests wait for Redis, this one for {self._wait_seconds:g} s; try again in a moment"
-            ) from None
+                await turn
+        except BaseException as exc:
+            if not turn.cancelled():
+                self._pass_on()  # it came in the same moment
+            if isinstance(exc, TimeoutError):
+                raise StoreUnavailable(
+                    f"too many requests wait for Redis, this one for {self._wait_seconds:g} s; try again in a moment"
+                ) from None
+            raise
         if self._is_away:
-            self._free.release()
+            self._pass_on()
             raise StoreUnavailable("Redis does not answer those who came before; try again in a moment")
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None or isinstance(error, StoreUnavailable):
-            self._is_away = error is not None
-        self._free.release()
+    def give_back(self, *, is_away: bool | None) -> None:
+        """``is_away``: whether Redis did not answer; None where nothing was learned of it."""
+        if is_away is not None:
+            self._is_away = is_away
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else whoever waited has gone
+                turn.set_result(None)
+                return
+        self._left += 1

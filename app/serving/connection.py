@@ -48,6 +48,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._answering: Exchange | None = None
         self._refusal: Refusal | None = None
+        self._scope_of_all: dict[str, Any] = {}
         self._unplaced = 0  # bytes since a piece of a body or the end of a request
         self._head_bytes = 0
 
@@ -56,6 +57,14 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.all.keep_alive_seconds = self.timeout_keep_alive
+        self._scope_of_all = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": "",
+        }
         self.all.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -139,30 +148,27 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         version = self.parser.get_http_version()
-        path, query = self.url, b""
-        if not _PLAIN_PATH(self.url):
-            target = httptools.parse_url(self.url)
-            path, query = target.path, target.query or b""
+        url = self.url
+        scope = self._scope_of_all | {
+            "http_version": version,
+            "method": self.parser.get_method().decode("ascii"),
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+        }
+        if _PLAIN_PATH(url):
+            scope["path"], scope["raw_path"], scope["query_string"] = url.decode("ascii"), url, b""
+        else:
+            target = httptools.parse_url(url)
+            scope["path"], scope["raw_path"] = unquote(target.path.decode("ascii")), target.path
+            scope["query_string"] = target.query or b""
         before = self.cycle
+        defaults = self.server_state.default_headers
         self.cycle = exchange = Exchange(
-            {
-                "type": "http",
-                "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
-                "http_version": version,
-                "server": self.server,
-                "client": self.client,
-                "scheme": self.scheme,
-                "root_path": self.root_path,
-                "method": self.parser.get_method().decode("ascii"),
-                "path": self.root_path + unquote(path.decode("ascii")),
-                "raw_path": self.root_path.encode("ascii") + path,
-                "query_string": query,
-                "headers": self.headers,
-                "state": self.app_state.copy(),
-            },
+            scope,
             self.transport,
             self.flow,
-            default_headers=self.server_state.default_headers,
+            default_headers=defaults,
+            default_lines=self.all.default_lines(defaults),
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),
             expects_continue=self.expect_100_continue,
             on_response=self.on_response_complete,

@@ -105,6 +105,7 @@ class Connections:
         self.unread: dict[Connection, float] = {}
         """More was written than the client has taken, or the end of it has been written."""
         self._open: set[Connection] = set()
+        self._defaults: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
         self._metrics = metrics
         self._metrics.http_bodies_bytes.set_function(lambda: self.bodies_bytes)
         self._is_looking = False
@@ -139,6 +140,12 @@ class Connections:
                 connection.refuse(BODIES)
                 if self.bodies_bytes <= self.bounds.bodies_max_bytes:
                     break
+
+    def default_lines(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """uvicorn's headers of every answer, as lines; it makes new ones each second."""
+        if headers is not self._defaults[0]:
+            self._defaults = headers, b"".join([b"%b: %b\r\n" % header for header in headers])
+        return self._defaults[1]
 
     def count_cut(self, why: str) -> None:
         self._metrics.http_connections_cut.labels(reason=why).inc()

@@ -1,15 +1,15 @@
 """One request and its answer: what an ASGI application receives from and sends to.
 
 uvicorn has the same, for whatever an application may do. Here what is usual costs less: a body that came whole is
-given out at once, and head and body of an answer whose length is told go out in one piece. What is not usual is left
-to uvicorn, and on the wire nobody can tell the two apart.
+given out at once, and an answer that is whole may be given to ``respond`` instead of being sent in messages. On the
+wire nobody can tell the two apart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
@@ -17,8 +17,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 log = logging.getLogger("uvicorn.error")
 
-#: Headers that say more than what the body is.
-_OF_THE_CONNECTION = frozenset({b"connection", b"transfer-encoding", b"upgrade"})
+#: Where ``respond`` is found among the extensions of an ASGI scope.
+RESPOND = "waymark.respond"
 
 
 class Exchange(RequestResponseCycle):
@@ -31,6 +31,7 @@ class Exchange(RequestResponseCycle):
         flow: FlowControl,
         *,
         default_headers: list[tuple[bytes, bytes]],
+        default_lines: bytes,
         keep_alive: bool,
         expects_continue: bool,
         on_response: Callable[[], None],
@@ -55,10 +56,11 @@ class Exchange(RequestResponseCycle):
         self.held = 0
         """Bytes of its body, from their arrival until it has been answered."""
         self.task: asyncio.Task[None] | None = None
+        scope["extensions"] = {RESPOND: self.respond}
+        self._default_lines = default_lines
         self._on_end = on_end
         self._is_due = False  # there is something to receive
         self._changed: asyncio.Event | None = None  # made by the first who has to wait
-        self._start: Any = None
 
     @property
     def message_event(self) -> asyncio.Event:  # type: ignore[override]
@@ -95,6 +97,7 @@ class Exchange(RequestResponseCycle):
         try:
             await self.run_asgi(app)
         finally:
+            self.scope.pop("extensions", None)  # it refers to this object; both would wait for the garbage collector
             self._on_end(self)
 
     async def receive(self) -> Any:
@@ -111,46 +114,21 @@ class Exchange(RequestResponseCycle):
             self.message_event.clear()
         return {"type": "http.disconnect"}
 
-    async def send(self, message: Any) -> None:
-        start = self._start
-        if start is None:
-            if self.response_started or message["type"] != "http.response.start":
-                await super().send(message)
-                return
-            self._start = message
-            self.response_started = True  # from here on a failure can no longer be answered
-            self.waiting_for_100_continue = False
-            return
-        self._start = None
-        if self.disconnected:
-            return
-        body = message.get("body", b"")
-        head = None if message.get("more_body", False) else _head(start, len(body), self.default_headers)
-        if head is None or self.flow.write_paused or not self.keep_alive or self.scope["method"] == "HEAD":
-            self.response_started = False
-            await super().send(start)
-            await super().send(message)
-            return
-        self.transport.write(head + body)
-        self.response_complete = True
-        if self._changed is not None:
-            self._changed.set()
-        self.on_response()
+    def respond(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write a whole answer at once; False, and nothing has been done, where it has to be sent in messages.
 
-
-def _head(start: Any, length: int, defaults: list[tuple[bytes, bytes]]) -> bytes | None:
-    """The head of an answer with a body of ``length`` bytes; None where it is not a usual one."""
-    headers = [*defaults, *start["headers"]]
-    told = b"%d" % length
-    lines = [STATUS_LINE[start["status"]]]
-    is_told = False
-    for name, value in headers:
-        if name == b"content-length":
-            is_told = value == told
-        elif name in _OF_THE_CONNECTION:
-            return None
-        lines.append(b"%b: %b\r\n" % (name, value))
-    lines.append(b"\r\n")
-    head = b"".join(lines)
-    # A line break in a value would begin a line of its own.
-    return head if is_told and head.count(b"\n") == head.count(b"\r") == len(headers) + 2 else None
+        ``headers`` tell its type and length, and nothing of the connection.
+        """
+        if self.response_started or self.flow.write_paused or not self.keep_alive or self.scope["method"] == "HEAD":
+            return False
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        if not lines.count(b"\n") == lines.count(b"\r") == len(headers):
+            return False  # a line break in a value would begin a line of its own
+        self.response_started = self.response_complete = True
+        self.waiting_for_100_continue = False
+        if not self.disconnected:
+            self.transport.write(b"".join((STATUS_LINE[status], self._default_lines, lines, b"\r\n", body)))
+            if self._changed is not None:
+                self._changed.set()
+            self.on_response()
+        return True

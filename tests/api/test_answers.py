@@ -1,8 +1,9 @@
-"""Answers go out in one piece where they are usual; on the wire nobody can tell them from uvicorn's own."""
+"""Answers may be given whole; on the wire nobody can tell them from those that uvicorn sends in messages."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from app.api import operations
 from app.metrics import Metrics
 from app.serving.connection import protocol
 from app.serving.connections import Bounds, Connections
+from app.serving.exchange import RESPOND
 
 LENGTH_2 = (b"content-length", b"2")
 START: dict[str, Any] = {"type": "http.response.start", "status": 200}
@@ -32,11 +35,24 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "/nothing": [],
     "/twice": [*USUAL, BODY],
 }
+#: Not for ``respond``, which is told a length and says nothing of the connection.
+UNFIT = {"/without-length", "/closes", "/too-long", "/too-short"}
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     for message in CASES[scope["path"]]:
         await send(message)
+
+
+async def whole(scope: Scope, receive: Receive, send: Send) -> None:
+    """The same, at once where that is offered and an answer is whole."""
+    messages = CASES[scope["path"]]
+    respond = scope.get("extensions", {}).get(RESPOND)
+    if respond is not None and len(messages) == 2 and scope["path"] not in UNFIT:
+        start, body = messages
+        if respond(start["status"], start["headers"], body["body"]):
+            return
+    await app(scope, receive, send)
 
 
 async def broken(scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +105,11 @@ def bounded() -> type[asyncio.Protocol]:
 
 async def test_an_answer_is_on_the_wire_what_uvicorn_sends() -> None:
     last = request("/usual", "GET", "connection: close")
-    async with served("httptools", app) as theirs, served(bounded(), app) as ours:
+    async with (
+        served("httptools", app) as theirs,
+        served(bounded(), app) as ours,
+        served(bounded(), whole) as at_once,
+    ):
         for path in CASES:
             for talk in (
                 [request(path), last],
@@ -100,10 +120,50 @@ async def test_an_answer_is_on_the_wire_what_uvicorn_sends() -> None:
             ):
                 expected = await wire(theirs, *talk)
                 assert await wire(ours, *talk) == expected, talk
+                assert await wire(at_once, *talk) == expected, talk
                 assert path != "/usual" or expected.count(b"x-of-all: 1\r\n") == len(talk)
 
 
 async def test_what_fails_after_its_head_is_cut_and_not_answered_twice() -> None:
     async with served("httptools", broken) as theirs, served(bounded(), broken) as ours:
         assert (await wire(theirs, request("/x"))).endswith(b"\r\n\r\n")
-        assert await wire(ours, request("/x")) == b"", "the head waits for its body"
+        assert await wire(ours, request("/x")) == await wire(theirs, request("/x"))
+
+
+def test_who_offers_to_answer_at_once_and_who_accepts_call_it_the_same() -> None:
+    assert RESPOND == operations.RESPOND
+
+
+async def test_an_answer_at_once_is_one_write_and_the_last() -> None:
+    outcomes: list[Any] = []
+
+    async def twice(scope: Scope, receive: Receive, send: Send) -> None:
+        respond = scope["extensions"][RESPOND]
+        outcomes.append(respond(200, USUAL[0]["headers"], b"ok"))
+        outcomes.append(respond(200, USUAL[0]["headers"], b"ok"))
+
+    async with served(bounded(), twice) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/x"))
+        async with asyncio.timeout(20):
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 OK\r\nx-of-all: 1\r\n")
+            writer.write(request("/x"))
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 OK\r\nx-of-all: 1\r\n")
+        writer.close()
+    assert outcomes == [True, False, True, False]
+
+
+async def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
+    async with served(bounded(), whole) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(100):
+                writer.write(request("/usual"))
+                async with asyncio.timeout(20):
+                    await reader.readuntil(b"ok")
+            assert gc.collect() < 100
+        finally:
+            gc.enable()
+            writer.close()

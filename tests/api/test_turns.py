@@ -11,8 +11,17 @@ from app.errors import InvalidValue, StoreUnavailable
 
 
 async def inside(turns: Turns, outcome: asyncio.Future[None]) -> None:
-    async with turns:
+    if not turns.take():
+        await turns.wait()
+    is_away: bool | None = None
+    try:
         await outcome
+        is_away = False
+    except StoreUnavailable:
+        is_away = True
+        raise
+    finally:
+        turns.give_back(is_away=is_away)
 
 
 async def begun(turns: Turns, count: int) -> tuple[list[asyncio.Future[None]], list[asyncio.Task[None]]]:
@@ -54,3 +63,32 @@ async def test_whatever_else_comes_of_one_the_next_goes_in(error: Exception | No
     async with asyncio.timeout(5.0):
         _, *others = await asyncio.gather(*tasks, return_exceptions=True)
     assert others == [None, None]
+
+
+async def test_who_goes_while_waiting_or_in_the_moment_of_his_turn_keeps_nobody_out() -> None:
+    turns = Turns(at_once=1, wait_seconds=60.0)
+    assert turns.take()
+    outcomes, tasks = await begun(turns, 4)
+    tasks[0].cancel()
+    await asyncio.sleep(0)
+    turns.give_back(is_away=False)
+    tasks[1].cancel()  # it has been given the turn, and has not run since
+    for outcome in outcomes[2:]:
+        outcome.set_result(None)
+    async with asyncio.timeout(5.0):
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(each).__name__ for each in ended] == ["CancelledError", "CancelledError", "NoneType", "NoneType"]
+    assert turns.take()
+    assert not turns.take(), "no turn has come twice"
+
+
+async def test_who_waits_for_too_long_is_told_so() -> None:
+    turns = Turns(at_once=1, wait_seconds=0.01)
+    outcomes, tasks = await begun(turns, 3)
+    async with asyncio.timeout(5.0):
+        refused = await asyncio.gather(*tasks[1:], return_exceptions=True)
+    assert ["for 0.01 s; try again" in str(each) for each in refused] == [True, True]
+    outcomes[0].set_result(None)
+    await tasks[0]
+    assert turns.take()
+    assert not turns.take(), "no turn has come twice"
