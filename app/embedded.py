@@ -90,6 +90,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         uvicorn.Config(
             create_app(store, settings, metrics) if has_api else create_probes(store, settings, metrics),
             http=protocol(Connections(bounds, metrics)),
+            interface="asgi3",
             ws="none",
             host=settings.host,
             port=port,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -131,9 +131,9 @@ class Shortcut:
         self._app = app
         self._queries = queries
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         query = self._queries.get(scope["path"]) if scope["type"] == "http" else None
-        await (query or self._app)(scope, receive, send)
+        return (query or self._app)(scope, receive, send)
 
 
 def _json(content: Any, status: int) -> Response:

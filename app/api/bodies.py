@@ -58,6 +58,7 @@ class Body(NamedTuple):
     """Where a long list was read without the parser: its elements, as msgpack's ``bin`` would have them."""
     text: Text | None = None
     """Where it was: all the rest."""
+    format: Format = Format.JSON
 
     def asked(self, read: Callable[[dict[str, Any]], T]) -> T:
         """What ``read`` makes of the fields beside the long list, or has made of them before."""
@@ -168,7 +169,7 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
         return Body({}, may_hold_booleans, value if isinstance(value, list) else [value])
     if not isinstance(value, dict):
         raise Unfit(f"the body is {kind(value)}; send an object with the fields by name", reason="invalid_type")
-    return Body(value, may_hold_booleans)
+    return Body(value, may_hold_booleans, format=body_format)
 
 
 def _without_parser(body: bytes, of: LongList) -> Body | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import orjson
+
 from app.api.access import AllowedEndpoints
-from app.api.bodies import Body
+from app.api.bodies import Body, Format
 from app.api.errors import short
 from app.api.operations import Answer
-from app.api.prompts import SeqHashKeys, TokenKeys, hashes, token_bytes
+from app.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
 from app.api.query_counts import QueryCounts
-from app.api.rows import Rows, in_tokens
+from app.api.rows import NOTHING, Rows, in_tokens
 from app.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
 from app.domain.hashing import namespace
 from app.domain.match import ConductorRow
@@ -23,6 +25,7 @@ from app.store.reader import KeySource, Reader, Reading
 from app.store.store import Store
 
 PARTIAL = {"X-Waymark-Partial": "true"}
+_JSON = Format.JSON.value
 
 
 class Conductor:
@@ -72,31 +75,39 @@ class Conductor:
                 may_hold_booleans=body.may_hold_booleans,
             )
         keys = TokenKeys(tokens, asked.block_size, asked.namespace, self._settings.hash_seed)
-        return await self._answer(asked, keys, len(tokens) // (4 * asked.block_size))
+        return await self._answer(asked, keys, len(tokens) // (4 * asked.block_size), body.format)
 
     async def query_by_hash(self, body: Body) -> Answer:
         asked = body.asked(_by_hash)
-        field = QueryByHashRequest.spelling("seq_hashes", body.fields)
-        seq_hashes = hashes(
-            body.fields[field] if body.numbers is None else body.numbers,
-            field=field,
-            max_tokens=self._settings.max_tokens,
-            may_hold_booleans=body.may_hold_booleans,
-        )
-        return await self._answer(asked, SeqHashKeys(seq_hashes, asked.namespace), len(seq_hashes))
+        if body.numbers is None:
+            field = QueryByHashRequest.spelling("seq_hashes", body.fields)
+            seq_hashes = hashes(
+                body.fields[field],
+                field=field,
+                max_tokens=self._settings.max_tokens,
+                may_hold_booleans=body.may_hold_booleans,
+            )
+        else:
+            seq_hashes = packed_hashes(body.numbers)
+        keys = SeqHashKeys(seq_hashes, asked.namespace)
+        return await self._answer(asked, keys, len(seq_hashes), body.format)
 
-    async def _answer(self, asked: _Asked, keys: KeySource, blocks: int) -> Answer:
+    async def _answer(self, asked: _Asked, keys: KeySource, blocks: int, body_format: Format) -> Answer:
         group, instance_id = asked.group, asked.instance_id
         reading = await self._lookup.read(group, asked.block_size, keys, blocks)
-        rows = {} if reading is None else self._rows.of(reading.walk)
+        counted = NOTHING if reading is None else self._rows.of(reading.walk)
         # A group without instances may be one of a tenant that is gone: groups outlive their registrations.
         seconds = self._settings.query_deadline_ms / 1000
-        if not rows and not await self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds):
+        if not counted.rows and not await self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds):
             return Answer({})
-        if instance_id is not None:
-            rows = {instance_id: rows.get(instance_id) or in_tokens(ConductorRow(), asked.block_size)}
         headers = PARTIAL if reading is not None and reading.is_partial else {}
-        return Answer({group.tenant_id: rows}, headers=headers)
+        if instance_id is not None:
+            row = counted.rows.get(instance_id) or in_tokens(ConductorRow(), asked.block_size)
+            return Answer({group.tenant_id: {instance_id: row}}, headers=headers)
+        if body_format is Format.JSON:
+            content = b"{%b:%b}" % (asked.tenant, counted.json)
+            return Answer(content, headers=headers, media_type=_JSON)
+        return Answer({group.tenant_id: counted.rows}, headers=headers)
 
 
 class _Asked(NamedTuple):
@@ -106,12 +117,15 @@ class _Asked(NamedTuple):
     instance_id: str | None
     block_size: int
     namespace: int
+    tenant: bytes
+    """As JSON."""
 
 
 def _validated(model: type[QueryRequest] | type[QueryByHashRequest], fields: dict[str, Any]) -> _Asked:
     request = model.of(fields)
     ns = namespace(request.adapter, request.salts)
-    return _Asked(request.group, request.instance_id, request.block_size, ns)
+    tenant = orjson.dumps(request.group.tenant_id)
+    return _Asked(request.group, request.instance_id, request.block_size, ns, tenant)
 
 
 _by_tokens, _by_hash = partial(_validated, QueryRequest), partial(_validated, QueryByHashRequest)

@@ -56,10 +56,10 @@ class Contract:
         self._page = page(document).encode()
 
     async def openapi(self, _: Body) -> Answer:
-        return Answer(self._json, media_type="application/json")
+        return Answer(self._json, media_type=b"application/json")
 
     async def docs(self, _: Body) -> Answer:
-        return Answer(self._page, media_type="text/html; charset=utf-8")
+        return Answer(self._page, media_type=b"text/html; charset=utf-8")
 
 
 def statuses(operation: Operation) -> list[int]:

@@ -36,7 +36,7 @@ class Answer:
     content: Any
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
-    media_type: str = "text/plain; charset=utf-8"
+    media_type: bytes = b"text/plain; charset=utf-8"
     """Of ``content`` that is bytes."""
 
 
@@ -188,10 +188,10 @@ class Operation:
         finally:
             turns.give_back(is_away=is_away)
 
-    async def _handle(self, raw: bytes | None, body_format: Format) -> Answer:
+    def _handle(self, raw: bytes | None, body_format: Format) -> Awaitable[Answer]:
         if raw is None:
-            return await self.handler(_NO_BODY)
-        return await self.handler(decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list))
+            return self.handler(_NO_BODY)
+        return self.handler(decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list))
 
     def _method_not_allowed(self, method: str) -> Answer:
         error = {
@@ -217,7 +217,7 @@ def _long_list(path: str, model: type[BaseModel] | None, surroundings: Surroundi
 async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:
     """Send an answer: at once where the server knows how, else as two ASGI messages."""
     if isinstance(answer.content, bytes):
-        content, media_type = answer.content, answer.media_type.encode()
+        content, media_type = answer.content, answer.media_type
     else:
         content, media_type = encode(answer.content, body_format), body_format.value
     headers = [(b"content-type", media_type), (b"content-length", b"%d" % len(content))]

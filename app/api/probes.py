@@ -43,7 +43,7 @@ class Probes:
     async def metrics(self, _: Body) -> Answer:
         await self._look()
         text, media_type = self._metrics.render()
-        return Answer(text, media_type=media_type)
+        return Answer(text, media_type=media_type.encode())
 
     async def _look(self) -> Health:
         """How Redis is, in the metrics too. Of the embedded one there is nothing to tell but that it is up."""

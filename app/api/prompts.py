@@ -48,11 +48,8 @@ def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool =
     """Hashes as u64, from a list (negative i64 as two's complement, decimal strings) or a ``bin`` of LE u64."""
     if isinstance(value, bytes):
         _check_binary(value, 8, field)
-        packed = array("Q", value)
-        check_count(len(packed), field, max_tokens)
-        if sys.byteorder == "big":
-            packed.byteswap()
-        return packed
+        check_count(len(value) // 8, field, max_tokens)
+        return packed_hashes(value)
     _check_list(value, field, max_tokens, "a list of 64-bit hashes, or in msgpack a bin of little-endian u64")
     if not (may_hold_booleans and bool in set(map(type, value))):
         packed = array("Q")
@@ -62,6 +59,14 @@ def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool =
         except (TypeError, OverflowError):
             pass  # signed ones, strings, or none at all
     return array("Q", (_hash(element, field, index) for index, element in enumerate(value)))
+
+
+def packed_hashes(value: bytes) -> array[int]:
+    """Hashes from little-endian u64."""
+    packed = array("Q", value)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed
 
 
 def _hash(element: Any, field: str, index: int) -> int:

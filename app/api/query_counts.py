@@ -30,7 +30,11 @@ class QueryCounts:
             return
         matched = reading.walk.blocks
         result = "hit" if matched else "zero" if asked else "short"
-        self._one_more(metrics.model(group.model_name), result)
+        count = self._series.get((group.model_name, result))
+        if count is None:
+            self._one_more(metrics.model(group.model_name), result)
+        else:
+            count()
         metrics.query_blocks.observe(asked)
         metrics.query_matched_blocks.observe(matched)
         metrics.query_looked_up_blocks.inc(reading.blocks)

@@ -7,7 +7,9 @@ once, when there is no room.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import orjson
 
 from app.domain.match import ConductorRow, Walk, conductor_rows
 from app.domain.table import View
@@ -19,7 +21,20 @@ InTokens = dict[str, dict[str, Any]]
 #: Walks of more runs than this hardly come twice.
 _RUNS_MAX = 16
 #: What a row, a run and a holder of a view take, roughly.
-_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES = 1000, 100, 300
+_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES = 1200, 100, 300
+
+
+_NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], Counted] = {}
+
+
+class Counted(NamedTuple):
+    """The rows of what was found; not to be changed."""
+
+    rows: InTokens
+    json: bytes
+
+
+NOTHING = Counted({}, b"{}")
 
 
 class Rows:
@@ -27,31 +42,32 @@ class Rows:
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max
-        self._known: dict[View, dict[tuple[tuple[bytes, int], ...], InTokens]] = {}
+        self._known: dict[View, dict[tuple[tuple[bytes, int], ...], Counted]] = {}
         self._hits = metrics.answer_cache_hits
         self.bytes = 0
         metrics.answer_cache_bytes.set_function(lambda: self.bytes)
 
-    def of(self, walk: Walk) -> InTokens:
-        """The rows of what was found; not to be changed."""
+    def of(self, walk: Walk) -> Counted:
+        """The rows of what was found."""
         view, found = walk.view, tuple(walk.values)
-        rows = self._known.get(view, {}).get(found)
-        if rows is not None:
+        counted = self._known.get(view, _NONE_KNOWN).get(found)
+        if counted is not None:
             self._hits.inc()
-            return rows
+            return counted
         rows = {name: in_tokens(row, view.block_size) for name, row in conductor_rows(walk).items()}
+        counted = Counted(rows, orjson.dumps(rows))
         if len(found) <= _RUNS_MAX:
-            self._keep(view, found, rows)
-        return rows
+            self._keep(view, found, counted)
+        return counted
 
-    def _keep(self, view: View, found: tuple[tuple[bytes, int], ...], rows: InTokens) -> None:
-        size = _ROW_BYTES * (1 + len(rows)) + sum(_RUN_BYTES + len(value) for value, _ in found)
+    def _keep(self, view: View, found: tuple[tuple[bytes, int], ...], counted: Counted) -> None:
+        size = _ROW_BYTES * (1 + len(counted.rows)) + sum(_RUN_BYTES + len(value) for value, _ in found)
         of_view = 0 if view in self._known else _ROW_BYTES + _HOLDER_BYTES * view.size
         if self.bytes + of_view + size > self._bytes_max:
             self._known.clear()
             self.bytes, of_view = 0, _ROW_BYTES + _HOLDER_BYTES * view.size
         if of_view + size <= self._bytes_max:
-            self._known.setdefault(view, {})[found] = rows
+            self._known.setdefault(view, {})[found] = counted
             self.bytes += of_view + size
 
 

@@ -29,6 +29,8 @@ class Walk:
         """(who has them, how many blocks), up to where the last instance stopped."""
         self.values: list[tuple[bytes, int]] = []
         """The same, by the blocks' value."""
+        self.blocks = 0
+        """Length of the longest walk of any instance, in blocks."""
         self.newest_seen = 0
         """The largest holder id in the values read; above ``view.newest`` the table is behind."""
         self._going: set[int] | None = None  # instances that have everything so far; None: all, nothing read yet
@@ -50,14 +52,10 @@ class Walk:
                     self._going &= presence.instances.keys()
                 if not self._going:
                     return False
+            self.blocks += length
             self.runs.append((presence, length))
             self.values.append((value, length))
         return True
-
-    @property
-    def blocks(self) -> int:
-        """Length of the longest walk of any instance, in blocks."""
-        return sum(length for _, length in self.runs)
 
 
 @dataclass(slots=True)

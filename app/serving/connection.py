@@ -23,6 +23,7 @@ from app.serving.connections import (
     Refusal,
 )
 from app.serving.exchange import Exchange
+from app.serving.heads import Head, head_of
 
 #: A target that is just a path, and means what it says.
 _PLAIN_PATH = re.compile(rb"(?:/[A-Za-z0-9_.-]+)+").fullmatch
@@ -49,6 +50,7 @@ class Connection(HttpToolsProtocol):
         self._answering: Exchange | None = None
         self._refusal: Refusal | None = None
         self._scope_of_all: dict[str, Any] = {}
+        self._head: Head | None = None  # of the request before
         self._unplaced = 0  # bytes since a piece of a body or the end of a request
         self._head_bytes = 0
 
@@ -80,6 +82,17 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        before = self.cycle
+        is_between = self in self.all.idle  # else a request is arriving, or being answered
+        if is_between and self._head is not None:
+            known = self._head.read(data)
+            if known is not None:
+                headers, body = known
+                del self.all.idle[self]
+                self._begin(self._head.scope | {"headers": headers, "state": self.app_state.copy()})
+                self.on_body(body)
+                self.cycle.end_body()
+                return
         self._unplaced += len(data)
         try:
             self.parser.feed_data(data)
@@ -90,6 +103,8 @@ class Connection(HttpToolsProtocol):
             self.refuse(self._refusal or NOT_HTTP)
         if self._unplaced > HEAD_BYTES_MAX:
             self.refuse(HEAD)
+        elif is_between and self.cycle is not before and not self.cycle.more_body and self.cycle.keep_alive:
+            self._head = head_of(data, self.cycle.scope, self.headers)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -161,6 +176,10 @@ class Connection(HttpToolsProtocol):
             target = httptools.parse_url(url)
             scope["path"], scope["raw_path"] = unquote(target.path.decode("ascii")), target.path
             scope["query_string"] = target.query or b""
+        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        self._begin(scope, keep_alive=keep_alive, expects_continue=self.expect_100_continue)
+
+    def _begin(self, scope: dict[str, Any], *, keep_alive: bool = True, expects_continue: bool = False) -> None:
         before = self.cycle
         defaults = self.server_state.default_headers
         self.cycle = exchange = Exchange(
@@ -169,8 +188,8 @@ class Connection(HttpToolsProtocol):
             self.flow,
             default_headers=defaults,
             default_lines=self.all.default_lines(defaults),
-            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
-            expects_continue=self.expect_100_continue,
+            keep_alive=keep_alive,
+            expects_continue=expects_continue,
             on_response=self.on_response_complete,
             on_end=self._ended,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.domain.match import Walk
 from app.domain.names import GroupName
@@ -40,8 +40,7 @@ _WEIGHT = 1 / 8
 _GROUPS_MAX = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """What a query found."""
 
     walk: Walk
@@ -69,6 +68,9 @@ class _Query:
 
     def keys(self, count: int) -> bytes:
         """The next ``count`` keys that have not been looked up."""
+        if not self._keys:
+            self._keys = self._source(count)
+            return self._keys
         start = KEY_BYTES * self.blocks
         missing = self.blocks + count - len(self._keys) // KEY_BYTES
         if missing > 0:
