@@ -19,6 +19,52 @@ def test_the_page_of_settings_holds_their_table() -> None:
     assert table == markdown_table(), f"put this between the markers in docs/configuration.md:\n\n{markdown_table()}\n"
 
 
+def test_the_capacity_in_the_readme_is_that_of_the_page_that_is_measured() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    measured = {
+        what: float(figure.replace(",", ""))
+        for what, figure in re.findall(r"^\| \w+ \| ([^|]+) \| ([0-9.,]+) [^|]+\|", page, re.MULTILINE)
+    }
+
+    def rounded(figure: float) -> str:
+        """To two digits."""
+        return f"{float(f'{figure:.2g}'):,.12g}"
+
+    def of(what: str) -> str:
+        return rounded(measured[what])
+
+    def needs(engines: str) -> str:
+        what = f"{engines} engines: "
+        redis = measured[what + "Redis, ingest"] + measured[what + "Redis, queries"]
+        return (
+            f"| {engines} | {of(what + 'memory of Redis')} GiB | {rounded(redis)} cores "
+            f"| {of(what + 'ingest workers')} cores | {of(what + 'query replicas')} cores |"
+        )
+
+    entry = measured["entry of a vLLM publisher"]
+    second, later = measured["second holder, without its entry"], measured["each later holder, without its entry"]
+    vllm, standard = (f"{measured[f'blocks per GiB, {kind}'] / 1e6:.1f}" for kind in ("vLLM", "standard publisher"))
+    sizes = ("64", "512", "2,048")
+    replica, redis = (
+        ", ".join(of(f"queries of {size} blocks per second and {core} core") for size in sizes)
+        for core in ("replica", "Redis")
+    )
+    lines = [
+        f"| blocks per GiB of Redis, one holder each | {vllm} million of vLLM, "
+        f"{standard} million of standard publishers |",
+        f"| a second holder of a block, each later one | {second + entry:.0f} bytes, "
+        f"{later + entry:.0f} bytes, with its entry |",
+        f"| new blocks per second | {of('new blocks per second and Redis core')} per core of Redis, "
+        f"{of('new blocks per second and worker core')} per core of ingest workers |",
+        f"| queries of 64, 512, 2,048 blocks per second | {replica} per core of query replicas; "
+        f"{redis} per core of Redis |",
+        *map(needs, ("100", "1,000")),
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    missing = [line for line in lines if line not in readme]
+    assert not missing, "put these lines into README.md, under Capacity:\n\n" + "\n".join(lines)
+
+
 async def test_the_requests_of_the_runbooks_are_understood_as_they_stand(redis_url: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     name, header = re.findall(r"the header\s+`(Content-Type): (\S+)`", page)[0]

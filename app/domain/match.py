@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from app.domain.native import runs
-from app.domain.table import Presence, View, newest_id
+from app.domain.table import Presence, View
 
 DEVICE = "GPU"
 HOST = "CPU"
@@ -43,8 +43,9 @@ class Walk:
     def feed_runs(self, runs: Iterable[tuple[bytes, int]]) -> bool:
         """Walk on over runs of equal values, (value, how many); False when no instance goes on."""
         for value, length in runs:
-            self.newest_seen = max(self.newest_seen, newest_id(value))
             presence = self.view.presence(value)
+            if presence.newest > self.newest_seen:
+                self.newest_seen = presence.newest
             if not presence.pool_media:
                 if self._going is None:
                     self._going = set(presence.instances)

@@ -149,5 +149,5 @@ def runs(values: list[bytes | None]) -> list[tuple[bytes, int]]:
     for value, run in groupby(values):
         if value is None:
             break
-        found.append((value, sum(1 for _ in run)))
+        found.append((value, len(list(run))))
     return found

@@ -38,6 +38,8 @@ class Presence:
     """Each of those instances with the media of all its ranks."""
     pool_media: frozenset[str]
     """Media on which a shared pool has them; they count for every instance."""
+    newest: int
+    """The largest holder id in the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ class View:
             ranks=tuple((instance, rank, frozenset(media)) for (instance, rank), media in ranks.items()),
             instances=instances,
             pool_media=frozenset(pool),
+            newest=newest_id(value),
         )
 
 
