@@ -198,8 +198,9 @@ static Py_ssize_t count_commas(const char *at, const char *end)
  *
  * Exact by these facts: `name` comes once; there is no backslash outside the list, so in valid JSON every quote
  * begins or ends a string, and what stands before `:` in quotes is a key; the list holds digits, commas and blanks
- * only; one of hashes may also have signs, and quotes around digits. The caller reads body[:start] + b"[]" + body[end:] with its JSON parser: if that is valid and has an empty
- * list under the key, then the body is valid and has this list under it.
+ * only; one of hashes may also have signs, and quotes around digits. The caller reads body[:start] + b"[]" + body[end:]
+ * with its JSON parser: if that is valid and has an empty list under the key, then the body is valid and has this list
+ * under it.
  */
 static PyObject *cut_list(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t width)
 {

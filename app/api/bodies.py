@@ -80,12 +80,15 @@ class LongList:
     count_max: int
     texts: Texts
     operation: bytes
-    """Its name, for ``texts``."""
-    names: tuple[tuple[str, bytes], ...] = field(init=False)
-    """Each spelling, also as it stands in a text."""
+    """Its path, for ``texts``."""
+    names: tuple[tuple[str, bytes, bytes], ...] = field(init=False)
+    """Each spelling, also as it stands in a text, and with what the keys of its texts begin."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", tuple((name, b'"%b"' % name.encode()) for name in self.spellings))
+        # Blanks end both, so that no body can pass for one of another operation, or with another list.
+        names = [(name, name.encode()) for name in self.spellings]
+        keyed = tuple((name, b'"%b"' % text, b"%b %b " % (self.operation, text)) for name, text in names)
+        object.__setattr__(self, "names", keyed)
 
 
 class Disconnected(Exception):
@@ -177,17 +180,17 @@ def _without_parser(body: bytes, of: LongList) -> Body | None:
 
     See ``native.cut`` for why what is left proves what was cut out.
     """
-    for name, quoted in of.names:
+    for name, quoted, key in of.names:
         found = (cut_hashes if of.is_hashes else cut)(body, quoted, of.count_max)
         if found is not None:
             start, end, numbers = found
             rest = b"%b[]%b" % (body[:start], body[end:])
-            text = of.texts.find(of.operation + rest) or _text(rest, name, of)
+            text = of.texts.find(key + rest) or _text(rest, name, key, of)
             return None if text is None else Body(text.fields, False, None, numbers, text)
     return None
 
 
-def _text(rest: bytes, name: str, of: LongList) -> Text | None:
+def _text(rest: bytes, name: str, key: bytes, of: LongList) -> Text | None:
     """What is left of a body, if it says that an empty list was ``name`` and nothing else was the same."""
     if len(rest) > CONTAINERS_MAX:
         return None
@@ -201,7 +204,7 @@ def _text(rest: bytes, name: str, of: LongList) -> Text | None:
     if len(of.spellings) > 1 and any(fields.get(other) is not None for other in of.spellings if other != name):
         return None
     text = Text(fields)
-    of.texts.keep(of.operation + rest, text)
+    of.texts.keep(key + rest, text)
     return text
 
 

@@ -14,6 +14,8 @@ from app.metrics import Metrics
 _TEXT_BYTES_MAX = 4096
 #: What one takes beside its bytes, roughly: its fields, and what was made of them.
 _ENTRY_BYTES = 3000
+#: And for each value in it: a list in a list is three characters, and this in memory.
+_VALUE_BYTES = 80
 
 
 class Text:
@@ -43,8 +45,9 @@ class Texts:
         return text
 
     def keep(self, key: bytes, text: Text) -> None:
-        """``key`` is new; it names the operation, too, since each makes something else of a text."""
-        size = len(key) + _ENTRY_BYTES
+        """``key`` is new; it names operation and list, too, since each makes something else of a text."""
+        values = sum(map(key.count, (b",", b"[", b"{")))
+        size = len(key) + _ENTRY_BYTES + _VALUE_BYTES * values
         if self.bytes + size > self._bytes_max:
             self._known.clear()
             self.bytes = 0

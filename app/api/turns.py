@@ -1,6 +1,6 @@
 """How many requests work at once; the others wait their turn.
 
-Each of them needs a connection to Redis, of which there are as many, and parsed it is several times the size of its
+Each of them needs a connection to Redis, of which there are some more, and parsed it is several times the size of its
 bytes. So it is parsed when its turn comes, and thousands that come at once cost no more than their bytes.
 
 Behind those whom Redis does not answer nobody waits his full time: one refusal from Redis is a refusal for all who
@@ -14,7 +14,7 @@ from collections import deque
 
 from app.errors import StoreUnavailable
 
-#: As many as the store has connections.
+#: Fewer than the store has connections: whatever else asks Redis must find one.
 AT_ONCE = 64
 #: Longer than any number of healthy queries takes; what waits longer, waits for a Redis that hangs.
 WAIT_SECONDS = 10.0

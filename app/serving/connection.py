@@ -89,9 +89,10 @@ class Connection(HttpToolsProtocol):
             if known is not None:
                 headers, body = known
                 del self.all.idle[self]
+                self.all.arriving[self] = self.loop.time()  # it may be the one body too many
                 self._begin(self._head.scope | {"headers": headers, "state": self.app_state.copy()})
                 self.on_body(body)
-                self.cycle.end_body()
+                self.on_message_complete()
                 return
         self._unplaced += len(data)
         try:
@@ -212,6 +213,8 @@ class Connection(HttpToolsProtocol):
         self.all.arriving.pop(self, None)
         if not self.cycle.response_complete:
             self.cycle.end_body()
+        elif not self.transport.is_closing():
+            self.all.idle[self] = self.loop.time()  # answered before it was whole
 
     def _stop(self, refusal: Refusal) -> None:
         """End the parser's work; its caller finds the refusal."""

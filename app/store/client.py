@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 EMBEDDED = "memory://"
 
+#: To each server. More than requests work at once: who waits for one may wait long, as those who come later may get it.
+CONNECTIONS = 80
+
 
 class Subscription:
     """What is published on a channel."""
@@ -63,7 +66,7 @@ class Client:
         url: str,
         *,
         timeout_seconds: float = 2.0,
-        connections: int = 64,
+        connections: int = CONNECTIONS,
         access: Access | None = None,
         variable: str = "WAYMARK_REDIS_URL",
     ) -> Client:

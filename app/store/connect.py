@@ -59,6 +59,19 @@ class _Socket(Packing, UnixDomainSocketConnection):
     pass
 
 
+class Pool(BlockingConnectionPool):
+    """One too many waits; what is given back is back, whatever happens to who gives it."""
+
+    async def release(self, connection: AbstractConnection) -> None:
+        try:
+            await super().release(connection)
+        except asyncio.CancelledError:
+            # Cancelled while it waited for the pool's lock, it would be missing there for good.
+            if connection in self._in_use_connections:
+                await asyncio.shield(super().release(connection))
+            raise
+
+
 def common_options(timeout_seconds: float, *, retries: int = 1) -> dict[str, Any]:
     """What every connection has, whatever it leads to."""
     return {
@@ -91,7 +104,7 @@ def server(
         options |= {"connection_class": kind, "host": host, "port": port, "socket_keepalive": True}
     if address.kind == "cluster" and address.is_replica:
         options["redis_connect_func"] = _read_only
-    pool = BlockingConnectionPool(max_connections=connections, timeout=timeout_seconds, db=address.db, **options)
+    pool = Pool(max_connections=connections, timeout=timeout_seconds, db=address.db, **options)
     return Redis.from_pool(pool)
 
 

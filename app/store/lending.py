@@ -2,8 +2,8 @@
 
 The library's pool takes locks, waits and looks at the socket each time, which costs as much as a query's commands.
 What is kept here was given back after its last reply had been read whole, and tells when it is lost. After any failure
-that connection is closed and all that are kept go back to the pool: behind Sentinels it closes those to a primary that
-is none any more.
+all that are kept go back to the pool, and that connection, closed, as the next to be opened: behind Sentinels the pool
+then closes those to a primary that is none any more.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Lender:
             with self._errors():
                 raise
         finally:
-            is_to_keep = line.is_idle and len(self._kept) < KEPT_MAX
+            # Where the pool has no more, others may be waiting for what goes back to it.
+            is_to_keep = line.is_idle and len(self._kept) < KEPT_MAX and self._pool.can_get_connection()
             # The library marks connections to a node that has left the Cluster.
             if is_to_keep and not line.connection.should_reconnect():  # type: ignore[no-untyped-call]
                 self._kept.append(line)
@@ -62,9 +63,7 @@ class Lender:
         """Give the pool all that are at hand."""
         with self._errors():
             while self._kept:
-                line = self._kept.pop()
-                line.leave()
-                await self._pool.release(line.connection)
+                await self._release(self._kept.pop())
 
     async def _open(self, lost: Line | None, until: float | None) -> Line:
         if lost is not None:
@@ -80,13 +79,19 @@ class Lender:
             return self._kept.pop()
 
     async def _give_back(self, line: Line) -> None:
-        line.leave()
         with self._errors():
             try:
                 if not line.is_idle:
-                    # Replies that nobody has read would be the next one's.
-                    await line.connection.disconnect(nowait=True)
-            finally:
-                await self._pool.release(line.connection)
-                if not line.is_idle:
                     await self.put_back()
+            finally:
+                # Last, so it is the next to be opened: behind Sentinels that tells the pool of a new primary.
+                await self._release(line)
+
+    async def _release(self, line: Line) -> None:
+        line.leave()
+        try:
+            if not line.is_idle:
+                # Replies that nobody has read would be the next one's.
+                await line.connection.disconnect(nowait=True)
+        finally:
+            await self._pool.release(line.connection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.sentinel import (
     MasterNotFoundError,
     Sentinel,
@@ -16,7 +16,7 @@ from redis.asyncio.sentinel import (
 
 from app.store.access import Access
 from app.store.address import Address, Endpoint
-from app.store.connect import Packing, common_options, first
+from app.store.connect import Packing, Pool, common_options, first
 
 
 class _Found:
@@ -39,7 +39,7 @@ class _Tls(_Found, Packing, SentinelManagedSSLConnection):
     pass
 
 
-class _Pool(SentinelConnectionPool, BlockingConnectionPool):
+class _Pool(SentinelConnectionPool, Pool):
     """Connections to what Sentinels name; one too many waits, as everywhere."""
 
 

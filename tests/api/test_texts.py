@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from app.api.bodies import Body, Format, LongList, decode
 from app.api.errors import Unfit
 from app.api.schemas import QueryByHashRequest, QueryRequest
 from app.api.texts import Texts
+from app.errors import InvalidValue
 from app.metrics import Metrics
 
 
@@ -64,6 +66,29 @@ def test_another_operation_makes_something_else_of_the_same_text(way: str) -> No
     one, other = read(raw, lists(texts)), read(raw, lists(texts, b"/query_by_hash"))
     assert isinstance(one.asked(QueryRequest.of), QueryRequest)
     assert isinstance(other.asked(QueryByHashRequest.of), QueryByHashRequest)
+
+
+def test_no_body_passes_for_a_text_of_another_operation(way: str) -> None:
+    texts = Texts(2**20, Metrics())
+    text = b'{"seq_hashes":[],"token_ids":[%b]}'
+    read(text % b"", lists(texts, b"/query_by_hash"))
+    with pytest.raises(InvalidValue):
+        decode(b"_by_hash" + text % b"1", Format.JSON, long_list=lists(texts))
+
+
+def test_no_list_passes_for_one_of_another_name(way: str) -> None:
+    """A list within another field, so long that the first name is not looked for to the end."""
+    of = LongList(("seq_hashes", "block_hash"), True, 1000, Texts(2**20, Metrics()), b"/query_by_hash")
+    text = b'{"seq_hashes":[],"x":{"block_hash":[%b]}}'
+    decode(text % b"", Format.JSON, long_list=of)
+    found = decode(text % b",".join([b'"7"'] * 300), Format.JSON, long_list=of)
+    assert (found.numbers or b"", found.fields["seq_hashes"]) == (b"", [])
+
+
+def test_a_text_of_many_values_takes_what_they_take(way: str) -> None:
+    of = lists(Texts(2**20, Metrics()))
+    found = read(body([1], x=[[] for _ in range(1000)]), of)
+    assert of.texts.bytes > sum(map(sys.getsizeof, found.fields["x"])) + sys.getsizeof(found.fields["x"])
 
 
 @pytest.mark.parametrize("bytes_max", [0, 10_000])

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from app.api.turns import Turns
+from app.api.turns import AT_ONCE, Turns
 from app.errors import InvalidValue, StoreUnavailable
+from app.store.client import CONNECTIONS
 
 
 async def inside(turns: Turns, outcome: asyncio.Future[None]) -> None:
@@ -92,3 +93,7 @@ async def test_who_waits_for_too_long_is_told_so() -> None:
     await tasks[0]
     assert turns.take()
     assert not turns.take(), "no turn has come twice"
+
+
+def test_requests_that_work_leave_connections_for_all_else_that_asks_redis() -> None:
+    assert AT_ONCE <= CONNECTIONS - 16, "health, the registry and a worker share them, one command at a time each"

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import hiredis
 import pytest
@@ -21,6 +22,7 @@ from app.errors import StoreUnavailable
 from app.metrics import Metrics
 from app.store.access import Access
 from app.store.client import Client
+from app.store.connect import Pool
 from app.store.lending import KEPT_MAX
 from app.store.line import Replies
 from tests.conftest import wait_until
@@ -264,6 +266,79 @@ async def test_a_connection_that_the_library_wants_anew_is_not_kept() -> None:
         assert lender._kept == []
         assert await ask(client, b"three") == [b"three"]
         assert server.opened == 2
+        await client.close()
+
+
+async def test_the_connection_that_failed_is_the_next_to_be_opened() -> None:
+    """Behind Sentinels that is when the pool learns of a new primary; the others may still lead to the old one."""
+    async with fake() as server:
+        client = server.client()
+        await asyncio.gather(*(ask(client, word) for word in (b"1", b"2", b"3")))
+        server.said = lambda word: b"-ERR no\r\n"
+        with pytest.raises(StoreUnavailable):
+            await ask(client, b"four")
+        server.said = lambda word: b"$4\r\nfive\r\n"
+        assert await ask(client, b"five") == [b"five"]
+        assert server.opened == 4
+        await client.close()
+
+
+async def test_what_nobody_has_asked_for_closes_its_connection_also_where_another_has_failed() -> None:
+    async with fake() as server:
+        client = server.client()
+        await asyncio.gather(ask(client, b"one"), ask(client, b"two"))
+        assert client._lender is not None
+        stray, good = client._lender._kept
+        for writer in server.open:
+            if writer.get_extra_info("peername") == stray._transport.get_extra_info("sockname"):
+                writer.write(b"$5\r\nwr")
+        await wait_until(lambda: not stray.is_idle, "it has arrived")
+        assert good.is_idle
+        server.said = lambda word: b"-ERR no\r\n"
+        with pytest.raises(StoreUnavailable):
+            await ask(client, b"three")
+        assert not stray.connection.is_connected
+        await client.close()
+
+
+async def test_whoever_waits_for_a_connection_gets_the_one_that_is_free() -> None:
+    async with fake() as server:
+        client = server.client(connections=2)
+        server.said = lambda word: b""
+        never, first = (asyncio.ensure_future(ask(client, word)) for word in (b"never", b"first"))
+        await wait_until(lambda: server.asked == 2, "both connections are taken")
+        second = asyncio.ensure_future(ask(client, b"second", seconds=5.0))
+        assert client._lender is not None
+        pool = cast("Pool", client._lender._pool)
+        await wait_until(lambda: bool(pool._condition._waiters), "one waits for a connection")
+        server.said = lambda word: b"$6\r\nsecond\r\n"
+        # Whose connection it is does not matter: each has one question on its way.
+        server.open[1].write(b"$5\r\nfirst\r\n")
+        done, _ = await asyncio.wait([never, first], return_when=asyncio.FIRST_COMPLETED)
+        assert [each.result() for each in done] == [[b"first"]]
+        assert await second == [b"second"]
+        for each in (never, first):
+            each.cancel()
+        await asyncio.gather(never, first, return_exceptions=True)
+        await client.close()
+
+
+async def test_a_connection_comes_back_though_whoever_gives_it_back_is_cancelled() -> None:
+    async with fake() as server:
+        client = server.client(connections=1)
+        assert await ask(client, b"one") == [b"one"]
+        assert client._lender is not None
+        pool = cast("Pool", client._lender._pool)
+        server.said = lambda word: b"-ERR no\r\n"
+        async with pool._condition:
+            question = asyncio.ensure_future(ask(client, b"two"))
+            lock = pool._condition._lock  # type: ignore[attr-defined]
+            await wait_until(lambda: bool(lock._waiters), "it is being given back")
+            question.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await question
+        server.said = lambda word: b"$5\r\nthree\r\n"
+        assert await ask(client, b"three", seconds=5.0) == [b"three"]
         await client.close()
 
 

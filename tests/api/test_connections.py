@@ -1,0 +1,71 @@
+"""What is kept of a connection while it waits: under which bound it stands, whatever it did before."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import Receive, Scope, Send
+
+from app.metrics import Metrics
+from app.serving.connection import protocol
+from app.serving.connections import Bounds, Connections
+from tests.api.test_answers import USUAL, request, served
+from tests.conftest import wait_until
+
+
+def post(path: str, body: bytes) -> bytes:
+    return request(path, "POST", f"content-length: {len(body)}") + body
+
+
+async def test_one_that_was_answered_before_its_body_had_come_is_idle() -> None:
+    connections = Connections(Bounds(30, 100, 2**20), Metrics())
+
+    async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in USUAL:
+            await send(message)
+
+    async with served(protocol(connections), refuses) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(post("/x", b"12")[:-2])
+            async with asyncio.timeout(20):
+                await reader.readuntil(b"ok")
+            assert len(connections.arriving) == 1
+            writer.write(b"12")
+            await wait_until(lambda: not connections.arriving, "the body has come")
+            assert len(connections.idle) == 1
+        finally:
+            writer.close()
+
+
+async def test_a_body_behind_a_known_head_is_under_the_ceiling_too() -> None:
+    connections = Connections(Bounds(30, 100, 1000), Metrics())
+    may_go_on = asyncio.Event()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        if scope["path"] == "/waits":
+            await may_go_on.wait()
+        for message in USUAL:
+            await send(message)
+
+    async with served(protocol(connections), waits) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        other_reader, other = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            async with asyncio.timeout(20):
+                for _ in range(2):
+                    writer.write(post("/x", b"12"))
+                    assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+                other.write(post("/waits", b"x" * 600))
+                await wait_until(lambda: connections.bodies_bytes == 600, "the other's body is held")
+                writer.write(post("/x", b"x" * 600))
+                assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 503")
+                assert b"WAYMARK_BODIES_MAX_BYTES" in await reader.read()
+                may_go_on.set()
+                assert (await other_reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            await wait_until(lambda: connections.bodies_bytes == 0, "what was answered is held no more")
+        finally:
+            may_go_on.set()
+            writer.close()
+            other.close()
