@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
@@ -75,7 +76,7 @@ def test_every_metric_of_the_page_is_there_with_its_labels() -> None:
         for sample in family.samples
     }
     declared = {
-        f"waymark_{name}{'_total' if type(metric).__name__ == 'Counter' else ''}": metric._labelnames
+        f"waymark_{name}{'_total' if isinstance(metric, Counter) else ''}": metric._labelnames
         for name, metric in vars(metrics).items()
         if hasattr(metric, "_labelnames")
     }
