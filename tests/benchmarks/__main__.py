@@ -75,11 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     about = _about(options)
     rows: list[Row] = []
+    loops = [_loop_ms() for _ in range(5)]
     for names, measure in PARTS:
         if not given.only or set(names) & set(given.only):
             began = time.monotonic()
             rows += measure(options, rows)
+            loops += [_loop_ms() for _ in range(5)]
             print(f"{', '.join(names)}: measured in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    about["a loop in Python, ms"] = f"{min(loops):.0f} to {max(loops):.0f}"
     print(table(rows))
     print("; ".join(f"{name}: {value}" for name, value in about.items()))
     if given.json is not None:
@@ -104,6 +107,14 @@ def _about(options: Options) -> dict[str, Any]:
         "load before": round(os.getloadavg()[0], 1),
         "quick": options.is_quick,
     }
+
+
+def _loop_ms() -> float:
+    """CPU time of always the same work: how steady the machine is, whose cores may be others' too."""
+    began = time.process_time()
+    for _ in range(1_000_000):
+        pass
+    return (time.process_time() - began) * 1e3
 
 
 def _has_peer(python: str) -> bool:
