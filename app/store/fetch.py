@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from redis.exceptions import InvalidResponse
@@ -85,12 +84,12 @@ class _Question(NamedTuple):
     with_version: bool
 
     def packed(self, group_id: int) -> bytes:
-        command = mget(_prefix(group_id, self.shard), self.keys) if self.keys else b""
+        command = mget(keys.block_prefix(group_id, self.shard), self.keys) if self.keys else b""
         return command + _ask_version(group_id) if self.with_version else command
 
     def commands(self, group_id: int) -> list[tuple[str | bytes, ...]]:
         """The same for the client library."""
-        prefix = _prefix(group_id, self.shard)
+        prefix = keys.block_prefix(group_id, self.shard)
         commands: list[tuple[str | bytes, ...]] = []
         if self.keys:
             commands.append(("MGET", *(b"%b%016x" % (prefix, key) for key in unpack(self.keys))))
@@ -122,7 +121,7 @@ class Fetcher:
             if is_whole:
                 question = questions[0]
                 fetched = await self._client.ask(
-                    _prefix(entry.group_id, question.shard),
+                    keys.block_prefix(entry.group_id, question.shard),
                     question.packed(entry.group_id),
                     _Blocks(len(wanted) // KEY_BYTES, with_version),
                     until,
@@ -147,7 +146,7 @@ class Fetcher:
         """The replies to each question; ``StoreUnavailable`` where any of them is an error."""
         by_server: dict[object, list[int]] = {}
         for i, question in enumerate(questions):
-            by_server.setdefault(self._client.place(_prefix(group_id, question.shard)), []).append(i)
+            by_server.setdefault(self._client.place(keys.block_prefix(group_id, question.shard)), []).append(i)
         each = [self._ask_server(group_id, [questions[i] for i in indexes], until) for indexes in by_server.values()]
         if len(each) == 1:
             answers: list[list[Any] | BaseException] = [await each[0]]
@@ -165,7 +164,7 @@ class Fetcher:
     async def _ask_server(self, group_id: int, questions: list[_Question], until: float) -> list[Any]:
         """Over one connection: to where the first question's shard is."""
         return await self._client.ask(
-            _prefix(group_id, questions[0].shard),
+            keys.block_prefix(group_id, questions[0].shard),
             b"".join([question.packed(group_id) for question in questions]),
             Replies(sum(map(_replies_to, questions))),
             until,
@@ -177,11 +176,6 @@ class Fetcher:
         return [[next(replies) for _ in each] for each in commands]
 
 
-# The same few groups are asked about again and again.
-_prefix = lru_cache(1024)(keys.block_prefix)
-
-
-@lru_cache(1024)
 def _ask_version(group_id: int) -> bytes:
     key = keys.holders(group_id).encode()
     return b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b\r\n$7\r\nversion\r\n" % (len(key), key)

@@ -69,3 +69,12 @@ async def test_a_body_behind_a_known_head_is_under_the_ceiling_too() -> None:
             may_go_on.set()
             writer.close()
             other.close()
+
+
+def test_what_all_answers_begin_with_is_never_that_of_a_second_before() -> None:
+    connections = Connections(Bounds(30, 100, 2**20), Metrics())
+    before, now = [(b"date", b"one")], [(b"date", b"two"), (b"x-of-all", b"1")]
+    for _ in range(2):
+        assert connections.default_lines(before) == b"date: one\r\n"
+        assert connections.default_lines(now) == b"date: two\r\nx-of-all: 1\r\n"
+        assert connections.default_lines(now) == b"date: two\r\nx-of-all: 1\r\n"
