@@ -16,7 +16,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_MODULE = "app/domain/_native"
+_MODULE = "waymark/domain/_native"
 _CHOICES = ("auto", "always", "never")
 
 
@@ -34,7 +34,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         root = Path(self.root)
         name = _MODULE + sysconfig.get_config_var("EXT_SUFFIX")
         if version == "editable":
-            target = root / name
+            target = root / "app" / name
         else:
             self._directory = tempfile.TemporaryDirectory(prefix="waymark-native-")
             target = Path(self._directory.name) / Path(name).name

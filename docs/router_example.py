@@ -2,7 +2,7 @@
 
 import sys
 
-from app.client import Client
+from waymark.client import Client
 
 MODEL, BLOCK_SIZE = "demo", 16
 url, *arguments = sys.argv[1:]

@@ -8,7 +8,7 @@
  *     scan        its reply  ->  runs of equal values, without an object for each of them
  *     runs        a list of values  ->  the same
  *
- * Optional: app/domain/native.py and hashing.py have the same in Python, and the same tests run over both. Nothing here raises
+ * Optional: app/waymark/domain/native.py and hashing.py have the same in Python, and the same tests run over both. Nothing here raises
  * for what a client sent: `cut` answers None to anything but a plain list of plain numbers, and the Python path
  * decides what is wrong with it.
  */

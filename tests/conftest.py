@@ -24,7 +24,7 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from app.domain import native
+from waymark.domain import native
 
 SERVER_START_SECONDS = 10.0
 
@@ -120,7 +120,7 @@ async def redis(request: pytest.FixtureRequest) -> AsyncIterator[Redis]:
         yield client
 
 
-#: The ways in which the loops of ``app.domain.native`` can run here: without a compiler it is one.
+#: The ways in which the loops of ``waymark.domain.native`` can run here: without a compiler it is one.
 WAYS = ["pure", "native"] if native.is_built else ["pure"]
 
 

@@ -77,7 +77,7 @@ async def start(role: str, redis_url: str, log: Path, **settings: Any) -> AsyncI
     environ |= {f"WAYMARK_{name.upper()}": str(value) for name, value in values.items()}
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "app", role, env=environ, stdout=output, stderr=output
+            sys.executable, "-m", "waymark", role, env=environ, stdout=output, stderr=output
         )
     try:
         live = Live(port, log, settings.get("api_token"))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
-from app.simulator import PrefixCache
+from waymark.simulator import PrefixCache
 
 Tokens: TypeAlias = tuple[int, ...]
 

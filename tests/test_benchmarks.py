@@ -11,13 +11,13 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from app.domain.hashing import extend, token_bytes
 from tests.benchmarks import prompts
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.capacity import Constants, example
 from tests.benchmarks.feed import payloads
 from tests.benchmarks.processes import cpu_seconds
 from tests.benchmarks.report import Row, against, table, write_markdown
+from waymark.domain.hashing import extend, token_bytes
 
 
 def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from app import __version__, cli
-from app.domain import native
-from app.simulator import Faults, SimulateOptions
-from app.simulator.options import field_sentences
+from waymark import __version__, cli
+from waymark.domain import native
+from waymark.simulator import Faults, SimulateOptions
+from waymark.simulator.options import field_sentences
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("serve", "query", "ingest", "demo", "status", "inspect", "simulate", "bench")
@@ -29,7 +29,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No settings but those of the test; and the log stays pytest's."""
     for name in [name for name in os.environ if name.startswith("WAYMARK_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("app.logs.configure", lambda level, form: None)
+    monkeypatch.setattr("waymark.logs.configure", lambda level, form: None)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[SimulateOptions]:
 
 
 def test_the_module_is_the_command() -> None:
-    command = [sys.executable, "-m", "app", "--version"]
+    command = [sys.executable, "-m", "waymark", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout == f"waymark {__version__} ({'native' if native.is_built else 'pure'})\n"
 
@@ -130,7 +130,7 @@ def test_bench_gives_all_its_words_to_the_benchmarks(monkeypatch: pytest.MonkeyP
 def test_bench_needs_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "app" / "cli.py"))
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "app" / "waymark" / "cli.py"))
     assert cli.main(["bench"]) == cli.EXIT_USAGE
     assert "run it in a checkout" in capsys.readouterr().err
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers
-from app.simulator import Prompt, build_engine
 from tests.conftest import wait_until
 from tests.live import start, unused_port
+from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers
+from waymark.simulator import Prompt, build_engine
 
 ROOT = Path(__file__).parents[1]
 MODEL, BLOCK_SIZE = "demo", 16
@@ -91,7 +91,7 @@ async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_p
         def route(*prompts: tuple[int, ...]) -> list[str]:
             lines = "".join(" ".join(map(str, prompt)) + "\n" for prompt in prompts)
             command = [sys.executable, "docs/router_example.py", live.url, *endpoints]
-            environ = {"PYTHONPATH": str(ROOT), "PATH": ""}
+            environ = {"PYTHONPATH": str(ROOT / "app"), "PATH": ""}
             done = subprocess.run(
                 command, input=lines, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=60
             )
@@ -151,8 +151,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def wait(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr("app.client.time.sleep", waited.append)
-    monkeypatch.setattr("app.client.asyncio.sleep", wait)
+    monkeypatch.setattr("waymark.client.time.sleep", waited.append)
+    monkeypatch.setattr("waymark.client.asyncio.sleep", wait)
     return waited
 
 
@@ -257,8 +257,8 @@ async def test_partial_answers_and_further_media_are_told() -> None:
 
 
 def test_it_needs_nothing_of_the_service() -> None:
-    code = "import sys, app.client; print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    code = "import sys, waymark.client; print(sorted({name.partition('.')[0] for name in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     loaded = set(ast.literal_eval(done.stdout))
     assert not loaded & {"starlette", "redis", "zmq", "uvicorn", "pydantic", "fakeredis"}
-    assert (ROOT / "app" / "py.typed").is_file()
+    assert (ROOT / "app" / "waymark" / "py.typed").is_file()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from app.settings import markdown_table
 from tests.live import start
+from waymark.settings import markdown_table
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,7 +13,7 @@ TOP = {"__main__", "cli", "demo", "embedded", "publishers_file"}
 LEAVES = {"errors", "settings", "metrics", "logs"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store"}
 
-# Part of app -> the other parts of it that it may import. The version in app/__init__.py is free for all.
+# Part of waymark -> the other parts of it that it may import. The version in app/waymark/__init__.py is free for all.
 PARTS: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
@@ -61,23 +61,25 @@ def imported(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}, line {node.lineno}: imports here are absolute"
-            # `from app import logs` means app.logs, `from app import __version__` does not.
-            names |= {f"app.{alias.name}" for alias in node.names} if node.module == "app" else {str(node.module)}
-    return names - {"app", "app.__version__"}
+            # `from waymark import logs` means waymark.logs, `from waymark import __version__` does not.
+            names |= (
+                {f"waymark.{alias.name}" for alias in node.names} if node.module == "waymark" else {str(node.module)}
+            )
+    return names - {"waymark", "waymark.__version__"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "app").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
-    module = ".".join(path.relative_to(ROOT / "app").with_suffix("").parts)
+    module = ".".join(path.relative_to(ROOT / "app" / "waymark").with_suffix("").parts)
     part = module.partition(".")[0]
     wrong = []
     for name in imported(path):
         package, _, rest = name.partition(".")
-        if package == "app":
+        if package == "waymark":
             target = rest.partition(".")[0]
             allowed = target == part or target in PARTS[part]
         else:
             allowed = package in sys.stdlib_module_names or bool({part, module} & LIBRARIES.get(package, set()))
         if not allowed:
             wrong.append(name)
-    assert sorted(wrong) == [], f"app.{module} may not import these"
+    assert sorted(wrong) == [], f"waymark.{module} may not import these"

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import pytest
 from pydantic import SecretStr
 
-from app.logs import configure, fields
+from waymark.logs import configure, fields
 
-log = logging.getLogger("app.test")
+log = logging.getLogger("waymark.test")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_a_text_line_has_the_sentence_and_then_the_fields() -> None:
     log.info("stream resynced", extra=fields(stream="vllm-0|default|0", missing=7))
     time, rest = stream.getvalue().split(" ", 1)
     assert time.endswith("Z")
-    assert rest == 'INFO app.test: stream resynced stream="vllm-0|default|0" missing=7\n'
+    assert rest == 'INFO waymark.test: stream resynced stream="vllm-0|default|0" missing=7\n'
 
 
 def test_a_json_line_is_one_object() -> None:
@@ -47,7 +47,7 @@ def test_a_json_line_is_one_object() -> None:
     assert entry.pop("time").endswith("Z")
     assert entry == {
         "level": "warning",
-        "logger": "app.test",
+        "logger": "waymark.test",
         "message": "stream resynced",
         "stream": "vllm-0",
         "missing": 7,

@@ -8,8 +8,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import __version__
-from app.metrics import Metrics
+from waymark import __version__
+from waymark.metrics import Metrics
 
 EXPORTED = [
     "waymark_answer_cache_bytes",

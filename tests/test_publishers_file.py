@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from app import publishers_file
-from app.cli import EXIT_USAGE, main
-from app.domain.names import EngineKind, Registration
-from app.errors import SettingsError
-from app.publishers_file import read_publishers
+from waymark import publishers_file
+from waymark.cli import EXIT_USAGE, main
+from waymark.domain.names import EngineKind, Registration
+from waymark.errors import SettingsError
+from waymark.publishers_file import read_publishers
 
 POD = {
     "type": "vLLM",

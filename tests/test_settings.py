@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from app.errors import SettingsError
-from app.settings import Settings, describe, hide_password
+from waymark.errors import SettingsError
+from waymark.settings import Settings, describe, hide_password
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from app.errors import InvalidValue
-from app.simulator.wire import BlockRemoved, BlockStored, WireEvent
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks import simulate
 from tests.benchmarks import simulate_report as report
@@ -27,6 +25,8 @@ from tests.benchmarks.simulate_index import ByIndex, Kill, Memory
 from tests.benchmarks.simulate_routers import Chance, Router, Stickiness, Truth
 from tests.benchmarks.simulate_run import Course, Step, play
 from tests.benchmarks.simulate_trace import Request, made_up, spread, traced
+from waymark.errors import InvalidValue
+from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
 
 SMALL = Simulation(
     requests=60,

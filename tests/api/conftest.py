@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from app.api.application import create_app
-from app.domain.hashing import extend, namespace, token_bytes
-from app.domain.names import Adapter, Holder
-from app.domain.runs import Commit, Run
-from app.metrics import Metrics
-from app.settings import Settings
-from app.store.records import Begin
-from app.store.scripts import Verdict
-from app.store.store import Store
+from waymark.api.application import create_app
+from waymark.domain.hashing import extend, namespace, token_bytes
+from waymark.domain.names import Adapter, Holder
+from waymark.domain.runs import Commit, Run
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.records import Begin
+from waymark.store.scripts import Verdict
+from waymark.store.store import Store
 
 
 class MakeClient(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.api.access import AllowedEndpoints
-from app.errors import InvalidValue
+from waymark.api.access import AllowedEndpoints
+from waymark.errors import InvalidValue
 
 
 @pytest.mark.parametrize(

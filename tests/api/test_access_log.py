@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from app.store.store import Store
 from tests.api.conftest import MakeClient
 from tests.live import start
+from waymark.store.store import Store
 
 QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2]}
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [vars(record)["fields"] for record in caplog.records if record.name == "app.api.access_log"]
+    return [vars(record)["fields"] for record in caplog.records if record.name == "waymark.api.access_log"]
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ async def logged(memory_store: Store, make_client: MakeClient) -> httpx.AsyncCli
 
 
 async def test_nothing_is_logged_unless_asked_for(api: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "app"):
+    with caplog.at_level(logging.DEBUG, "waymark"):
         answer = await api.post("/query", json=QUERY, headers={"x-request-id": "given"})
     assert answer.status_code == 200
     assert "x-request-id" not in answer.headers
-    assert [record for record in caplog.records if record.name.startswith("app.")] == []
+    assert [record for record in caplog.records if record.name.startswith("waymark.")] == []
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ async def test_the_process_writes_it_whatever_its_level(redis_url: str, tmp_path
         assert answer.headers["x-request-id"] == "from-a-router"
     entries = [json.loads(line) for line in live.said().splitlines()]
     (entry,) = [entry for entry in entries if entry["request_id"] == "from-a-router"]
-    assert (entry["message"], entry["level"], entry["logger"]) == ("request", "info", "app.api.access_log")
+    assert (entry["message"], entry["level"], entry["logger"]) == ("request", "info", "waymark.api.access_log")
     assert (entry["route"], entry["method"], entry["status"], entry["bytes"]) == ("/query", "POST", 200, 2)

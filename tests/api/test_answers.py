@@ -11,11 +11,11 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from app.api import operations
-from app.metrics import Metrics
-from app.serving.connection import protocol
-from app.serving.connections import Bounds, Connections
-from app.serving.exchange import RESPOND
+from waymark.api import operations
+from waymark.metrics import Metrics
+from waymark.serving.connection import protocol
+from waymark.serving.connections import Bounds, Connections
+from waymark.serving.exchange import RESPOND
 
 LENGTH_2 = (b"content-length", b"2")
 START: dict[str, Any] = {"type": "http.response.start", "status": 200}

@@ -11,12 +11,12 @@ import httpx
 import msgpack
 import pytest
 
-from app.api.application import create_app
-from app.api.turns import Turns
-from app.metrics import Metrics
-from app.settings import Settings
-from app.store.store import Store
 from tests.api.conftest import MakeClient
+from waymark.api.application import create_app
+from waymark.api.turns import Turns
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.store import Store
 
 QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2]}
 REGISTER = {"type": "vLLM", "endpoint": "tcp://a:1", "model": "m", "instance_id": "i", "block_size": 2}
@@ -269,7 +269,7 @@ async def test_body_without_a_declared_length_is_read(api: httpx.AsyncClient) ->
 async def test_probes_are_answered_while_requests_wait_for_their_turn(
     memory_store: Store, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.application.Turns", lambda: Turns(at_once=1, wait_seconds=0.05))
+    monkeypatch.setattr("waymark.api.application.Turns", lambda: Turns(at_once=1, wait_seconds=0.05))
     client = await make_client(memory_store)
     begun, go_on = asyncio.Event(), asyncio.Event()
 

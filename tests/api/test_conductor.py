@@ -9,13 +9,13 @@ import httpx
 import msgpack
 import pytest
 
-from app.api.rows import in_tokens
-from app.domain.hashing import extend, token_bytes
-from app.domain.match import ConductorRow
-from app.metrics import Metrics
-from app.store.reader import Reading
-from app.store.store import Store
 from tests.api.conftest import Hold, MakeClient
+from waymark.api.rows import in_tokens
+from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.match import ConductorRow
+from waymark.metrics import Metrics
+from waymark.store.reader import Reading
+from waymark.store.store import Store
 
 TOKENS = [101, 15, 100, 55, 89, 63]
 

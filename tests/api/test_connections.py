@@ -6,11 +6,11 @@ import asyncio
 
 from starlette.types import Receive, Scope, Send
 
-from app.metrics import Metrics
-from app.serving.connection import protocol
-from app.serving.connections import Bounds, Connections
 from tests.api.test_answers import USUAL, request, served
 from tests.conftest import wait_until
+from waymark.metrics import Metrics
+from waymark.serving.connection import protocol
+from waymark.serving.connections import Bounds, Connections
 
 
 def post(path: str, body: bytes) -> bytes:

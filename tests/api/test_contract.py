@@ -10,10 +10,10 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from app.api import dynamo_schemas, schemas
-from app.api.schemas import QueryRequest, RegisterRequest
-from app.store.store import Store
 from tests.api.conftest import Hold
+from waymark.api import dynamo_schemas, schemas
+from waymark.api.schemas import QueryRequest, RegisterRequest
+from waymark.store.store import Store
 
 PATHS = {
     *("/query", "/query_by_hash", "/register", "/unregister", "/events", "/services", "/workers", "/global_view"),

@@ -9,12 +9,12 @@ import httpx
 import msgpack
 import pytest
 
-from app.api.dynamo import is_worker_id
-from app.api.dynamo_views import PEERS_MAX
-from app.domain.hashing import extend, token_bytes
-from app.store.reader import Reading
-from app.store.store import Store
 from tests.api.conftest import Hold, MakeClient
+from waymark.api.dynamo import is_worker_id
+from waymark.api.dynamo_views import PEERS_MAX
+from waymark.domain.hashing import extend, token_bytes
+from waymark.store.reader import Reading
+from waymark.store.store import Store
 
 TOKENS = [101, 15, 100, 55, 89, 63]
 REGISTER = {"instance_id": 1, "endpoint": "tcp://10.0.0.1:5557", "model_name": "m", "block_size": 2}

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.domain.hashing import extend, token_bytes
-from app.store.store import Store
 from tests.conftest import wait_until
+from waymark.domain.hashing import extend, token_bytes
+from waymark.store.store import Store
 
 TOKENS = list(range(1, 9))
 HASHES = extend(None, token_bytes(TOKENS), 2)

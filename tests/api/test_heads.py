@@ -10,8 +10,8 @@ import orjson
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from app.serving.heads import Head, head_of
 from tests.api.test_answers import bounded, served
+from waymark.serving.heads import Head, head_of
 
 SECONDS = 20.0
 

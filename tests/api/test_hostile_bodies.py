@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.api.bodies import Format, decode
-from app.api.errors import Unfit
-from app.api.prompts import hashes, token_bytes
-from app.errors import InvalidValue
+from waymark.api.bodies import Format, decode
+from waymark.api.errors import Unfit
+from waymark.api.prompts import hashes, token_bytes
+from waymark.errors import InvalidValue
 
 QUERY = b'{"model": "m", "block_size": 2, "token_ids": %b}'
 BY_HASH = b'{"model": "m", "block_size": 2, "seq_hashes": %b}'

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.bodies import CONTAINERS_MAX, Format, LongList, decode
-from app.api.errors import Unfit
-from app.api.prompts import hashes, token_bytes
-from app.api.schemas import QueryByHashRequest
-from app.api.texts import Texts
-from app.domain import native
-from app.errors import InvalidValue
-from app.metrics import Metrics
 from tests.api.conftest import Hold
 from tests.domain.test_native import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
+from waymark.api.bodies import CONTAINERS_MAX, Format, LongList, decode
+from waymark.api.errors import Unfit
+from waymark.api.prompts import hashes, token_bytes
+from waymark.api.schemas import QueryByHashRequest
+from waymark.api.texts import Texts
+from waymark.domain import native
+from waymark.errors import InvalidValue
+from waymark.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("way_kept")
 

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from app.domain.hashing import extend, token_bytes
-from app.simulator import Prompt, build_engine
 from tests.conftest import wait_until
 from tests.live import start
+from waymark.domain.hashing import extend, token_bytes
+from waymark.simulator import Prompt, build_engine
 
 # The bodies as the Conductor Indexer API prints them.
 REGISTER = """{

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.metrics import Metrics
-from app.store.store import Store
 from tests.api.conftest import MakeClient
+from waymark.metrics import Metrics
+from waymark.store.store import Store
 
 TOKENS = [1, 2, 3, 4]
 

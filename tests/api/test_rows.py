@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from app.api.rows import Rows, in_tokens
-from app.domain.match import Walk, conductor_rows
-from app.domain.table import HolderTable
-from app.metrics import Metrics
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
+from waymark.api.rows import Rows, in_tokens
+from waymark.domain.match import Walk, conductor_rows
+from waymark.domain.table import HolderTable
+from waymark.metrics import Metrics
 
 
 def of_holders(count: int, first: int = 1) -> HolderTable:

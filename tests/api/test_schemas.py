@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from app.api.errors import Unfit
-from app.api.fields import NAME_BYTES_MAX
-from app.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
-from app.domain.names import EngineKind, GroupName, Registration
+from waymark.api.errors import Unfit
+from waymark.api.fields import NAME_BYTES_MAX
+from waymark.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
+from waymark.domain.names import EngineKind, GroupName, Registration
 
 REGISTER: dict[str, Any] = {
     "endpoint": "tcp://1.1.1.1:5557",

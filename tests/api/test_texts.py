@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from app.api.bodies import Body, Format, LongList, decode
-from app.api.errors import Unfit
-from app.api.schemas import QueryByHashRequest, QueryRequest
-from app.api.texts import Texts
-from app.errors import InvalidValue
-from app.metrics import Metrics
+from waymark.api.bodies import Body, Format, LongList, decode
+from waymark.api.errors import Unfit
+from waymark.api.schemas import QueryByHashRequest, QueryRequest
+from waymark.api.texts import Texts
+from waymark.errors import InvalidValue
+from waymark.metrics import Metrics
 
 
 def lists(texts: Texts, operation: bytes = b"/query") -> LongList:

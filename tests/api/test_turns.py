@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from app.api.turns import AT_ONCE, Turns
-from app.errors import InvalidValue, StoreUnavailable
-from app.store.client import CONNECTIONS
+from waymark.api.turns import AT_ONCE, Turns
+from waymark.errors import InvalidValue, StoreUnavailable
+from waymark.store.client import CONNECTIONS
 
 
 async def inside(turns: Turns, outcome: asyncio.Future[None]) -> None:

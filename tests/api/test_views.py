@@ -8,9 +8,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from app.store.claims import Claim
-from app.store.store import Store
 from tests.api.conftest import Hold
+from waymark.store.claims import Claim
+from waymark.store.store import Store
 
 Register = Callable[..., Awaitable[None]]
 

@@ -22,12 +22,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from app import __version__
-from app.domain import native
 from tests.benchmarks import capacity, index, lives, long, queries, replicas, streams
 from tests.benchmarks.options import Options
 from tests.benchmarks.processes import redis_server
 from tests.benchmarks.report import Row, table, write_json, write_markdown
+from waymark import __version__
+from waymark.domain import native
 
 #: Names a part answers to, and what measures it; it gets the rows that are there already.
 PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], list[Row]]]] = [

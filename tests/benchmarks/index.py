@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from app.domain.names import EngineKind, Holder, Registration
-from app.domain.runs import Commit, Run
-from app.store.leases import Grant
-from app.store.records import Begin
-from app.store.store import Store
 from tests.benchmarks.options import Options
 from tests.benchmarks.processes import RedisServer, redis_server
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tests.benchmarks.report import Row, against
+from waymark.domain.names import EngineKind, Holder, Registration
+from waymark.domain.runs import Commit, Run
+from waymark.store.leases import Grant
+from waymark.store.records import Begin
+from waymark.store.store import Store
 
 STORE_BLOCKS = 64
 VLLM_BYTES = "one holder, with a vLLM publisher's entry"

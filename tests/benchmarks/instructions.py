@@ -42,7 +42,7 @@ def _replica(folder: Path, redis: RedisServer, *, is_pure: bool) -> Iterator[Ser
         "WAYMARK_QUERY_DEADLINE_MS": "10000",
     }
     grind = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/callgrind.out")
-    with running(folder, f"query-{port}", *grind, sys.executable, "-m", "app", "query", **settings) as process:
+    with running(folder, f"query-{port}", *grind, sys.executable, "-m", "waymark", "query", **settings) as process:
         server = Server("waymark query", process.pid, port)
         wait_until(server.is_up, "the replica is up", _SECONDS)
         yield server

@@ -10,13 +10,13 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 
-from app.store.store import Store
 from tests.benchmarks import index, prompts
 from tests.benchmarks.load import run, write_bodies
 from tests.benchmarks.options import Options
 from tests.benchmarks.processes import RedisServer, redis_server, waymark
 from tests.benchmarks.prompts import BLOCK_SIZE, Prompt
 from tests.benchmarks.report import Row
+from waymark.store.store import Store
 
 RANKS = 8
 SYSTEM_TOKENS = 2_000

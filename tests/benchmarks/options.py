@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
-from app.domain.native import Path
+from waymark.domain.native import Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,7 @@ def waymark(
     values = {"REDIS_URL": url, "HOST": "127.0.0.1", "LOG_LEVEL": "warning", "NATIVE": str(not is_pure).lower()}
     values["INGEST_PORT" if role == "ingest" else "PORT"] = str(port)
     settings = {f"WAYMARK_{key}": value for key, value in values.items()} | dict(environ or {})
-    with running(folder, f"{role}-{port}", sys.executable, "-m", "app", role, **settings) as process:
+    with running(folder, f"{role}-{port}", sys.executable, "-m", "waymark", role, **settings) as process:
         server = Server(f"waymark {role}", process.pid, port, "/dynamo")
         if is_awaited:
             wait_until(server.is_up, f"waymark {role} is up", START_SECONDS)

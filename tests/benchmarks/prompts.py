@@ -16,7 +16,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import TypeAlias
 
-from app.domain.hashing import extend, token_bytes
+from waymark.domain.hashing import extend, token_bytes
 
 MODEL = "bench"
 BLOCK_SIZE = 16

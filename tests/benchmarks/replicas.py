@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from app.store.store import Store
 from tests.benchmarks import index, prompts
 from tests.benchmarks.feed import publishers, wait_for
 from tests.benchmarks.load import Load, finish, start, write_bodies
@@ -22,6 +21,7 @@ from tests.benchmarks.processes import RedisServer, Server, dynamo, redis_server
 from tests.benchmarks.prompts import PIECE_TOKENS, Prompt
 from tests.benchmarks.report import Row
 from tests.benchmarks.streams import new_stores, started, taken_in
+from waymark.store.store import Store
 
 PEER = "dynamo.indexer"
 INSTANCE = 7

@@ -22,7 +22,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from app.errors import InvalidValue
 from tests.benchmarks import simulate_report as report
 from tests.benchmarks.prompts import BLOCK_SIZE
 from tests.benchmarks.simulate_engines import Engine
@@ -31,6 +30,7 @@ from tests.benchmarks.simulate_routers import Chance, Router, Stickiness, Truth
 from tests.benchmarks.simulate_run import Course, play
 from tests.benchmarks.simulate_service import Waymark, started
 from tests.benchmarks.simulate_trace import Request, made_up, traced
+from waymark.errors import InvalidValue
 
 KILLED_REPLICAS = 2
 """How many there are in the run with a kill."""

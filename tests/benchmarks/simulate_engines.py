@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from app.simulator.wire import GPU, BlockRemoved, BlockStored, WireEvent
 from tests.benchmarks.prompts import BLOCK_SIZE
 from tests.benchmarks.simulate_trace import Request
+from waymark.simulator.wire import GPU, BlockRemoved, BlockStored, WireEvent
 
 STORE_BLOCKS = 512
 """Blocks of one event; an engine tells a long prompt in several, one for each step of its prefill."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.simulator.wire import BlockRemoved, BlockStored, WireEvent
 from tests.benchmarks.prompts import BLOCK_SIZE
 from tests.benchmarks.simulate_routers import Router, Truth
 from tests.benchmarks.simulate_trace import Request
+from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
 
 
 class Index(Protocol):

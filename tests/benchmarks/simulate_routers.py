@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from app.simulator.wire import WireEvent
 from tests.benchmarks.prompts import BLOCK_SIZE
 from tests.benchmarks.simulate_engines import Engine
 from tests.benchmarks.simulate_trace import Request
+from waymark.simulator.wire import WireEvent
 
 
 class Router(Protocol):

@@ -15,13 +15,13 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from itertools import cycle
 from pathlib import Path
 
-from app.client import AsyncClient, Unavailable
-from app.simulator import Encoder, SimulatedPublisher
-from app.simulator.wire import WireEvent
-from app.store import keys
 from tests.benchmarks.processes import START_SECONDS, RedisServer, Server, redis_server, waymark
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tests.benchmarks.simulate_trace import Request
+from waymark.client import AsyncClient, Unavailable
+from waymark.simulator import Encoder, SimulatedPublisher
+from waymark.simulator.wire import WireEvent
+from waymark.store import keys
 
 SETTLE_SECONDS = 120.0
 #: A machine that is busy with other things must not change an answer; nothing here is about speed.

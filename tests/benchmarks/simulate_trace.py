@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import count, groupby, islice
 from pathlib import Path
 
-from app.errors import InvalidValue
 from tests.benchmarks import prompts
 from tests.benchmarks.prompts import BLOCK_SIZE, PIECE_TOKENS
+from waymark.errors import InvalidValue
 
 LAST_GAP_SECONDS = 1.0
 """Over how long requests with the last of all times are spread."""

@@ -21,10 +21,10 @@ from contextlib import contextmanager
 import redis
 import zmq
 
-from app.domain.hashing import extend, token_bytes
 from tests.benchmarks.feed import Publisher, stored
 from tests.benchmarks.processes import Server, wait_until
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL, VOCABULARY
+from waymark.domain.hashing import extend, token_bytes
 
 BLOCKS = 4
 _PROBE_SECONDS = 30.0

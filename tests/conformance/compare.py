@@ -25,9 +25,9 @@ from typing import Any
 
 import httpx
 
-from app.domain.hashing import extend, token_bytes
-from app.simulator import Encoder, PrefixCache, Prompt, SimulatedEngine, SimulatedPublisher, conversations
 from tests.conformance.services import dynamo, waymark
+from waymark.domain.hashing import extend, token_bytes
+from waymark.simulator import Encoder, PrefixCache, Prompt, SimulatedEngine, SimulatedPublisher, conversations
 
 RELEASE = "1.6.1"
 SETTLE_SECONDS = 5.0

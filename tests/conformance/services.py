@@ -81,7 +81,7 @@ async def waymark(directory: Path) -> AsyncIterator[httpx.AsyncClient]:
     options = ("--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(directory))
     async with (
         process(directory / "redis.log", server, *options),
-        process(log, sys.executable, "-m", "app", "serve", **settings) as running,
+        process(log, sys.executable, "-m", "waymark", "serve", **settings) as running,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/dynamo", timeout=10, trust_env=False) as client,
     ):
         await until_up(client, f"http://127.0.0.1:{port}/ready", running, log)

@@ -8,14 +8,14 @@ from io import StringIO
 import pytest
 from redis.asyncio import Redis
 
-from app import cli
-from app.console.look import Look
-from app.console.run import run_inspect, run_status
-from app.console.screen import Screen
-from app.domain.hashing import extend, token_bytes
-from app.settings import Settings
-from app.store.client import Client
-from app.store.store import Store
+from waymark import cli
+from waymark.console.look import Look
+from waymark.console.run import run_inspect, run_status
+from waymark.console.screen import Screen
+from waymark.domain.hashing import extend, token_bytes
+from waymark.settings import Settings
+from waymark.store.client import Client
+from waymark.store.store import Store
 
 Run = Callable[..., Awaitable[str]]
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from app.console.look import Group
-from app.console.redis_cli import RedisCli
-from app.domain.hashing import namespace
-from app.domain.names import GroupName
-from app.errors import InvalidValue, NotFound
-from app.settings import Settings
-from app.store.registry import GroupEntry
-from app.store.store import Store
 from tests.console.conftest import Run
 from tests.store.factories import Stream, registration, removed, stored, stream_of
+from waymark.console.look import Group
+from waymark.console.redis_cli import RedisCli
+from waymark.domain.hashing import namespace
+from waymark.domain.names import GroupName
+from waymark.errors import InvalidValue, NotFound
+from waymark.settings import Settings
+from waymark.store.registry import GroupEntry
+from waymark.store.store import Store
 
 BLOCK = 0xCB38E4D7FB2DCA5C
 WORD = f"{BLOCK:016x}"

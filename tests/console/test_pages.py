@@ -11,14 +11,14 @@ from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
-from app import cli
-from app.domain.names import EngineKind
-from app.ingest.life import REASONS
-from app.metrics import Metrics
-from app.settings import describe
-from app.store.store import Store
 from tests.console.conftest import Run, blocks, words
 from tests.store.factories import registration, stored, stream_of
+from waymark import cli
+from waymark.domain.names import EngineKind
+from waymark.ingest.life import REASONS
+from waymark.metrics import Metrics
+from waymark.settings import describe
+from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def test_the_reasons_of_degraded_streams_are_all_explained() -> None:
 def test_the_reasons_of_ignored_events_are_those_of_the_code() -> None:
     named = set(re.findall(r"ignored\.(\w+)", PAGE))
     assert {"block_size_mismatch", "other_model"} <= named
-    code = (ROOT / "app" / "domain" / "plan.py").read_text(encoding="utf-8")
+    code = (ROOT / "app" / "waymark" / "domain" / "plan.py").read_text(encoding="utf-8")
     assert named <= set(re.findall(r'return "(\w+)"', code))
 
 

@@ -8,12 +8,12 @@ import subprocess
 import pytest
 from redis.asyncio import Redis
 
-from app.console.cells import Cell, scaled
-from app.domain.hashing import namespace
-from app.errors import InvalidValue, NotFound
-from app.store.store import Store
 from tests.console.conftest import Run, blocks, words
 from tests.store.factories import Stream, registration, stored, stream_of
+from waymark.console.cells import Cell, scaled
+from waymark.domain.hashing import namespace
+from waymark.errors import InvalidValue, NotFound
+from waymark.store.store import Store
 
 PROMPT = list(range(1000, 1160))
 """Ten blocks of 16 tokens."""

@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app import cli
-from app.console import look as look_module
-from app.console.look import Look
-from app.console.status import Wanted, gather
-from app.store import keys
-from app.store.claims import Claim
-from app.store.client import Client
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.console.conftest import Run
 from tests.store.factories import Stream, registration, stored, stream_of
+from waymark import cli
+from waymark.console import look as look_module
+from waymark.console.look import Look
+from waymark.console.status import Wanted, gather
+from waymark.store import keys
+from waymark.store.claims import Claim
+from waymark.store.client import Client
+from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]
 END_SECONDS = 20.0
@@ -238,7 +238,7 @@ async def test_watching_draws_anew_and_ends_well_on_ctrl_c(
 ) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
     environ |= {"WAYMARK_REDIS_URL": redis_url, "TERM": "xterm"}
-    command = [sys.executable, "-m", "app", "status", "--watch", "0.1"]
+    command = [sys.executable, "-m", "waymark", "status", "--watch", "0.1"]
     ours, theirs = pty.openpty() if is_terminal else os.pipe()
     os.set_blocking(ours, False)
     said = b""
@@ -281,7 +281,7 @@ def silent_port() -> Iterator[int]:
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("WAYMARK_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("app.logs.configure", lambda level, form: None)
+    monkeypatch.setattr("waymark.logs.configure", lambda level, form: None)
 
 
 @pytest.mark.usefixtures("no_settings")

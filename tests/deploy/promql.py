@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from promql_parser import AggregateExpr, BinaryExpr, Call, Expr, MatrixSelector, VectorSelector, parse, walk
 
-from app.metrics import Metrics
 from tests.test_metrics import declared
+from waymark.metrics import Metrics
 
 #: Labels that a scrape puts on every sample.
 TARGET = frozenset({"namespace", "job", "instance"})

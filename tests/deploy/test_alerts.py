@@ -11,8 +11,8 @@ import pytest
 import yaml
 from promql_parser import parse_duration
 
-from app import cli
 from tests.deploy.promql import complaints, exported, labels_of, read, selected
+from waymark import cli
 
 ROOT = Path(__file__).parents[2]
 GROUPS: list[dict[str, Any]] = yaml.safe_load((ROOT / "helm/files/alerts.yml").read_text(encoding="utf-8"))["groups"]

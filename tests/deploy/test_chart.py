@@ -13,7 +13,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from app import __version__
 from tests.deploy.chart import (
     CHART,
     REDIS,
@@ -34,6 +33,7 @@ from tests.deploy.chart import (
     variables,
 )
 from tests.deploy.values import ALL, REDIS_PLACES, given
+from waymark import __version__
 
 #: The oldest that Chart.yaml allows, and the newest whose schemas are known.
 KUBERNETES = ("1.25.0", kubernetes_validate.latest_version())

@@ -10,9 +10,6 @@ import helm_python
 import pytest
 import yaml
 
-from app.api.schemas import RegisterRequest
-from app.publishers_file import read_publishers
-from app.settings import Settings, describe
 from tests.deploy.chart import (
     CHART,
     ELSEWHERE,
@@ -31,6 +28,9 @@ from tests.deploy.chart import (
     variables,
 )
 from tests.deploy.values import every_value, given
+from waymark.api.schemas import RegisterRequest
+from waymark.publishers_file import read_publishers
+from waymark.settings import Settings, describe
 
 # ---- the schema ------------------------------------------------------------------------------------
 

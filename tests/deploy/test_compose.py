@@ -102,7 +102,7 @@ async def test_the_commands_work_together(redis_url: str, tmp_path: Path) -> Non
     def command(service: str) -> list[str]:
         given = [word.replace("nginx:13333", f"127.0.0.1:{port}") for word in SERVICES[service]["command"]]
         here = {"0.0.0.0": "127.0.0.1", "engines": "127.0.0.1"}
-        return [sys.executable, "-m", "app", *(here.get(word, word) for word in given)]
+        return [sys.executable, "-m", "waymark", *(here.get(word, word) for word in given)]
 
     assert set(SERVICES["query"]["environment"]) == set(SERVICES["ingest"]["environment"]) == {"WAYMARK_REDIS_URL"}
     async with starting(tmp_path) as start, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:

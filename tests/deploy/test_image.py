@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app import __version__
 from tests.conftest import wait_until
 from tests.deploy.chart import REDIS, one
 from tests.deploy.processes import ended, started
 from tests.live import unused_port
+from waymark import __version__
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def tell(event, arguments):
     elif event in CHANGES:
         os.write(2, f"WROTE {event} {arguments}\\n".encode())
 sys.addaudithook(tell)
-from app.cli import main
+from waymark.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -104,7 +104,12 @@ async def test_a_process_writes_no_file_and_the_health_check_tells_it_from_none(
     role: str, redis_url: str, tmp_path: Path
 ) -> None:
     port, log = unused_port(), tmp_path / "log"
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": "/nonexistent", "TMPDIR": "/nonexistent"}
+    environ = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(ROOT / "app"),
+        "HOME": "/nonexistent",
+        "TMPDIR": "/nonexistent",
+    }
     environ |= image_environment() | {"WAYMARK_REDIS_URL": redis_url}
     environ |= {"WAYMARK_PORT": str(unused_port()), "WAYMARK_INGEST_PORT": "0"}
     environ["WAYMARK_PORT" if role == "query" else "WAYMARK_INGEST_PORT"] = str(port)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from app.domain.events import Batch, Event
-from app.domain.names import U64_MASK, Registration
-from app.domain.resolver import Plan, Resolver
-from app.domain.runs import Run
 from tests.factories import SEED, batch, registration
+from waymark.domain.events import Batch, Event
+from waymark.domain.names import U64_MASK, Registration
+from waymark.domain.resolver import Plan, Resolver
+from waymark.domain.runs import Run
 
 
 class Index:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from app.domain.match import Walk
-from app.domain.names import GroupName, Holder, Scope
-from app.domain.table import HolderTable, PublisherRow
+from waymark.domain.match import Walk
+from waymark.domain.names import GroupName, Holder, Scope
+from waymark.domain.table import HolderTable, PublisherRow
 
 BLOCK_SIZE = 2
 

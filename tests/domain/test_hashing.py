@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from app.domain import native
-from app.domain.hashing import dimensions_digest, extend, extend_local, extra_digest, namespace, token_bytes
-from app.domain.names import U32_MAX, U64_MASK, Adapter
 from tests.conftest import WAYS
+from waymark.domain import native
+from waymark.domain.hashing import dimensions_digest, extend, extend_local, extra_digest, namespace, token_bytes
+from waymark.domain.names import U32_MAX, U64_MASK, Adapter
 
 TOKENS = st.lists(st.integers(0, U32_MAX), max_size=40)
 U64 = st.integers(0, U64_MASK)

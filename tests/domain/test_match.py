@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows
-from app.domain.names import Holder
-from app.domain.table import HolderTable, PublisherRow
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
+from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows
+from waymark.domain.names import Holder
+from waymark.domain.table import HolderTable, PublisherRow
 
 
 def tokens_of(row: ConductorRow) -> dict[str, object]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.domain.memory import HashMemory, block_key, namespace_of, place_of, seq_hash_of
-from app.domain.names import U64_MASK
+from waymark.domain.memory import HashMemory, block_key, namespace_of, place_of, seq_hash_of
+from waymark.domain.names import U64_MASK
 
 U64 = st.integers(0, U64_MASK)
 GPU, CPU, OTHER_RANK = 1, 2, 3

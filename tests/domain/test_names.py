@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.names import GroupName, PublisherName, is_endpoint, normal_medium
 from tests.factories import registration
+from waymark.domain.names import GroupName, PublisherName, is_endpoint, normal_medium
 
 SPELLINGS = {
     "GPU": "device GPU HBM NPU XPU",

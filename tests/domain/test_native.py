@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from app.domain import native
-from app.domain.hashing import block_keys, extend, extend_local, local_keys, token_bytes
-from app.domain.names import U32_MAX, U64_MASK
 from tests.conftest import WAYS
+from waymark.domain import native
+from waymark.domain.hashing import block_keys, extend, extend_local, local_keys, token_bytes
+from waymark.domain.names import U32_MAX, U64_MASK
 
 pytestmark = pytest.mark.usefixtures("way_kept")
 

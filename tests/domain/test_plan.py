@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from app.domain.names import EngineKind, Holder
-from app.domain.plan import EXTRA_KEYS, MEDIA_MAX, OWN_HASHES
-from app.domain.resolver import Plan
 from tests.domain.index import Index
 from tests.factories import batch, cleared, envelope, keys, registration, removed, stored
+from waymark.domain.names import EngineKind, Holder
+from waymark.domain.plan import EXTRA_KEYS, MEDIA_MAX, OWN_HASHES
+from waymark.domain.resolver import Plan
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from app.domain.hashing import extra_digest, namespace
-from app.domain.names import Adapter, EngineKind
-from app.domain.resolver import EXTRA_KEYS, UNTRUSTED
 from tests.domain.index import Index
 from tests.factories import batch, keys, registration, removed, stored
+from waymark.domain.hashing import extra_digest, namespace
+from waymark.domain.names import Adapter, EngineKind
+from waymark.domain.resolver import EXTRA_KEYS, UNTRUSTED
 
 SALTED = namespace(None, ["s"])
 

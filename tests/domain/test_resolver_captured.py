@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from app.domain.events import Batch, Stored
-from app.domain.hashing import extend, extra_digest, namespace, token_bytes
-from app.domain.names import EngineKind
-from app.engines import decoder
 from tests.domain.index import Index
 from tests.factories import SEED, registration, stored
+from waymark.domain.events import Batch, Stored
+from waymark.domain.hashing import extend, extra_digest, namespace, token_bytes
+from waymark.domain.names import EngineKind
+from waymark.engines import decoder
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"
 A = list(range(100, 112))

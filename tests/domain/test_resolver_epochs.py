@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from app.domain.names import EngineKind
 from tests.domain.index import Index
 from tests.factories import cleared, envelope, keys, registration, removed, stored
+from waymark.domain.names import EngineKind
 
 
 def at(index: Index, **epochs: int) -> None:

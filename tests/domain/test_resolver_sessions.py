@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from app.domain.events import Batch, Event
-from app.domain.hashing import namespace
-from app.domain.names import EngineKind
 from tests.domain.index import Index
 from tests.factories import BLOCK_SIZE, SEED, batch, cleared, registration, removed, stored
+from waymark.domain.events import Batch, Event
+from waymark.domain.hashing import namespace
+from waymark.domain.names import EngineKind
 
 
 class Prefix(NamedTuple):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from app.domain.events import Removed, Stored
-from app.domain.hashing import namespace
-from app.domain.names import EngineKind
-from app.domain.resolver import OWN_HASHES
 from tests.domain.index import Index
 from tests.factories import envelope, keys, registration, removed, stored
+from waymark.domain.events import Removed, Stored
+from waymark.domain.hashing import namespace
+from waymark.domain.names import EngineKind
+from waymark.domain.resolver import OWN_HASHES
 
 
 @pytest.fixture

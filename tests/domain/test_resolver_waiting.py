@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.events import Event
-from app.domain.hashing import namespace
-from app.domain.names import EngineKind
 from tests.domain.index import Index
 from tests.factories import batch, cleared, keys, registration, removed, stored
+from waymark.domain.events import Event
+from waymark.domain.hashing import namespace
+from waymark.domain.names import EngineKind
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.memory import place_of
-from app.domain.runs import Kind, Run, RunList
+from waymark.domain.memory import place_of
+from waymark.domain.runs import Kind, Run, RunList
 
 
 @pytest.fixture

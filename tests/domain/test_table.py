@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.domain.table import HolderTable, newest_id
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table
+from waymark.domain.table import HolderTable, newest_id
 
 
 def seen(of: HolderTable, value: bytes, block_size: int = BLOCK_SIZE) -> dict[tuple[str, int], set[str]]:

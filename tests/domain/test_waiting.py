@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from app.domain.waiting import Waiting, WaitingRoom
 from tests.factories import stored
+from waymark.domain.waiting import Waiting, WaitingRoom
 
 HOLDER, OTHER = 1, 2
 

@@ -18,10 +18,10 @@ import anyio
 import httpx
 import pytest
 
-from app.domain.hashing import extend, token_bytes
-from app.simulator import Dimensions, SimulatedEngine, build_engine
 from tests.conftest import wait_until
 from tests.model import BASE, Model, Space, Tokens
+from waymark.domain.hashing import extend, token_bytes
+from waymark.simulator import Dimensions, SimulatedEngine, build_engine
 
 ROOT = Path(__file__).parents[2]
 BLOCK_SIZE = 4
@@ -136,7 +136,7 @@ def spawn(role: str, environ: dict[str, str], log: Path) -> subprocess.Popen[byt
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "app", role], cwd=ROOT, env=clean | environ, stdout=output, stderr=output
+            [sys.executable, "-m", "waymark", role], cwd=ROOT, env=clean | environ, stdout=output, stderr=output
         )
 
 

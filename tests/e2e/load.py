@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
-from app.simulator import Prompt
 from tests.e2e.conftest import BLOCK_SIZE, Engines
+from waymark.simulator import Prompt
 
 SYSTEMS = 2
 PAUSE_SECONDS = 0.02

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from hypothesis import strategies as st
 
-from app.domain.hashing import extend, token_bytes
-from app.domain.names import DEFAULT_TENANT, PublisherName
-from app.simulator import Dimensions, Encoder
-from app.simulator.wire import AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
 from tests.model import Model, Place, Space, Tokens
+from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.names import DEFAULT_TENANT, PublisherName
+from waymark.simulator import Dimensions, Encoder
+from waymark.simulator.wire import AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
 
 MEDIA = ("GPU", "GPU", "GPU", "GPU", "GPU", "CPU", "CPU", "DISK")
 MODEL_NAME = "m"

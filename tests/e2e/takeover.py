@@ -11,13 +11,13 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from app.domain.names import PublisherName
-from app.simulator import build_engine
-from app.simulator.wire import WireEvent
-from app.store import keys
-from app.store.claims import Claim
 from tests.conftest import wait_until
 from tests.e2e.fleet import Member
+from waymark.domain.names import PublisherName
+from waymark.simulator import build_engine
+from waymark.simulator.wire import WireEvent
+from waymark.store import keys
+from waymark.store.claims import Claim
 
 BLOCK_SIZE = 16
 SYSTEM_BLOCKS = 16

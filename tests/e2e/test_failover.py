@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.simulator import Prompt
-from app.store import keys
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines, Start
 from tests.topologies import Cluster, farm, is_cluster_ok, start_cluster
+from waymark.simulator import Prompt
+from waymark.store import keys
 
 SHARDS = 16
 #: For a failover, for a stream to be taken up again, and for a machine that has other things to do.

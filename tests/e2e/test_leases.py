@@ -14,15 +14,15 @@ from typing import NamedTuple, cast
 import pytest
 from redis.asyncio import Redis
 
-from app.domain.names import PublisherName
-from app.simulator import Prompt, SimulatedEngine
-from app.store import keys
-from app.store.claims import Claim
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines
 from tests.e2e.fleet import Fleet, Member, fleet_of, owners
 from tests.e2e.takeover import take_over
 from tests.e2e.wire import Wire, wire_to
+from waymark.domain.names import PublisherName
+from waymark.simulator import Prompt, SimulatedEngine
+from waymark.store import keys
+from waymark.store.claims import Claim
 
 LEASE_SECONDS = 2
 TAKEOVER_SECONDS = 20.0

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, cast
 import pytest
 from redis.asyncio import Redis
 
-from app.domain.hashing import extend, token_bytes
-from app.domain.runs import Commit, Run
-from app.simulator import Prompt
-from app.store.scripts import Verdict
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, settle, starting
 from tests.model import Space
 from tests.store.factories import begins
+from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.runs import Commit, Run
+from waymark.simulator import Prompt
+from waymark.store.scripts import Verdict
+from waymark.store.store import Store
 
 SYSTEM = tuple(range(100, 116))
 CHAT = SYSTEM + tuple(range(200, 210))

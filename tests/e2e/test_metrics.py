@@ -15,12 +15,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
-from app.domain.names import PublisherName
-from app.simulator import Prompt, SimulatedEngine
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, free_port
 from tests.test_metrics import EXPORTED
+from waymark.domain.names import PublisherName
+from waymark.simulator import Prompt, SimulatedEngine
+from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,25 +20,25 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from app.api.application import create_app
-from app.domain.hashing import DEFAULT_SEED, extend, token_bytes
-from app.domain.names import DEFAULT_TENANT, PublisherName
-from app.domain.resolver import Resolver
-from app.engines import decoder
-from app.ingest.life import Life
-from app.ingest.stream import StreamOptions
-from app.ingest.worker import Worker, WorkerOptions
-from app.metrics import Metrics
-from app.settings import Settings
-from app.simulator import Faults, SimulatedPublisher
-from app.simulator.wire import WireEvent
-from app.store import keys
-from app.store.applier import Applier
-from app.store.client import Client
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.e2e.session import MODEL_NAME, Publisher, Session, Spec, Step, prompts, registration, specs, steps
 from tests.model import Model, Space, Tokens
+from waymark.api.application import create_app
+from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
+from waymark.domain.names import DEFAULT_TENANT, PublisherName
+from waymark.domain.resolver import Resolver
+from waymark.engines import decoder
+from waymark.ingest.life import Life
+from waymark.ingest.stream import StreamOptions
+from waymark.ingest.worker import Worker, WorkerOptions
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.simulator import Faults, SimulatedPublisher
+from waymark.simulator.wire import WireEvent
+from waymark.store import keys
+from waymark.store.applier import Applier
+from waymark.store.client import Client
+from waymark.store.store import Store
 
 Questions = Sequence[tuple[Tokens, Space]]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.simulator import Dimensions, Prompt, build_engine
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start
 from tests.e2e.redis_server import RedisServer, redis_server
+from waymark.simulator import Dimensions, Prompt, build_engine
 
 CHAT = tuple(range(100, 124))
 OTHER = CHAT[:8] + tuple(range(300, 312))

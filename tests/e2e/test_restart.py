@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app.cli import EXIT_NO_PORT
-from app.simulator import Faults, Prompt
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, free_port, spawn
+from waymark.cli import EXIT_NO_PORT
+from waymark.simulator import Faults, Prompt
 
 LEASE_SECONDS = 2
 CHAT = tuple(range(100, 124))

@@ -8,9 +8,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from app.domain.events import Batch, Event
-from app.domain.names import EngineKind
-from app.engines import decoder
+from waymark.domain.events import Batch, Event
+from waymark.domain.names import EngineKind
+from waymark.engines import decoder
 
 SEED = 1337
 

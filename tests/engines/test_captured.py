@@ -13,9 +13,9 @@ import msgpack
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from app.domain.events import Batch, Cleared, Event, Removed, Stored
-from app.domain.names import EngineKind
-from app.engines import decoder
+from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
+from waymark.domain.names import EngineKind
+from waymark.engines import decoder
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"
 VLLM_SESSION = json.loads((WIRE / "vllm_0.33_session.json").read_text())

@@ -12,12 +12,12 @@ import msgpack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.domain.events import Batch, Cleared, Event, Removed, Stored
-from app.domain.names import EngineKind, normal_medium
-from app.engines import decoder, vllm
-from app.engines.standard import decode_event
-from app.engines.wire import Ignored
-from app.errors import InvalidValue, Undecodable
+from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
+from waymark.domain.names import EngineKind, normal_medium
+from waymark.engines import decoder, vllm
+from waymark.engines.standard import decode_event
+from waymark.engines.wire import Ignored
+from waymark.errors import InvalidValue, Undecodable
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"
 DECODERS = [decoder(kind, seed=1337) for kind in EngineKind]

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgpack
 
-from app.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
-from app.domain.names import EngineKind
-from app.engines import decoder
+from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.names import EngineKind
+from waymark.engines import decoder
 
 MOONCAKE = EngineKind.MOONCAKE
 ENVELOPE = Envelope(7, "node-1", "default", None, None, None)

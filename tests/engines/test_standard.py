@@ -11,11 +11,11 @@ import msgpack
 import orjson
 import pytest
 
-from app.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
-from app.domain.names import EngineKind
-from app.engines import decoder
-from app.engines.standard import decode_event
-from app.errors import InvalidValue, Undecodable
+from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.names import EngineKind
+from waymark.engines import decoder
+from waymark.engines.standard import decode_event
+from waymark.errors import InvalidValue, Undecodable
 
 STANDARD = EngineKind.STANDARD
 ENVELOPE = Envelope(

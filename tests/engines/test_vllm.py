@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.domain.events import Batch, Cleared, Event, Removed, Stored
-from app.domain.hashing import extra_digest
-from app.domain.names import EngineKind
-from app.engines import decoder, vllm
+from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
+from waymark.domain.hashing import extra_digest
+from waymark.domain.names import EngineKind
+from waymark.engines import decoder, vllm
 
 SEED = 1337
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import msgpack
 import pytest
 
-from app.domain.events import Batch, Cleared, Removed
-from app.domain.names import EngineKind
-from app.engines import decoder, wire
-from app.errors import Undecodable
+from waymark.domain.events import Batch, Cleared, Removed
+from waymark.domain.names import EngineKind
+from waymark.engines import decoder, wire
+from waymark.errors import Undecodable
 
 CLEARED = ["AllBlocksCleared"]
 GOOD = b"\x91\xb0AllBlocksCleared"

@@ -21,21 +21,21 @@ import pytest
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
-from app.domain.hashing import extend, token_bytes
-from app.domain.match import conductor_rows
-from app.domain.names import EngineKind, GroupName, PublisherName, Registration
-from app.domain.native import pack
-from app.errors import StoreUnavailable
-from app.ingest.stream import StreamOptions
-from app.ingest.worker import Worker, WorkerOptions
-from app.metrics import Metrics
-from app.simulator import Prompt, SimulatedEngine, build_engine
-from app.store import keys
-from app.store.claims import decode_table
-from app.store.client import Client
-from app.store.records import PublisherState
-from app.store.store import Store
 from tests.conftest import _wait_for_server, wait_until
+from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.match import conductor_rows
+from waymark.domain.names import EngineKind, GroupName, PublisherName, Registration
+from waymark.domain.native import pack
+from waymark.errors import StoreUnavailable
+from waymark.ingest.stream import StreamOptions
+from waymark.ingest.worker import Worker, WorkerOptions
+from waymark.metrics import Metrics
+from waymark.simulator import Prompt, SimulatedEngine, build_engine
+from waymark.store import keys
+from waymark.store.claims import decode_table
+from waymark.store.client import Client
+from waymark.store.records import PublisherState
+from waymark.store.store import Store
 
 GROUP = GroupName("default", "m")
 BLOCK_SIZE = 4
@@ -396,7 +396,7 @@ def short_path() -> Iterator[Path]:
 async def _bench(url: str, directory: Path) -> AsyncIterator[Bench]:
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("app.ingest.stream._REPORT_SECONDS", 0.1)
+        patch.setattr("waymark.ingest.stream._REPORT_SECONDS", 0.1)
         bench = Bench(url, directory, stack)
         stack.push_async_callback(bench.store.close)
         yield bench

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from app.simulator import SimulatedPublisher
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Hand, Held, Pod
+from waymark.simulator import SimulatedPublisher
 
 
 def ghosts(held: Held, truth: Held) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from app.ingest.stream import StreamOptions
-from app.ingest.worker import Worker, WorkerOptions
-from app.metrics import Metrics
-from app.store.store import Store
 from tests.conftest import wait_until
+from waymark.ingest.stream import StreamOptions
+from waymark.ingest.worker import Worker, WorkerOptions
+from waymark.metrics import Metrics
+from waymark.store.store import Store
 
 TRIES = 30
 LAST_SECONDS = 0.02

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.ingest.frames import Frame, digest, is_end_marker, parse_live, parse_replay
+from waymark.ingest.frames import Frame, digest, is_end_marker, parse_live, parse_replay
 
 SEQ = (258).to_bytes(8, "big")
 END = b"\xff" * 8

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from app.ingest.stream import Stream
-from app.ingest.subscriber import Subscriber
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from tests.store.factories import snapshot
+from waymark.ingest.stream import Stream
+from waymark.ingest.subscriber import Subscriber
 
 CYCLES = 5
 

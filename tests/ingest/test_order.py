@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.ingest.frames import Frame
-from app.ingest.order import Judgement, Order
+from waymark.ingest.frames import Frame
+from waymark.ingest.order import Judgement, Order
 
 
 def frame(seq: int, topic: bytes = b"") -> Frame:

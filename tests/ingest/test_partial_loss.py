@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.names import GroupName
-from app.store import keys
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, Bench, Pod
+from waymark.domain.names import GroupName
+from waymark.store import keys
+from waymark.store.store import Store
 
 SHARDS = 4
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import zmq
 
-from app.errors import InvalidValue
-from app.ingest.replay import Replay, ReplayOutcome
-from app.ingest.subscriber import Context
 from tests.conftest import wait_until
+from waymark.errors import InvalidValue
+from waymark.ingest.replay import Replay, ReplayOutcome
+from waymark.ingest.subscriber import Context
 
 END = [b"", b"\xff" * 8, b""]
 

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-from app.domain.names import EngineKind
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
+from waymark.domain.names import EngineKind
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])

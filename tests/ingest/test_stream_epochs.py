@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from app.domain.events import Batch, Envelope, Stored
-from app.domain.names import EngineKind
-from app.metrics import Metrics
-from app.store.applier import Incoming, resumed
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
+from waymark.domain.events import Batch, Envelope, Stored
+from waymark.domain.names import EngineKind
+from waymark.metrics import Metrics
+from waymark.store.applier import Incoming, resumed
 
 
 async def test_on_a_medium_with_a_time_what_is_not_stored_again_goes(bench: Bench) -> None:

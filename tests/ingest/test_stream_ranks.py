@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.domain.names import PublisherName
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Held, Pod
+from waymark.domain.names import PublisherName
 
 PROXY: dict[str, Any] = {"sequence": "rank"}
 

@@ -14,12 +14,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from app.domain.hashing import extra_digest, namespace
-from app.domain.names import EngineKind
-from app.store import keys as names
 from tests.conftest import wait_until
 from tests.factories import keys, registration
 from tests.ingest.conftest import WITHOUT_PROBES, Bench
+from waymark.domain.hashing import extra_digest, namespace
+from waymark.domain.names import EngineKind
+from waymark.store import keys as names
 
 Held = dict[str, set[int]]
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from app.simulator import Faults
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
+from waymark.simulator import Faults
 
 Step = Callable[[Pod, random.Random], Awaitable[None]]
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import zmq
 
-from app.errors import InvalidValue
-from app.ingest import subscriber as module
-from app.ingest.frames import Frame
-from app.ingest.subscriber import Context, Subscriber, open_socket
 from tests.conftest import wait_until
+from waymark.errors import InvalidValue
+from waymark.ingest import subscriber as module
+from waymark.ingest.frames import Frame
+from waymark.ingest.subscriber import Context, Subscriber, open_socket
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
-from app.ingest import sweeping
-from app.metrics import Metrics
-from app.store.registry import GroupEntry
-from app.store.store import Store
+from waymark.ingest import sweeping
+from waymark.metrics import Metrics
+from waymark.store.registry import GroupEntry
+from waymark.store.store import Store
 
 PACE = 1000
 IDLE_SECONDS = 7.0

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from app.domain.names import EngineKind
-from app.errors import StoreUnavailable
-from app.ingest.worker import STATUSES
-from app.store import keys
-from app.store.client import Client
-from app.store.leases import Grant, Leases
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Pod, Server
+from waymark.domain.names import EngineKind
+from waymark.errors import StoreUnavailable
+from waymark.ingest.worker import STATUSES
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.leases import Grant, Leases
 
 
 async def has_worker(pod: Pod, worker_id: str | None) -> None:
@@ -387,7 +387,7 @@ async def test_no_stream_changes_its_worker_because_redis_did_not_hear_who_lives
 
 
 async def test_a_stream_that_cannot_run_says_why_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "app.ingest")
+    caplog.set_level(logging.WARNING, "waymark.ingest")
     pod = await bench.pod(is_registered=False)
     await bench.store.registry.register(replace(pod.registration, endpoint="tcp://nowhere"))
     hand = await bench.worker()
@@ -421,7 +421,7 @@ async def test_publishers_of_the_file_are_registered_once_however_many_workers_h
 async def test_what_the_file_says_otherwise_moves_or_is_told_and_what_it_does_not_name_stays(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR, "app.ingest")
+    caplog.set_level(logging.ERROR, "waymark.ingest")
     moved, other, unnamed = [await bench.pod(f"pod-{i}") for i in range(3)]
     elsewhere = await bench.pod("pod-0", is_registered=False)
     refused = replace(other.registration, block_size=2 * other.registration.block_size)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.store.client import Client
-from app.store.scripts import Scripts
 from tests.store.conftest import client, key_table, redis, shards, store, stream
+from waymark.store.client import Client
+from waymark.store.scripts import Scripts
 
 __all__ = ["client", "key_table", "redis", "scripts", "shards", "store", "stream"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from app.domain.runs import Commit, Mode, Run
-from app.errors import StoreUnavailable
-from app.store import index, keys
-from app.store.scripts import Scripts, Verdict
-from app.store.store import Store
 from tests.store.factories import Stream, hgetall, registration, removed, snapshot, stored, stream_of
+from waymark.domain.runs import Commit, Mode, Run
+from waymark.errors import StoreUnavailable
+from waymark.store import index, keys
+from waymark.store.scripts import Scripts, Verdict
+from waymark.store.store import Store
 
 BLOCKS = list(range(0xA0, 0xA8))
 

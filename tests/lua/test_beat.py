@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from app.store import keys
-from app.store.scripts import Scripts
+from waymark.store import keys
+from waymark.store.scripts import Scripts
 
 
 async def test_who_beats_is_alive_until_it_leaves(scripts: Scripts) -> None:

@@ -6,9 +6,9 @@ from asyncio import gather
 
 from redis.asyncio import Redis
 
-from app.store import keys
-from app.store.scripts import Scripts, Verdict
 from tests.store.factories import hgetall, snapshot
+from waymark.store import keys
+from waymark.store.scripts import Scripts, Verdict
 
 NAME, OTHER = b'["pod","t",0]', b'["pod","t",1]'
 GROUP, LARGE = b'["t","m"]', b'["t","large"]'

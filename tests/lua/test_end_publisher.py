@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from app.store import keys
-from app.store.scripts import Scripts, Verdict
-from app.store.store import Store
 from tests.store.factories import GROUP, Stream, claim_of, hgetall, registration, snapshot
+from waymark.store import keys
+from waymark.store.scripts import Scripts, Verdict
+from waymark.store.store import Store
 
 NAME = b'["pod-1","t",0]'
 

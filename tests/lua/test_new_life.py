@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 from redis.asyncio import Redis
 
-from app.store import keys
-from app.store.records import StreamState
-from app.store.scripts import Outcome, Scripts, Verdict
 from tests.store.factories import GROUP, Stream, hgetall, registration, snapshot, stored, stream_of
+from waymark.store import keys
+from waymark.store.records import StreamState
+from waymark.store.scripts import Outcome, Scripts, Verdict
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 

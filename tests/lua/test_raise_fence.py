@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from app.store import keys
-from app.store.scripts import Scripts, Verdict
 from tests.store.factories import hgetall, snapshot
+from waymark.store import keys
+from waymark.store.scripts import Scripts, Verdict
 
 FENCE = keys.fence(1, 2)
 A, B = "a" * 16, "b" * 16

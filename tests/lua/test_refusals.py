@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from redis.asyncio import Redis
 
-from app.errors import StoreUnavailable
-from app.store import keys
-from app.store.scripts import Outcome, Scripts, Verdict
 from tests.store.factories import Stream, snapshot, stored
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.scripts import Outcome, Scripts, Verdict
 
 HOLDERS, DEAD, FENCE, WORD = keys.holders(1), keys.dead(1), keys.fence(1, 0), "f" * 16
 BEFORE = "e" * 16

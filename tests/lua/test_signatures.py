@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app.store.lua import LUA_DIR, SCRIPTS
-from app.store.scripts import Scripts, Verdict
+from waymark.store.lua import LUA_DIR, SCRIPTS
+from waymark.store.scripts import Scripts, Verdict
 
 SIGNATURE = re.compile(r"-- (?P<name>\w+)\((?P<keys>[^;()]*); (?P<argv>[^;()]*)\) -> (?P<reply>\{.+\})\n")
 FILES = sorted(LUA_DIR.glob("*.lua"))

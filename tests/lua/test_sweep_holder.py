@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from app.store import keys
-from app.store.scripts import Scripts, Verdict
 from tests.store.factories import Stream, hgetall, snapshot, stored
+from waymark.store import keys
+from waymark.store.scripts import Scripts, Verdict
 
 BLOCKS = list(range(1, 41))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from app.store import keys
-from app.store.scripts import Outcome, Scripts, Verdict
 from tests.conftest import wait_until
 from tests.store.factories import hgetall, snapshot
+from waymark.store import keys
+from waymark.store.scripts import Outcome, Scripts, Verdict
 
 LEASE, RECORD = keys.lease(1, 1), keys.record(1, 1)
 A, B, C = "a" * 16, "b" * 16, "c" * 16

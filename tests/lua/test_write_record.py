@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from app.store.scripts import Scripts, Verdict
 from tests.store.factories import Stream, hgetall, snapshot
+from waymark.store.scripts import Scripts, Verdict
 
 
 async def test_fields_are_written_and_an_empty_one_goes(redis: Redis, scripts: Scripts, stream: Stream) -> None:

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import zmq
 import zmq.asyncio
 
-from app.simulator import SimulatedPublisher
 from tests.conftest import wait_until
+from waymark.simulator import SimulatedPublisher
 
 SECONDS = 5.0
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.domain.hashing import extend, token_bytes
-from app.errors import InvalidValue
-from app.simulator import Prefix, PrefixCache, Prompt
-from app.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
+from waymark.domain.hashing import extend, token_bytes
+from waymark.errors import InvalidValue
+from waymark.simulator import Prefix, PrefixCache, Prompt
+from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
 
 BLOCK = 4
 IMAGE = (("ab" * 8, 0),)

@@ -9,9 +9,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from app.errors import InvalidValue
-from app.simulator import DIALECTS, Dimensions, Encoder
-from app.simulator.wire import CPU, AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
+from waymark.errors import InvalidValue
+from waymark.simulator import DIALECTS, Dimensions, Encoder
+from waymark.simulator.wire import CPU, AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"
 

@@ -11,10 +11,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from app.errors import InvalidValue
-from app.simulator import DIALECTS, Faults, Prompt, SimulatedEngine, build_engine, conversations
-from app.simulator.encode import WITHOUT_MEDIUM
 from tests.simulator.peers import Peer, subscribed
+from waymark.errors import InvalidValue
+from waymark.simulator import DIALECTS, Faults, Prompt, SimulatedEngine, build_engine, conversations
+from waymark.simulator.encode import WITHOUT_MEDIUM
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from app.errors import InvalidValue
-from app.simulator import Encoder, Faults, SimulatedPublisher
-from app.simulator.publisher import END_SEQ, ReplayFraming
-from app.simulator.wire import BlockRemoved, WireEvent
 from tests.conftest import wait_until
 from tests.simulator.peers import subscribed
+from waymark.errors import InvalidValue
+from waymark.simulator import Encoder, Faults, SimulatedPublisher
+from waymark.simulator.publisher import END_SEQ, ReplayFraming
+from waymark.simulator.wire import BlockRemoved, WireEvent
 
 ANY_PORT = "tcp://127.0.0.1:0"
 NEVER_SECONDS = 0.2
@@ -99,7 +99,7 @@ async def test_the_bound_port_is_told() -> None:
 
 
 async def test_an_address_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.simulator.publisher.BIND_SECONDS", 0.0)
+    monkeypatch.setattr("waymark.simulator.publisher.BIND_SECONDS", 0.0)
     async with simulated() as publisher:
         with pytest.raises(InvalidValue, match="cannot bind") as caught:
             async with simulated(endpoint=publisher.endpoint):

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from app.errors import InvalidValue
-from app.simulator import EngineStarted, Prompt, SimulateOptions, simulate
-from app.simulator.run import _due
+from waymark.errors import InvalidValue
+from waymark.simulator import EngineStarted, Prompt, SimulateOptions, simulate
+from waymark.simulator.run import _due
 
 
 class Waymark(BaseHTTPRequestHandler):
@@ -132,7 +132,7 @@ def test_prompts_of_a_trace_come_at_its_times_unless_a_rate_is_given(
 
 
 async def test_engines_are_registered_once_waymark_is_up(waymark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.simulator.register.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("waymark.simulator.register.PAUSE_SECONDS", 0.01)
     Waymark.statuses.extend([503, 503])
     lines: list[EngineStarted] = []
     options = SimulateOptions(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import InvalidValue
-from app.simulator import conversations, read_trace
-from app.simulator.workload import trace_tokens
+from waymark.errors import InvalidValue
+from waymark.simulator import conversations, read_trace
+from waymark.simulator.workload import trace_tokens
 
 TRACE = """\
 {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [0, 1]}

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from app.store.client import Client
-from app.store.store import Store
 from tests.store.factories import Stream, snapshot, stream_of
 from tests.store.key_table import KeyTable
+from waymark.store.client import Client
+from waymark.store.store import Store
 
 
 @pytest.fixture(scope="session")

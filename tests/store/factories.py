@@ -8,19 +8,19 @@ from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 
-from app.domain.names import EngineKind, GroupName, Holder, Registration
-from app.domain.runs import Commit, Mode, Run
-from app.errors import StoreUnavailable
-from app.store import keys
-from app.store.claims import Claim
-from app.store.client import Client, Reply
-from app.store.index import Index
-from app.store.leases import Grant
-from app.store.line import Take
-from app.store.records import Begin
-from app.store.registry import GroupEntry
-from app.store.scripts import Arg, Outcome, Scripts, Verdict
-from app.store.store import Store
+from waymark.domain.names import EngineKind, GroupName, Holder, Registration
+from waymark.domain.runs import Commit, Mode, Run
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.claims import Claim
+from waymark.store.client import Client, Reply
+from waymark.store.index import Index
+from waymark.store.leases import Grant
+from waymark.store.line import Take
+from waymark.store.records import Begin
+from waymark.store.registry import GroupEntry
+from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
+from waymark.store.store import Store
 
 T = TypeVar("T")
 

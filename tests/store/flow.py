@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.domain.match import conductor_rows
-from app.domain.names import PublisherName
-from app.domain.native import pack
-from app.domain.runs import Commit, Mode, Run
-from app.store.leases import Grant
-from app.store.registry import GroupEntry
-from app.store.scripts import Verdict
-from app.store.store import Store
 from tests.store.factories import GROUP, begins, claim_of, registration, removed, stored
+from waymark.domain.match import conductor_rows
+from waymark.domain.names import PublisherName
+from waymark.domain.native import pack
+from waymark.domain.runs import Commit, Mode, Run
+from waymark.store.leases import Grant
+from waymark.store.registry import GroupEntry
+from waymark.store.scripts import Verdict
+from waymark.store.store import Store
 
 BLOCKS = list(range(1, 601))
 

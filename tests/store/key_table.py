@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from app.store.lua import LUA_DIR, SCRIPTS
+from waymark.store.lua import LUA_DIR, SCRIPTS
 
 README = LUA_DIR / "README.md"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from app.errors import StoreUnavailable
-from app.store.access import Access
-from app.store.client import Client
-from app.store.store import Store
 from tests.live import start
 from tests.store.flow import live_and_end
 from tests.topologies import Server, farm, start_cluster
+from waymark.errors import StoreUnavailable
+from waymark.store.access import Access
+from waymark.store.client import Client
+from waymark.store.store import Store
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 LINES = re.findall(r"^ACL SETUSER waymark .*$", README, re.MULTILINE)
@@ -91,7 +91,7 @@ async def test_the_user_of_the_readme_may_do_nothing_else(access: Access) -> Non
 async def test_every_permission_of_the_readme_is_needed_by_a_script_or_a_command() -> None:
     """Nothing stands in the line that no source names."""
     root = Path(__file__).parents[2]
-    folders = (root / "app" / "store", root / "app" / "console")
+    folders = (root / "app" / "waymark" / "store", root / "app" / "waymark" / "console")
     sources = [*(root / "lua").glob("*.lua"), *(path for folder in folders for path in folder.glob("*.py"))]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources).upper()
     # Sent by the library: at the start of a connection, of a subscription, and for a count of permissions.
@@ -128,6 +128,6 @@ async def _waymark(url: str, secret: Path, *words: str) -> str:
     environment = {"WAYMARK_REDIS_URL": url, "WAYMARK_REDIS_USERNAME": "waymark"}
     environment |= {"WAYMARK_REDIS_PASSWORD_FILE": str(secret), "PATH": os.environ["PATH"]}
     done = await anyio.run_process(
-        [sys.executable, "-m", "app", *words], env=environment, cwd=Path(__file__).parents[2]
+        [sys.executable, "-m", "waymark", *words], env=environment, cwd=Path(__file__).parents[2]
     )
     return done.stdout.decode()

@@ -9,12 +9,12 @@ import anyio
 import pytest
 from redis.asyncio import Redis
 
-from app.errors import StoreUnavailable
-from app.store import keys
-from app.store.client import Client
-from app.store.lua import SCRIPTS
-from app.store.store import Store
 from tests.store.factories import GROUP, registration
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.lua import SCRIPTS
+from waymark.store.store import Store
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import uvloop
 
-from app.errors import StoreUnavailable
-from app.store.client import Client
+from waymark.errors import StoreUnavailable
+from waymark.store.client import Client
 
 
 async def _ask_what_closes_at_once() -> set[type]:

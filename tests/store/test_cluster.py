@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import anyio
 import pytest
 
-from app.errors import StoreUnavailable
-from app.store import keys
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.store.factories import registration, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Cluster, Server, farm, is_cluster_ok, moving, start_cluster
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.store import Store
 
 SHARDS = 16
 

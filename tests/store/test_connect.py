@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import SettingsError
-from app.settings import Settings
-from app.store.access import Access
-from app.store.address import Address, parse
-from app.store.client import Client
-from app.store.cluster import Cluster
-from app.store.store import Store
+from waymark.errors import SettingsError
+from waymark.settings import Settings
+from waymark.store.access import Access
+from waymark.store.address import Address, parse
+from waymark.store.client import Client
+from waymark.store.cluster import Cluster
+from waymark.store.store import Store
 
 
 @pytest.mark.parametrize(

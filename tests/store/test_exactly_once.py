@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from app.domain.runs import Commit, Mode, Run
-from app.errors import StoreUnavailable
-from app.store import index
-from app.store.client import Client
-from app.store.index import Index
-from app.store.scripts import Scripts, Verdict
-from app.store.store import Store
 from tests.store.factories import Dying, Stream, registration, stream_of
+from waymark.domain.runs import Commit, Mode, Run
+from waymark.errors import StoreUnavailable
+from waymark.store import index
+from waymark.store.client import Client
+from waymark.store.index import Index
+from waymark.store.scripts import Scripts, Verdict
+from waymark.store.store import Store
 
 BLOCKS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89]
 NS = 0x5500

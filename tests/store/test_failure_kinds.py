@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from redis import exceptions
 
-from app.errors import StoreUnavailable
-from app.metrics import Metrics
-from app.store.client import Client
-from app.store.failures import kind_of
-from app.store.store import Store
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.store.client import Client
+from waymark.store.failures import kind_of
+from waymark.store.store import Store
 
 
 @pytest.mark.parametrize(

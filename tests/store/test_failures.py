@@ -12,11 +12,11 @@ from typing import Any
 import hiredis
 import pytest
 
-from app.errors import StoreUnavailable
-from app.store.access import Access
-from app.store.client import Client
-from app.store.line import Replies
 from tests.topologies import farm
+from waymark.errors import StoreUnavailable
+from waymark.store.access import Access
+from waymark.store.client import Client
+from waymark.store.line import Replies
 
 #: Of one connection or reply, where something is answered; and where nothing is, which every command waits for.
 TIMEOUT_SECONDS = 5.0

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from redis.asyncio import Redis
 
-from app.domain.match import conductor_rows
-from app.domain.native import KEY_BYTES, pack
-from app.errors import StoreUnavailable
-from app.store.client import Client
-from app.store.lending import KEPT_MAX
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
+from waymark.domain.match import conductor_rows
+from waymark.domain.native import KEY_BYTES, pack
+from waymark.errors import StoreUnavailable
+from waymark.store.client import Client
+from waymark.store.lending import KEPT_MAX
+from waymark.store.store import Store
 
 CHAIN = list(range(1, 601))
 #: Answers in place of what Redis said to a query's questions; the connection stays open, and silent, behind them.

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 from redis.asyncio import Redis
 
-from app.domain.resolver import Resolver
-from app.errors import StoreUnavailable
-from app.metrics import Metrics
-from app.store.applier import Applier, Fenced
 from tests.store.factories import Stream, hgetall
+from waymark.domain.resolver import Resolver
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.store.applier import Applier, Fenced
 
 
 async def believing(stream: Stream) -> Applier:

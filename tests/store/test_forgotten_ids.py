@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from app.store import keys
-from app.store.registry import GroupEntry
-from app.store.store import Store
 from tests.store.factories import GROUP, Stream, claim_of, hgetall, registration, stored, stream_of
 from tests.store.flow import asked
+from waymark.store import keys
+from waymark.store.registry import GroupEntry
+from waymark.store.store import Store
 
 BLOCKS = list(range(1, 41))
 

@@ -12,14 +12,14 @@ import pytest
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
-from app.api.application import create_probes
-from app.errors import StoreUnavailable
-from app.metrics import Metrics
-from app.settings import Settings
-from app.store.client import Client
-from app.store.health import HealthWatch, Reason
-from app.store.store import Store
 from tests.store.factories import registration
+from waymark.api.application import create_probes
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.client import Client
+from waymark.store.health import HealthWatch, Reason
+from waymark.store.store import Store
 
 SOUND = {
     "redis_version": "7.4.1",

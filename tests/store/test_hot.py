@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from app.domain.native import pack
-from app.metrics import Metrics
-from app.store.hot import HotBlocks
+from waymark.domain.native import pack
+from waymark.metrics import Metrics
+from waymark.store.hot import HotBlocks
 
 
 def test_what_is_kept_and_what_is_found_is_counted() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from app.domain.hashing import namespace
-from app.store.client import Client, Reply
-from app.store.lua import SCRIPTS
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.store.factories import Stream, registration, removed, snapshot, stored, stream_of
 from tests.store.key_table import README, KeyTable, Row, facts
+from waymark.domain.hashing import namespace
+from waymark.store.client import Client, Reply
+from waymark.store.lua import SCRIPTS
+from waymark.store.store import Store
 
 NS = namespace("adapter", ["salt"])
 BLOCKS = list(range(0xA0, 0xB0))

@@ -7,11 +7,6 @@ from asyncio import gather
 import pytest
 from redis.asyncio import Redis
 
-from app.errors import StoreUnavailable
-from app.store import keys
-from app.store.client import Client
-from app.store.scripts import Verdict
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.store.factories import (
     Dying,
@@ -24,6 +19,11 @@ from tests.store.factories import (
     stored,
     stream_of,
 )
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.scripts import Verdict
+from waymark.store.store import Store
 
 SHARDS = pytest.mark.parametrize("shards", [1, 3])
 

@@ -18,14 +18,14 @@ import trustme
 import uvloop
 from redis.exceptions import ResponseError
 
-from app.errors import StoreUnavailable
-from app.metrics import Metrics
-from app.store.access import Access
-from app.store.client import Client
-from app.store.connect import Pool
-from app.store.lending import KEPT_MAX
-from app.store.line import Replies
 from tests.conftest import wait_until
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.store.access import Access
+from waymark.store.client import Client
+from waymark.store.connect import Pool
+from waymark.store.lending import KEPT_MAX
+from waymark.store.line import Replies
 
 LOOPS = pytest.mark.parametrize(
     "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]

@@ -8,18 +8,18 @@ import pytest
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
-from app.domain.hashing import namespace
-from app.domain.match import ConductorRow, conductor_rows
-from app.domain.names import GroupName
-from app.domain.native import pack
-from app.errors import StoreUnavailable
-from app.metrics import Metrics
-from app.store import keys
-from app.store.client import Client
-from app.store.hot import HotBlocks
-from app.store.reader import Reader, Reading
-from app.store.store import Store
 from tests.store.factories import GROUP, Meeting, Stream, begins, hgetall, registration, snapshot, stored, stream_of
+from waymark.domain.hashing import namespace
+from waymark.domain.match import ConductorRow, conductor_rows
+from waymark.domain.names import GroupName
+from waymark.domain.native import pack
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.hot import HotBlocks
+from waymark.store.reader import Reader, Reading
+from waymark.store.store import Store
 
 CHAIN = list(range(1, 2001))
 SHARDS = pytest.mark.parametrize("shards", [1, 3])

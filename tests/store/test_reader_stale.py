@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from app.domain.match import conductor_rows
-from app.domain.names import GroupName
-from app.domain.native import pack
-from app.store.client import Client
-from app.store.hot import HotBlocks
-from app.store.reader import Reader
-from app.store.store import Store
 from tests.store.factories import registration, stored, stream_of
+from waymark.domain.match import conductor_rows
+from waymark.domain.names import GroupName
+from waymark.domain.native import pack
+from waymark.store.client import Client
+from waymark.store.hot import HotBlocks
+from waymark.store.reader import Reader
+from waymark.store.store import Store
 
 CHAIN = list(range(1, 601))
 MINE, THEIRS = GroupName("mine", "m"), GroupName("theirs", "m")

@@ -7,11 +7,11 @@ import time
 import pytest
 from redis.asyncio import Redis
 
-from app.domain.runs import Commit
-from app.store.records import StreamState
-from app.store.scripts import Verdict
-from app.store.store import Store
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
+from waymark.domain.runs import Commit
+from waymark.store.records import StreamState
+from waymark.store.scripts import Verdict
+from waymark.store.store import Store
 
 
 async def state_of(stream: Stream) -> StreamState:

@@ -8,12 +8,6 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app.domain.names import EngineKind, GroupName, PublisherName
-from app.errors import Conflict, StoreUnavailable
-from app.store import keys
-from app.store.client import Client
-from app.store.registry import GroupEntry
-from app.store.store import Store
 from tests.store.factories import (
     GROUP,
     Dying,
@@ -25,6 +19,12 @@ from tests.store.factories import (
     stored,
     stream_of,
 )
+from waymark.domain.names import EngineKind, GroupName, PublisherName
+from waymark.errors import Conflict, StoreUnavailable
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.registry import GroupEntry
+from waymark.store.store import Store
 
 POD = registration()
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import StoreUnavailable
-from app.store.access import Access
-from app.store.client import Client
-from app.store.store import Store
 from tests.conftest import wait_until
 from tests.store.factories import registration, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Sentinels, farm, start_sentinels
+from waymark.errors import StoreUnavailable
+from waymark.store.access import Access
+from waymark.store.client import Client
+from waymark.store.store import Store
 
 PASSWORD = "of-the-sentinels"
 

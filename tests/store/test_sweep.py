@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from app.errors import StoreUnavailable
-from app.store import keys
-from app.store.client import Client
-from app.store.store import Store
-from app.store.sweep import STEP_BLOCKS
 from tests.store.factories import Dying, Stream, registration, snapshot, stored, stream_of
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.store import Store
+from waymark.store.sweep import STEP_BLOCKS
 
 BLOCKS = list(range(1, 901))
 SALTED = [block ^ 0xFF0000 for block in range(1, 101)]

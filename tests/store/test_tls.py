@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import trustme
 
-from app.errors import StoreUnavailable
-from app.store.access import Access
-from app.store.client import Client
-from app.store.store import Store
 from tests.store.flow import live_and_end
 from tests.topologies import Farm, Server, farm, start_cluster
+from waymark.errors import StoreUnavailable
+from waymark.store.access import Access
+from waymark.store.client import Client
+from waymark.store.store import Store
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app.domain.resolver import Resolver
-from app.errors import StoreUnavailable
-from app.metrics import Metrics
-from app.store import keys
-from app.store.applier import Applier, Fenced
-from app.store.client import Client, Reply
-from app.store.lua import SCRIPTS
-from app.store.store import Store
 from tests.store.factories import Stream, begins, hgetall
+from waymark.domain.resolver import Resolver
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.store import keys
+from waymark.store.applier import Applier, Fenced
+from waymark.store.client import Client, Reply
+from waymark.store.lua import SCRIPTS
+from waymark.store.store import Store
 
 
 @asynccontextmanager

@@ -1,0 +1,195 @@
+"""The HTTP application: every path once, with who may call it and what the contract says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from waymark.api import dynamo_schemas as dynamo_bodies
+from waymark.api import schemas as bodies
+from waymark.api.access import Access, Gate
+from waymark.api.access_log import AccessLog
+from waymark.api.bodies import Format, encode
+from waymark.api.conductor import Conductor
+from waymark.api.contract import Contract
+from waymark.api.dynamo import Dynamo
+from waymark.api.dynamo_views import DynamoViews
+from waymark.api.events import Events
+from waymark.api.operations import Doc, Handler, Method, Operation, Surroundings
+from waymark.api.probes import Probes
+from waymark.api.texts import Texts
+from waymark.api.turns import Turns
+from waymark.api.views import Views
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.store import Store
+
+_TEXT, _HTML = "text/plain", "text/html"
+
+#: The hot paths.
+_QUERIES = frozenset({"/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash"})
+
+_PARTIAL = {"X-Waymark-Partial": "true where the deadline ended the walk: the numbers are lower bounds; else absent"}
+_NOTE = {"X-Waymark-Note": "that there is nothing to recover, and why"}
+
+_HEALTH = Doc("200 while the process turns.", answer=bodies.HealthAnswer, needs_redis=False)
+_READY = Doc("200 when queries can be answered.", answer=bodies.ReadyAnswer)
+_DYNAMO_HEALTH = Doc("200 while the process turns, and no body.", media_type=_TEXT, needs_redis=False)
+_METRICS = Doc("Prometheus text.", media_type=_TEXT, needs_redis=False)
+_SERVICES = Doc("Every registration.", answer=bodies.ServicesAnswer)
+_WORKERS = Doc("Publishers and ingest workers, with their state.", answer=bodies.WorkersAnswer)
+_GLOBAL_VIEW = Doc("Contexts, their instances and block counts.", answer=bodies.GlobalViewAnswer)
+_QUERY = Doc(
+    "How much of a prompt each instance has, by tokens.", bodies.QueryRequest, bodies.QueryAnswer, headers=_PARTIAL
+)
+_QUERY_BY_HASH = Doc("The same, by rolling hashes.", bodies.QueryByHashRequest, bodies.QueryAnswer, headers=_PARTIAL)
+_REGISTER = Doc("Subscribe to a publisher.", bodies.RegisterRequest, bodies.RegisterAnswer, errors=(409,))
+_UNREGISTER = Doc("Take a publisher out.", bodies.UnregisterRequest, bodies.UnregisterAnswer, errors=(404,))
+_EVENTS = Doc(
+    "Standard events, for publishers without a socket.",
+    bodies.EventsRequest,
+    bodies.EventsAnswer,
+    errors=(404, 409),
+    may_be_list=True,
+)
+_DYNAMO_QUERY = Doc(
+    "How much of a prompt each worker has.",
+    dynamo_bodies.DynamoQueryRequest,
+    dynamo_bodies.DynamoQueryAnswer,
+    errors=(404,),
+    headers=_PARTIAL,
+)
+_DYNAMO_QUERY_BY_HASH = Doc(
+    "The same, by local hashes of the base model.",
+    dynamo_bodies.DynamoQueryByHashRequest,
+    dynamo_bodies.DynamoQueryAnswer,
+    errors=(404,),
+    headers=_PARTIAL,
+)
+_DYNAMO_REGISTER = Doc(
+    "Subscribe to an engine.", dynamo_bodies.DynamoRegisterRequest, dynamo_bodies.DynamoStatus, 201, errors=(409,)
+)
+_DYNAMO_UNREGISTER = Doc(
+    "Take an instance out.", dynamo_bodies.DynamoUnregisterRequest, dynamo_bodies.DynamoStatus, errors=(404,)
+)
+_DYNAMO_WORKERS = Doc("Registered workers.", answer=dynamo_bodies.DynamoWorkers)
+_DUMP = Doc("The groups; there are no events to recover.", answer=dynamo_bodies.DynamoDump, headers=_NOTE)
+_REGISTER_PEER = Doc(
+    "Remember a peer.",
+    dynamo_bodies.PeerRequest,
+    dynamo_bodies.DynamoStatus,
+    201,
+    needs_redis=False,
+    headers=_NOTE,
+)
+_DEREGISTER_PEER = Doc(
+    "Forget a peer.",
+    dynamo_bodies.PeerRequest,
+    dynamo_bodies.DynamoStatus,
+    errors=(404,),
+    needs_redis=False,
+    headers=_NOTE,
+)
+_PEERS = Doc("The peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
+
+
+def create_app(store: Store, settings: Settings, metrics: Metrics) -> ASGIApp:
+    """The ASGI application over an open store; whoever opened the store closes it."""
+    token = None if settings.api_token is None else settings.api_token.get_secret_value()
+    gate = Gate(token, protect_reads=settings.protect_reads)
+    contract = Contract()
+    surroundings = Surroundings(settings, metrics, gate, Turns(), Texts(settings.text_cache_bytes, metrics))
+    operations = _operations(store, contract, surroundings)
+    contract.describe(operations)
+
+    async def not_routed(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        metrics.http_requests.labels(route="none", method="other", status=str(error.status_code)).inc()
+        sentence = "there is no such path; GET /docs lists those there are"
+        return _json({"error": sentence, "reason": "not_found"}, error.status_code)
+
+    app = Starlette(
+        routes=[Route(operation.path, operation) for operation in operations],
+        exception_handlers={HTTPException: not_routed},
+    )
+    app.router.redirect_slashes = False
+    routed = Shortcut(app, {operation.path: operation for operation in operations if operation.path in _QUERIES})
+    return AccessLog(routed) if settings.access_log else routed
+
+
+class Shortcut:
+    """Queries go straight to their operation; Starlette routes all the rest, for a third of what a query costs."""
+
+    def __init__(self, app: ASGIApp, queries: Mapping[str, Operation]) -> None:
+        self._app = app
+        self._queries = queries
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        query = self._queries.get(scope["path"]) if scope["type"] == "http" else None
+        return (query or self._app)(scope, receive, send)
+
+
+def _json(content: Any, status: int) -> Response:
+    return Response(encode(content, Format.JSON), status, media_type="application/json")
+
+
+def _operations(store: Store, contract: Contract, surroundings: Surroundings) -> list[Operation]:
+    settings, metrics = surroundings.settings, surroundings.metrics
+    root, views, probes = Conductor(store, settings, metrics), Views(store), Probes(store, metrics)
+    dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
+    # Starlette tries routes in order: queries first.
+    table: list[tuple[Method, str, Access, Handler, Doc]] = [
+        ("POST", "/query", "read", root.query, _QUERY),
+        ("POST", "/query_by_hash", "read", root.query_by_hash, _QUERY_BY_HASH),
+        ("POST", "/dynamo/query", "read", dynamo.query, _DYNAMO_QUERY),
+        ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, _DYNAMO_QUERY_BY_HASH),
+        ("POST", "/register", "write", root.register, _REGISTER),
+        ("POST", "/unregister", "write", root.unregister, _UNREGISTER),
+        ("POST", "/events", "write", Events(store, settings, metrics).events, _EVENTS),
+        ("GET", "/services", "read", views.services, _SERVICES),
+        ("GET", "/workers", "read", views.workers, _WORKERS),
+        ("GET", "/global_view", "read", views.global_view, _GLOBAL_VIEW),
+        ("GET", "/health", "open", probes.health, _HEALTH),
+        ("GET", "/ready", "open", probes.ready, _READY),
+        ("GET", "/metrics", "read", probes.metrics, _METRICS),
+        ("GET", "/openapi.json", "read", contract.openapi, Doc("This contract.", needs_redis=False)),
+        ("GET", "/docs", "read", contract.docs, Doc("This contract to read.", media_type=_HTML, needs_redis=False)),
+        ("POST", "/dynamo/register", "write", dynamo.register, _DYNAMO_REGISTER),
+        ("POST", "/dynamo/unregister", "write", dynamo.unregister, _DYNAMO_UNREGISTER),
+        ("GET", "/dynamo/workers", "read", dynamo_views.workers, _DYNAMO_WORKERS),
+        ("GET", "/dynamo/dump", "read", dynamo_views.dump, _DUMP),
+        ("GET", "/dynamo/health", "open", dynamo_views.health, _DYNAMO_HEALTH),
+        ("GET", "/dynamo/metrics", "read", probes.metrics, _METRICS),
+        ("POST", "/dynamo/register_peer", "write", dynamo_views.register_peer, _REGISTER_PEER),
+        ("POST", "/dynamo/deregister_peer", "write", dynamo_views.deregister_peer, _DEREGISTER_PEER),
+        ("GET", "/dynamo/peers", "read", dynamo_views.peers, _PEERS),
+    ]
+    return [
+        Operation(method, path, handler, access=access, doc=doc, surroundings=surroundings)
+        for method, path, access, handler, doc in table
+    ]
+
+
+def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlette:
+    """``/health``, ``/ready`` and ``/metrics`` alone: what an ingest worker answers."""
+    gate = Gate(None, protect_reads=False)
+    probes = Probes(store, metrics)
+    surroundings = Surroundings(settings, metrics, gate, Turns(), Texts(settings.text_cache_bytes, metrics))
+    table: list[tuple[str, Handler, Doc]] = [
+        ("/health", probes.health, _HEALTH),
+        ("/ready", probes.ready, Doc("200 when Redis answers.")),
+        ("/metrics", probes.metrics, _METRICS),
+    ]
+    return Starlette(
+        routes=[
+            Route(path, Operation("GET", path, handler, access="open", doc=doc, surroundings=surroundings))
+            for path, handler, doc in table
+        ]
+    )

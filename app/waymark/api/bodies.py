@@ -1,0 +1,254 @@
+"""Bodies in and out: JSON and msgpack, bounded before they are parsed.
+
+A body is read to the limit and no further, declared or chunked. Of a repeated key the last counts, in both
+formats. What cannot be read is refused here; whether its fields fit is ``schemas``'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import msgpack
+import orjson
+from starlette.types import Receive
+
+from waymark.api.errors import Unfit, kind, shown
+from waymark.api.texts import Text, Texts
+from waymark.domain.native import cut, cut_hashes
+from waymark.errors import InvalidValue
+
+T = TypeVar("T")
+
+#: Bytes of a body before it has been read, as (name, value) pairs of the ASGI scope.
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Format(Enum):
+    """What a body is written in; its answer is written in the same."""
+
+    JSON = b"application/json"
+    MSGPACK = b"application/msgpack"
+
+
+_FORMATS = {
+    b"": Format.JSON,
+    b"application/json": Format.JSON,
+    b"application/msgpack": Format.MSGPACK,
+    b"application/x-msgpack": Format.MSGPACK,
+}
+
+
+#: Lists and objects of one body. Empty ones are 64 bytes here and one or two there: without a bound a body of the
+#: largest size becomes a gigabyte.
+CONTAINERS_MAX = 2**18
+
+
+class Body(NamedTuple):
+    """A parsed request body."""
+
+    fields: dict[str, Any]
+    may_hold_booleans: bool = True
+    """False where the text cannot hold one: a list of integers then needs no look at each element's type."""
+    documents: list[Any] | None = None
+    """Where a list may stand for several bodies: the one or the many."""
+    numbers: bytes | None = None
+    """Where a long list was read without the parser: its elements, as msgpack's ``bin`` would have them."""
+    text: Text | None = None
+    """Where it was: all the rest."""
+    format: Format = Format.JSON
+
+    def asked(self, read: Callable[[dict[str, Any]], T]) -> T:
+        """What ``read`` makes of the fields beside the long list, or has made of them before."""
+        if self.text is None:
+            return read(self.fields)
+        if self.text.asked is None:
+            self.text.asked = read(self.text.fields)
+        asked: T = self.text.asked
+        return asked
+
+
+@dataclass(frozen=True, slots=True)
+class LongList:
+    """The field of a body that is nearly all of it, and may be read without the parser."""
+
+    spellings: tuple[str, ...]
+    is_hashes: bool
+    """Else token ids."""
+    count_max: int
+    texts: Texts
+    operation: bytes
+    """Its path, for ``texts``."""
+    names: tuple[tuple[str, bytes, bytes], ...] = field(init=False)
+    """Each spelling, also as it stands in a text, and with what the keys of its texts begin."""
+
+    def __post_init__(self) -> None:
+        # Blanks end both, so that no body can pass for one of another operation, or with another list.
+        names = [(name, name.encode()) for name in self.spellings]
+        keyed = tuple((name, b'"%b"' % text, b"%b %b " % (self.operation, text)) for name, text in names)
+        object.__setattr__(self, "names", keyed)
+
+
+class Disconnected(Exception):
+    """The client went away while its body was read; nobody is left to be answered."""
+
+
+def format_of(headers: Headers) -> Format:
+    """The format that Content-Type names; JSON where there is none."""
+    found = Format.JSON
+    for name, value in headers:
+        if name == b"content-type":
+            media_type = value if value in _FORMATS else value.partition(b";")[0].strip().lower()
+            if media_type not in _FORMATS:
+                raise InvalidValue(
+                    f"Content-Type is {shown(value.decode('latin-1'))}; send application/json or application/msgpack",
+                    reason="unsupported_content_type",
+                )
+            found = _FORMATS[media_type]
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise InvalidValue(
+                f"Content-Encoding is {shown(value.decode('latin-1'))}; send the body as it is",
+                reason="unsupported_content_type",
+            )
+    return found
+
+
+async def read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body; ``InvalidValue`` (too_large) as soon as it is known to be longer than ``max_bytes``."""
+    for name, value in headers:
+        if name == b"content-length" and value.isdigit() and int(value[:20]) > max_bytes:
+            raise _too_large(max_bytes)
+    pieces: list[bytes] = []
+    length = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        piece: bytes = message.get("body", b"")
+        length += len(piece)
+        if length > max_bytes:
+            raise _too_large(max_bytes)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _too_large(max_bytes: int) -> InvalidValue:
+    return InvalidValue(
+        f"the body is longer than {max_bytes} bytes; send less, or raise WAYMARK_MAX_BODY_BYTES", reason="too_large"
+    )
+
+
+def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_list: LongList | None = None) -> Body:
+    """The fields of a body; ``InvalidValue`` where it cannot be read, ``Unfit`` where it is no object.
+
+    A ``long_list`` that is plain may come back as ``numbers``; what stands in ``fields`` for it is then empty.
+    """
+    if body_format is Format.JSON:
+        if long_list is not None and (read := _without_parser(body, long_list)) is not None:
+            return read
+        # A bracket inside a text is counted too; nothing that is read has so many.
+        if len(body) > CONTAINERS_MAX and body.count(b"[") + body.count(b"{") > CONTAINERS_MAX:
+            raise _too_many_containers()
+        try:
+            value = orjson.loads(body)
+        except orjson.JSONDecodeError as exc:
+            raise InvalidValue(f"the body is not JSON: {exc}; send one JSON object", reason="invalid_json") from None
+        may_hold_booleans = _may_hold(body, b"true", b"u") or _may_hold(body, b"false", b"f")
+    else:
+        count = _Containers()
+        try:
+            # A str that is no UTF-8, an unfinished value and data behind it are all ValueErrors.
+            value = msgpack.unpackb(
+                body, raw=False, strict_map_key=True, list_hook=count, object_hook=count, ext_hook=count.extension
+            )
+        except ValueError as exc:
+            problem = str(exc)[:120] or type(exc).__name__
+            raise InvalidValue(f"the body is not msgpack: {problem}; send one map", reason="invalid_msgpack") from None
+        may_hold_booleans = True
+    if may_be_list:
+        return Body({}, may_hold_booleans, value if isinstance(value, list) else [value])
+    if not isinstance(value, dict):
+        raise Unfit(f"the body is {kind(value)}; send an object with the fields by name", reason="invalid_type")
+    return Body(value, may_hold_booleans, format=body_format)
+
+
+def _without_parser(body: bytes, of: LongList) -> Body | None:
+    """A body whose long list can be read without the parser; else None, and the parser decides.
+
+    See ``native.cut`` for why what is left proves what was cut out.
+    """
+    for name, quoted, key in of.names:
+        found = (cut_hashes if of.is_hashes else cut)(body, quoted, of.count_max)
+        if found is not None:
+            start, end, numbers = found
+            rest = b"%b[]%b" % (body[:start], body[end:])
+            text = of.texts.find(key + rest) or _text(rest, name, key, of)
+            return None if text is None else Body(text.fields, False, None, numbers, text)
+    return None
+
+
+def _text(rest: bytes, name: str, key: bytes, of: LongList) -> Text | None:
+    """What is left of a body, if it says that an empty list was ``name`` and nothing else was the same."""
+    if len(rest) > CONTAINERS_MAX:
+        return None
+    try:
+        fields = orjson.loads(rest)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(fields, dict) or fields.get(name) != []:
+        return None
+    # Whether two spellings say the same can be seen of two lists only.
+    if len(of.spellings) > 1 and any(fields.get(other) is not None for other in of.spellings if other != name):
+        return None
+    text = Text(fields)
+    of.texts.keep(key + rest, text)
+    return text
+
+
+class _Containers:
+    """Called for each list, map and extension while a body is parsed; ``InvalidValue`` at one too many."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, value: Any) -> Any:
+        self._count += 1
+        if self._count > CONTAINERS_MAX:
+            raise _too_many_containers()
+        return value
+
+    def extension(self, code: int, data: bytes) -> Any:
+        return self(msgpack.ExtType(code, data))
+
+
+def _too_many_containers() -> InvalidValue:
+    return InvalidValue(
+        f"the body has more than {CONTAINERS_MAX} lists and objects; send less in one request", reason="too_large"
+    )
+
+
+def _may_hold(text: bytes, word: bytes, letter: bytes) -> bool:
+    """False where ``word`` is certainly not in ``text``; looks for a letter that numbers do not have.
+
+    One letter is found sixty times faster than a word. After a few that belong to something else it gives up.
+    """
+    before = word.index(letter)
+    at = text.find(letter)
+    for _ in range(8):
+        if at < 0:
+            return False
+        if text.startswith(word, max(0, at - before)):
+            return True
+        at = text.find(letter, at + 1)
+    return True
+
+
+def encode(content: Any, body_format: Format) -> bytes:
+    """An answer in the format of its request."""
+    if body_format is Format.JSON:
+        return orjson.dumps(content)
+    packed: bytes = msgpack.packb(content, use_bin_type=True)
+    return packed

@@ -1,0 +1,189 @@
+"""``/openapi.json`` and ``/docs``: the contract, generated from the operations and the models that validate.
+
+The page needs nothing from anywhere else: no script, no font, no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from waymark import __version__
+from waymark.api.bodies import Body, Format
+from waymark.api.dynamo_schemas import DynamoErrorBody
+from waymark.api.errors import ErrorBody
+from waymark.api.fields import Request
+from waymark.api.operations import Answer, Operation
+
+_REF = "#/components/schemas/{model}"
+
+_ERRORS = {
+    400: "The body cannot be read, or its fields do not fit.",
+    401: "No bearer token, or the wrong one, where one is set.",
+    404: "The thing named does not exist.",
+    405: "Another method.",
+    409: "It contradicts what is there; nothing has changed.",
+    413: "The body is longer, or has more tokens, than is read.",
+    415: "Neither JSON nor msgpack.",
+    422: "The fields of the body do not fit.",
+    500: "A fault of this service; its log has it.",
+    503: "Redis is away; Retry-After says when to come back.",
+}
+
+#: Headers that come with a status, whatever the operation; those of a success are its own.
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    405: {"Allow": "the methods that this path knows"},
+    503: {"Retry-After": "seconds until it may be tried again"},
+}
+
+
+class Contract:
+    """Handlers of ``/openapi.json`` and ``/docs``; ``describe`` is called once, with all operations."""
+
+    def __init__(self) -> None:
+        self._json = b"{}"
+        self._page = b""
+
+    def describe(self, operations: Sequence[Operation]) -> None:
+        document = openapi(operations)
+        self._json = orjson.dumps(document)
+        self._page = page(document).encode()
+
+    async def openapi(self, _: Body) -> Answer:
+        return Answer(self._json, media_type=b"application/json")
+
+    async def docs(self, _: Body) -> Answer:
+        return Answer(self._page, media_type=b"text/html; charset=utf-8")
+
+
+def statuses(operation: Operation) -> list[int]:
+    """Every status that an operation may answer with, its success first."""
+    found = {405, 500, *operation.doc.errors}
+    if operation.method == "POST":
+        found |= {400, 413, 415}
+        if operation.dialect == "dynamo":
+            found.add(422)
+    if operation.access != "open":
+        found.add(401)
+    if operation.doc.needs_redis:
+        found.add(503)
+    return [operation.doc.status, *sorted(found)]
+
+
+def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of these operations."""
+    models: dict[type[BaseModel], None] = dict.fromkeys((ErrorBody, DynamoErrorBody))
+    for operation in operations:
+        models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    schemas = definitions["$defs"]
+    for model in models:
+        if issubclass(model, Request):
+            _add_spellings(schemas[model.__name__], model)
+    paths: dict[str, Any] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Waymark", "version": __version__, "description": "Who has which prefix in its KV cache."},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _add_spellings(schema: dict[str, Any], model: type[Request]) -> None:
+    for name in model.model_fields:
+        usual, *others = model.spellings(name)
+        if others:
+            schema["properties"][usual]["description"] += "; also accepted as " + ", ".join(others)
+
+
+def _operation(operation: Operation) -> dict[str, Any]:
+    doc = operation.doc
+    described: dict[str, Any] = {"summary": doc.summary, "tags": [operation.dialect], "responses": {}}
+    if doc.request is not None:
+        described["requestBody"] = {"required": True, "content": _content(doc.request, tuple(Format))}
+    if operation.access != "open":
+        described["security"] = [{"token": []}, {}]
+    error = DynamoErrorBody if operation.dialect == "dynamo" else ErrorBody
+    # An answer is written as its request was; without a body it is JSON.
+    formats = tuple(Format) if operation.method == "POST" else (Format.JSON,)
+    for status in statuses(operation):
+        is_success = status == doc.status
+        model = doc.answer if is_success else error
+        answer: dict[str, Any] = {
+            "description": "Done." if is_success else _ERRORS[status],
+            "content": {doc.media_type: {}} if model is None else _content(model, formats),
+        }
+        headers = doc.headers if is_success else _HEADERS.get(status)
+        if headers:
+            answer["headers"] = {
+                name: {"description": told, "schema": {"type": "string"}} for name, told in headers.items()
+            }
+        described["responses"][str(status)] = answer
+    return described
+
+
+def _content(model: type[BaseModel], formats: Sequence[Format]) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {each.value.decode(): {"schema": schema} for each in formats}
+
+
+def page(document: dict[str, Any]) -> str:
+    """The document as one plain page of HTML."""
+    schemas = document["components"]["schemas"]
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><title>Waymark</title>",
+        "<style>body{font:15px/1.5 sans-serif;max-width:56em;margin:2em auto;padding:0 1em}"
+        "code{background:#eee}td,th{text-align:left;vertical-align:top;padding:0 1em 0 0}</style>",
+        f"<h1>Waymark {escape(document['info']['version'])}</h1>",
+        "<p>The same as <a href=openapi.json>openapi.json</a>, for reading.</p>",
+    ]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>")
+            if "requestBody" in operation:
+                parts.append(_fields(schemas, operation["requestBody"]))
+            for status, answer in operation["responses"].items():
+                parts.append(f"<p><b>{status}</b> {escape(answer['description'])}</p>")
+                for name, header in answer.get("headers", {}).items():
+                    parts.append(f"<p><code>{escape(name)}</code> {escape(header['description'])}</p>")
+                if status.startswith("2"):
+                    parts.append(_fields(schemas, answer))
+    return "\n".join(parts)
+
+
+def _fields(schemas: dict[str, Any], body: dict[str, Any]) -> str:
+    found: dict[str, None] = {}
+    _add_references(schemas, body["content"].get("application/json", {}), found)
+    return "".join(_table(schemas[name]) for name in found)
+
+
+def _add_references(schemas: dict[str, Any], value: Any, found: dict[str, None]) -> None:
+    """The names of the schemas that a part of the document refers to, and that those refer to."""
+    if isinstance(value, dict):
+        name = str(value.get("$ref", "")).rpartition("/")[2]
+        if name and name not in found:
+            found[name] = None
+            _add_references(schemas, schemas[name], found)
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _add_references(schemas, part, found)
+
+
+def _table(schema: dict[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = "".join(
+        f"<tr><td><code>{escape(name)}</code>{' *' if name in required else ''}"
+        f"<td>{escape(field.get('description', ''))}"
+        for name, field in schema.get("properties", {}).items()
+    )
+    return f"<p>{escape(schema.get('description', ''))}</p><table>{rows}</table>"

@@ -1,0 +1,219 @@
+"""The Dynamo dialect under ``/dynamo``: what a client of ``dynamo.indexer`` sends and expects.
+
+It sees the blocks that the root dialect sees. A row is an instance whose id is a canonical decimal u64; the group
+(``routing_group`` or ``tenant_id``) is our tenant. Numbers are per rank and cumulative: ``gpu <= cpu <= disk``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from waymark.api.access import AllowedEndpoints
+from waymark.api.bodies import Body
+from waymark.api.conductor import PARTIAL, Lookup
+from waymark.api.dynamo_schemas import (
+    DynamoQueryByHashRequest,
+    DynamoQueryRequest,
+    DynamoRegisterRequest,
+    DynamoUnregisterRequest,
+)
+from waymark.api.errors import short, shown
+from waymark.api.operations import Answer
+from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
+from waymark.domain.hashing import namespace
+from waymark.domain.match import DynamoRank, dynamo_rows
+from waymark.domain.names import DEFAULT_TENANT, U64_MASK, EngineKind, GroupName, Registration, is_endpoint
+from waymark.domain.table import HolderTable
+from waymark.errors import Conflict, InvalidValue, NotFound
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.reader import KeySource
+from waymark.store.store import Store
+
+#: How often a query begins anew because the block size of its group has changed under it.
+_ATTEMPTS = 3
+
+
+class Dynamo:
+    """Handlers of ``/dynamo/register``, ``/unregister``, ``/query`` and ``/query_by_hash``."""
+
+    def __init__(self, store: Store, settings: Settings, metrics: Metrics) -> None:
+        self._store = store
+        self._settings = settings
+        self._lookup = Lookup(store.reader, settings, metrics)
+        self._allowed = AllowedEndpoints(settings.allowed_endpoints)
+
+    async def register(self, body: Body) -> Answer:
+        request = DynamoRegisterRequest.of(body.fields)
+        if not 1 <= request.block_size <= 65536:
+            raise InvalidValue(f"block_size is {request.block_size}; it must be 1..65536", field="block_size")
+        registration = Registration(
+            kind=EngineKind.VLLM,
+            instance_id=str(request.instance_id),
+            tenant_id=request.partition or DEFAULT_TENANT,
+            dp_rank=request.dp_rank,
+            model_name=request.model_name,
+            block_size=request.block_size,
+            endpoint=self._endpoint(request.endpoint, "endpoint"),
+            replay_endpoint=self._endpoint(request.replay_endpoint, "replay_endpoint"),
+            lora_name=None,
+            additional_salt=request.additional_salt,
+            scope="instance",
+            copies="count",
+            sequence="publisher",
+        )
+        _check_new(registration, await self._store.registry.registrations())
+        if not await self._store.registry.register(registration):
+            raise _already_registered(registration)
+        return Answer({"status": "ok"}, 201)
+
+    def _endpoint(self, endpoint: str | None, field: str) -> str | None:
+        if endpoint is None:
+            return None
+        if not is_endpoint(endpoint):
+            raise InvalidValue(f"{field} is {shown(endpoint)}; it must be tcp://host:port or ipc://path", field=field)
+        self._allowed.check(endpoint, field)
+        return endpoint
+
+    async def unregister(self, body: Body) -> Answer:
+        request = DynamoUnregisterRequest.of(body.fields)
+        names = [
+            registration.name
+            for registration in await self._store.registry.registrations()
+            if registration.instance_id == str(request.instance_id)
+            and registration.model_name == request.model_name
+            and request.partition in (None, registration.tenant_id)
+            and request.dp_rank in (None, registration.dp_rank)
+        ]
+        if not names or not await self._store.registry.unregister(names):
+            raise NotFound(f"instance {request.instance_id} not found")
+        return Answer({"status": "ok"})
+
+    async def query(self, body: Body) -> Answer:
+        request = body.asked(DynamoQueryRequest.of)
+        tokens = token_bytes(
+            request.token_ids if body.numbers is None else body.numbers,
+            field="token_ids",
+            max_tokens=self._settings.max_tokens,
+            may_hold_booleans=body.may_hold_booleans,
+        )
+        group = _group(request.partition, request.model_name)
+        ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
+
+        def prompt(block_size: int) -> _Prompt:
+            keys = TokenKeys(tokens, block_size, ns, self._settings.hash_seed)
+            return _Prompt(keys, len(tokens) // (4 * block_size))
+
+        return await self._answer(group, prompt)
+
+    async def query_by_hash(self, body: Body) -> Answer:
+        request = body.asked(DynamoQueryByHashRequest.of)
+        if body.fields.get("cache_salt") is not None:
+            raise InvalidValue(
+                "cache_salt has no place here: block_hashes already depend on it; leave it out, or use query",
+                field="cache_salt",
+            )
+        local_hashes = hashes(
+            request.block_hashes if body.numbers is None else body.numbers,
+            field="block_hashes",
+            max_tokens=self._settings.max_tokens,
+            may_hold_booleans=body.may_hold_booleans,
+        )
+        group = _group(request.partition, request.model_name)
+
+        def prompt(_: int) -> _Prompt:
+            # Only the base model is found: a client's local hashes have adapter and salt in their seed.
+            return _Prompt(LocalHashKeys(local_hashes, self._settings.hash_seed), len(local_hashes))
+
+        return await self._answer(group, prompt)
+
+    async def _answer(self, group: GroupName, prompt: Callable[[int], _Prompt]) -> Answer:
+        """The answer for a prompt in blocks of its group's size, by the table at hand.
+
+        Reading sees to it that the table is the one of now. Where that has changed the size, all begins anew.
+        """
+        reader = self._store.reader
+        table = reader.table_at_hand(group)
+        for _ in range(_ATTEMPTS):
+            if table is None or not table.publishers:
+                table = await reader.table(group, deadline_seconds=self._settings.query_deadline_ms / 1000)
+            block_size = _block_size(table, group)
+            keys, asked = prompt(block_size)
+            reading = await self._lookup.read(group, block_size, keys, asked)
+            now = reader.table_at_hand(group)
+            if now is table or (now is not None and now.publishers and _block_size(now, group) == block_size):
+                break
+            table = now
+        rows = {} if reading is None else dynamo_rows(reading.walk)
+        headers = PARTIAL if reading is not None and reading.is_partial else {}
+        return Answer(in_tokens(rows, block_size), headers=headers)
+
+
+class _Prompt(NamedTuple):
+    """What is asked for: the keys of its blocks, and how many there are."""
+
+    keys: KeySource
+    blocks: int
+
+
+def _block_size(table: HolderTable | None, group: GroupName) -> int:
+    """That of the group's first registration; ``NotFound`` where it has none."""
+    if table is None or not table.publishers:
+        raise NotFound(f"no indexer for model={short(group.model_name)} routing_group={short(group.tenant_id)}")
+    return table.publishers[min(table.publishers)].block_size
+
+
+def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> dict[str, Any]:
+    """The answer to a query: workers and ranks with a match, and no others."""
+    scores: dict[str, dict[str, int]] = {}
+    instances: dict[str, dict[str, Any]] = {}
+    for instance_id, ranks in rows.items():
+        matched = {rank: ranks[rank] for rank in sorted(ranks) if ranks[rank].disk}
+        if not matched or not is_worker_id(instance_id):
+            continue
+        device = {str(rank): row.gpu * block_size for rank, row in matched.items()}
+        disk = max(row.disk for row in matched.values()) * block_size
+        instances[instance_id] = {
+            "longest_matched": disk,
+            "gpu": max(device.values()),
+            "dp": device,
+            "cpu": max(row.cpu for row in matched.values()) * block_size,
+            "disk": disk,
+        }
+        if any(device.values()):
+            scores[instance_id] = {rank: tokens for rank, tokens in device.items() if tokens}
+    return {"scores": scores, "frequencies": [], "instances": instances}
+
+
+def is_worker_id(instance_id: str) -> bool:
+    """Whether an instance of the root dialect is one here: a decimal u64, without leading zeros."""
+    if not (instance_id.isascii() and instance_id.isdigit() and len(instance_id) <= 20):
+        return False
+    return int(instance_id) <= U64_MASK and (instance_id == "0" or instance_id[0] != "0")
+
+
+def _group(partition: str | None, model_name: str) -> GroupName:
+    return GroupName(partition or DEFAULT_TENANT, model_name)
+
+
+def _check_new(new: Registration, registrations: list[Registration]) -> None:
+    """Raise ``Conflict`` where the rank is registered already, or its group has another block size."""
+    first = next((old for old in registrations if old.group == new.group), None)
+    same = next((old for old in registrations if old.name == new.name), None)
+    if same is not None:
+        if same.model_name == new.model_name:
+            raise _already_registered(new)
+        raise Conflict(
+            f"instance {new.instance_id} is already registered for model={short(same.model_name)} "
+            f"routing_group={short(same.tenant_id)}"
+        )
+    if first is not None and first.block_size != new.block_size:
+        raise Conflict(
+            f"block_size mismatch for model={short(new.model_name)} routing_group={short(new.tenant_id)}: "
+            f"existing={first.block_size}, requested={new.block_size}"
+        )
+
+
+def _already_registered(registration: Registration) -> Conflict:
+    return Conflict(f"instance {registration.instance_id} dp_rank {registration.dp_rank} already registered")

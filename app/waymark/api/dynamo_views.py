@@ -1,0 +1,105 @@
+"""The Dynamo dialect's lists: workers, dump, peers.
+
+A dump is empty and peers are only remembered, by this process: a replica has nothing to lose, so there is nothing
+to recover from another. Both say so in a header, since their bodies are what clients parse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from waymark.api.bodies import Body
+from waymark.api.dynamo import is_worker_id
+from waymark.api.dynamo_schemas import PeerRequest
+from waymark.api.operations import Answer
+from waymark.api.views import publisher_states
+from waymark.errors import InvalidValue, NotFound
+from waymark.store.records import PublisherState
+from waymark.store.store import Store
+
+NOTE = {"X-Waymark-Note": "nothing to recover: the index is in Redis, and every replica reads it there"}
+
+#: Peers that are remembered; a client that needs more of them is mistaken.
+PEERS_MAX = 1024
+
+# Ours to Dynamo's; the order of its values is the order in which they win over a worker's listeners.
+_STATUS = {
+    "failed": "failed",
+    "pending": "pending",
+    "lost": "pending",
+    "active": "active",
+    "replaying": "active",
+    "degraded": "active",
+}
+_PRIORITY = ("failed", "pending", "active")
+
+
+class DynamoViews:
+    """Handlers of ``/dynamo/workers``, ``/dump``, ``/health`` and the three of peers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._peers: dict[str, None] = {}
+
+    async def workers(self, _: Body) -> Answer:
+        workers: dict[tuple[str, str, str], dict[str, Any]] = {}
+        for state in await publisher_states(self._store):
+            of = state.registration
+            if not is_worker_id(of.instance_id) or of.scope == "shared":
+                continue
+            worker = workers.setdefault(
+                (of.instance_id, of.model_name, of.tenant_id),
+                {
+                    "instance_id": int(of.instance_id),
+                    "source": "discovery",
+                    "status": "active",
+                    "model_name": of.model_name,
+                    "routing_group": of.tenant_id,
+                    "block_size": of.block_size,
+                    "endpoints": {},
+                    "listeners": {},
+                },
+            )
+            # A publisher whose events come by HTTP has no listener; workers without one are "discovery" there.
+            if of.endpoint is not None:
+                worker["source"] = "zmq"
+                worker["endpoints"][str(of.dp_rank)] = of.endpoint
+                worker["listeners"][str(of.dp_rank)] = _listener(state, of.endpoint)
+        for worker in workers.values():
+            found = {listener["status"] for listener in worker["listeners"].values()}
+            worker["status"] = next((status for status in _PRIORITY if status in found), "active")
+        return Answer(list(workers.values()))
+
+    async def dump(self, _: Body) -> Answer:
+        groups: dict[str, dict[str, Any]] = {}
+        for registration in await self._store.registry.registrations():
+            name = f"{registration.model_name}:{registration.tenant_id}"
+            groups.setdefault(name, {"block_size": registration.block_size, "events": []})
+        return Answer(groups, headers=NOTE)
+
+    async def health(self, _: Body) -> Answer:
+        return Answer(b"")
+
+    async def register_peer(self, body: Body) -> Answer:
+        url = PeerRequest.of(body.fields).url
+        if url not in self._peers and len(self._peers) >= PEERS_MAX:
+            raise InvalidValue(f"{PEERS_MAX} peers are registered, as many as are kept; deregister one", field="url")
+        self._peers[url] = None
+        return Answer({"status": "ok"}, 201, NOTE)
+
+    async def deregister_peer(self, body: Body) -> Answer:
+        url = PeerRequest.of(body.fields).url
+        if url not in self._peers:
+            raise NotFound("peer not found")
+        del self._peers[url]
+        return Answer({"status": "ok"}, headers=NOTE)
+
+    async def peers(self, _: Body) -> Answer:
+        return Answer(list(self._peers), headers=NOTE)
+
+
+def _listener(state: PublisherState, endpoint: str) -> dict[str, str]:
+    listener = {"endpoint": endpoint, "status": _STATUS.get(state.status, "pending")}
+    if state.last_error:
+        listener["last_error"] = state.last_error
+    return listener

@@ -1,0 +1,162 @@
+"""The error body, and the one place that turns an exception into a status code.
+
+A sentence names the field, the value as far as it may be shown, and the way out. It never holds a salt, an access
+token, or a token id that is a valid one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, Field, ValidationError
+
+from waymark.errors import Conflict, InvalidValue, NotFound, StoreUnavailable, WaymarkError
+
+#: Characters of a client's value that an error may repeat.
+SHOWN_MAX = 80
+
+#: Fields whose values are secrets of a tenant; an error names them and shows nothing.
+_SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
+
+_STATUS_OF_REASON = {"too_large": 413, "unsupported_content_type": 415}
+
+_SHAPE_ERRORS = frozenset({"missing", "invalid_type", "invalid_value", "out_of_range"})
+
+
+class ErrorBody(BaseModel):
+    """Every answer that is not a 2xx, outside the Dynamo dialect."""
+
+    error: str = Field(description="what is wrong, with which value, and the way out")
+    reason: str = Field(
+        description="one of: invalid_json, invalid_msgpack, missing, invalid_type, invalid_value, out_of_range, "
+        "conflict, gap, not_found, method_not_allowed, too_large, unsupported_content_type, unauthorized, "
+        "unavailable, internal"
+    )
+    field: str | None = Field(default=None, description="the field it is about, as the client spelled it")
+    index: int | None = Field(default=None, description="the position inside that field, from 0")
+    applied: int | None = Field(default=None, description="of a gap: how many events were applied before it")
+    expected: int | None = Field(default=None, description="of a gap: the event_id to go on from")
+
+
+class Unfit(InvalidValue):
+    """The body can be read but its fields do not fit: 400 in the root dialect, 422 in Dynamo's."""
+
+
+class Unauthorized(WaymarkError):
+    """No bearer token, or the wrong one, where one is needed."""
+
+    sentence = "this needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
+
+
+def shown(value: object) -> str:
+    """A client's value as an error may repeat it: short, one line, containers only by their kind."""
+    if isinstance(value, str):
+        text = orjson.dumps(value[:SHOWN_MAX]).decode()
+        return text if len(text) <= SHOWN_MAX else text[: SHOWN_MAX - 3] + "..."
+    if value is None or isinstance(value, bool | int):
+        return orjson.dumps(value).decode()
+    if isinstance(value, float):
+        return repr(value)
+    return kind(value)
+
+
+def short(name: str) -> str:
+    """A name inside a sentence that clients match on: as it is, quoted and cut only where it is long."""
+    return name if len(name) <= SHOWN_MAX else shown(name)
+
+
+def kind(value: object) -> str:
+    """The JSON or msgpack kind of a value, as a noun."""
+    for kinds, noun in (
+        (str, "a string"),
+        (bool, "a boolean"),
+        (int, "an integer"),
+        (float, "a floating-point number"),
+        (list, "a list"),
+        (dict, "an object"),
+        (bytes, "binary"),
+    ):
+        if isinstance(value, kinds):
+            return noun
+    return "null" if value is None else "an extension type"
+
+
+def is_beyond_64_bits(value: object) -> bool:
+    """Whether a parsed number was an integer that 64 bits cannot hold: the JSON parser makes floats of those."""
+    return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
+
+
+def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, str]) -> Unfit:
+    """The first of pydantic's complaints, in our words. ``spelled``: field name to the client's spelling."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0])
+    described = model.model_fields[name]
+    field = spelled.get(name) or described.alias or name
+    wanted = described.description or "as documented"
+    if first["type"] == "missing":
+        return Unfit(f"{field} is missing; it must be {wanted}", reason="missing", field=field)
+    value = first["input"]
+    return Unfit(
+        f"{field} is {kind(value) if name in _SECRET else shown(value)}; it must be {wanted}",
+        reason=_slug(first["type"], value),
+        field=field,
+    )
+
+
+def _slug(pydantic_type: str, value: Any) -> str:
+    if is_beyond_64_bits(value) or pydantic_type.startswith(("greater_than", "less_than", "string_too")):
+        return "out_of_range"
+    if pydantic_type in _SHAPE_ERRORS:
+        return pydantic_type
+    return "invalid_type" if pydantic_type.endswith("_type") else "invalid_value"
+
+
+def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
+    """The HTTP status of an error; ``unfit_status`` is the dialect's for fields that do not fit."""
+    match error:
+        case InvalidValue(reason=reason) if reason in _STATUS_OF_REASON:
+            return _STATUS_OF_REASON[reason]
+        case Unfit():
+            return unfit_status
+        case InvalidValue():
+            return 400
+        case Unauthorized():
+            return 401
+        case NotFound():
+            return 404
+        case Conflict():
+            return 409
+        case StoreUnavailable():
+            return 503
+    raise error
+
+
+def body_of(error: WaymarkError) -> dict[str, Any]:
+    """The error body; absent ``field`` and ``index`` are left out."""
+    body: dict[str, Any] = {"error": str(error)}
+    match error:
+        case InvalidValue(reason=reason, field=field, index=index):
+            body |= {"reason": reason, "field": field, "index": index}
+        case Unauthorized():
+            body = {"error": error.sentence, "reason": "unauthorized"}
+        case NotFound():
+            body["reason"] = "not_found"
+        case Conflict(field=field):
+            body |= {"reason": "conflict", "field": field}
+        case StoreUnavailable():
+            body["reason"] = "unavailable"
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def headers_of(error: WaymarkError) -> dict[str, str]:
+    """What the status asks for beside the body."""
+    match error:
+        case StoreUnavailable(retry_after_seconds=seconds):
+            return {"Retry-After": str(seconds)}
+        case Unauthorized():
+            return {"WWW-Authenticate": "Bearer"}
+        case InvalidValue(reason="too_large"):
+            return {"Connection": "close"}  # the rest of the body is not read
+    return {}

@@ -1,0 +1,234 @@
+"""``POST /events``: standard events over HTTP, for publishers without a socket.
+
+What a stream does for frames, one request does for its events: it takes the publisher's lease for as long as it
+needs, reads where each stream of the envelope's dimensions stands, applies what comes next, and gives the lease back.
+The order is ``event_id``'s, per stream. An event that was applied already is skipped by its mark even if its answer
+was lost, so a sender may always send again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from waymark.api.bodies import Body
+from waymark.api.errors import shown
+from waymark.api.operations import Answer
+from waymark.api.prompts import check_count
+from waymark.domain.events import Batch, Envelope, Event
+from waymark.domain.names import EngineKind, PublisherName
+from waymark.engines.standard import decode_event
+from waymark.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.applier import Applier, Fenced, Incoming, resumed
+from waymark.store.claims import Claim
+from waymark.store.leases import Grant
+from waymark.store.store import Store
+
+_LEASE_SECONDS = 10.0
+#: How long a request waits for another one's lease on the same publisher.
+_WAIT_SECONDS = 2.0
+_FOLD_EVENTS = 64
+#: Hashes in one event: it is decoded in one go, and others wait meanwhile.
+_EVENT_HASHES_MAX = 65_536
+
+
+@dataclass(slots=True)
+class _Progress:
+    applied: int = 0
+    stale: int = 0
+    expected: int | None = None
+    """The event_id that should have come next, where there is a gap."""
+
+
+class Events:
+    """The handler of ``/events``."""
+
+    def __init__(self, store: Store, settings: Settings, metrics: Metrics) -> None:
+        self._store = store
+        self._settings = settings
+        self._metrics = metrics
+
+    async def events(self, body: Body) -> Answer:
+        """Apply one event or a list, up to the first gap. Nothing is applied where one of them does not fit."""
+        documents = body.documents or []
+        for field, width in (("token_ids", 4), ("seq_hashes", 8)):
+            check_count(
+                sum(_length(document, field, width) for document in documents), field, self._settings.max_tokens
+            )
+        events: list[Event] = []
+        for i, document in enumerate(documents):
+            hashes = _length(document, "seq_hashes", 8)
+            if hashes > _EVENT_HASHES_MAX:
+                raise InvalidValue(
+                    f"seq_hashes has {hashes} elements and one event takes at most {_EVENT_HASHES_MAX}; "
+                    "send several events",
+                    reason="too_large",
+                    field="seq_hashes",
+                )
+            events.append(_decoded(document, i if len(documents) > 1 else None))
+            await asyncio.sleep(0)
+        claims = [claim for claim in await self._store.registry.claims() if not claim.is_leaving]
+        owners = [_owner(claims, event) for event in events]
+        progress = _Progress()
+        for _, pairs in groupby(zip(owners, events, strict=True), key=lambda pair: pair[0].publisher):
+            owned = list(pairs)
+            await self._apply(owned[0][0], [event for _, event in owned], progress)
+            if progress.expected is not None:
+                error = {
+                    "error": f"event {progress.expected} of this stream is missing; go on from there",
+                    "reason": "gap",
+                    "applied": progress.applied,
+                    "expected": progress.expected,
+                }
+                return Answer(error, 409)
+        return Answer({"applied": progress.applied, "stale": progress.stale})
+
+    async def _apply(self, claim: Claim, events: Sequence[Event], progress: _Progress) -> None:
+        grant = await self._granted(claim)
+        try:
+            await self._apply_under(grant, events, progress)
+        except Fenced:
+            raise StoreUnavailable(
+                f"publisher {shown(str(claim.registration.name))} changed hands meanwhile; send the events again"
+            ) from None
+        finally:
+            await self._store.leases.drop(grant)
+
+    async def _granted(self, claim: Claim) -> Grant:
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while True:
+            await self._store.registry.begin(claim)
+            grant = await self._store.leases.take(claim, "", _LEASE_SECONDS)
+            if grant is not None:
+                return grant
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(
+                    f"publisher {shown(str(claim.registration.name))} is at work for another request; try again"
+                )
+            await asyncio.sleep(0.02)
+
+    async def _apply_under(self, grant: Grant, events: Sequence[Event], progress: _Progress) -> None:
+        settings = self._settings
+        applier, state = await resumed(
+            grant,
+            self._store,
+            self._metrics,
+            seed=settings.hash_seed,
+            memory_entries=settings.hash_cache_entries,
+            waiting_blocks=settings.waiting_blocks,
+            medium_ttl=settings.medium_ttl,
+            is_patient=False,
+        )
+        resolver = applier.resolver
+        standing = {
+            name: state.event_ids[holder] for name, holder in state.holders.items() if holder in state.event_ids
+        }
+        fold: list[Incoming] = []
+        for event in events:
+            assert event.envelope is not None
+            batch = Batch(None, (event,))
+            name, event_id = resolver.name_of(batch, event), event.envelope.event_id
+            last = standing.get(name)
+            if last is not None and event_id <= last:
+                progress.stale += 1
+                continue
+            if last is not None and event_id > last + 1:
+                progress.expected = last + 1
+                break
+            standing[name] = event_id
+            fold.append(Incoming(event_id, "", batch))
+            if len(fold) == _FOLD_EVENTS:
+                await self._flush(applier, fold, progress)
+        await self._flush(applier, fold, progress)
+        if resolver.waiting.blocks:
+            # The room ends with the request: what has found no parent in it is lost.
+            applier.counters["waiting_lost"] += resolver.waiting.blocks
+            await applier.write({}, applier.counters)
+
+    async def _flush(self, applier: Applier, fold: list[Incoming], progress: _Progress) -> None:
+        if not fold:
+            return
+        await applier.apply(fold, None)
+        facts: dict[str, str | int | float] = {"status": "active"}
+        facts |= {f"event:{holder}": event_id for holder, event_id in applier.resolver.event_ids.items()}
+        await applier.write(facts, applier.counters)
+        progress.applied += len(fold)
+        fold.clear()
+
+
+def _length(document: object, field: str, width: int) -> int:
+    """How many integers of ``width`` bytes a field holds; what is no list is refused when it is decoded."""
+    value = document.get(field) if isinstance(document, dict) else None
+    if isinstance(value, bytes):
+        return len(value) // width
+    return len(value) if isinstance(value, list) else 0
+
+
+def _decoded(document: object, index: int | None) -> Event:
+    if not isinstance(document, dict):
+        raise InvalidValue(f"an event is {shown(document)}, not an object", reason="invalid_type", index=index)
+    try:
+        return decode_event(document)
+    except InvalidValue as exc:
+        where = "" if index is None else f"event {index}: "
+        raise InvalidValue(
+            where + exc.sentence, reason=exc.reason, field=exc.field, index=exc.index if index is None else index
+        ) from None
+
+
+def _owner(claims: Sequence[Claim], event: Event) -> Claim:
+    """The publisher an event belongs to; it names its instance as ``backend_id``."""
+    envelope = event.envelope
+    assert envelope is not None
+    of_instance = [
+        claim
+        for claim in claims
+        if claim.registration.instance_id == envelope.backend_id
+        and claim.registration.tenant_id == envelope.tenant_id
+        and claim.registration.endpoint is None
+    ]
+    of_rank = [claim for claim in of_instance if claim.registration.dp_rank == (envelope.dp_rank or 0)]
+    claim = next(iter(of_rank or of_instance), None)
+    if claim is None:
+        _not_found(claims, envelope)
+    assert claim is not None
+    registration = claim.registration
+    if envelope.model_name not in (None, registration.model_name):
+        raise InvalidValue(
+            f"model_name is {shown(envelope.model_name)}, but {shown(envelope.backend_id)} is registered for "
+            f"{shown(registration.model_name)}; register that model under another instance_id",
+            field="model_name",
+        )
+    if envelope.block_size not in (None, registration.block_size):
+        raise InvalidValue(
+            f"block_size is {envelope.block_size}, but {shown(envelope.backend_id)} is registered with "
+            f"{registration.block_size}; send that, or leave it out",
+            field="block_size",
+        )
+    return claim
+
+
+def _not_found(claims: Sequence[Claim], envelope: Envelope) -> None:
+    name = PublisherName(envelope.backend_id, envelope.tenant_id, envelope.dp_rank or 0)
+    if not any(claim.registration.name[:2] == name[:2] for claim in claims) and any(
+        claim.registration.instance_id == envelope.backend_id for claim in claims
+    ):
+        raise InvalidValue(
+            f"tenant_id is {shown(envelope.tenant_id)}, which {shown(envelope.backend_id)} is not registered for; "
+            "send the tenant it is registered with",
+            field="tenant_id",
+        )
+    if any(claim.registration.name == name for claim in claims):
+        raise Conflict(
+            f"publisher {shown(str(name))} has an endpoint, and its events are read from there; "
+            "register it without one, as type standard, to send them here",
+            field="backend_id",
+        )
+    raise NotFound(
+        f"no publisher {shown(str(name))}; register it first, as type {EngineKind.STANDARD} without an endpoint"
+    )

@@ -1,0 +1,95 @@
+"""What all request bodies have in common: names of bounded length, null as absent, one value under one name.
+
+A model says in each field's ``description`` what the field must be; that sentence is in the published contract
+and in the error of a value that does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from waymark.api.errors import Unfit, unfit
+
+NAME = "a text of 1 to 4096 bytes"
+OPTIONAL_NAME = "a text of at most 4096 bytes"
+
+#: Bytes of UTF-8 that a name from a client may have: names are kept in Redis with every registration.
+NAME_BYTES_MAX = 4096
+
+
+def _within_bounds(text: str) -> str:
+    if len(text) > NAME_BYTES_MAX or len(text.encode()) > NAME_BYTES_MAX:
+        raise PydanticCustomError("out_of_range", "longer than a name may be")
+    return text
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise PydanticCustomError("invalid_value", "empty")
+    return text
+
+
+def _absent_if_empty(value: Any) -> Any:
+    return None if value == "" else value
+
+
+Name = Annotated[str, AfterValidator(_not_empty), AfterValidator(_within_bounds)]
+"""Any text of 1..4096 bytes."""
+
+OptionalName = Annotated[Annotated[str, AfterValidator(_within_bounds)] | None, BeforeValidator(_absent_if_empty)]
+"""As ``Name``; absent, null and the empty string are all None."""
+
+
+class Request(BaseModel):
+    """A request body. Unknown fields are ignored, null is absent, nothing is converted."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
+
+    _spellings: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls._spellings = {name: _spellings_of(name, field) for name, field in cls.model_fields.items()}
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """The body, validated; ``Unfit`` names the first field that does not fit, as the client spelled it."""
+        values: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
+        for name, spellings in cls._spellings.items():
+            for spelling in spellings:
+                value = fields.get(spelling)
+                if value is None:
+                    continue
+                if name in values and values[name] != value:
+                    raise Unfit(
+                        f"{spelled[name]} and {spelling} name the same thing and differ; send one of them",
+                        field=spelling,
+                    )
+                values[name] = value
+                spelled[name] = spelling
+        try:
+            return cls.model_validate(values, by_name=True)
+        except ValidationError as exc:
+            raise unfit(exc, cls, spelled) from None
+
+    @classmethod
+    def spellings(cls, name: str) -> tuple[str, ...]:
+        """Every name a field may have on the wire, the usual one first."""
+        return cls._spellings[name]
+
+    @classmethod
+    def spelling(cls, name: str, fields: dict[str, Any]) -> str:
+        """How the client spelled a field that is there."""
+        return next(spelling for spelling in cls._spellings[name] if fields.get(spelling) is not None)
+
+
+def _spellings_of(name: str, field: FieldInfo) -> tuple[str, ...]:
+    alias = field.validation_alias
+    if isinstance(alias, AliasChoices):
+        return tuple(str(choice) for choice in alias.choices)
+    return (alias,) if isinstance(alias, str) else (name,)

@@ -1,0 +1,231 @@
+"""One HTTP operation as a raw ASGI endpoint: method, access, body, handler, answer, errors, metrics.
+
+Starlette's request and response objects, and its layers, cost more than a query that is mostly known. So an operation
+does without them, down to the answer to an exception that nobody expected.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from waymark.api.access import Access, Gate
+from waymark.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, encode, format_of, read_body
+from waymark.api.errors import body_of, headers_of, shown, status_of
+from waymark.api.fields import Request
+from waymark.api.texts import Texts
+from waymark.api.turns import Turns
+from waymark.errors import InvalidValue, StoreUnavailable, WaymarkError
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a handler gives back. ``content`` is encoded in the request's format; bytes are sent as they are."""
+
+    content: Any
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    media_type: bytes = b"text/plain; charset=utf-8"
+    """Of ``content`` that is bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """What the published contract says of an operation, beside what follows from its method and access."""
+
+    summary: str
+    request: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    """None where it is no JSON, or has no fixed shape."""
+    status: int = 200
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    """404, 409: where it has them."""
+    needs_redis: bool = True
+    may_be_list: bool = False
+    """A list of bodies is as good as one."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of its success: name to what it says."""
+
+
+Handler: TypeAlias = Callable[[Body], Awaitable[Answer]]
+Method: TypeAlias = Literal["GET", "POST"]
+Dialect: TypeAlias = Literal["conductor", "dynamo"]
+
+_NO_BODY = Body({})
+_NONE: Mapping[str, Any] = {}
+
+#: Where a server offers to write a whole answer at once: status, headers, body; False where it cannot.
+RESPOND = "waymark.respond"
+
+#: A method is the client's text; a label must be one of a few.
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every operation is given by the application."""
+
+    settings: Settings
+    metrics: Metrics
+    gate: Gate
+    turns: Turns
+    texts: Texts
+
+
+class Operation:
+    """A path with its one method (GET answers HEAD too)."""
+
+    def __init__(
+        self,
+        method: Method,
+        path: str,
+        handler: Handler,
+        *,
+        access: Access,
+        doc: Doc,
+        surroundings: Surroundings,
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.handler = handler
+        self.dialect: Dialect = "dynamo" if path.startswith("/dynamo/") else "conductor"
+        self.access: Access = access
+        self.doc = doc
+        self._gate = surroundings.gate
+        # A probe is answered beside those that wait.
+        self._turns = surroundings.turns if doc.needs_redis and access != "open" else None
+        self._max_body_bytes = surroundings.settings.max_body_bytes
+        self._long_list = _long_list(path, doc.request, surroundings)
+        self._metrics = surroundings.metrics
+        self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
+        # Finding a series by its labels costs more than counting.
+        self._counts: dict[tuple[str, int], Callable[[], None]] = {}
+        self._methods = ("GET", "HEAD") if method == "GET" else ("POST",)
+        self._unfit_status = 422 if self.dialect == "dynamo" else 400
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = perf_counter()
+        status = 500
+        scope["endpoint"] = self
+        try:
+            try:
+                answer, body_format = await self._answer(scope, receive)
+            except Disconnected:
+                status = 499
+                return
+            except Exception as exc:
+                await send_answer(self._unexpected(scope, exc), Format.JSON, scope, send)
+                raise
+            status = answer.status
+            await send_answer(answer, body_format, scope, send)
+        finally:
+            self._duration.observe(perf_counter() - started)
+            self._count(scope["method"], status)
+
+    def _unexpected(self, scope: Scope, error: Exception) -> Answer:
+        # The server logs the traceback; this line says which request it was, without a word of what was sent.
+        where = fields(request_id=scope.get("request_id", "none"))
+        log.error("request failed unexpectedly: %s %s", shown(self.path), type(error).__name__, extra=where)
+        return Answer(self._error({"error": "a fault of this service; its log has it", "reason": "internal"}), 500)
+
+    def _count(self, method: str, status: int) -> None:
+        count = self._counts.get((method, status))
+        if count is None:
+            label = method if method in METHODS else "other"
+            count = self._metrics.http_requests.labels(route=self.path, method=label, status=str(status)).inc
+            if label == method:
+                self._counts[method, status] = count
+        count()
+
+    async def _answer(self, scope: Scope, receive: Receive) -> tuple[Answer, Format]:
+        headers: Headers = scope["headers"]
+        body_format = Format.JSON
+        try:
+            if scope["method"] not in self._methods:
+                return self._method_not_allowed(scope["method"]), body_format
+            unreadable = None
+            try:
+                body_format = format_of(headers) if self.method == "POST" else body_format
+            except InvalidValue as exc:
+                unreadable = exc
+            # A refusal is answered in the request's format, too, but comes before anything else is said of it.
+            self._gate.check(self.access, headers)
+            if unreadable is not None:
+                raise unreadable
+            raw = None
+            if self.method == "POST":
+                raw = await read_body(headers, receive, self._max_body_bytes)
+            if self._turns is None:
+                return await self._handle(raw, body_format), body_format
+            return await self._in_turn(self._turns, raw, body_format), body_format
+        except WaymarkError as exc:
+            status = status_of(exc, unfit_status=self._unfit_status)
+            return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
+
+    async def _in_turn(self, turns: Turns, raw: bytes | None, body_format: Format) -> Answer:
+        if not turns.take():
+            await turns.wait()
+        is_away: bool | None = None
+        try:
+            answer = await self._handle(raw, body_format)
+            is_away = False
+            return answer
+        except StoreUnavailable:
+            is_away = True
+            raise
+        finally:
+            turns.give_back(is_away=is_away)
+
+    def _handle(self, raw: bytes | None, body_format: Format) -> Awaitable[Answer]:
+        if raw is None:
+            return self.handler(_NO_BODY)
+        return self.handler(decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list))
+
+    def _method_not_allowed(self, method: str) -> Answer:
+        error = {
+            "error": f"{self.path} does not know {method[:16]}; send {self.method}",
+            "reason": "method_not_allowed",
+        }
+        return Answer(self._error(error), 405, {"Allow": ", ".join(self._methods)})
+
+    def _error(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"error": body["error"]} if self.dialect == "dynamo" else body
+
+
+def _long_list(path: str, model: type[BaseModel] | None, surroundings: Surroundings) -> LongList | None:
+    if model is not None and issubclass(model, Request):
+        for name in ("token_ids", "seq_hashes", "block_hashes"):
+            if name in model.model_fields:
+                count_max = surroundings.settings.max_tokens
+                spellings = model.spellings(name)
+                return LongList(spellings, name != "token_ids", count_max, surroundings.texts, path.encode())
+    return None
+
+
+async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:
+    """Send an answer: at once where the server knows how, else as two ASGI messages."""
+    if isinstance(answer.content, bytes):
+        content, media_type = answer.content, answer.media_type
+    else:
+        content, media_type = encode(answer.content, body_format), body_format.value
+    headers = [(b"content-type", media_type), (b"content-length", b"%d" % len(content))]
+    if answer.headers:
+        headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    else:
+        respond = scope.get("extensions", _NONE).get(RESPOND)
+        if respond is not None and respond(answer.status, headers, content):
+            return
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})

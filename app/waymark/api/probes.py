@@ -1,0 +1,61 @@
+"""Liveness, readiness, metrics: what an orchestrator and a scraper ask.
+
+Alive is that the loop turns; ready is that Redis answers and the scripts are there. Neither asks an engine. None of
+them waits long for a Redis that hangs: whoever asks has a time limit of its own, usually a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from waymark.api.bodies import Body
+from waymark.api.operations import Answer
+from waymark.metrics import Metrics
+from waymark.store.health import Health, Reason
+from waymark.store.store import Store
+
+_READY_SECONDS = 0.9
+
+
+class Probes:
+    """Handlers of ``/health``, ``/ready`` and ``/metrics``."""
+
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self._store = store
+        self._metrics = metrics
+
+    async def health(self, _: Body) -> Answer:
+        return Answer({"status": "ok"})
+
+    async def ready(self, _: Body) -> Answer:
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                reasons = await self._store.check()
+        except TimeoutError:
+            reasons = [f"Redis did not answer within {_READY_SECONDS:g} s"]
+        if reasons:
+            self._metrics.redis_up.set(0)
+            error = {"error": "not ready: " + "; ".join(reasons), "reason": "unavailable"}
+            return Answer(error, 503, {"Retry-After": "1"})
+        warnings = (await self._look()).warnings
+        return Answer({"status": "ready"} | ({"warnings": list(warnings.values())} if warnings else {}))
+
+    async def metrics(self, _: Body) -> Answer:
+        await self._look()
+        text, media_type = self._metrics.render()
+        return Answer(text, media_type=media_type.encode())
+
+    async def _look(self) -> Health:
+        """How Redis is, in the metrics too. Of the embedded one there is nothing to tell but that it is up."""
+        health, metrics = await self._store.health.look(), self._metrics
+        metrics.redis_up.set(health.is_up)
+        if health.primaries:
+            for reason in Reason:
+                metrics.redis_misconfigured.labels(reason=reason).set(reason in health.warnings)
+            for gauge in (metrics.redis_memory_bytes, metrics.redis_memory_max_bytes, metrics.redis_evicted_keys):
+                gauge.clear()  # a Cluster may have fewer primaries than before
+            for number, primary in enumerate(health.primaries):
+                metrics.redis_memory_bytes.labels(primary=number).set(primary.memory_bytes)
+                metrics.redis_memory_max_bytes.labels(primary=number).set(primary.memory_max_bytes)
+                metrics.redis_evicted_keys.labels(primary=number).set(primary.evicted_keys)
+        return health

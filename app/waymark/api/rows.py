@@ -1,0 +1,87 @@
+"""Rows of answers, remembered by what was found: many prompts have the same beginning, or nothing.
+
+What is remembered belongs to a view of a holder table, and a view never changes: with another table comes another
+one. So nothing here can be out of date, and what belongs to a view that is gone is forgotten with the rest, all at
+once, when there is no room.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import orjson
+
+from waymark.domain.match import ConductorRow, Walk, conductor_rows
+from waymark.domain.table import View
+from waymark.metrics import Metrics
+
+InTokens = dict[str, dict[str, Any]]
+"""An answer's rows, by instance."""
+
+#: Walks of more runs than this hardly come twice.
+_RUNS_MAX = 16
+#: What a row, a run and a holder of a view take, roughly.
+_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES = 1200, 100, 300
+
+
+_NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], Counted] = {}
+
+
+class Counted(NamedTuple):
+    """The rows of what was found; not to be changed."""
+
+    rows: InTokens
+    json: bytes
+
+
+NOTHING = Counted({}, b"{}")
+
+
+class Rows:
+    """``bytes_max`` 0 remembers nothing."""
+
+    def __init__(self, bytes_max: int, metrics: Metrics) -> None:
+        self._bytes_max = bytes_max
+        self._known: dict[View, dict[tuple[tuple[bytes, int], ...], Counted]] = {}
+        self._hits = metrics.answer_cache_hits
+        self.bytes = 0
+        metrics.answer_cache_bytes.set_function(lambda: self.bytes)
+
+    def of(self, walk: Walk) -> Counted:
+        """The rows of what was found."""
+        view, found = walk.view, tuple(walk.values)
+        counted = self._known.get(view, _NONE_KNOWN).get(found)
+        if counted is not None:
+            self._hits.inc()
+            return counted
+        rows = {name: in_tokens(row, view.block_size) for name, row in conductor_rows(walk).items()}
+        counted = Counted(rows, orjson.dumps(rows))
+        if len(found) <= _RUNS_MAX:
+            self._keep(view, found, counted)
+        return counted
+
+    def _keep(self, view: View, found: tuple[tuple[bytes, int], ...], counted: Counted) -> None:
+        size = _ROW_BYTES * (1 + len(counted.rows)) + sum(_RUN_BYTES + len(value) for value, _ in found)
+        of_view = 0 if view in self._known else _ROW_BYTES + _HOLDER_BYTES * view.size
+        if self.bytes + of_view + size > self._bytes_max:
+            self._known.clear()
+            self.bytes, of_view = 0, _ROW_BYTES + _HOLDER_BYTES * view.size
+        if of_view + size <= self._bytes_max:
+            self._known.setdefault(view, {})[found] = counted
+            self.bytes += of_view + size
+
+
+def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
+    """One instance of an answer, in the published order of its keys."""
+    media, ranks = row.media, row.ranks
+    answer: dict[str, Any] = {
+        "longest_matched": row.longest * block_size,
+        "GPU": media.get("GPU", 0) * block_size,
+        "DP": {str(rank): ranks[rank] * block_size for rank in sorted(ranks)},
+        "CPU": media.get("CPU", 0) * block_size,
+        "DISK": media.get("DISK", 0) * block_size,
+    }
+    if not media.keys() <= answer.keys():
+        for medium in sorted(media.keys() - answer.keys()):
+            answer[medium] = media[medium] * block_size
+    return answer

@@ -1,0 +1,56 @@
+"""What queries say beside their prompts, remembered by their text: most queries of a client differ in the prompt alone.
+
+A text is all of a body but the elements of its long list. It is known by its bytes, so nothing here can be out of
+date; when there is no room, all of them are forgotten at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from waymark.metrics import Metrics
+
+#: Longer texts hardly come twice.
+_TEXT_BYTES_MAX = 4096
+#: What one takes beside its bytes, roughly: its fields, and what was made of them.
+_ENTRY_BYTES = 3000
+#: And for each value in it: a list in a list is three characters, and this in memory.
+_VALUE_BYTES = 80
+
+
+class Text:
+    """``fields`` of a body, with an empty list for the long one; ``asked`` is what its operation made of them."""
+
+    __slots__ = ("asked", "fields")
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+        self.asked: Any = None
+
+
+class Texts:
+    """``bytes_max`` 0 remembers nothing."""
+
+    def __init__(self, bytes_max: int, metrics: Metrics) -> None:
+        self._bytes_max = bytes_max
+        self._known: dict[bytes, Text] = {}
+        self._hits = metrics.text_cache_hits
+        self.bytes = 0
+        metrics.text_cache_bytes.set_function(lambda: self.bytes)
+
+    def find(self, key: bytes) -> Text | None:
+        text = self._known.get(key)
+        if text is not None:
+            self._hits.inc()
+        return text
+
+    def keep(self, key: bytes, text: Text) -> None:
+        """``key`` is new; it names operation and list, too, since each makes something else of a text."""
+        values = sum(map(key.count, (b",", b"[", b"{")))
+        size = len(key) + _ENTRY_BYTES + _VALUE_BYTES * values
+        if self.bytes + size > self._bytes_max:
+            self._known.clear()
+            self.bytes = 0
+        if size <= self._bytes_max and len(key) <= _TEXT_BYTES_MAX:
+            self._known[key] = text
+            self.bytes += size

@@ -1,0 +1,103 @@
+"""What operators look at: registrations, their states, the contexts they make up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from waymark.api.bodies import Body
+from waymark.api.operations import Answer
+from waymark.domain.names import Registration
+from waymark.store.records import PublisherState
+from waymark.store.store import Store
+
+#: A worker that has been silent for longer than this is not listed.
+WORKER_SECONDS = 10
+
+
+class Views:
+    """Handlers of ``/services``, ``/workers`` and ``/global_view``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def services(self, _: Body) -> Answer:
+        services = [_service(registration) for registration in await self._store.registry.registrations()]
+        return Answer({"count": len(services), "services": services})
+
+    async def workers(self, _: Body) -> Answer:
+        states = await publisher_states(self._store)
+        streams = Counter(state.worker for state in states)
+        workers = [
+            {"id": worker, "streams": streams[worker]}
+            for worker in await self._store.records.alive("", keep_seconds=WORKER_SECONDS)
+        ]
+        return Answer({"publishers": [_publisher(state) for state in states], "workers": workers})
+
+    async def global_view(self, _: Body) -> Answer:
+        """Contexts: publishers that agree on model, tenant, block size, adapter and salt."""
+        contexts: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for state in await publisher_states(self._store):
+            of = state.registration
+            identity = (of.model_name, of.tenant_id, of.block_size, of.lora_name, of.additional_salt)
+            context = contexts.setdefault(
+                identity,
+                {
+                    "model_name": of.model_name,
+                    "tenant_id": of.tenant_id,
+                    "block_size": of.block_size,
+                    "lora_name": of.lora_name or "",
+                    "additional_salt": of.additional_salt or "",
+                    "blocks": Counter(),
+                    "instances": {},
+                    "pools": {},
+                },
+            )
+            context["blocks"].update(state.blocks)
+            held = context["pools" if of.scope == "shared" else "instances"].setdefault(of.instance_id, Counter())
+            held.update(state.blocks)
+        return Answer({"count": len(contexts), "contexts": list(contexts.values())})
+
+
+async def publisher_states(store: Store) -> list[PublisherState]:
+    """The state of every registration, in order of registration."""
+    claims = [claim for claim in await store.registry.claims() if not claim.is_leaving]
+    return await store.records.publisher_states(claims)
+
+
+def _service(registration: Registration) -> dict[str, Any]:
+    return {
+        "Endpoint": registration.endpoint or "",
+        "ReplayEndpoint": registration.replay_endpoint or "",
+        "Type": registration.kind,
+        "ModelName": registration.model_name,
+        "LoraName": registration.lora_name or "",
+        "TenantID": registration.tenant_id,
+        "InstanceID": registration.instance_id,
+        "BlockSize": registration.block_size,
+        "DPRank": registration.dp_rank,
+        "AdditionalSalt": registration.additional_salt or "",
+    }
+
+
+def _publisher(state: PublisherState) -> dict[str, Any]:
+    of = state.registration
+    return {
+        "instance_id": of.instance_id,
+        "tenant_id": of.tenant_id,
+        "dp_rank": of.dp_rank,
+        "model_name": of.model_name,
+        "type": of.kind,
+        "scope": of.scope,
+        "endpoint": of.endpoint,
+        "status": state.status,
+        "watermark": state.watermark,
+        "lag_seconds": state.lag_seconds,
+        "gaps": state.counters.get("gaps", 0),
+        "restarts": state.counters.get("restarts", 0),
+        "unsalted_events": state.counters.get("unsalted_events", 0),
+        "blocks": state.blocks,
+        "last_error": state.last_error,
+        "worker": state.worker,
+        "counters": state.counters,
+    }

@@ -1,0 +1,132 @@
+"""How ``waymark inspect prompt`` looks: a line of cells per holder, instance by instance.
+
+A cell is one block, or as many as it takes to fit the width; the scale is said. What a cell shows is told by its
+character as well as by its colour, so it reads the same without colours.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from itertools import groupby
+
+from rich.text import Text
+
+from waymark.console.holding import HolderLine, Holding, InstanceLines
+from waymark.console.look import shown
+from waymark.console.screen import Part, joined, text
+
+_MEDIUM_STYLE = {"GPU": "green", "CPU": "yellow", "DISK": "blue"}
+_CELLS_MIN = 16
+
+
+class Cell(IntEnum):
+    """What the blocks of a cell have in common."""
+
+    NONE = 0
+    """The holder has none of them."""
+    SOME = 1
+    """It has some."""
+    BEHIND = 2
+    """It has all of them, behind the end of the instance's match: no query counts them."""
+    ALL = 3
+    """It has all of them, within the match."""
+
+
+_CHARACTERS = ".+o#"
+_BLOCKS = "\N{MIDDLE DOT}\N{DARK SHADE}\N{LIGHT SHADE}\N{FULL BLOCK}"
+_WORDS = {
+    Cell.ALL: "held",
+    Cell.SOME: "in part",
+    Cell.BEHIND: "held behind a missing block, which no query counts",
+    Cell.NONE: "not held",
+}
+
+
+def parts(holding: Holding, reasons: dict[str, str], *, width: int, is_ascii: bool, top: int) -> list[Part]:
+    """The drawing; ``reasons`` say of instances without a match why they have none. ``top``: instances at most."""
+    drawn: list[Part] = [_head(holding)]
+    if not holding.keys:
+        return drawn
+    label_width = 2 + max((len(_label(line)) for lines in holding.instances[:top] for line in lines.holders), default=0)
+    scale = max(1, -(-len(holding.keys) // max(_CELLS_MIN, width - label_width)))
+    drawn.append(_legend(holding, scale, is_ascii=is_ascii))
+    for lines in holding.instances[:top]:
+        if lines.holders or lines is holding.instances[0]:
+            drawn.append(text(""))
+        drawn.append(_title(holding, lines, reasons.get(lines.instance_id, "")))
+        for line in lines.holders:
+            cells = _line(holding, lines, line, scale, is_ascii=is_ascii)
+            drawn.append(joined(_label(line).ljust(label_width), cells))
+    left = len(holding.instances) - top
+    if left > 0:
+        drawn += [text(""), text(f"and {left} more with no longer match (--top {len(holding.instances)} shows all)")]
+    return drawn
+
+
+def scaled(has: frozenset[int], blocks: int, match: int, scale: int) -> list[Cell]:
+    """A prompt's blocks, ``scale`` to a cell: which of them are there, and that the first ``match`` count."""
+    cells: list[Cell] = []
+    for start in range(0, blocks, scale):
+        piece = range(start, min(start + scale, blocks))
+        held = sum(i in has for i in piece)
+        if not held:
+            cells.append(Cell.NONE)
+        elif held < len(piece) or start < match < piece.stop:
+            cells.append(Cell.SOME)
+        else:
+            cells.append(Cell.ALL if start < match else Cell.BEHIND)
+    return cells
+
+
+def _head(holding: Holding) -> Text:
+    blocks, size = len(holding.keys), holding.block_size
+    return joined(
+        text(shown(holding.group.name), "bold"),
+        f", group {holding.group.id}: {blocks} {'block' if blocks == 1 else 'blocks'} of {size} tokens,"
+        f" {holding.blocks_held} of them held, longest match {holding.best * size} tokens",
+    )
+
+
+def _legend(holding: Holding, scale: int, *, is_ascii: bool) -> Text:
+    tokens = scale * holding.block_size
+    unit = f"a cell is {scale} {'block' if scale == 1 else 'blocks'} ({tokens} tokens)"
+    used = [cell for cell in _WORDS if cell is not Cell.SOME or scale > 1]
+    signs = ", ".join(f"{_character(cell, is_ascii=is_ascii)} {_WORDS[cell]}" for cell in used)
+    media = sorted({line.holder.medium for lines in holding.instances for line in lines.holders})
+    colours = [text(medium, _medium_style(medium)) for medium in media]
+    if is_ascii or not colours:
+        return text(f"{unit}: {signs}")
+    return joined(f"{unit}: {signs}; colours: ", joined(*colours, by=" "))
+
+
+def _title(holding: Holding, lines: InstanceLines, reason: str) -> Text:
+    name = text(lines.instance_id, "bold")
+    if lines.is_pool:
+        return joined(name, f": a pool, its {lines.blocks} blocks count for every instance")
+    if not lines.match:
+        return joined(name, ": ", text("no match", "yellow"), f", {reason}" if reason else "")
+    tokens, of = lines.match * holding.block_size, len(holding.keys) * holding.block_size
+    return joined(name, f": {tokens} of {of} tokens, {lines.match} of {len(holding.keys)} blocks")
+
+
+def _line(holding: Holding, lines: InstanceLines, line: HolderLine, scale: int, *, is_ascii: bool) -> Text:
+    style = "dim" if line.not_counted else _medium_style(line.holder.medium)
+    match = holding.best if lines.is_pool else lines.match
+    cells = scaled(line.has, len(holding.keys), 0 if line.not_counted else match, scale)
+    drawn = [
+        text(_character(cell, is_ascii=is_ascii) * sum(1 for _ in run), style if cell else "dim")
+        for cell, run in groupby(cells)
+    ]
+    return joined(joined(*drawn), text(f"  {line.not_counted}" if line.not_counted else "", "bold red"))
+
+
+def _label(line: HolderLine) -> str:
+    return f"  rank {line.holder.dp_rank} {line.holder.medium} #{line.holder.id}"
+
+
+def _character(cell: Cell, *, is_ascii: bool) -> str:
+    return (_CHARACTERS if is_ascii else _BLOCKS)[cell]
+
+
+def _medium_style(medium: str) -> str:
+    return _MEDIUM_STYLE.get(medium, "magenta")

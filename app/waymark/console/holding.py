@@ -1,0 +1,117 @@
+"""Who has which block of a prompt: all of its blocks, also behind the end of every match.
+
+The matches are those of ``/query``: the same walk over the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from waymark.console.look import Group, Look
+from waymark.console.prompts import Asked
+from waymark.domain.match import Walk, conductor_rows
+from waymark.domain.names import Holder
+from waymark.domain.table import HolderTable
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLine:
+    """One holder: rank and medium of one life."""
+
+    holder: Holder
+    has: frozenset[int]
+    """Which blocks of the prompt, by position."""
+    not_counted: str
+    """Why ``/query`` does not count it; empty where it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLines:
+    """An instance, or a pool, with its live holders by rank and medium."""
+
+    instance_id: str
+    is_pool: bool
+    match: int
+    """Blocks of the longest match; a pool's: 0, it counts for the others."""
+    holders: tuple[HolderLine, ...]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of the prompt any of its holders has."""
+        return len(_union(self.holders))
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The whole answer."""
+
+    group: Group
+    block_size: int
+    keys: Sequence[int]
+    values: Sequence[bytes | None]
+    instances: tuple[InstanceLines, ...]
+    """The longest match first, then by name; pools last."""
+    ended_ids: int
+    """How many holder ids in these blocks belong to lives that have ended, and wait to be swept."""
+
+    @property
+    def best(self) -> int:
+        """The longest match of any instance, in blocks."""
+        return max((lines.match for lines in self.instances), default=0)
+
+    @property
+    def blocks_held(self) -> int:
+        """How many of the blocks somebody has who counts."""
+        return len(_union([line for lines in self.instances for line in lines.holders if not line.not_counted]))
+
+
+def _union(lines: Iterable[HolderLine]) -> frozenset[int]:
+    return frozenset[int]().union(*(line.has for line in lines))
+
+
+async def hold(look: Look, group: Group, table: HolderTable, asked: Asked, block_size: int) -> Holding:
+    """Look up every block of the prompt."""
+    block_keys = asked.block_keys(block_size)
+    values = await look.values(group, block_keys)
+    walk = Walk(table.view(block_size))
+    walk.feed(values)
+    rows = conductor_rows(walk)
+    positions: dict[int, list[int]] = {}
+    for i, value in enumerate(values):
+        for holder_id in (value or b"").split():
+            positions.setdefault(int(holder_id), []).append(i)
+    # Every registered instance has a place, also one that holds nothing at all.
+    lines: dict[tuple[bool, str], list[HolderLine]] = {
+        (row.scope == "shared", row.instance_id): [] for row in table.publishers.values()
+    }
+    for holder in sorted(table.holders.values(), key=_rank_and_medium):
+        line = HolderLine(holder, frozenset(positions.get(holder.id, ())), not_counted(table, holder, block_size))
+        lines.setdefault((holder.scope == "shared", holder.instance_id), []).append(line)
+    instances = [
+        InstanceLines(instance_id, is_pool, 0 if is_pool else rows[instance_id].longest, tuple(held))
+        for (is_pool, instance_id), held in lines.items()
+    ]
+    instances.sort(key=lambda each: (each.is_pool, -each.match, -each.blocks, each.instance_id))
+    ended = positions.keys() - table.holders.keys()
+    return Holding(group, block_size, block_keys, values, tuple(instances), len(ended))
+
+
+#: The order of media in a drawing: fast ones first.
+_MEDIA = {"GPU": 0, "CPU": 1, "DISK": 2}
+
+
+def _rank_and_medium(holder: Holder) -> tuple[int, int, str, int]:
+    return holder.dp_rank, _MEDIA.get(holder.medium, len(_MEDIA)), holder.medium, holder.id
+
+
+def not_counted(table: HolderTable, holder: Holder, block_size: int | None = None) -> str:
+    """Why queries with this block size do not count a live holder; empty where they do."""
+    publisher = table.publishers.get(holder.publisher)
+    if publisher is None:
+        return "its publisher is not registered"
+    if publisher.is_lost:
+        return "lost, not counted"
+    if block_size is not None and holder.block_size != block_size:
+        return f"block size {holder.block_size}, not counted"
+    return ""

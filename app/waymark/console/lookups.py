@@ -1,0 +1,125 @@
+"""The small inspections: one block, one holder, one namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from waymark.console.holding import not_counted
+from waymark.console.look import Group, Look, shown
+from waymark.console.screen import Grid, Part, joined, text
+from waymark.console.status_view import STATUS_STYLE, seconds_text
+from waymark.domain.hashing import namespace
+from waymark.domain.names import Adapter
+from waymark.errors import NotFound
+from waymark.store import keys
+
+
+async def block(look: Look, groups: Sequence[Group], key: int) -> list[Part]:
+    """Who has the block with this key, in each of ``groups``; ``NotFound`` where none knows it."""
+    drawn: list[Part] = []
+    for group in groups:
+        (value,) = await look.values(group, [key])
+        table = await look.table(group)
+        if value is None or table is None:
+            continue
+        name = group.block_key(key).decode()
+        drawn += [joined(text(name, "bold"), f" = {value.decode()!r}, a block of {shown(group.name)}")]
+        rows = []
+        for holder_id in map(int, value.split()):
+            holder = table.holders.get(holder_id)
+            if holder is None:
+                state = text("ended, to be swept", "yellow")
+                rows.append((text(holder_id), text(""), text(""), text(""), text(""), state))
+                continue
+            note = not_counted(table, holder)
+            rows.append(
+                (
+                    text(holder_id),
+                    text(holder.instance_id + (" (pool)" if holder.scope == "shared" else "")),
+                    text(holder.dp_rank),
+                    text(holder.medium),
+                    text(holder.block_size),
+                    text(note or "live", "bold red" if note else "green"),
+                )
+            )
+        head = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "STATE")
+        drawn.append(Grid(head, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"})))
+    if not drawn:
+        names = ", ".join(shown(group.name) for group in groups[:5])
+        raise NotFound(f"nobody has a block {key:016x} (key seq_hash XOR namespace) in {names}")
+    return drawn
+
+
+async def holder(look: Look, groups: Sequence[Group], holder_id: int) -> list[Part]:
+    """A holder's record, its publisher, and what it has, in each of ``groups`` that knows the id."""
+    drawn: list[Part] = []
+    for group in groups:
+        table = await look.table(group)
+        (is_dead,) = await look.several([("SISMEMBER", keys.dead(group.id), holder_id)])
+        record = None if table is None else table.holders.get(holder_id)
+        if table is None or (record is None and not is_dead):
+            continue
+        drawn.append(joined(text(f"holder {holder_id}", "bold"), f" of {shown(group.name)}, group {group.id}"))
+        if record is None:
+            drawn.append(text("its life has ended; what it left is being swept", "yellow"))
+        else:
+            note = not_counted(table, record)
+            drawn.append(
+                joined(
+                    f"{record.instance_id}, rank {record.dp_rank}, {record.medium}, blocks of {record.block_size} "
+                    f"tokens, backend {record.backend_id}, scope {record.scope}: ",
+                    text(note or "live", "bold red" if note else "green"),
+                )
+            )
+            drawn += await _publisher(look, group, record.publisher)
+        drawn.append(await _entries(look, group, holder_id))
+    if not drawn:
+        names = ", ".join(shown(group.name) for group in groups[:5])
+        raise NotFound(f"holder {holder_id} is unknown in {names}: its life has ended and is swept, or never began")
+    return drawn
+
+
+async def _publisher(look: Look, group: Group, publisher: int) -> list[Part]:
+    states = await look.states([claim for claim in await look.claims(group.name) if claim.publisher == publisher])
+    return [
+        joined(
+            f"publisher {publisher}: {state.registration.kind} at {state.registration.endpoint or 'HTTP'}, ",
+            text(state.status, STATUS_STYLE.get(state.status, "")),
+            f", watermark {'none' if state.watermark is None else state.watermark}"
+            + ("" if state.lag_seconds is None else f", lag {seconds_text(state.lag_seconds)}")
+            + (f", worker {state.worker}" if state.worker else "")
+            + (f": {state.last_error}" if state.last_error else ""),
+        )
+        for state in states
+    ]
+
+
+async def _entries(look: Look, group: Group, holder_id: int) -> Part:
+    """The holder's engine hashes, shard by shard."""
+    engines = [keys.engine(group.id, shard, holder_id) for shard in range(group.entry.shards)]
+    replies = await look.several(
+        command
+        for engine in engines
+        for command in (("HLEN", engine), ("HGET", engine, "*"), ("HGET", engine, "applied"))
+    )
+    rows = []
+    for engine, length, copied, applied in zip(engines, replies[::3], replies[1::3], replies[2::3], strict=True):
+        # Not entries: the mark, the fields that count copies, and the number of these.
+        others = (applied is not None) + (0 if copied is None else 1 + int(copied))
+        seq, _, ops = ("" if applied is None else applied.decode()).partition(" ")
+        rows.append((text(engine), text(length - others), text(int(copied or 0)), text(seq or "none"), text(ops)))
+    head = ("KEY", "ENTRIES", "WITH COPIES", "APPLIED SEQ", "OPS OF IT")
+    return Grid(head, rows, frozenset(head[1:]))
+
+
+def of_namespace(adapter: Adapter, salts: Sequence[str], key: int | None) -> list[Part]:
+    """The number, and what becomes of a block's key by it; ``key``: a seq_hash."""
+    ns = namespace(adapter, salts)
+    drawn: list[Part] = [joined("namespace ", text(f"{ns:016x}", "bold"), f", {ns} in decimal")]
+    if not ns:
+        drawn.append(text("the base model without salts: a block's key is its seq_hash itself"))
+    elif key is None:
+        drawn.append(text(f"a block's key is its seq_hash XOR {ns:016x} (--seq-hash shows it for one)"))
+    if key is not None:
+        drawn.append(text(f"seq_hash {key:016x} XOR namespace {ns:016x} = key {key ^ ns:016x}"))
+    return drawn

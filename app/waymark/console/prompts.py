@@ -1,0 +1,83 @@
+"""The prompt that ``waymark inspect prompt`` is asked about: words to tokens, tokens to block keys."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from waymark.domain.hashing import extend, namespace, token_bytes
+from waymark.domain.names import U32_MAX, U64_MASK, Adapter
+from waymark.errors import InvalidValue
+
+_HEX = re.compile(r"(0x)?[0-9a-fA-F]{16}")
+_DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as asked for: tokens, or the rolling hashes of its blocks."""
+
+    tokens: tuple[int, ...] | None
+    seq_hashes: tuple[int, ...] | None
+    adapter: Adapter
+    salts: tuple[str, ...]
+    seed: int
+
+    @property
+    def namespace(self) -> int:
+        return namespace(self.adapter, self.salts)
+
+    def block_keys(self, block_size: int) -> list[int]:
+        """seq_hash XOR namespace of each complete block."""
+        if self.seq_hashes is None:
+            hashes: Sequence[int] = extend(None, token_bytes(self.tokens or ()), block_size, seed=self.seed)
+        else:
+            hashes = self.seq_hashes
+        return [seq_hash ^ self.namespace for seq_hash in hashes]
+
+    def without_first_token(self) -> Asked:
+        return replace(self, tokens=None if self.tokens is None else self.tokens[1:])
+
+
+def read_tokens(given: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:
+    """Token ids between blanks, commas or brackets; ``-`` reads them from standard input."""
+    words = _words(stdin.read() if given == "-" else given)
+    tokens: list[int] = []
+    for i, word in enumerate(words):
+        if not (word.isascii() and word.isdigit() and int(word) <= U32_MAX):
+            raise InvalidValue(f"{option}: {word!r} at {i} is no token id; they are integers of 0..{U32_MAX}")
+        tokens.append(int(word))
+    return tuple(tokens)
+
+
+def read_file(path: Path, *, option: str) -> str:
+    """What is in a file, or ``-``."""
+    if str(path) == "-":
+        return "-"
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidValue(f"{option}: {path} cannot be read ({exc}); give a text file of token ids") from None
+
+
+def read_hashes(given: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:
+    """Rolling hashes, each as ``read_hash`` takes it; ``-`` reads them from standard input."""
+    return tuple(read_hash(word, option=option) for word in _words(stdin.read() if given == "-" else given))
+
+
+def read_hash(word: str, *, option: str) -> int:
+    """16 hex digits as in a key, or a decimal number as in ``/query_by_hash``; 16 digits are taken for hex."""
+    if _HEX.fullmatch(word):
+        return int(word, 16)
+    number = int(word) if _DECIMAL.fullmatch(word) else U64_MASK + 1
+    if not -(2**63) <= number <= U64_MASK:
+        raise InvalidValue(f"{option}: {word!r} is no hash; give 16 hex digits, or a decimal number of 64 bits")
+    return number & U64_MASK
+
+
+def _words(given: str) -> list[str]:
+    return given.translate(str.maketrans(",[]\"'", "     ")).split()

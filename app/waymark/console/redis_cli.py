@@ -1,0 +1,103 @@
+"""The commands that show by hand what ``waymark inspect`` draws: one may check every word of it with ``redis-cli``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from waymark.console.look import Group
+from waymark.domain.table import HolderTable
+from waymark.settings import Settings
+from waymark.store import keys
+from waymark.store.address import Address, parse
+
+
+class RedisCli:
+    """Commands for the Redis of the settings; passwords stay out of them."""
+
+    def __init__(self, settings: Settings) -> None:
+        address = parse(settings.redis_url)
+        self._words = ["redis-cli", *_target(address)]
+        self.notes: list[str] = []
+        if address.is_tls and settings.redis_tls_ca_file is not None:
+            self._words += ["--cacert", str(settings.redis_tls_ca_file)]
+        if username := settings.redis_username or address.username:
+            self._words += ["--user", username]
+        if settings.redis_password_file is not None or address.password is not None:
+            self.notes.append("# the password goes into the environment, as REDISCLI_AUTH")
+        if address.kind == "sentinel":
+            host, port = address.endpoints[0]
+            asked = shlex.join(["redis-cli", "-h", host, "-p", str(port), "SENTINEL", "GET-MASTER-ADDR-BY-NAME"])
+            self.notes.append(f"# on the primary, with -h and -p of what this answers: {asked} {address.name}")
+
+    def line(self, *words: str | bytes | int) -> str:
+        """One command, quoted for a shell."""
+        rest = [_quoted(word) for word in words]
+        return " ".join([shlex.join(self._words), *rest])
+
+    def groups(self) -> list[str]:
+        return [self.line("HGETALL", keys.GROUPS)]
+
+    def publishers(self) -> list[str]:
+        return [self.line("HGETALL", keys.PUBLISHERS)]
+
+    def base(self) -> list[str]:
+        """What there is whatever is registered."""
+        return [
+            *self.groups(),
+            *self.publishers(),
+            self.line("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES"),
+            self.line("GET", keys.BIRTH),
+        ]
+
+    def table(self, group: Group) -> list[str]:
+        """Who is who among a group's holder ids."""
+        return [self.line("HGETALL", keys.holders(group.id))]
+
+    def group(self, group: Group, table: HolderTable) -> list[str]:
+        """Everything of a group but its blocks."""
+        lines = [*self.table(group), self.line("SMEMBERS", keys.dead(group.id))]
+        for publisher in sorted(table.publishers):
+            lines += self.publisher(group, publisher)
+        lines += [self.line("HGETALL", keys.fence(group.id, shard)) for shard in range(group.entry.shards)]
+        for holder in sorted(table.holders):
+            lines += self.entries(group, holder)
+        return lines
+
+    def publisher(self, group: Group, publisher: int) -> list[str]:
+        return [
+            self.line("HGETALL", keys.record(group.id, publisher)),
+            self.line("GET", keys.lease(group.id, publisher)),
+        ]
+
+    def blocks(self, group: Group, block_keys: Sequence[int]) -> list[str]:
+        return [self.line("GET", group.block_key(key)) for key in block_keys]
+
+    def holder(self, group: Group, holder: int) -> list[str]:
+        return [self.line("HGET", keys.holders(group.id), holder), self.line("SISMEMBER", keys.dead(group.id), holder)]
+
+    def entries(self, group: Group, holder: int) -> list[str]:
+        """How many entries a holder has, and how far it is applied, shard by shard."""
+        lines: list[str] = []
+        for shard in range(group.entry.shards):
+            engine = keys.engine(group.id, shard, holder)
+            lines += [self.line("HLEN", engine), self.line("HGET", engine, "applied")]
+        return lines
+
+
+def _quoted(word: str | bytes | int) -> str:
+    text = word.decode() if isinstance(word, bytes) else str(word)
+    # Braces are nothing to shlex and something to most shells.
+    return f"'{text}'" if "{" in text else shlex.quote(text)
+
+
+def _target(address: Address) -> list[str]:
+    """Options that name the Redis; none for what redis-cli takes by itself."""
+    options = ["-s", address.path] if address.kind == "socket" else []
+    if address.kind in ("server", "cluster"):
+        host, port = address.endpoints[0]
+        options += ["-h", host] if host not in ("localhost", "127.0.0.1") else []
+        options += ["-p", str(port)] if port != 6379 else []
+    options += ["-c"] if address.kind == "cluster" else []
+    options += ["--tls"] if address.is_tls else []
+    return options + (["-n", str(address.db)] if address.db else [])

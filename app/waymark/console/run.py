@@ -1,0 +1,152 @@
+"""What ``waymark status`` and ``waymark inspect`` do once their flags are read."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+
+from waymark.console import cells, lookups, status, status_view, why
+from waymark.console.holding import hold
+from waymark.console.look import Group, Look, looking, pick, shown
+from waymark.console.prompts import Asked, read_file, read_hash, read_hashes, read_tokens
+from waymark.console.redis_cli import RedisCli
+from waymark.console.screen import Part, Screen, joined, text
+from waymark.domain.names import Adapter, GroupName
+from waymark.domain.table import HolderTable
+from waymark.errors import InvalidValue, NotFound, StoreUnavailable
+from waymark.settings import Settings
+
+
+async def run_status(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
+    """Draw it once, or until cancelled."""
+    wanted = status.Wanted(arguments.tenant, arguments.model, tuple(arguments.status))
+    async with looking(settings) as look:
+
+        async def draw() -> Sequence[Part]:
+            try:
+                return status_view.parts(await status.gather(look, wanted), is_plain=screen.is_plain)
+            except StoreUnavailable as exc:
+                if not arguments.watch:
+                    raise
+                return [text(exc.sentence, "bold red")]  # it may come back; whoever watches waits for that
+
+        if arguments.json:
+            while True:
+                gathered = status.as_json(await status.gather(look, wanted))
+                screen.write(json.dumps(gathered, indent=None if arguments.watch else 2))
+                if not arguments.watch:
+                    return
+                await asyncio.sleep(arguments.watch)
+        elif arguments.watch:
+            await screen.watch(arguments.watch, draw)
+        else:
+            screen.show(await draw())
+
+
+# ---- inspect ---------------------------------------------------------------------------------------
+
+
+async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
+    """Draw one inspection; ``NotFound`` where there is nothing of that name."""
+    if arguments.what == "namespace":
+        key = None if arguments.seq_hash is None else read_hash(arguments.seq_hash, option="--seq-hash")
+        screen.show(lookups.of_namespace(_adapter(arguments), arguments.salt, key))
+        return
+    async with looking(settings) as look:
+        groups = await look.groups()
+        cli = RedisCli(settings)
+        if arguments.what == "prompt":
+            await _prompt(arguments, settings, screen, look, groups, cli)
+            return
+        picked = pick(groups, group_id=arguments.group, model=arguments.model, tenant=arguments.tenant)
+        if arguments.what == "block":
+            block_key = read_hash(arguments.key, option="block")
+            if arguments.keys:
+                lines = [line for group in picked for line in cli.blocks(group, [block_key]) + cli.table(group)]
+                _write(screen, cli, lines)
+            else:
+                screen.show(await lookups.block(look, picked, block_key))
+        elif arguments.what == "holder":
+            if arguments.keys:
+                _write(
+                    screen, cli, [line for group in picked for line in await _of_holder(look, cli, group, arguments.id)]
+                )
+            else:
+                screen.show(await lookups.holder(look, picked, arguments.id))
+        else:
+            lines = cli.base()
+            for group in picked:
+                table = await look.table(group)
+                lines += [f"# {shown(group.name)}", *cli.group(group, table or _nobody(group))]
+            _write(screen, cli, lines)
+
+
+async def _of_holder(look: Look, cli: RedisCli, group: Group, holder: int) -> list[str]:
+    table = await look.table(group)
+    lines = [*cli.holder(group, holder), *cli.entries(group, holder)]
+    if table is not None and holder in table.holders:
+        lines += cli.publisher(group, table.holders[holder].publisher)
+    return lines
+
+
+def _write(screen: Screen, cli: RedisCli, lines: Sequence[str]) -> None:
+    screen.write("\n".join([*cli.notes, *lines]))
+
+
+def _adapter(arguments: argparse.Namespace) -> Adapter:
+    return arguments.lora if arguments.lora_id is None else int(arguments.lora_id)
+
+
+def _asked(arguments: argparse.Namespace, settings: Settings) -> Asked:
+    tokens, seq_hashes = None, None
+    if arguments.hashes is not None:
+        seq_hashes = read_hashes(arguments.hashes, option="--hashes")
+    elif arguments.tokens_file is not None:
+        tokens = read_tokens(read_file(arguments.tokens_file, option="--tokens-file"), option="--tokens-file")
+    else:
+        tokens = read_tokens(arguments.tokens, option="--tokens")
+    return Asked(tokens, seq_hashes, _adapter(arguments), tuple(arguments.salt), settings.hash_seed)
+
+
+async def _prompt(
+    arguments: argparse.Namespace, settings: Settings, screen: Screen, look: Look, groups: list[Group], cli: RedisCli
+) -> None:
+    asked = _asked(arguments, settings)
+    name = GroupName(arguments.tenant, arguments.model)
+    group = next((group for group in groups if group.name == name), None)
+    if group is None:
+        raise NotFound(why.unknown_group(name, groups))
+    claims = await look.claims(name)
+    block_size = _block_size(arguments.block_size, sorted({claim.registration.block_size for claim in claims}))
+    if arguments.keys:
+        _write(screen, cli, cli.blocks(group, asked.block_keys(block_size)) + cli.table(group))
+        return
+    table = await look.table(group) or _nobody(group)
+    holding = await hold(look, group, table, asked, block_size)
+    states = await look.states(claims)
+    reasons = why.of_instances(holding, states)
+    drawn = cells.parts(holding, reasons, width=screen.width, is_ascii=screen.is_ascii, top=max(1, arguments.top))
+    if not holding.best:
+        drawn.append(text(""))
+        for reason in await why.of_prompt(look, asked, holding, table, groups, states):
+            drawn.append(joined(text("Why nothing? ", "bold yellow"), text(reason)))
+    screen.show(drawn)
+
+
+def _block_size(given: int | None, registered: Sequence[int]) -> int:
+    if given is None:
+        if len(registered) == 1:
+            return registered[0]
+        known = ", ".join(map(str, registered))
+        said = f"several are registered: {known}" if known else "nobody is registered with any"
+        raise InvalidValue(f"--block-size is needed: {said}", field="block_size")
+    if not 1 <= given <= 65536:
+        raise InvalidValue(f"--block-size is {given}; give 1 to 65536", field="block_size")
+    return given
+
+
+def _nobody(group: Group) -> HolderTable:
+    """The table of a group whose own has gone."""
+    return HolderTable(b"", group.name, {}, {})

@@ -1,0 +1,241 @@
+"""``waymark status``: publishers, their streams and workers, and the Redis below, gathered once.
+
+The numbers are those of ``GET /workers``, read without a replica. Nothing is written, and large installations are
+read in pieces.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from waymark.console.look import Look
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.records import PublisherState
+
+#: A worker that has been silent for longer is taken for dead, as ``/workers`` does.
+WORKER_SECONDS = 10
+
+#: Statuses of a stream, the best first.
+STATUSES = ("active", "replaying", "pending", "degraded", "lost", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which publishers are shown; None: all."""
+
+    tenant: str | None = None
+    model: str | None = None
+    statuses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What INFO says, over all primaries."""
+
+    version: str
+    primaries: int
+    memory_bytes: int
+    memory_max_bytes: int
+    """0: no limit."""
+    policy: str
+    evicted_keys: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """An ingest worker that was heard of."""
+
+    id: str
+    streams: int
+    silent_seconds: float
+
+    @property
+    def is_alive(self) -> bool:
+        return self.silent_seconds <= WORKER_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """All of it, at one moment."""
+
+    server: Server | None
+    """None where Redis has no INFO."""
+    warnings: tuple[str, ...]
+    workers: tuple[WorkerState, ...]
+    publishers: tuple[PublisherState, ...]
+    """The wanted ones, by group, instance and rank."""
+    registered: int
+    """All publishers, wanted or not."""
+    is_whole: bool
+    """Nothing was left out for its tenant or model, so workers' streams are all of theirs."""
+
+    @property
+    def by_status(self) -> dict[str, int]:
+        """Shown publishers by status, the best first."""
+        count = Counter(state.status for state in self.publishers)
+        known = {status: count[status] for status in STATUSES if status in count}
+        return known | {status: count[status] for status in sorted(count.keys() - known.keys())}
+
+    def is_orphan(self, state: PublisherState) -> bool:
+        """Its stream is nobody's: it has a socket, and no live worker has it."""
+        alive = {worker.id for worker in self.workers if worker.is_alive}
+        return state.registration.endpoint is not None and state.worker not in alive
+
+    def complaint(self, state: PublisherState) -> str:
+        """What is not as it should be with a stream, in words; empty where nothing is seen."""
+        if self.is_orphan(state):
+            return f"no live ingest worker has it{', the last was ' + state.worker if state.worker else ''}"
+        return complaint(state)
+
+
+async def gather(look: Look, wanted: Wanted) -> Status:
+    """Read it; ``StoreUnavailable`` where Redis is away."""
+    infos, warnings = await _about_redis(look)
+    claims = await look.claims()
+    states = await look.states(
+        [
+            claim
+            for claim in claims
+            if wanted.tenant in (None, claim.registration.tenant_id)
+            and wanted.model in (None, claim.registration.model_name)
+        ]
+    )
+    (beats,) = await look.several([("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES")])
+    streams = Counter(state.worker for state in states if state.worker is not None)
+    return Status(
+        server=server_of(infos),
+        warnings=warnings,
+        workers=_workers(beats, streams, _now(infos)),
+        publishers=tuple(
+            sorted(
+                (state for state in states if not wanted.statuses or state.status in wanted.statuses),
+                key=lambda state: (state.group_id, state.registration.instance_id, state.registration.dp_rank),
+            )
+        ),
+        registered=len(claims),
+        is_whole=wanted.tenant is None and wanted.model is None,
+    )
+
+
+async def _about_redis(look: Look) -> tuple[Sequence[Mapping[str, Any]], tuple[str, ...]]:
+    """INFO of every primary, and what is wrong with how they are set up."""
+    try:
+        infos = await look.client.infos()
+    except StoreUnavailable:
+        # A Redis that refuses only INFO to this user can be looked at all the same.
+        if not (await look.store.health.look()).is_up:
+            raise
+        infos = []
+    return infos, tuple((await look.store.health.look()).warnings.values())
+
+
+def server_of(infos: Sequence[Mapping[str, Any]]) -> Server | None:
+    """Several primaries as one: sums, and the tightest of the rest."""
+    if not infos:
+        return None
+    return Server(
+        version=", ".join(sorted({_version(info) for info in infos})),
+        primaries=len(infos),
+        memory_bytes=sum(int(info.get("used_memory", 0)) for info in infos),
+        memory_max_bytes=sum(int(info.get("maxmemory", 0)) for info in infos),
+        policy=", ".join(sorted({str(info.get("maxmemory_policy", "unknown")) for info in infos})),
+        evicted_keys=sum(int(info.get("evicted_keys", 0)) for info in infos),
+        keys=sum(
+            space["keys"]
+            for info in infos
+            for name, space in info.items()
+            if name.startswith("db") and name[2:].isdigit() and isinstance(space, dict)
+        ),
+    )
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    if "valkey_version" in info:
+        return f"Valkey {info['valkey_version']}"
+    return f"Redis {info.get('redis_version', 'of an unknown version')}"
+
+
+def _now(infos: Sequence[Mapping[str, Any]]) -> float:
+    """The clock of Redis, by which workers beat."""
+    microseconds = infos[0].get("server_time_usec") if infos else None
+    return time.time() if microseconds is None else int(microseconds) / 1e6
+
+
+def _workers(beats: Sequence[bytes], streams: Counter[str], now: float) -> tuple[WorkerState, ...]:
+    """``ZRANGE WITHSCORES``: id, score, id, score."""
+    silent = {beats[i].decode(): max(0.0, now - float(beats[i + 1])) for i in range(0, len(beats), 2)}
+    return tuple(WorkerState(worker, streams[worker], seconds) for worker, seconds in sorted(silent.items()))
+
+
+def as_json(status: Status) -> dict[str, Any]:
+    """For programs: every number of the drawn form, and what it leaves out."""
+    return {
+        "redis": None if status.server is None else asdict(status.server),
+        "warnings": list(status.warnings),
+        "workers": [asdict(worker) | {"alive": worker.is_alive} for worker in status.workers],
+        "registered": status.registered,
+        "by_status": status.by_status,
+        "publishers": [
+            {
+                "tenant_id": state.registration.tenant_id,
+                "model_name": state.registration.model_name,
+                "group": state.group_id,
+                "publisher": state.id,
+                "instance_id": state.registration.instance_id,
+                "dp_rank": state.registration.dp_rank,
+                "type": state.registration.kind,
+                "block_size": state.registration.block_size,
+                "scope": state.registration.scope,
+                "endpoint": state.registration.endpoint,
+                "status": state.status,
+                "worker": state.worker,
+                "has_live_worker": not status.is_orphan(state),
+                "watermark": state.watermark,
+                "lag_seconds": state.lag_seconds,
+                "blocks": dict(state.blocks),
+                "gaps": count(state, "gaps"),
+                "replays": replays(state),
+                "restarts": count(state, "restarts"),
+                "batches_lost": count(state, "batches_lost"),
+                "counters": dict(state.counters),
+                "last_error": state.last_error or None,
+                "complaint": status.complaint(state) or None,
+            }
+            for state in status.publishers
+        ],
+    }
+
+
+def count(state: PublisherState, name: str) -> int:
+    return state.counters.get(name, 0)
+
+
+def replays(state: PublisherState) -> int:
+    """Replays of any outcome."""
+    return sum(n for name, n in state.counters.items() if name.startswith("replays."))
+
+
+#: Counters of a stream, by their beginning, that tell of events which came to nothing.
+_REJECTED = ("decode_errors", "frames_malformed", "ignored", "unresolved")
+
+
+def complaint(state: PublisherState) -> str:
+    """The same, as far as its own record tells it."""
+    if state.last_error:
+        return state.last_error
+    endpoint = state.registration.endpoint
+    if state.status == "pending" and endpoint is not None:
+        return f"no connection to {endpoint}"
+    if state.status == "lost":
+        return f"no connection to {endpoint} for so long that its blocks are not counted"
+    if any(state.blocks.values()):
+        return ""
+    return ", ".join(
+        f"{n} {name}" for name, n in sorted(state.counters.items()) if n and name.partition(".")[0] in _REJECTED
+    )

@@ -1,0 +1,150 @@
+"""How ``waymark status`` looks: what there is first, the table of workers, the streams group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.text import Text
+
+from waymark.console.look import shown
+from waymark.console.screen import Grid, Part, joined, text
+from waymark.console.status import Server, Status, count, replays
+from waymark.store.records import PublisherState
+
+STATUS_STYLE = {
+    "active": "green",
+    "replaying": "cyan",
+    "pending": "yellow",
+    "degraded": "yellow",
+    "lost": "bold red",
+    "failed": "bold red",
+}
+
+_HEAD = (
+    *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "LAG", "BLOCKS"),
+    *("GAPS", "REPLAYS", "RESTARTS", "LOST", "COMPLAINT"),
+)
+_NUMBERS = frozenset({"RANK", "WATERMARK", "LAG", "GAPS", "REPLAYS", "RESTARTS", "LOST"})
+#: What a terminal shows in other places: above the table, and below it.
+_PLAIN_ONLY = ("TENANT", "MODEL", "COMPLAINT")
+_SPARE = ("TYPE", "REPLAYS", "WATERMARK", "WORKER", "RESTARTS", "GAPS", "LOST")
+
+_NAMES_MAX = 5
+_KIB = 1024
+
+
+def parts(status: Status, *, is_plain: bool) -> list[Part]:
+    """Everything, in the order of drawing; a plain table is one, so that its columns can be cut."""
+    drawn: list[Part] = [_server(status.server), *(text(f"warning: {line}", "bold red") for line in status.warnings)]
+    drawn += [_streams(status), text("")]
+    drawn.append(_workers(status))
+    if not status.publishers:
+        return drawn
+    drawn.append(text(""))
+    if is_plain:
+        return [*drawn, Grid(_HEAD, [_row(status, state) for state in status.publishers], _NUMBERS)]
+    for (group_id, name), states in groupby(
+        status.publishers, key=lambda state: (state.group_id, state.registration.group)
+    ):
+        drawn += [joined(text(shown(name), "bold"), f", group {group_id}"), *_group(status, tuple(states)), text("")]
+    return drawn[:-1]
+
+
+def _group(status: Status, states: Sequence[PublisherState]) -> list[Part]:
+    """A group's table, and below it each error once, with those who have it."""
+    columns = [i for i, name in enumerate(_HEAD) if name not in _PLAIN_ONLY]
+    rows = [_row(status, state) for state in states]
+    head = tuple(_HEAD[i] for i in columns)
+    drawn: list[Part] = [Grid(head, [tuple(row[i] for i in columns) for row in rows], _NUMBERS, _SPARE)]
+    errors: dict[str, list[str]] = {}
+    for state in states:
+        if error := status.complaint(state):
+            of = state.registration
+            errors.setdefault(error, []).append(f"{of.instance_id} rank {of.dp_rank}")
+    for error, names in errors.items():
+        more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
+        drawn.append(joined(f"  {', '.join(names[:_NAMES_MAX])}{more}: ", text(error, "yellow")))
+    return drawn
+
+
+def _server(server: Server | None) -> Text:
+    if server is None:
+        return text("an embedded Redis")
+    limit = bytes_text(server.memory_max_bytes) if server.memory_max_bytes else "no limit"
+    primaries = f" on {server.primaries} primaries" if server.primaries > 1 else ""
+    evicted = text(f"{server.evicted_keys} evicted keys", "bold red" if server.evicted_keys else "")
+    policy = text(f"policy {server.policy}", "" if server.policy == "noeviction" else "bold red")
+    memory = f"memory {bytes_text(server.memory_bytes)} of {limit}"
+    return joined(f"{server.version}{primaries}", memory, policy, evicted, f"{server.keys} keys", by=", ")
+
+
+def _streams(status: Status) -> Text:
+    total = len(status.publishers)
+    hidden = status.registered - total
+    if not status.registered:
+        return text("no publisher is registered")
+    counts = [text(f"{n} {name}", STATUS_STYLE.get(name, "")) for name, n in status.by_status.items()]
+    head = f"{total} {'stream' if total == 1 else 'streams'}" + (f" of {status.registered}" if hidden else "")
+    return joined(head, ": " if counts else "", joined(*counts, by=", "))
+
+
+def _workers(status: Status) -> Part:
+    if not status.workers:
+        return text("no ingest worker is alive: no event is applied until one runs", "bold red")
+    rows = [
+        (
+            text(worker.id),
+            text(str(worker.streams)),
+            text(seconds_text(worker.silent_seconds)),
+            text("alive", "green") if worker.is_alive else text("silent", "bold red"),
+        )
+        for worker in status.workers
+    ]
+    streams = "STREAMS" if status.is_whole else "OF THESE"
+    return Grid(("WORKER", streams, "HEARD", "STATE"), rows, frozenset({streams, "HEARD"}))
+
+
+def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
+    of = state.registration
+    worker = text(state.worker or "none", "bold red" if status.is_orphan(state) else "")
+    if of.endpoint is None:
+        worker = text("by HTTP")
+    lost = count(state, "batches_lost")
+    return (
+        text(of.tenant_id),
+        text(of.model_name),
+        text(of.instance_id + (" (pool)" if of.scope == "shared" else "")),
+        text(of.dp_rank),
+        text(of.kind),
+        text(state.status, STATUS_STYLE.get(state.status, "")),
+        worker,
+        text("none" if state.watermark is None else state.watermark),
+        text("" if state.lag_seconds is None else seconds_text(state.lag_seconds)),
+        text(", ".join(f"{medium} {n}" for medium, n in sorted(state.blocks.items())) or "none"),
+        text(count(state, "gaps")),
+        text(replays(state)),
+        text(count(state, "restarts")),
+        text(lost, "bold red" if lost else ""),
+        text(status.complaint(state), "yellow"),
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """A span, at most four characters or so: 0.4s, 12s, 5m, 3h, 2d."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    for unit, size, limit in (("s", 1, 120), ("m", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < limit:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds / 86_400:.0f}d"
+
+
+def bytes_text(number: int) -> str:
+    """A size in binary units."""
+    size, unit = float(number), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < _KIB or unit == "TiB":
+            break
+        size /= _KIB
+    return f"{number} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,186 @@
+"""Why nothing? Reasons for a prompt without a match, as far as Redis can tell them.
+
+First what is plain from the registrations and their streams; then the prompt is looked up once more, its first
+block only, in the ways in which prompts are usually meant: another block size, adapter, salt, tenant, seed, or
+without the first token. A salt may be a secret of its tenant: it is tried, never shown.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from waymark.console.holding import Holding
+from waymark.console.look import Group, Look
+from waymark.console.prompts import Asked
+from waymark.console.status import complaint
+from waymark.domain.hashing import DEFAULT_SEED
+from waymark.domain.names import GroupName, Registration
+from waymark.domain.table import HolderTable
+from waymark.store import keys
+from waymark.store.index import parse_entry
+from waymark.store.records import PublisherState
+
+#: Other readings of a prompt that are tried at most.
+_TRIES_MAX = 64
+_NAMES_MAX = 5
+#: HSCAN calls in search of the prompt's first block in other namespaces, and their size.
+_STEPS_MAX = 64
+_STEP_ENTRIES = 1000
+
+
+def unknown_group(wanted: GroupName, groups: Sequence[Group]) -> str:
+    """The sentence for a tenant and model that were never registered, with what may have been meant."""
+    tenants = [group.name.tenant_id for group in groups if group.name.model_name == wanted.model_name]
+    if tenants:
+        return (
+            f"tenant {wanted.tenant_id!r} has no model {wanted.model_name!r}; it is registered under "
+            f"{_names(tenants)}: give --tenant"
+        )
+    models = [group.name.model_name for group in groups if group.name.tenant_id == wanted.tenant_id]
+    near = difflib.get_close_matches(wanted.model_name, models, n=3, cutoff=0.5)
+    if near:
+        return f"model {wanted.model_name!r} is not registered; did you mean {_names(near)}?"
+    known = f"tenant {wanted.tenant_id!r} has {_names(models)}" if models else "no model of that tenant is"
+    return f"model {wanted.model_name!r} is not registered; {known}"
+
+
+def of_instances(holding: Holding, states: Sequence[PublisherState]) -> dict[str, str]:
+    """For each instance without a match: what its own streams say about that, if anything."""
+    reasons: dict[str, str] = {}
+    for lines in holding.instances:
+        if not lines.match:
+            own = [state for state in states if state.registration.instance_id == lines.instance_id]
+            held = sum(sum(state.blocks.values()) for state in own)
+            reason = f"its {held} blocks are of other prompts" if own else ""
+            reason = next(filter(None, (_of_stream(state, holding.block_size) for state in own)), reason)
+            if lines.blocks and not any(line.not_counted for line in lines.holders):
+                reason = f"though it has {lines.blocks} of the blocks: the first one is missing"
+            reasons[lines.instance_id] = reason
+    return reasons
+
+
+def _of_stream(state: PublisherState, block_size: int) -> str:
+    """Why a stream could not make a match; empty where it could."""
+    of = state.registration
+    if of.block_size != block_size:
+        return f"it is registered with block size {of.block_size}, and {block_size} was asked for"
+    said = f" ({reason})" if (reason := complaint(state)) else ""
+    if state.status in ("lost", "failed"):
+        return f"its stream is {state.status}{said}"
+    # What comes by HTTP has no watermark.
+    if state.watermark is None and not any(n for name, n in state.counters.items() if name.startswith("events.")):
+        return f"no event has come from it, status {state.status}{said}"
+    return "" if any(state.blocks.values()) else f"events came, and it holds no blocks{said}"
+
+
+async def of_prompt(
+    look: Look, asked: Asked, holding: Holding, table: HolderTable, groups: Sequence[Group],
+    states: Sequence[PublisherState],
+) -> list[str]:  # fmt: skip
+    """Why nobody has a match, the surest reasons alone; ``states`` are of the group's publishers."""
+    if not holding.keys:
+        count = len(asked.tokens or ())
+        return [f"The prompt has {count} tokens, less than one block of {holding.block_size}: nothing to find"]
+    if not states:
+        return ["No publisher is registered for it (any more)"]
+    silent = sorted({line.holder.instance_id for lines in holding.instances for line in lines.holders if 0 in line.has})
+    if silent:
+        return [f"It is held by {_names(silent)}, whose blocks are not counted now"]
+    found = await of_other_readings(look, asked, holding, groups)
+    elsewhere = "" if found else await of_other_namespaces(look, asked, holding, table)
+    return found or [elsewhere or last_resort(asked, states)]
+
+
+async def of_other_readings(look: Look, asked: Asked, holding: Holding, groups: Sequence[Group]) -> list[str]:
+    """The readings of the prompt under which its first block is held."""
+    registered = [claim.registration for claim in await look.claims(holding.group.name)]
+    found: list[str] = []
+    for sentence, group, other, block_size in islice(_readings(asked, holding, groups, registered), _TRIES_MAX):
+        first = other.block_keys(block_size)[:1]
+        if first and (value := (await look.values(group, first))[0]):
+            table = await look.table(group)
+            live = set() if table is None else table.holders.keys() & set(map(int, value.split()))
+            if table is not None and live:
+                owners = _names(sorted({table.holders[holder].instance_id for holder in live}))
+                found.append(f"{sentence} it is held by {owners}")
+    return found
+
+
+def _readings(
+    asked: Asked, holding: Holding, groups: Sequence[Group], registered: Sequence[Registration]
+) -> Iterator[tuple[str, Group, Asked, int]]:
+    """(how it is meant, where, what, by which block size), the likely ones first."""
+    group, size = holding.group, holding.block_size
+    if asked.tokens is not None:
+        for other in sorted({of.block_size for of in registered} - {size}):
+            yield f"With --block-size {other}", group, asked, other
+    if asked.namespace:
+        yield "Without adapter and salts", group, replace(asked, adapter=None, salts=()), size
+        if asked.adapter is not None and asked.salts:
+            yield "With its salts and without an adapter", group, replace(asked, adapter=None), size
+            yield "With its adapter and without salts", group, replace(asked, salts=()), size
+    spaces = {(of.lora_name, of.additional_salt): of.instance_id for of in reversed(registered)}
+    for (lora_name, salt), instance_id in spaces.items():
+        if lora_name and lora_name != asked.adapter:
+            yield f"With --lora {lora_name!r}", group, replace(asked, adapter=lora_name), size
+        if salt and salt not in asked.salts:
+            said = f"With the additional salt that {instance_id!r} is registered with"
+            yield said, group, replace(asked, salts=(salt, *asked.salts)), size
+            if asked.salts:
+                yield f"{said}, in place of the given ones", group, replace(asked, salts=(salt,)), size
+    if len(asked.salts) > 1:
+        yield "With its salts in the other order", group, replace(asked, salts=asked.salts[::-1]), size
+    if asked.tokens is not None:
+        if asked.seed != DEFAULT_SEED:
+            yield f"With the usual hash seed {DEFAULT_SEED}", group, replace(asked, seed=DEFAULT_SEED), size
+        yield "Without its first token", group, asked.without_first_token(), size
+    for other_group in groups:
+        if other_group.id != group.id and other_group.name.model_name == group.name.model_name:
+            yield f"For --tenant {other_group.name.tenant_id!r}", other_group, asked, size
+
+
+async def of_other_namespaces(look: Look, asked: Asked, holding: Holding, table: HolderTable) -> str:
+    """Whether the first block is held in a namespace that is not the prompt's; '' where it is not seen.
+
+    Entries tell the namespace of their block; a bounded number of them is read.
+    """
+    if not holding.keys:
+        return ""
+    first = holding.keys[0] ^ asked.namespace
+    steps = _STEPS_MAX
+    for holder in table.holders.values():
+        for shard in range(holding.group.entry.shards):
+            cursor = None
+            while cursor != 0 and steps:
+                steps -= 1
+                engine = keys.engine(holding.group.id, shard, holder.id)
+                cursor, entries = await look.client.hscan(engine, cursor or 0, _STEP_ENTRIES)
+                for name, value in entries.items():
+                    ns, seq_hash = parse_entry(int(name, 16), value) if len(name) == 16 else (0, 0)
+                    if ns != asked.namespace and seq_hash == first:
+                        return (
+                            f"Its first block is held by {holder.instance_id!r} in namespace {ns:016x}, and the one "
+                            f"asked for is {asked.namespace:016x}: another adapter or other salts; "
+                            "'waymark inspect namespace' computes the number of an adapter and salts"
+                        )
+    return ""
+
+
+def last_resort(asked: Asked, states: Sequence[PublisherState]) -> str:
+    """What is left to say where nobody has the first block."""
+    held = sum(sum(state.blocks.values()) for state in states)
+    if not held:
+        return "No block of this model is held at all: 'waymark status' says how the streams are"
+    seed = "" if asked.tokens is None else f"; or its workers run with another WAYMARK_HASH_SEED than {asked.seed}"
+    return (
+        f"{held} blocks of this model are held, and none begins this prompt: nobody has worked on it, it was evicted, "
+        f"or the tokens differ (tokenizer, chat template, special tokens){seed}"
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_NAMES_MAX])
+    return shown if len(names) <= _NAMES_MAX else f"{shown} and {len(names) - _NAMES_MAX} more"

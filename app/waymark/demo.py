@@ -1,0 +1,275 @@
+"""``waymark demo``: the whole service on one machine, shown in a table, and checked.
+
+It starts ``waymark serve`` as a process of its own on the embedded Redis, or takes a service that runs already; starts
+two simulated vLLM engines that publish real frames, lets them work on prompts that share a prefix, and asks ``/query``.
+Every answer is compared with what the engines' caches really hold; the first one that is wrong ends the demo with a
+sentence. In a service that goes on the engines have a tenant of their own, and are unregistered at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from waymark.simulator import Prompt, SimulatedEngine, build_engine
+
+TENANT = "demo"
+MODEL = "demo-model"
+BLOCK_SIZE = 16
+_DEADLINE_SECONDS = 40.0
+
+
+class DemoFailed(Exception):
+    """The sentence that says what was not as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, who has worked on it, and what it is called in the table."""
+
+    label: str
+    prompt: Prompt
+    engines: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the table: what one engine has of one prompt, in tokens."""
+
+    label: str
+    tokens: int
+    instance: str
+    matched: int
+    gpu: int
+    cpu: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """The Waymark that is shown; ``process`` is None where it ran before and goes on afterwards."""
+
+    base: str
+    api_token: str | None = None
+    process: asyncio.subprocess.Process | None = None
+
+
+async def run_demo(url: str | None = None, api_token: str | None = None) -> list[Line]:
+    """All of it, with the Waymark at ``url`` or with one of its own; the lines of the table, or DemoFailed."""
+    async with _started_service() if url is None else _running_service(url, api_token) as service:
+        await _until(lambda: _is_ready(service), "the service to become ready", service)
+        host = await asyncio.to_thread(_own_address, service.base)
+        engines = [
+            build_engine(
+                f"tcp://{host}:0",
+                f"tcp://{host}:0",
+                block_size=BLOCK_SIZE,
+                gpu_blocks=24,
+                cpu_blocks=64,
+                seed=seed,
+            )
+            for seed in range(2)
+        ]
+        async with engines[0].publisher, engines[1].publisher, _registered(service, engines):
+            questions = list(_questions())
+            for question in questions:
+                for i in question.engines:
+                    await engines[i].prefill(question.prompt)
+            lines: list[Line] = []
+            for question in questions:
+                lines += await _ask(service, question, engines)
+            return lines
+
+
+def table(lines: list[Line]) -> str:
+    """The lines as text a person reads at a glance."""
+    head = ("prompt", "engine", "has", "of", "on GPU", "on CPU", "")
+    rows = [
+        (
+            line.label,
+            line.instance,
+            str(line.matched),
+            f"{line.tokens} tokens",
+            str(line.gpu),
+            str(line.cpu),
+            "#" * round(20 * line.matched / line.tokens),
+        )
+        for line in lines
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
+    text.insert(1, "  ".join("-" * width for width in widths[:-1]))
+    return "\n".join(text)
+
+
+def _questions() -> Iterator[Question]:
+    """Prompts that share a system prompt, as chats do."""
+    system = tuple(range(1000, 1160))
+    first = tuple(range(2000, 2096))
+    yield Question("chat A", Prompt(system + first), (0,))
+    yield Question("chat A, next turn", Prompt(system + first + tuple(range(3000, 3064))), (0,))
+    yield Question("chat B, same system prompt", Prompt(system + tuple(range(4000, 4128))), (0, 1))
+    yield Question("chat C, nobody has seen it", Prompt(system + tuple(range(5000, 5064))), ())
+    yield Question("another topic", Prompt(tuple(range(6000, 6064))), ())
+
+
+async def _ask(service: _Service, question: Question, engines: list[SimulatedEngine]) -> list[Line]:
+    """The answer to one question, once it is what the caches say; DemoFailed if it never is."""
+    tokens = question.prompt.tokens
+    expected = {f"engine-{i}": _held(engine, tokens) for i, engine in enumerate(engines)}
+    body = {"model": MODEL, "tenant_id": TENANT, "token_ids": list(tokens), "block_size": BLOCK_SIZE}
+    last: dict[str, Any] = {}
+
+    async def is_right() -> bool:
+        last.clear()
+        last.update((await _post(service, "/query", body)).get(TENANT, {}))
+        return {name: (row["longest_matched"], row["GPU"], row["CPU"]) for name, row in last.items()} == expected
+
+    try:
+        await _until(is_right, f"the right answer for '{question.label}'", service)
+    except DemoFailed as exc:
+        raise DemoFailed(f"{exc}: /query says {last}, the engines' caches say {expected}") from None
+    return [
+        Line(question.label, len(tokens), name, row["longest_matched"], row["GPU"], row["CPU"])
+        for name, row in sorted(last.items())
+    ]
+
+
+def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, int]:
+    """(matched, GPU, CPU) in tokens, counted in the engine's own cache."""
+    matched = gpu = cpu = 0
+    for media in engine.caches[0].held(tokens):
+        if not media:
+            break
+        matched += BLOCK_SIZE
+        gpu += BLOCK_SIZE * ("GPU" in media)
+        cpu += BLOCK_SIZE * ("CPU" in media)
+    return matched, gpu, cpu
+
+
+@asynccontextmanager
+async def _registered(service: _Service, engines: list[SimulatedEngine]) -> AsyncIterator[None]:
+    """The engines are known to the service inside; a service that goes on forgets them afterwards."""
+    for i, engine in enumerate(engines):
+        await _post(service, "/register", _registration(i, engine))
+    try:
+        yield
+    finally:
+        if service.process is None:
+            for i, engine in enumerate(engines):
+                await _post(service, "/unregister", _registration(i, engine))
+
+
+def _registration(i: int, engine: SimulatedEngine) -> dict[str, Any]:
+    return {
+        "endpoint": engine.publisher.endpoint,
+        "replay_endpoint": engine.publisher.replay_endpoint,
+        "type": "vLLM",
+        "modelname": MODEL,
+        "tenant_id": TENANT,
+        "instance_id": f"engine-{i}",
+        "block_size": BLOCK_SIZE,
+        "dp_rank": 0,
+    }
+
+
+# ---- the service, and talking to it ----------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_Service]:
+    base = url.rstrip("/")
+    if not re.fullmatch(r"https?://[^/@:]+(:\d{1,5})?(/.*)?", base):
+        raise DemoFailed(f"url is {url!r}; it is a URL such as http://127.0.0.1:13333")
+    yield _Service(base, api_token)
+
+
+@asynccontextmanager
+async def _started_service() -> AsyncIterator[_Service]:
+    port = _free_port()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    environ |= {"WAYMARK_HOST": "127.0.0.1", "WAYMARK_PORT": str(port), "WAYMARK_LOG_LEVEL": "warning"}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "waymark", "serve", env=environ)
+    try:
+        yield _Service(f"http://127.0.0.1:{port}", process=process)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(10):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def _until(is_so: Any, what: str, service: _Service) -> None:
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while not await is_so():
+        if service.process is not None and service.process.returncode is not None:
+            raise DemoFailed(
+                f"the service ended with code {service.process.returncode} while the demo waited for {what}"
+            )
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"waited {_DEADLINE_SECONDS:g} s for {what}")
+        await asyncio.sleep(0.05)
+
+
+async def _is_ready(service: _Service) -> bool:
+    def ask() -> bool:
+        try:
+            with urllib.request.urlopen(f"{service.base}/ready", timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    return await asyncio.to_thread(ask)
+
+
+async def _post(service: _Service, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    if service.api_token is not None:
+        headers["Authorization"] = f"Bearer {service.api_token}"
+
+    def send() -> dict[str, Any]:
+        request = urllib.request.Request(service.base + path, json.dumps(body).encode(), headers, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=10) as response:
+                answer: dict[str, Any] = json.load(response)
+                return answer
+        except urllib.error.HTTPError as exc:
+            raise DemoFailed(f"{path} answered {exc.code}: {exc.read().decode(errors='replace')}") from None
+        except OSError as exc:
+            raise DemoFailed(f"{path} could not be reached: {exc}") from None
+
+    return await asyncio.to_thread(send)
+
+
+def _own_address(base: str) -> str:
+    """The IPv4 address of ours that reaches the service, and so the one at which its workers reach us."""
+    parts = urllib.parse.urlsplit(base)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(parts.hostname), parts.port or 80))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as exc:
+        raise DemoFailed(f"no IPv4 address leads to {base}: {exc}") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,103 @@
+"""What decoders give to ingest: stored, removed, cleared, free of any engine's spelling.
+
+Hashes here are **engine hashes** as u64: what an engine calls a block, opaque, with a meaning inside one
+publisher only. Token ids are packed already (little-endian u32), because everything behind the decoder only
+hashes them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from waymark.domain.names import Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What only a standard event tells of its stream, beside medium, adapter and salts.
+
+    A field that is None is the registration's.
+    """
+
+    event_id: int
+    backend_id: str
+    tenant_id: str
+    model_name: str | None
+    block_size: int | None
+    dp_rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Consecutive blocks entered a cache, ancestor first."""
+
+    engine_hashes: tuple[int, ...]
+    """Never empty."""
+    parent: int | None
+    """Engine hash of the block before the first; None at the root."""
+    tokens: bytes
+    """Little-endian u32, pairs already undone; empty in a placeholder, which says where known blocks are."""
+    block_size: int
+    """Tokens per hash as the event tells it; 0 in placeholders."""
+    medium: str
+    adapter: Adapter = None
+    """The event's own adapter; None where it names none (then the registration's counts)."""
+    salts: tuple[str, ...] = ()
+    """The request's cache salt, where the event tells one; standard events: ``additional_salt``."""
+    extras: tuple[int | None, ...] | None = None
+    """Per hash the digest of leftover extra keys (images, embeds); None where no block has any."""
+    group: int | None = None
+    """KV-cache group of a hybrid model."""
+    is_main_attention: bool | None = None
+    """What the event says of its group; None where it says nothing."""
+    tells_salts: bool = field(default=True, compare=False)
+    """The event's form has a place for salts and images, so that none told means none."""
+    is_identity: bool = False
+    """The hashes are seq_hashes already (standard events without tokens)."""
+    envelope: Envelope | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Blocks left a cache."""
+
+    engine_hashes: tuple[int, ...]
+    medium: str
+    group: int | None = None
+    adapter: Adapter = None
+    salts: tuple[str, ...] = ()
+    is_identity: bool = False
+    envelope: Envelope | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """All blocks of a rank left the cache; for a standard event, all of its stream's dimensions."""
+
+    medium: str | None = None
+    """None: every medium of the rank."""
+    adapter: Adapter = None
+    salts: tuple[str, ...] = ()
+    envelope: Envelope | None = None
+
+
+Event: TypeAlias = Stored | Removed | Cleared
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The events of one frame, in order."""
+
+    ts: float | None
+    """The publisher's clock; None where it has none or sends nonsense."""
+    events: tuple[Event, ...]
+    dp_rank: int | None = None
+    """The rank the batch names; it wins over the registered one."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Events that could not be decoded, by kind; their siblings are in ``events``."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Events that were understood and mean nothing here, by reason."""
+    samples: dict[str, str] = field(default_factory=dict)
+    """One short description per kind in ``rejected``, for the log; never any token."""

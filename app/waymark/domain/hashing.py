@@ -1,0 +1,111 @@
+"""Tokens to local hashes, local hashes to rolling seq_hashes, adapter and salts to a namespace.
+
+The scheme is the one of the published KV Events contract (XXH3-64 with a seed): ``local[i]`` is the hash of
+block i's tokens as little-endian u32; ``seq[0] = local[0]``; ``seq[i]`` hashes the sixteen bytes of
+``seq[i-1]`` and ``local[i]``, little-endian. A seq_hash therefore proves the whole prefix. What changes the
+contents of a block besides tokens (images, embeds) is appended to its token bytes as one u64; adapter and salts
+are not hashed at all but folded into the key by XOR, as the namespace.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgpack
+from xxhash import xxh3_64_intdigest
+
+from waymark.domain import native
+from waymark.domain.names import Adapter
+
+DEFAULT_SEED = 1337
+
+_PAIR = struct.Struct("<QQ").pack
+_U64 = struct.Struct("<Q").pack
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian u32; ``struct.error`` where one is no integer of 0..2^32-1."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def extend(
+    parent: int | None,
+    tokens: bytes | memoryview,
+    block_size: int,
+    *,
+    seed: int = DEFAULT_SEED,
+    extras: Sequence[int | None] | None = None,
+) -> list[int]:
+    """The seq_hashes of the complete blocks in ``tokens``, going on from ``parent`` (None at the root).
+
+    ``tokens`` is little-endian u32, 4 bytes a token; a last block that is not complete is left out.
+    ``extras`` holds, per block, the digest of its leftover extra keys (``extra_digest``) or None.
+    """
+    if extras is None and native.in_use is not None:
+        return list(native.unpack(native.in_use.hash_blocks(tokens, block_size, seed, parent, 0)))
+    width = 4 * block_size
+    count = len(tokens) // width
+    # Cut in one call: a slice for each block costs as much as hashing it. Not by the module's own function, which
+    # would keep a format of this length.
+    blocks: Sequence[bytes] = struct.Struct(f"{width}s" * count).unpack(tokens[: width * count])
+    if extras is not None:
+        blocks = [block if (extra := extras[i]) is None else block + _U64(extra) for i, block in enumerate(blocks)]
+    return extend_local(parent, [xxh3_64_intdigest(block, seed) for block in blocks], seed=seed)
+
+
+def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int = DEFAULT_SEED) -> list[int]:
+    """As ``extend``, where somebody else has already hashed each block's tokens."""
+    if not local_hashes:
+        return []
+    digest, pair = xxh3_64_intdigest, _PAIR  # looked up once, not twice a block
+    rest = iter(local_hashes)
+    previous = next(rest)
+    if parent is not None:
+        previous = digest(pair(parent, previous), seed)
+    return [previous] + [previous := digest(pair(previous, local), seed) for local in rest]
+
+
+def block_keys(
+    parent: int | None, tokens: bytes | memoryview, block_size: int, *, namespace: int, seed: int = DEFAULT_SEED
+) -> bytes:
+    """As ``extend``, as packed block keys (see ``native``): each seq_hash with the namespace folded in."""
+    if native.in_use is not None:
+        keys: bytes = native.in_use.hash_blocks(tokens, block_size, seed, parent, namespace)
+        return keys
+    return native.pack(extend(parent, tokens, block_size, seed=seed), namespace)
+
+
+def local_keys(parent: int | None, local_hashes: array[int], *, seed: int = DEFAULT_SEED) -> bytes:
+    """As ``extend_local``, as packed block keys of the base model; ``local_hashes`` are u64."""
+    if native.in_use is not None and sys.byteorder == "little":
+        keys: bytes = native.in_use.chain(local_hashes, seed, parent)
+        return keys
+    return native.pack(extend_local(parent, local_hashes, seed=seed))
+
+
+def extra_digest(leftovers: Sequence[Any], *, seed: int = DEFAULT_SEED) -> int:
+    """XXH3-64 of the msgpack (shortest forms) of a block's leftover extra keys, in their order."""
+    return xxh3_64_intdigest(msgpack.packb(list(leftovers), use_bin_type=True), seed)
+
+
+def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
+    """The number folded into a block's key: 0 for the base model without salts, else BLAKE2b-64.
+
+    It is computed from the msgpack of ``[adapter, salts]``, so it needs no table and two adapters or lists of
+    salts never meet by concatenation: ``["a", "b"]`` is not ``["ab"]``, and adapter 7 is not adapter ``"7"``.
+    """
+    if adapter is None and not salts:
+        return 0
+    packed: bytes = msgpack.packb([adapter, list(salts)], use_bin_type=True)
+    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "big")
+
+
+def dimensions_digest(backend_id: str, adapter: Adapter, salts: Sequence[str]) -> str:
+    """16 hex digits that stand for the dimensions of a standard event's stream, beside rank and medium."""
+    packed: bytes = msgpack.packb([backend_id, adapter, list(salts)], use_bin_type=True)
+    return blake2b(packed, digest_size=8).hexdigest()

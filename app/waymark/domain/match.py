@@ -1,0 +1,137 @@
+"""The walk: from the values of a prompt's blocks to what each instance and rank has of it.
+
+Values are fed in the order of the chain, in pieces as they arrive from Redis. Neighbours in a chain mostly
+have byte-equal values, so the walk works on runs of equal values and costs next to nothing per block. It is
+exact: a block counts only if its own value says so.
+
+Both dialects read the same walk. What their numbers mean is in ``conductor_rows`` and ``dynamo_rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from waymark.domain.native import runs
+from waymark.domain.table import Presence, View
+
+DEVICE = "GPU"
+HOST = "CPU"
+_NOWHERE: frozenset[str] = frozenset()
+
+
+class Walk:
+    """Follows a chain as long as some instance has every block of it, on any medium and rank."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.runs: list[tuple[Presence, int]] = []
+        """(who has them, how many blocks), up to where the last instance stopped."""
+        self.values: list[tuple[bytes, int]] = []
+        """The same, by the blocks' value."""
+        self.blocks = 0
+        """Length of the longest walk of any instance, in blocks."""
+        self.newest_seen = 0
+        """The largest holder id in the values read; above ``view.newest`` the table is behind."""
+        self._going: set[int] | None = None  # instances that have everything so far; None: all, nothing read yet
+
+    def feed(self, values: Sequence[bytes | None]) -> bool:
+        """Walk on over the next values, None where there is no block; False when no instance goes on."""
+        found = runs(list(values))
+        return self.feed_runs(found) and sum(length for _, length in found) == len(values)
+
+    def feed_runs(self, runs: Iterable[tuple[bytes, int]]) -> bool:
+        """Walk on over runs of equal values, (value, how many); False when no instance goes on."""
+        for value, length in runs:
+            presence = self.view.presence(value)
+            if presence.newest > self.newest_seen:
+                self.newest_seen = presence.newest
+            if not presence.pool_media:
+                if self._going is None:
+                    self._going = set(presence.instances)
+                else:
+                    self._going &= presence.instances.keys()
+                if not self._going:
+                    return False
+            self.blocks += length
+            self.runs.append((presence, length))
+            self.values.append((value, length))
+        return True
+
+
+@dataclass(slots=True)
+class ConductorRow:
+    """One instance in the root dialect, in blocks."""
+
+    longest: int = 0
+    media: dict[str, int] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Every registered rank, and further ranks with a match."""
+
+
+@dataclass(slots=True)
+class DynamoRank:
+    """One rank in the Dynamo dialect, in blocks; cumulative: ``gpu <= cpu <= disk``."""
+
+    gpu: int = 0
+    cpu: int = 0
+    disk: int = 0
+
+
+def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
+    """One row for every instance of the group.
+
+    ``longest``: how far the instance has the blocks in order, on any medium and rank. ``media``: of those,
+    how many are on that medium, on any rank, contiguous or not. ``ranks``: of those, how many that rank has on
+    any medium; a shared pool's blocks belong to no rank.
+    """
+    view = walk.view
+    rows = [ConductorRow(ranks=dict.fromkeys(ranks, 0)) for ranks in view.registered_ranks]
+    going = set(range(len(rows)))
+    for presence, length in walk.runs:
+        instances, pool = presence.instances, presence.pool_media
+        if not pool and not going <= instances.keys():
+            going &= instances.keys()
+        for i in going:
+            row = rows[i]
+            row.longest += length
+            held = instances.get(i, _NOWHERE)
+            for medium in held | pool if pool else held:
+                row.media[medium] = row.media.get(medium, 0) + length
+        for i, dp_rank, _ in presence.ranks:
+            if i in going:
+                of = rows[i].ranks
+                of[dp_rank] = of.get(dp_rank, 0) + length
+    return dict(zip(view.instances, rows, strict=True))
+
+
+def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
+    """Per instance, each rank that is registered or seen in the walk, with its unbroken prefixes.
+
+    ``gpu`` counts blocks on the device, ``cpu`` those on device or host, ``disk`` those anywhere. A shared
+    pool's blocks count for every rank.
+    """
+    view = walk.view
+    ranks: dict[tuple[int, int], DynamoRank] = {
+        (i, dp_rank): DynamoRank() for i, registered in enumerate(view.registered_ranks) for dp_rank in registered
+    }
+    for presence, _ in walk.runs:
+        for i, dp_rank, _ in presence.ranks:
+            ranks.setdefault((i, dp_rank), DynamoRank())
+    at = 0
+    for presence, length in walk.runs:
+        own = {(i, dp_rank): media for i, dp_rank, media in presence.ranks}
+        for key, rank in ranks.items():
+            media = own.get(key, _NOWHERE) | presence.pool_media
+            # A prefix goes on only if it reached this run's first block.
+            if rank.gpu == at and DEVICE in media:
+                rank.gpu += length
+            if rank.cpu == at and (DEVICE in media or HOST in media):
+                rank.cpu += length
+            if rank.disk == at and media:
+                rank.disk += length
+        at += length
+    rows: dict[str, dict[int, DynamoRank]] = {}
+    for (i, dp_rank), rank in ranks.items():
+        rows.setdefault(view.instances[i], {})[dp_rank] = rank
+    return rows

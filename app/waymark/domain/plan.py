@@ -1,0 +1,213 @@
+"""What an event of a stream belongs to, whether it counts, and what a fold asks for before it is resolved.
+
+A **unit** is what a clear ends: a rank (``"0"``), or for standard events one stream of the envelope, by the name
+of its holder. Holders are named ``<rank> <medium>``, with a digest of the further dimensions for standard events, and
+``#<epoch>`` on media whose blocks go by time.
+How batches are folded must not change what comes of them, so facts are learned from what a clear undoes, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.names import Holder, Registration, normal_medium
+from waymark.domain.spaces import Spaces
+
+EXTRA_KEYS = "extra_keys"
+"""Flag: this life has reported a salt or an image."""
+UNTRUSTED = "untrusted"
+"""Flag: batches were lost, so counts of copies are not what they seem."""
+OWN_HASHES = "own_hashes"
+"""Flag: this standard publisher has sent tokens, so its hashes may be its own and not seq_hashes."""
+
+MEDIA_MAX = 16
+HOLDERS_MAX = 64 * MEDIA_MAX
+"""Ranks and dimensions come from events: this many at a time, of all media."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What must happen before a fold can be resolved."""
+
+    ended: list[str] = field(default_factory=list)
+    """Units to end: a rank, or the name of a standard stream's holder."""
+    begun: dict[str, Holder] = field(default_factory=dict)
+    """Holders to begin, by name."""
+    is_news: bool = False
+    """Flags or the main group have changed and must be kept before anything is applied."""
+    last_clear: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(batch, event) of the last clear of a unit in the fold; what it has before that is not written at all."""
+
+
+class Planner:
+    """The rules of one stream, and the facts they go by: flags and the main group."""
+
+    def __init__(self, registration: Registration, publisher: int, foreign_ranks: frozenset[int]) -> None:
+        self.foreign_ranks = foreign_ranks
+        self.epochs: dict[str, int] = {}
+        """Media that report no removals, with the number of their present epoch: what is stored goes to its holder,
+        and the holder of the epoch before the last one ends."""
+        self.flags: set[str] = set()
+        self.main_group: int | None = None
+        self.spaces = Spaces(registration)
+        self._registration = registration
+        self._publisher = publisher
+
+    def plan(self, batches: Sequence[Batch], holders: Mapping[str, int], event_ids: Mapping[int, int]) -> Plan:
+        """What must be ended, begun and kept first. Learns flags and the main group on the way."""
+        plan = Plan()
+        before = (frozenset(self.flags), self.main_group)
+        seen = {lasting(name): event_ids[h] for name, h in holders.items() if h in event_ids}
+        self._find_clears(plan, batches, seen)
+        kept = {name for name in holders if not any(is_of(name, unit) for unit in plan.ended)}
+        for i, batch in enumerate(batches):
+            for j, event in enumerate(batch.events):
+                if isinstance(event, Removed) or self._why_never(batch, event):
+                    continue
+                if isinstance(event, Stored):
+                    self._learn(event)
+                elif event.envelope is None:
+                    continue  # a standard stream's holder begins anew at once: it keeps the event_id
+                if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
+                    continue
+                name = self.name(batch, event)
+                if name not in kept and name not in plan.begun and _has_room(name, kept, plan):
+                    plan.begun[name] = self._holder(batch, event)
+        plan.is_news = before != (frozenset(self.flags), self.main_group)
+        return plan
+
+    def _find_clears(self, plan: Plan, batches: Sequence[Batch], seen: dict[str, int]) -> None:
+        """``seen``: the last event_id of each standard stream; a clear that is not newer came before."""
+        for i, batch in enumerate(batches):
+            for j, event in enumerate(batch.events):
+                envelope = event.envelope
+                if envelope is None:
+                    if isinstance(event, Cleared) and not self._why_never(batch, event):
+                        plan.last_clear[str(self.rank(batch, event))] = (i, j)
+                elif not self._why_never(batch, event):
+                    name = self._lasting_name(batch, event)
+                    if envelope.event_id > seen.get(name, -1):
+                        seen[name] = envelope.event_id
+                        if isinstance(event, Cleared):
+                            plan.last_clear[name] = (i, j)
+        plan.ended = list(plan.last_clear)
+
+    def _learn(self, event: Stored) -> None:
+        if event.salts or event.extras:
+            self.flags.add(EXTRA_KEYS)
+        if not event.tokens:
+            return
+        if event.envelope is not None:
+            self.flags.add(OWN_HASHES)
+        if self.main_group is None:
+            self.main_group = event.group
+
+    # ---- what an event belongs to ------------------------------------------------------------------
+
+    def rank(self, batch: Batch, event: Event) -> int:
+        if event.envelope is not None and event.envelope.dp_rank is not None:
+            return event.envelope.dp_rank
+        return self._registration.dp_rank if batch.dp_rank is None else batch.dp_rank
+
+    def name(self, batch: Batch, event: Event) -> str:
+        """The name of the event's holder in this stream."""
+        name = self._lasting_name(batch, event)
+        epoch = self.epochs.get(event.medium or "GPU") if self.epochs else None
+        return name if epoch is None else f"{name} #{epoch}"
+
+    def expired(self, holders: Mapping[str, int]) -> list[str]:
+        """Names of holders whose time is over: of an epoch before the last, or from before there were any."""
+        return [
+            name
+            for name in holders
+            if (epoch := self.epochs.get(name.split(" ")[1])) is not None
+            and (name == lasting(name) or int(name.rpartition("#")[2]) < epoch - 1)
+        ]
+
+    def _lasting_name(self, batch: Batch, event: Event) -> str:
+        """The name without an epoch, which is also the unit that a standard clear ends."""
+        name = f"{self.rank(batch, event)} {event.medium or 'GPU'}"
+        return name if event.envelope is None else f"{name} {self.spaces.dimensions(event, event.envelope)}"
+
+    def _holder(self, batch: Batch, event: Stored | Cleared) -> Holder:
+        registration = self._registration
+        return Holder(
+            id=0,
+            publisher=self._publisher,
+            instance_id=registration.instance_id,
+            dp_rank=self.rank(batch, event),
+            medium=event.medium or "GPU",
+            block_size=registration.block_size,
+            backend_id=event.envelope.backend_id if event.envelope else registration.instance_id,
+            scope=registration.scope,
+        )
+
+    # ---- whether it counts -------------------------------------------------------------------------
+
+    def why_not(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> str | None:
+        """Why event ``j`` of batch ``i`` of the fold counts for nothing; None where it counts."""
+        reason = self._why_never(batch, event)
+        if reason is None and plan.last_clear and self.is_cleared(plan, batch, event, i, j):
+            return "cleared"
+        return reason
+
+    def is_cleared(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> bool:
+        """Whether a later event of the fold clears it away."""
+        units = [str(self.rank(batch, event))]
+        if event.envelope is not None:
+            units.append(self._lasting_name(batch, event))
+        return any((i, j) < plan.last_clear.get(unit, (-1, -1)) for unit in units)
+
+    def _why_never(self, batch: Batch, event: Event) -> str | None:
+        if self.foreign_ranks and self.rank(batch, event) in self.foreign_ranks:
+            return "other_registration"
+        if event.envelope is not None:
+            return self._why_not_ours(event.envelope)
+        if isinstance(event, Cleared):
+            return None
+        if isinstance(event, Stored):
+            if event.block_size != self._registration.block_size and (event.tokens or event.block_size):
+                return "block_size_mismatch"
+            if event.is_main_attention is False:
+                return "other_attention"
+        if event.group is None:
+            return None
+        if self.main_group is None:
+            is_main = event.group == 0 or (isinstance(event, Stored) and bool(event.tokens))
+        else:
+            is_main = event.group == self.main_group
+        return None if is_main else "other_group"
+
+    def _why_not_ours(self, envelope: Envelope) -> str | None:
+        registration = self._registration
+        if envelope.tenant_id != registration.tenant_id:
+            return "other_tenant"
+        if envelope.model_name not in (None, registration.model_name):
+            return "other_model"
+        if envelope.block_size not in (None, registration.block_size):
+            return "block_size_mismatch"
+        return None
+
+
+def epochs(medium_ttl: Mapping[str, int], now: float) -> dict[str, int]:
+    """The number of the present epoch of each medium that goes by time; ``now`` in seconds, alike for all workers."""
+    return {normal_medium(name) or name: int(now // seconds) for name, seconds in medium_ttl.items()}
+
+
+def lasting(name: str) -> str:
+    """A holder's name without its epoch."""
+    return name.partition(" #")[0]
+
+
+def is_of(name: str, unit: str) -> bool:
+    """Whether a holder's name belongs to a unit."""
+    return name == unit or name.startswith(unit + " ")
+
+
+def _has_room(name: str, kept: set[str], plan: Plan) -> bool:
+    if len(kept) + len(plan.begun) >= HOLDERS_MAX:
+        return False
+    media = {other.split(" ")[1] for other in (*kept, *plan.begun)}
+    return name.split(" ")[1] in media or len(media) < MEDIA_MAX

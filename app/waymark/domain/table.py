@@ -1,0 +1,139 @@
+"""The holder table: which ids in a block's value count for whom.
+
+A block's value lists holder ids, ascending: ``b"17"`` or ``b"17 21 40"``. The table says what an id is; an id
+that is not in it belongs to a life that has ended and counts for nobody. A ``View`` is the table as one query
+sees it: live holders of one block size only, with everything a walk asks per distinct value computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from waymark.domain.names import GroupName, Holder, Scope
+
+#: Holder ids in all block values that a view remembers, some 10 MB; a chain has few values, so this is a ceiling.
+_REMEMBERED_IDS_MAX = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherRow:
+    """A registered publisher, as the table tells it to readers."""
+
+    instance_id: str
+    dp_rank: int
+    block_size: int
+    scope: Scope
+    is_lost: bool = False
+    """Its socket has been down for too long; its holders are not counted until it is back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Who has the blocks of one value. Numbers are indexes into ``View.instances``."""
+
+    ranks: tuple[tuple[int, int, frozenset[str]], ...]
+    """(instance, dp_rank, media) for each rank that has them."""
+    instances: Mapping[int, frozenset[str]]
+    """Each of those instances with the media of all its ranks."""
+    pool_media: frozenset[str]
+    """Media on which a shared pool has them; they count for every instance."""
+    newest: int
+    """The largest holder id in the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class HolderTable:
+    """``wm:{g}:holders``, decoded. ``version`` is a random word, new with every change."""
+
+    version: bytes
+    group: GroupName
+    publishers: Mapping[int, PublisherRow]
+    holders: Mapping[int, Holder]
+    _views: dict[int, View] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def newest(self) -> int:
+        """The largest holder id in the table; a larger one in a block means that the table is behind."""
+        return max(self.holders, default=0)
+
+    def view(self, block_size: int) -> View:
+        """The table as a query with this block size sees it."""
+        view = self._views.get(block_size)
+        if view is None:
+            if len(self._views) >= 16:
+                self._views.clear()  # block sizes come from clients
+            view = self._views[block_size] = View(self, block_size)
+        return view
+
+
+class View:
+    """The table for one block size.
+
+    ``instances`` are the rows of an answer, in order of registration: every instance with a registration in
+    the group, whatever its block size, pools left out. ``registered_ranks[i]`` are the ranks of row i.
+    """
+
+    def __init__(self, table: HolderTable, block_size: int) -> None:
+        ranks: dict[str, set[int]] = {}
+        for _, row in sorted(table.publishers.items()):
+            if row.scope == "instance":
+                ranks.setdefault(row.instance_id, set()).add(row.dp_rank)
+        self.newest = table.newest
+        self.block_size = block_size
+        self.instances: tuple[str, ...] = tuple(ranks)
+        self.registered_ranks: tuple[tuple[int, ...], ...] = tuple(tuple(sorted(r)) for r in ranks.values())
+        index = {instance_id: i for i, instance_id in enumerate(self.instances)}
+        # Holder id to (instance or -1 for a pool, dp_rank, medium); an id that is missing counts for nobody.
+        self._places: dict[int, tuple[int, int, str]] = {}
+        for holder in table.holders.values():
+            publisher = table.publishers.get(holder.publisher)
+            if publisher is None or publisher.is_lost or holder.block_size != block_size:
+                continue
+            instance = -1 if holder.scope == "shared" else index[holder.instance_id]
+            self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
+        self._presences: dict[bytes, Presence] = {}
+        self._remembered_ids = 0
+
+    @property
+    def size(self) -> int:
+        """How many holders count here."""
+        return len(self._places)
+
+    def presence(self, value: bytes) -> Presence:
+        """Who has the blocks with this value; computed once per distinct value."""
+        presence = self._presences.get(value)
+        if presence is None:
+            self._remembered_ids += value.count(b" ") + 1
+            if self._remembered_ids > _REMEMBERED_IDS_MAX:
+                self._presences.clear()
+                self._remembered_ids = value.count(b" ") + 1
+            presence = self._presences[value] = self._compute(value)
+        return presence
+
+    def _compute(self, value: bytes) -> Presence:
+        ranks: dict[tuple[int, int], set[str]] = {}
+        pool: set[str] = set()
+        for text in value.split():
+            place = self._places.get(int(text))
+            if place is None:
+                continue
+            instance, dp_rank, medium = place
+            if instance < 0:
+                pool.add(medium)
+            else:
+                ranks.setdefault((instance, dp_rank), set()).add(medium)
+        instances: dict[int, frozenset[str]] = {}
+        for (instance, _), media in ranks.items():
+            instances[instance] = instances.get(instance, frozenset()) | media
+        return Presence(
+            ranks=tuple((instance, rank, frozenset(media)) for (instance, rank), media in ranks.items()),
+            instances=instances,
+            pool_media=frozenset(pool),
+            newest=newest_id(value),
+        )
+
+
+def newest_id(value: bytes) -> int:
+    """The largest holder id in a value: its last, since ids ascend."""
+    return int(value[value.rfind(b" ") + 1 :])

@@ -1,0 +1,92 @@
+"""The waiting room: stores whose parent is not known (yet).
+
+A block cannot be placed without its parent, and placing it at the root would be a lie. So the store waits, bounded
+in blocks, until its parent comes; a removal or a clear finds its blocks here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from waymark.domain.events import Stored
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One store that waits."""
+
+    event: Stored
+    dp_rank: int
+    holder: int
+    removed: set[int] = field(default_factory=set)
+    """Engine hashes of it that were removed while it waited."""
+
+
+class WaitingRoom:
+    def __init__(self, blocks_max: int) -> None:
+        self._blocks_max = blocks_max
+        self._by_parent: dict[tuple[int, int], list[Waiting]] = {}
+        self._by_hash: dict[tuple[int, int], list[Waiting]] = {}  # of those that wait for a holder
+        self.blocks = 0
+        self.dropped = 0
+        """Blocks that were dropped for lack of room, in all."""
+
+    def add(self, waiting: Waiting) -> None:
+        """Let it wait; where there is no room, those that have waited longest are dropped."""
+        parent, hashes = waiting.event.parent, waiting.event.engine_hashes
+        assert parent is not None
+        if len(hashes) > self._blocks_max:
+            self.dropped += len(hashes)
+            return
+        self._by_parent.setdefault((waiting.dp_rank, parent), []).append(waiting)
+        for engine_hash in hashes:
+            self._by_hash.setdefault((waiting.holder, engine_hash), []).append(waiting)
+        self.blocks += len(hashes)
+        while self.blocks > self._blocks_max:
+            key = next(iter(self._by_parent))
+            self.dropped += self._leave(self._by_parent.pop(key))
+
+    def take_children(self, dp_rank: int, parents: Iterable[int]) -> list[Waiting]:
+        """Those that waited for one of ``parents``; they are out of the room."""
+        taken: list[Waiting] = []
+        if self._by_parent:
+            for parent in parents:
+                waiting = self._by_parent.pop((dp_rank, parent), None)
+                if waiting is not None:
+                    self._leave(waiting)
+                    taken += waiting
+        return taken
+
+    def remove(self, holder: int, engine_hash: int) -> bool:
+        """Whether the hash waits for this holder; then it will not be stored when its turn comes."""
+        for waiting in self._by_hash.get((holder, engine_hash), ()):
+            if engine_hash not in waiting.removed:
+                waiting.removed.add(engine_hash)
+                return True
+        return False
+
+    def clear(self, holders: Iterable[int]) -> int:
+        """Forget what waits for these holders; how many blocks."""
+        ended, forgotten = set(holders), 0
+        for key, group in list(self._by_parent.items()):
+            kept = [waiting for waiting in group if waiting.holder not in ended]
+            forgotten += self._leave([waiting for waiting in group if waiting.holder in ended])
+            if kept:
+                self._by_parent[key] = kept
+            else:
+                del self._by_parent[key]
+        return forgotten
+
+    def _leave(self, group: list[Waiting]) -> int:
+        """They are out of the room; how many blocks."""
+        blocks = 0
+        for waiting in group:
+            blocks += len(waiting.event.engine_hashes)
+            for engine_hash in waiting.event.engine_hashes:
+                others = self._by_hash[waiting.holder, engine_hash]
+                others.remove(waiting)
+                if not others:
+                    del self._by_hash[waiting.holder, engine_hash]
+        self.blocks -= blocks
+        return blocks

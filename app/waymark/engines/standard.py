@@ -1,0 +1,247 @@
+"""The standard envelope of the published KV Events API, over ZMQ and over HTTP.
+
+Without ``token_ids`` the hashes are seq_hashes already, so a parent is not needed to know the blocks; with
+``token_ids`` they are the publisher's own, and a parent that is not known is a reason to refuse: such blocks must
+never be taken for the beginning of a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from waymark.domain.events import Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
+from waymark.engines import wire
+from waymark.engines.wire import Ignored, Rejected
+from waymark.errors import InvalidValue
+
+_DECIMAL: Final = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+_TOO_LONG_DECIMAL: Final = re.compile(r"-?[0-9]{21,}", re.ASCII)
+
+_HASH: Final = "a hash of 64 bits: an integer, or its decimal digits as a string"
+_TOKEN: Final = f"an integer of 0..{U32_MAX}"
+
+#: What a field of an event that comes by HTTP must be, as its error says it.
+_WANTED: Final = {
+    "event_type": "stored, removed or cleared",
+    "event_id": f"an integer of 0..{U64_MASK}, or its decimal digits as a string",
+    "backend_id": "a text, the registered instance_id",
+    **dict.fromkeys(("tenant_id", "model_name", "lora_name", "additional_salt"), "a Unicode text"),
+    "block_size": f"an integer of 1..{wire.BLOCK_SIZE_MAX}",
+    **dict.fromkeys(("dp_rank", "base_block_idx"), f"an integer of 0..{U32_MAX}"),
+    "medium": "a name of at most 32 letters, digits and underscores, and not DP",
+    "seq_hashes": "a list of hashes, or in msgpack a bin of little-endian u64",
+    "parent_hash": _HASH,
+    "token_ids": "a list of token ids, or in msgpack a bin of little-endian u32",
+}
+_WANTED_INSIDE: Final = {"seq_hashes": _HASH, "token_ids": _TOKEN}
+_INTEGERS: Final = frozenset({"event_id", "block_size", "dp_rank", "base_block_idx", "parent_hash"})
+_DECIMALS: Final = frozenset({"event_id", "parent_hash", "seq_hashes"})
+#: Of these only the kind is told; of tokens, what stands where a list of them should.
+_SECRET: Final = frozenset({"additional_salt", "token_ids"})
+
+
+def decode_event(document: Mapping[str, object]) -> Event:
+    """One event that came by HTTP.
+
+    A u64 may be an integer, a negative i64 or a decimal string; ``token_ids`` and ``seq_hashes`` may be bytes
+    (little-endian u32 and u64), where the body was msgpack. ``InvalidValue`` names the field and the value.
+    """
+    try:
+        event = read_event(document)
+    except Rejected as bad:
+        raise _unfit(bad, document) from None
+    if event is Ignored.EMPTY:
+        raise InvalidValue("seq_hashes is an empty list; name at least one block", field="seq_hashes")
+    if isinstance(event, Ignored):
+        kind = _shown(document.get("event_type"))
+        raise InvalidValue(f"event_type is {kind}; it must be {_WANTED['event_type']}", field="event_type")
+    return event
+
+
+def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
+    """A refusal in the words of JSON; one that is about more than a field's value keeps its sentence."""
+    field, index, reason = bad.field, bad.index, bad.reason
+    if field is None or not bad.kind.startswith("bad_"):
+        return InvalidValue(bad.sentence, reason=reason, field=field, index=index)
+    value = document.get(field)
+    wanted = _WANTED[field]
+    if index is not None and isinstance(value, list):
+        value, wanted = value[index], _WANTED_INSIDE[field]
+    if (field in _INTEGERS or index is not None) and _is_beyond_64_bits(value):
+        reason = "out_of_range"
+    if field in _DECIMALS and isinstance(value, str) and _TOO_LONG_DECIMAL.fullmatch(value):
+        reason = "out_of_range"
+    if value is None and reason == "missing":
+        told = "missing"
+    else:
+        told = _kind(value) if field in _SECRET and index is None else _shown(value)
+    sentence = f"{wire.at(field, index)} is {told}; it must be {wanted}"
+    return InvalidValue(sentence, reason=reason, field=field, index=index)
+
+
+def _is_beyond_64_bits(value: object) -> bool:
+    """Whether it was an integer that 64 bits cannot hold: the JSON parser makes floats of those."""
+    return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
+
+
+def _shown(value: object) -> str:
+    """A value as JSON writes it, bounded; containers only by their kind."""
+    if isinstance(value, str):
+        text = json.dumps(value[:40])  # in ASCII: also half of a surrogate pair can be shown
+        return text if len(text) <= 80 else text[:77] + "..."
+    if value is None or isinstance(value, bool | float):
+        return json.dumps(value)
+    return wire.shown(value) if isinstance(value, int) else _kind(value)
+
+
+def _kind(value: object) -> str:
+    for kinds, noun in (
+        (str, "a string"),
+        (bool, "a boolean"),
+        (int | float, "a number"),
+        (list, "a list"),
+        (Mapping, "an object"),
+        (bytes, "binary"),
+    ):
+        if isinstance(value, kinds):
+            return noun
+    return "null" if value is None else "an extension type"
+
+
+def read_event(event: Any) -> Event | Ignored:
+    """One event of a batch, a map with ``event_type``."""
+    if not isinstance(event, Mapping):
+        raise Rejected("bad_event", f"an event is {wire.shown(event)}, not a map")
+    kind = event.get("event_type")
+    if not isinstance(kind, str):
+        reason = "missing" if kind is None else "invalid_type"
+        raise Rejected("bad_event", f"event_type is {wire.shown(kind)}, not a name", field="event_type", reason=reason)
+    if kind not in ("stored", "removed", "cleared"):
+        return Ignored.UNKNOWN_TYPE
+
+    envelope = _envelope(event)
+    adapter = _text(event, "lora_name")
+    salt = _text(event, "additional_salt", secret=True)
+    salts = (salt,) if salt else ()
+    if kind == "cleared":
+        medium = None if event.get("medium") is None else wire.medium(event["medium"])
+        return Cleared(medium=medium, adapter=adapter, salts=salts, envelope=envelope)
+
+    medium = wire.medium(event.get("medium"))
+    engine_hashes = _hashes(event.get("seq_hashes"))
+    if not engine_hashes:
+        return Ignored.EMPTY
+    tokens = _tokens(event.get("token_ids"))
+    if kind == "removed":
+        return Removed(
+            engine_hashes=engine_hashes,
+            medium=medium,
+            adapter=adapter,
+            salts=salts,
+            is_identity=not tokens,
+            envelope=envelope,
+        )
+    parent = _parent(event, is_identity=not tokens)
+    if parent in engine_hashes:
+        raise Rejected("own_parent", f"parent_hash {parent} is one of the event's own blocks", field="parent_hash")
+    return Stored(
+        engine_hashes=engine_hashes,
+        parent=parent,
+        tokens=tokens,
+        block_size=envelope.block_size or 0,
+        medium=medium,
+        adapter=adapter,
+        salts=salts,
+        is_identity=not tokens,
+        envelope=envelope,
+    )
+
+
+# ---- fields ----------------------------------------------------------------------------------------
+
+
+def _envelope(event: Mapping[Any, Any]) -> Envelope:
+    backend_id = _text(event, "backend_id")
+    if backend_id is None:
+        raise Rejected("bad_envelope", "backend_id is missing or empty", field="backend_id", reason="missing")
+    return Envelope(
+        event_id=_event_id(event.get("event_id")),
+        backend_id=backend_id,
+        tenant_id=_text(event, "tenant_id") or DEFAULT_TENANT,
+        model_name=_text(event, "model_name"),
+        block_size=None if event.get("block_size") is None else wire.block_size(event["block_size"]),
+        dp_rank=_u32(event, "dp_rank"),
+    )
+
+
+def _text(event: Mapping[Any, Any], field: str, *, secret: bool = False) -> str | None:
+    """A name; None where it is absent or empty."""
+    value = event.get(field)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        # JSON can write half of a surrogate pair, which no UTF-8 can hold.
+        if value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value):
+            return value or None
+        raise Rejected("bad_envelope", f"{field} is no Unicode text", field=field)
+    told = f"a {type(value).__name__}" if secret else wire.shown(value)
+    raise Rejected("bad_envelope", f"{field} is {told}, not text", field=field, reason="invalid_type")
+
+
+def _u32(event: Mapping[Any, Any], field: str) -> int | None:
+    value = event.get(field)
+    if value is None:
+        return None
+    if wire.is_u32(value):
+        return value
+    reason = "out_of_range" if type(value) is int else "invalid_type"
+    sentence = f"{field} is {wire.shown(value)}, not an integer of 0..{U32_MAX}"
+    raise Rejected("bad_envelope", sentence, field=field, reason=reason)
+
+
+def _event_id(value: Any) -> int:
+    number = int(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
+    if type(number) is int and 0 <= number <= U64_MASK:
+        return number
+    reason = "missing" if value is None else "out_of_range" if type(number) is int else "invalid_type"
+    sentence = f"event_id is {wire.shown(value)}, not an integer of 0..{U64_MASK}"
+    raise Rejected("bad_envelope", sentence, field="event_id", reason=reason)
+
+
+def _u64(value: Any, field: str, index: int | None = None) -> int:
+    if isinstance(value, str) and _DECIMAL.fullmatch(value):
+        return wire.u64(int(value), field, index)
+    return wire.u64(value, field, index)
+
+
+def _hashes(value: Any) -> tuple[int, ...]:
+    if isinstance(value, bytes) and len(value) % 8 == 0:
+        value = [int.from_bytes(value[i : i + 8], "little") for i in range(0, len(value), 8)]
+    return wire.hashes(value, "seq_hashes", _u64)
+
+
+def _tokens(value: Any) -> bytes:
+    if isinstance(value, bytes) and len(value) % 4 == 0:
+        return value
+    return wire.tokens(value)
+
+
+def _parent(event: Mapping[Any, Any], *, is_identity: bool) -> int | None:
+    """Hash of the block before the first; None at the root, and where an identity needs none."""
+    if "base_block_idx" not in event and "parent_hash" not in event:
+        sentence = "a stored event needs base_block_idx or parent_hash, to say where in the prompt it is"
+        raise Rejected("no_position", sentence, field="base_block_idx", reason="missing")
+    index = _u32(event, "base_block_idx")
+    parent = None if event.get("parent_hash") is None else _u64(event["parent_hash"], "parent_hash")
+    if index == 0 or (index is None and parent is None):
+        return None
+    if parent:
+        return parent
+    if is_identity:
+        return None
+    sentence = f"parent_hash is {_shown(parent)} at base_block_idx {_shown(index)}: the parent is not known"
+    raise Rejected("parent_unknown", sentence, field="parent_hash")

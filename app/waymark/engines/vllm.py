@@ -1,0 +1,194 @@
+"""vLLM's events, as lists (up to 0.23) and as maps (since 0.24), decided per event.
+
+A list has 6 to 12 elements, by release; what is not there is nil, what is there beyond is not read. Dynamo's and
+TensorRT-LLM's publishers speak the same maps. The other dialects begin with what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from waymark.domain.events import Cleared, Event, Removed, Stored
+from waymark.domain.hashing import extra_digest
+from waymark.domain.names import U32_MAX, Adapter
+from waymark.engines import wire
+from waymark.engines.wire import Ignored, Rejected
+
+STORED_FIELDS: Final = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+)
+_EXTRA_KEYS_AT: Final = 1 + STORED_FIELDS.index("extra_keys")
+REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
+
+_MAIN_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+_SALT_PREFIX: Final = "dynamo-cache-salt:"
+
+
+def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event | Ignored:
+    """One event of a batch. ``zero_is_unknown``: parent 0 does not name a block but says that it is not known."""
+    named: Mapping[Any, Any]
+    if isinstance(event, list) and event:
+        tag, listed, named = event[0], event, {}
+    elif isinstance(event, dict):
+        tag, listed, named = event.get("type"), None, event
+    else:
+        raise Rejected("bad_event", f"an event is {wire.shown(event)}, not a map or a list with a tag")
+    if not isinstance(tag, str):
+        raise Rejected("bad_event", f"an event's type is {wire.shown(tag)}, not a name")
+
+    locality = named.get("locality")
+    if isinstance(locality, str) and locality.upper() == "REMOTE":
+        return Ignored.REMOTE
+    if tag == "BlockStored":
+        tells_salts = listed is None or len(listed) > _EXTRA_KEYS_AT
+        return _stored(_values(listed, named, STORED_FIELDS), named, seed, zero_is_unknown, tells_salts)
+    if tag == "BlockRemoved":
+        block_hashes, medium, group = _values(listed, named, REMOVED_FIELDS)
+        removed = wire.hashes(block_hashes, "block_hashes")
+        return Removed(removed, wire.medium(medium), _group(group)) if removed else Ignored.EMPTY
+    return Cleared() if tag == "AllBlocksCleared" else Ignored.UNKNOWN_TYPE
+
+
+def _values(listed: list[Any] | None, named: Mapping[Any, Any], fields: tuple[str, ...]) -> list[Any]:
+    if listed is None:
+        return [named.get(field) for field in fields]
+    values = listed[1 : 1 + len(fields)]
+    return values + [None] * (len(fields) - len(values))
+
+
+def _stored(
+    values: list[Any], named: Mapping[Any, Any], seed: int, zero_is_unknown: bool, tells_salts: bool
+) -> Event | Ignored:
+    block_hashes, above, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group, kind = values
+    engine_hashes = wire.hashes(block_hashes, "block_hashes")
+    if not engine_hashes:
+        return Ignored.EMPTY
+    is_paired = isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list)
+    tokens = wire.tokens_of_pairs(token_ids) if is_paired else wire.tokens(token_ids)
+    parent = None if above is None else wire.u64(above, "parent_block_hash")
+    if zero_is_unknown and type(above) is int and above == 0:
+        if tokens:
+            raise Rejected("parent_unknown", "a parent_block_hash of 0 says that the parent is not known")
+        parent = None
+    if parent in engine_hashes:
+        raise Rejected("own_parent", "a block is its own parent")
+
+    adapter = _adapter(lora_name, lora_id)
+    keys = _per_block(extra_keys, len(engine_hashes), "extra_keys", list)
+    images = _per_block(named.get("block_mm_infos"), len(engine_hashes), "block_mm_infos", list, dict)
+    salt = _salt(named.get("cache_salt"))
+    extras = None
+    if keys is not None:
+        keys, salt = _without_names(keys, adapter, salt, at_root=above is None)
+    if keys is not None or images is not None:
+        extras = _digests(keys, images, seed)
+    return Stored(
+        engine_hashes=engine_hashes,
+        parent=parent,
+        tokens=tokens,
+        block_size=wire.block_size(block_size),
+        medium=wire.medium(medium),
+        adapter=adapter,
+        salts=(salt,) if salt else (),
+        extras=extras,
+        group=_group(group),
+        is_main_attention=_is_main(kind),
+        tells_salts=tells_salts,
+    )
+
+
+def _adapter(lora_name: Any, lora_id: Any) -> Adapter:
+    if isinstance(lora_name, str) and lora_name:
+        return lora_name
+    if lora_name is None or lora_name == "":
+        if lora_id is None or type(lora_id) is int:
+            return lora_id
+        raise Rejected("bad_lora", f"lora_id is {wire.shown(lora_id)}, not an integer")
+    raise Rejected("bad_lora", f"lora_name is {wire.shown(lora_name)}, not a name")
+
+
+def _group(value: Any) -> int | None:
+    if value is None:
+        return None
+    if wire.is_u32(value):
+        return value
+    raise Rejected("bad_group", f"group_idx is {wire.shown(value)}, not an integer of 0..{U32_MAX}")
+
+
+def _is_main(kind: Any) -> bool | None:
+    if kind is None:
+        return None
+    if isinstance(kind, str):
+        return kind in _MAIN_ATTENTION
+    raise Rejected("bad_group", f"kv_cache_spec_kind is {wire.shown(kind)}, not a name")
+
+
+# ---- extra keys ------------------------------------------------------------------------------------
+
+
+def _salt(value: Any) -> str | None:
+    """A salt without its prefix; None for an empty one."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value.removeprefix(_SALT_PREFIX) or None
+    raise Rejected("bad_salt", f"cache_salt is a {type(value).__name__}, not text")
+
+
+def _per_block(value: Any, count: int, field: str, *kinds: type) -> list[Any] | None:
+    """What ``value`` tells of each block; None where it tells nothing of any."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != count:
+        length = f"{len(value)} elements" if isinstance(value, list) else f"a {type(value).__name__}"
+        raise Rejected("bad_extra_keys", f"{field} is {length} for {count} blocks")
+    if value.count(None) == count:
+        return None
+    if not all(item is None or isinstance(item, kinds) for item in value):
+        raise Rejected("bad_extra_keys", f"{field} holds something that is neither nil nor a list for its block")
+    return value
+
+
+def _without_names(
+    keys: list[Any], adapter: Adapter, salt: str | None, *, at_root: bool
+) -> tuple[list[list[Any]], str | None]:
+    """Each block's keys without adapter and salt, and the salt if they are what tells it."""
+    left = [list(block or ()) for block in keys]
+    if isinstance(adapter, str):
+        for block in left:
+            if adapter in block:
+                block.remove(adapter)
+    first = left[0]
+    names = [key for key in first if isinstance(key, str)]
+    if salt is not None:
+        names = [name for name in names if _salt(name) == salt]
+    elif not at_root:
+        names = []
+    if names:
+        # Of several names the salt is the last: vLLM puts images before it, and only bytes after it.
+        first.remove(names[-1])
+        salt = _salt(names[-1])
+    return left, salt
+
+
+def _digests(keys: list[Any] | None, images: list[Any] | None, seed: int) -> tuple[int | None, ...] | None:
+    """Per block the digest of what is left; None where nothing is left of any."""
+    blocks: list[list[Any]] = keys if keys is not None else [[] for _ in images or ()]
+    if images is not None:
+        blocks = [block if image is None else [*block, image] for block, image in zip(blocks, images, strict=True)]
+    if not any(blocks):
+        return None
+    try:
+        return tuple([extra_digest(block, seed=seed) if block else None for block in blocks])
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        raise Rejected("bad_extra_keys", "extra_keys are nested too deeply, or hold what msgpack cannot") from None

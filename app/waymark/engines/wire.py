@@ -1,0 +1,247 @@
+"""What the dialects share: a payload to its events, and an event's values to ours.
+
+Two promises hold for any bytes: nothing but ``Undecodable`` leaves ``read_batch``, and one bad event costs one
+event, also where msgpack itself cannot read it. Inside, a bad event is a ``Rejected`` and one that means nothing
+here an ``Ignored``. No sentence ever holds a token or a salt, and none is longer than a line.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, Final, TypeGuard
+
+import msgpack
+
+from waymark.domain.events import Batch, Event
+from waymark.domain.hashing import token_bytes
+from waymark.domain.names import U32_MAX, U64_MASK, normal_medium
+from waymark.errors import Undecodable
+
+BLOCK_SIZE_MAX: Final = 65536
+
+# Later than any second of this era: such a clock counts milliseconds (Mooncake's master does).
+_MILLISECONDS_FROM: Final = 1e11
+
+
+class Ignored(StrEnum):
+    """Why an event that was understood means nothing here."""
+
+    EMPTY = "empty"
+    REMOTE = "remote_locality"
+    UNKNOWN_TYPE = "unknown_type"
+    BAD_RANK = "bad_rank"
+
+
+class Rejected(Exception):
+    """An event that cannot be decoded. ``kind`` is a slug from a small fixed set, for the counter.
+
+    ``reason``, ``field`` and ``index`` are those of ``InvalidValue``, for events that come by HTTP.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        sentence: str,
+        *,
+        field: str | None = None,
+        reason: str = "invalid_value",
+        index: int | None = None,
+    ) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+        self.sentence = sentence
+        self.field = field
+        self.reason = reason
+        self.index = index
+
+
+def shown(value: object) -> str:
+    """A value as a sentence may hold it: bounded, whatever it is. Not for tokens and salts."""
+    if value is None:
+        return "nil"
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value[:40])
+    return f"a {type(value).__name__}"
+
+
+# ---- the batch -------------------------------------------------------------------------------------
+
+
+class _Unreadable:
+    """Stands where msgpack could not make a value of the bytes."""
+
+
+_UNREADABLE: Final = _Unreadable()
+_BAD_MSGPACK = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
+
+
+def read_batch(payload: bytes, read_event: Callable[[Any], Event | Ignored], *, bare: bool = False) -> Batch:
+    """The batch in a payload: ``[ts, events, rank?]``; with ``bare`` also one event map, or a list of them."""
+    root = _unpack(payload)
+    ts: float | None = None
+    rank: int | None = None
+    ignored: Counter[str] = Counter()
+    if isinstance(root, list) and len(root) >= 2 and isinstance(root[1], list):
+        ts, listed = _clock(root[0]), root[1]
+        rank = root[2] if len(root) > 2 else None
+        if rank is not None and not is_u32(rank):
+            rank = None
+            ignored[Ignored.BAD_RANK.value] += 1
+    elif bare and isinstance(root, dict) and "event_type" in root:
+        listed = [root]
+    elif bare and isinstance(root, list) and (not root or any(isinstance(item, dict) for item in root)):
+        listed = root
+    else:
+        raise Undecodable("not_a_batch", f"a payload of {len(payload)} bytes is a {type(root).__name__}, not a batch")
+
+    events: list[Event] = []
+    rejected: Counter[str] = Counter()
+    samples: dict[str, str] = {}
+    for item in listed:
+        try:
+            if item is _UNREADABLE:
+                raise Rejected("bad_msgpack", "an event that is not valid msgpack")
+            event = read_event(item)
+        except Rejected as bad:
+            rejected[bad.kind] += 1
+            samples.setdefault(bad.kind, bad.sentence)
+            continue
+        if isinstance(event, Ignored):
+            ignored[event.value] += 1
+        else:
+            events.append(event)
+    return Batch(ts, tuple(events), rank, rejected, ignored, samples)
+
+
+def _unpack(payload: bytes) -> Any:
+    try:
+        root = _salvage(payload, 2)
+    except _BAD_MSGPACK:
+        root = _UNREADABLE
+    if root is _UNREADABLE:
+        raise Undecodable("bad_msgpack", f"a payload of {len(payload)} bytes is not msgpack")
+    return root
+
+
+def _salvage(piece: bytes, levels: int) -> Any:
+    """The value of ``piece``; where that fails, the same list with ``_UNREADABLE`` for what cannot be read.
+
+    Text that is no UTF-8, a map as a map's key or a broken timestamp end ``unpackb`` for the whole payload, but
+    skipping a value needs only lengths: elements are cut out and read one by one, down to the events, two levels
+    below. Lists and not tuples: a list's room is not touched before it is filled, however long it claims to be.
+    """
+    try:
+        return msgpack.unpackb(piece, strict_map_key=False)
+    except _BAD_MSGPACK:
+        if levels == 0:
+            return _UNREADABLE
+    unpacker = msgpack.Unpacker(None, max_buffer_size=0)
+    unpacker.feed(piece)
+    try:
+        length = unpacker.read_array_header()
+    except ValueError:
+        return _UNREADABLE
+    items = []
+    end = unpacker.tell()
+    for _ in range(length):
+        start = end
+        unpacker.skip()
+        end = unpacker.tell()
+        items.append(_salvage(piece[start:end], levels - 1))
+    return items if end == len(piece) else _UNREADABLE
+
+
+def _clock(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value / 1000 if value >= _MILLISECONDS_FROM else float(value)
+
+
+# ---- values ----------------------------------------------------------------------------------------
+
+
+def is_u32(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= U32_MAX
+
+
+def u64(value: Any, field: str, index: int | None = None) -> int:
+    """An engine hash as u64: an integer, signed or not, by its 64 bits; bytes by their last 8, big-endian."""
+    if type(value) is int:
+        if -(2**63) <= value <= U64_MASK:
+            return value & U64_MASK
+        reason = "out_of_range"
+    elif type(value) is bytes and value:
+        return int.from_bytes(value[-8:], "big")
+    else:
+        reason = "invalid_type"
+    sentence = f"{at(field, index)} is {shown(value)}, not a hash: 64 bits as an integer, or bytes"
+    raise Rejected("bad_hash", sentence, field=field, reason=reason, index=index)
+
+
+def hashes(value: Any, field: str, read: Callable[[Any, str, int], int] = u64) -> tuple[int, ...]:
+    """Hashes in their order, none of them twice; one by one by ``read`` where they are not plain u64s."""
+    if not isinstance(value, list):
+        raise Rejected("bad_hash", f"{field} is {shown(value)}, not a list", field=field, reason=_absence(value))
+    plain = set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= U64_MASK
+    found = tuple(value) if plain else tuple([read(item, field, i) for i, item in enumerate(value)])
+    if len(set(found)) != len(found):
+        sentence = f"{field} names one of its {len(found)} blocks twice"
+        raise Rejected("repeated_hash", sentence, field=field)
+    return found
+
+
+def tokens(value: Any, field: str = "token_ids") -> bytes:
+    """Token ids as little-endian u32; nothing for nil."""
+    if value is None:
+        return b""
+    if not isinstance(value, list):
+        sentence = f"{field} is a {type(value).__name__}, not a list"
+        raise Rejected("bad_tokens", sentence, field=field, reason="invalid_type")
+    try:
+        # struct takes True for 1; the set of types is the cheapest way to see one.
+        if set(map(type, value)) <= {int}:
+            return token_bytes(value)
+    except struct.error:
+        pass
+    index = next(i for i, token in enumerate(value) if not is_u32(token))
+    reason = "out_of_range" if type(value[index]) is int else "invalid_type"
+    sentence = f"{at(field, index)} is no token id: an integer of 0..{U32_MAX}"
+    raise Rejected("bad_tokens", sentence, field=field, reason=reason, index=index)
+
+
+def tokens_of_pairs(value: list[Any], field: str = "token_ids") -> bytes:
+    """The tokens of a run of pairs (bigrams): their firsts. The last second belongs to no block of the event."""
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise Rejected("bad_tokens", f"{field} holds pairs and something else", field=field)
+    tokens([second for _, second in value], field)
+    return tokens([first for first, _ in value], field)
+
+
+def medium(value: Any) -> str:
+    name = normal_medium(value) if value is None or isinstance(value, str) else None
+    if name is None:
+        sentence = f"medium is {shown(value)}, not a name of at most 32 letters, digits and underscores"
+        raise Rejected("bad_medium", sentence, field="medium")
+    return name
+
+
+def block_size(value: Any) -> int:
+    if type(value) is int and 0 <= value <= BLOCK_SIZE_MAX:
+        return value
+    sentence = f"block_size is {shown(value)}, not an integer of 0..{BLOCK_SIZE_MAX}"
+    reason = "out_of_range" if type(value) is int else "invalid_type"
+    raise Rejected("bad_block_size", sentence, field="block_size", reason=reason)
+
+
+def at(field: str, index: int | None) -> str:
+    return field if index is None else f"{field}[{index}]"
+
+
+def _absence(value: Any) -> str:
+    return "missing" if value is None else "invalid_type"

@@ -1,0 +1,156 @@
+"""Catching up: a replay from the watermark, and what its replies prove.
+
+Asking for the batch at the watermark itself makes the first reply a proof: the same bytes, the same life; other
+bytes or nothing at all, and the publisher restarted while nobody looked. Where the replies break off it is asked
+again from where they stopped; where one is missing, once more, for the publisher may only have been slow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+
+from waymark.ingest.life import Life
+from waymark.ingest.replay import Replay, ReplayOutcome
+from waymark.ingest.subscriber import Context
+from waymark.store.applier import Incoming
+
+_CHUNK_BYTES = 8 * 2**20
+_TRIES = 3
+
+
+class Outcome(StrEnum):
+    COMPLETE = "complete"
+    INCOMPLETE = "incomplete"
+    """It broke off, and went no further when asked again."""
+    SILENT = "silent"
+    """Nobody answered."""
+
+
+class CatchUp:
+    """One catching up of one stream. ``beat`` is called between chunks: a lease does not wait for a replay."""
+
+    def __init__(
+        self,
+        life: Life,
+        context: Context,
+        endpoint: str,
+        *,
+        idle_seconds: float,
+        seconds: float,
+        fold_batches: int,
+        beat: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._life = life
+        self._context = context
+        self._endpoint = endpoint
+        self._idle_seconds = idle_seconds
+        self._deadline = time.monotonic() + seconds
+        self._fold_batches = fold_batches
+        self._beat = beat
+        self._hole: tuple[int, int] | None = None
+        """(first seq missing, seq that came instead) of the request before; the same again is the publisher's own."""
+
+    async def run(self) -> Outcome:
+        order = self._life.order
+        has_heard, tries = False, 0
+        while tries < _TRIES and time.monotonic() < self._deadline:
+            before = order.watermark
+            request = _Request(self._life, self._hole)
+            outcome = await self._ask(request)
+            has_heard = has_heard or not request.is_empty
+            self._hole = request.hole
+            if request.is_over:
+                pass
+            elif outcome is ReplayOutcome.COMPLETE:
+                if not request.is_empty or order.watermark is None:
+                    return Outcome.COMPLETE
+                # Not even the batch at our watermark: it restarted, and has sent nothing yet.
+                await self._life.begin_anew("empty replay")
+            elif not has_heard:
+                return Outcome.SILENT
+            tries = 0 if order.watermark != before else tries + 1
+        return Outcome.INCOMPLETE
+
+    async def _ask(self, request: _Request) -> ReplayOutcome | None:
+        replay = Replay(
+            self._context,
+            self._endpoint,
+            self._life.order.watermark or 0,
+            idle_seconds=self._idle_seconds,
+            chunk_bytes=_CHUNK_BYTES,
+            deadline=self._deadline,
+        )
+        async with replay:
+            while chunk := await replay.batches(self._fold_batches):
+                await request.read(chunk)
+                await self._life.flush()
+                await self._beat()
+                if request.is_over:
+                    break
+            self._life.count("frames_malformed", replay.malformed)
+            return replay.outcome
+
+
+class _Request:
+    """What the replies to one request come to."""
+
+    def __init__(self, life: Life, known_hole: tuple[int, int] | None) -> None:
+        self._life = life
+        self._known_hole = known_hole
+        self._is_first = True
+        self.hole = known_hole
+        self.is_empty = True
+        self.is_over = False
+        """Nothing more of this request counts: ask again from the watermark, wherever that is now."""
+
+    async def read(self, chunk: list[tuple[int, bytes]]) -> None:
+        for seq, payload in chunk:
+            incoming = self._life.incoming(seq, payload)
+            if incoming is not None:
+                self.is_empty = False
+                await self._read(incoming)
+                if self.is_over:
+                    return
+
+    async def _read(self, incoming: Incoming) -> None:
+        life, order, seq = self._life, self._life.order, incoming.seq
+        if self._is_first and order.watermark is not None and seq >= order.watermark:
+            self._is_first = False
+            if not await self._is_same_life(incoming):
+                self.is_over = True
+                return
+        if order.watermark is None:
+            self._is_first = False
+            if seq > life.first_seq:
+                await life.join_late()
+        elif seq <= order.watermark:
+            return
+        elif seq > order.watermark + 1:
+            await life.flush()
+            if self._known_hole != (order.watermark + 1, seq):
+                self.hole, self.is_over = (order.watermark + 1, seq), True
+                return
+            life.count("holes")
+            life.count("batches_lost", seq - order.watermark - 1)
+            await life.step_over(seq)
+        life.append(incoming)
+
+    async def _is_same_life(self, first: Incoming) -> bool:
+        """What the first reply says of the life we know; where it is another one, that has ended."""
+        life = self._life
+        if first.seq == life.order.watermark:
+            if first.digest == life.order.digest:
+                life.is_proven = True
+                await life.found()
+                return True
+            await life.begin_anew("other batch at the watermark")
+            return False
+        if life.is_proven:
+            assert life.order.watermark is not None
+            if first.seq > life.order.watermark + 1:
+                await life.lose(first.seq)
+            return True
+        await life.begin_anew("life cannot be proven")
+        return False

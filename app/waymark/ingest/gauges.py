@@ -1,0 +1,47 @@
+"""What a worker has and sees, as numbers.
+
+What moves between two looks is asked for by the scrape: it moves most while Redis is away, and then there is no look.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from waymark.domain.names import Registration
+from waymark.domain.resolver import Resolver
+from waymark.ingest.stream import Stream
+from waymark.metrics import Metrics
+
+Served = tuple[Stream, Resolver]
+
+
+class Gauges:
+    """``streams`` gives those that are being served now."""
+
+    def __init__(self, metrics: Metrics, streams: Callable[[], Iterable[Served]], *, statuses: Sequence[str]) -> None:
+        self._metrics = metrics
+        self._streams = streams
+        metrics.buffer_bytes.set_function(partial(self._sum, lambda stream, _: stream.buffered[0]))
+        metrics.buffer_frames.set_function(partial(self._sum, lambda stream, _: stream.buffered[1]))
+        metrics.waiting_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.waiting.blocks))
+        metrics.holders.set_function(partial(self._sum, lambda _, resolver: len(resolver.holders)))
+        for status in statuses:
+            metrics.streams.labels(status=status).set_function(partial(self._with, status))
+
+    def saw(self, workers: Sequence[str], registrations: Sequence[Registration]) -> None:
+        """What is there by the look just taken: the same for every worker."""
+        metrics = self._metrics
+        metrics.workers.set(len(workers))
+        feeds = Counter("http" if each.endpoint is None else "socket" for each in registrations)
+        for feed in ("http", "socket"):
+            metrics.publishers.labels(feed=feed).set(feeds[feed])
+        metrics.instances.set(len({(each.tenant_id, each.instance_id) for each in registrations}))
+        metrics.groups.set(len({each.group for each in registrations}))
+
+    def _sum(self, number: Callable[[Stream, Resolver], int]) -> int:
+        return sum(number(stream, resolver) for stream, resolver in self._streams())
+
+    def _with(self, status: str) -> int:
+        return sum(stream.status == status for stream, _ in self._streams())

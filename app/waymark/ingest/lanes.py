@@ -1,0 +1,72 @@
+"""A proxy in front of several publishers, registered with ``sequence: rank``: one counter per rank, no replay.
+
+Each rank has an order of its own, kept in memory only: what its frames move is no watermark of the stream.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from waymark.ingest.frames import Frame
+from waymark.ingest.life import BATCHES_LOST, Life
+from waymark.ingest.order import Judgement, Order
+from waymark.store.applier import Incoming
+
+#: Ranks come from batches; beyond this the one known longest begins anew.
+_RANKS_MAX = 1024
+
+
+class Lanes:
+    def __init__(self, life: Life, *, on_gap: Literal["keep", "reset"]) -> None:
+        self._life = life
+        self._on_gap = on_gap
+        self._orders: dict[int, Order] = {}
+
+    def connected(self) -> None:
+        for order in self._orders.values():
+            order.connected()
+
+    async def live(self, frame: Frame, incoming: Incoming) -> None:
+        """Apply a live frame; a lower seq ends the life of its rank only."""
+        life = self._life
+        dp_rank = life.rank_of(incoming.batch)
+        if dp_rank is None:
+            # No batch, so nobody's: it is counted, and will be missing where it belonged.
+            await life.applier.apply([incoming], None)
+            return
+        order = self._orders.setdefault(dp_rank, Order(None, "", None))
+        if len(self._orders) > _RANKS_MAX:
+            del self._orders[next(iter(self._orders))]
+        judgement = order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
+        if judgement is Judgement.STALE:
+            life.count("stale_batches")
+            return
+        is_end = judgement in (Judgement.RESTART, Judgement.MIXED)
+        is_late = judgement is Judgement.BEGINNING
+        if is_late:
+            # After a takeover nothing proves that the life is still the one we know.
+            is_end = life.has_holders_of(dp_rank)
+        elif judgement is Judgement.GAP:
+            is_end = is_late = await self._lose(order, incoming.seq)
+        if is_end:
+            life.count("restarts")
+            await life.applier.new_life(str(dp_rank))
+            order.restart()
+            order.last_live = frame.seq
+        if is_late and incoming.seq > life.first_seq:
+            await life.join_late()
+        order.advance(incoming.seq, incoming.digest, incoming.batch.ts)
+        await life.applier.apply([incoming], None)
+        await life.found()
+
+    async def _lose(self, order: Order, seq: int) -> bool:
+        """Count what is missing; whether that ends the rank's life."""
+        life = self._life
+        assert order.watermark is not None
+        life.count("gaps")
+        life.count("batches_lost", seq - order.watermark - 1)
+        if self._on_gap == "reset":
+            return True
+        life.reasons.add(BATCHES_LOST)
+        await life.distrust_counts()
+        return False

@@ -1,0 +1,211 @@
+"""What a stream believes, and the ways it moves: forward in order, over a loss, into a new life.
+
+Live frames and replays both move it, so it stands by itself. ``Order`` runs ahead of Redis by the open fold;
+``flush`` makes the two one again, and comes before every step that is not simply the next batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Literal
+
+from waymark.domain.events import Batch
+from waymark.domain.names import EngineKind
+from waymark.domain.resolver import UNTRUSTED
+from waymark.domain.runs import Commit
+from waymark.engines import Decoder
+from waymark.errors import Undecodable
+from waymark.ingest.frames import digest
+from waymark.ingest.order import Order
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.applier import Applier, Incoming
+from waymark.store.records import StreamState
+
+log = logging.getLogger(__name__)
+
+#: A seq beyond this is no seq: numbers in Redis' scripts are doubles, and a publisher would need millennia.
+_SEQ_MAX = 2**53 - 1
+_KINDS_LOGGED_MAX = 100
+
+JOINED_LATE = "joined_late"
+BATCHES_LOST = "batches_lost"
+NO_REPLAY = "no_replay"
+REPLAY_SILENT = "replay_silent"
+REPLAY_INCOMPLETE = "replay_incomplete"
+
+#: Why a stream is not all it could be, as it is told.
+REASONS = {
+    JOINED_LATE: "this life began before the first batch that could be had",
+    BATCHES_LOST: "batches were lost for good in this life",
+    NO_REPLAY: "no replay endpoint to ask for what is missing; register one",
+    REPLAY_SILENT: "the replay endpoint does not answer",
+    REPLAY_INCOMPLETE: "the last replay broke off before its end",
+}
+
+
+class Life:
+    """The state of one stream that is not its sockets'."""
+
+    def __init__(
+        self,
+        applier: Applier,
+        decode: Decoder,
+        metrics: Metrics,
+        state: StreamState,
+        *,
+        on_gap: Literal["keep", "reset"],
+    ) -> None:
+        registration = applier.grant.claim.registration
+        self.applier = applier
+        self.name = str(registration.name)
+        self.order = Order(state.watermark, state.digest, state.newest_ts)
+        self.counters: Counter[str] = applier.counters
+        self.first_seq = 1 if registration.kind is EngineKind.MOONCAKE else 0
+        self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags else set()
+        if JOINED_LATE in state.flags and state.watermark is not None:
+            self.reasons.add(JOINED_LATE)
+        self.acknowledged = state.watermark
+        """The watermark as Redis is known to have had it."""
+        self.is_proven = False
+        """The watermark is known to belong to what is behind this connection."""
+        self.is_lost = state.status == "lost"
+        """Its socket has been down for too long; readers do not count its holders."""
+        self._dp_rank = registration.dp_rank
+        self._decode = decode
+        self._metrics = metrics
+        self._on_gap = on_gap
+        self._fold: list[Incoming] = []
+        self._logged: set[str] = set()
+
+    # ---- forward -----------------------------------------------------------------------------------
+
+    def incoming(self, seq: int, payload: bytes) -> Incoming | None:
+        """The decoded batch; None where the seq is none. A payload that is no batch has its place in the order, too."""
+        if seq > _SEQ_MAX:
+            self.count("frames_malformed")
+            return None
+        self._metrics.frames.inc()
+        self._metrics.frame_bytes.inc(len(payload))
+        try:
+            batch = self._decode(payload)
+        except Undecodable as exc:
+            batch = Batch(None, ())
+            batch.rejected[exc.kind] += 1
+            batch.samples[exc.kind] = exc.sentence
+        for kind, sample in batch.samples.items():
+            if kind not in self._logged and len(self._logged) < _KINDS_LOGGED_MAX:
+                self._logged.add(kind)
+                about = fields(stream=self.name, kind=kind, sample=sample, bytes=len(payload))
+                log.warning("events rejected", extra=about)
+        return Incoming(seq, digest(payload), batch)
+
+    def rank_of(self, batch: Batch) -> int | None:
+        """Whose batch it is: the rank it names, else the registered one; None where it is no batch."""
+        if batch.dp_rank is not None:
+            return batch.dp_rank
+        return None if batch.rejected and not batch.events else self._dp_rank
+
+    def append(self, incoming: Incoming) -> None:
+        """Put the next batch into the open fold."""
+        self._fold.append(incoming)
+        self.order.advance(incoming.seq, incoming.digest, incoming.batch.ts)
+
+    async def flush(self) -> None:
+        """Apply the open fold."""
+        if not self._fold:
+            return
+        fold, order = self._fold, self.order
+        assert order.watermark is not None
+        commit = Commit(order.watermark, fold[-1].batch.ts, order.newest_ts, order.digest, self.acknowledged)
+        await self.applier.apply(fold, commit)
+        self.acknowledged = commit.watermark
+        self._fold = []
+        self.is_proven = True
+        await self.found()
+
+    async def found(self) -> None:
+        """The publisher is there: frames in order, or a replay, have shown it."""
+        if self.is_lost:
+            self.is_lost = False
+            await self.applier.mark(is_lost=False)
+            log.info("publisher found again", extra=fields(stream=self.name))
+
+    async def lost(self) -> None:
+        """The publisher has been away for too long: it is not counted until it is found again."""
+        self.is_lost = True
+        # Written first: whoever takes over after a crash in between will mark it found again.
+        await self.applier.write({"status": "lost"}, {})
+        await self.applier.mark(is_lost=True)
+        log.warning("publisher lost", extra=fields(stream=self.name))
+
+    # ---- new lives and losses ----------------------------------------------------------------------
+
+    async def begin_anew(self, why: str) -> None:
+        """All holders end; there is no watermark any more."""
+        self.count("restarts")
+        log.info("publisher begins a new life", extra=fields(stream=self.name, why=why))
+        await self.applier.new_life()
+        self.acknowledged = None
+        self.order.restart()
+        # The others tell of the life that has ended.
+        self.reasons &= {NO_REPLAY, REPLAY_SILENT}
+        await self.found()
+
+    async def join_late(self) -> None:
+        """The life began before what can be had of it, and whoever takes over shall know."""
+        self.reasons.add(JOINED_LATE)
+        await self._flag(JOINED_LATE)
+
+    def has_holders_of(self, dp_rank: int) -> bool:
+        return any(name.startswith(f"{dp_rank} ") for name in self.applier.resolver.holders)
+
+    async def yield_ranks(self) -> None:
+        """End what is held here for ranks that have a registration of their own by now: theirs tells of them."""
+        resolver = self.applier.resolver
+        ranks = {int(name.split(" ", 1)[0]) for name in resolver.holders}
+        for dp_rank in ranks & resolver.foreign_ranks:
+            await self.applier.new_life(str(dp_rank))
+
+    async def lose(self, seq: int) -> None:
+        """The batches before ``seq`` cannot be had again: go on without them, or end the life."""
+        assert self.order.watermark is not None
+        missing = seq - self.order.watermark - 1
+        self.count("batches_lost", missing)
+        log.warning("batches lost", extra=fields(stream=self.name, missing=missing, on_gap=self._on_gap))
+        if self._on_gap == "reset":
+            await self.begin_anew("batches lost")
+        else:
+            await self.step_over(seq)
+
+    async def step_over(self, seq: int) -> None:
+        """Go on at ``seq``, though something before it is missing."""
+        self.reasons.add(BATCHES_LOST)
+        await self.distrust_counts()
+        self.order.watermark = seq - 1
+
+    async def distrust_counts(self) -> None:
+        """Stores or removals were missed: from now on a removal takes the block, whatever its count."""
+        await self._flag(UNTRUSTED)
+
+    async def _flag(self, flag: str) -> None:
+        """Keep a flag of this life before anything more is applied."""
+        flags = self.applier.resolver.flags
+        if flag not in flags:
+            flags.add(flag)
+            await self.applier.keep_facts()
+
+    # ---- counting ----------------------------------------------------------------------------------
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Count in the record and, where there is a metric of that name, there too."""
+        if n:
+            self.counters[name] += n
+            metric = getattr(self._metrics, name, None)
+            if metric is not None:
+                metric.inc(n)
+
+    def count_replay(self, outcome: str) -> None:
+        self.counters[f"replays.{outcome}"] += 1
+        self._metrics.replays.labels(outcome=outcome).inc()

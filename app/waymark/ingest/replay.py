@@ -1,0 +1,149 @@
+"""Asking a publisher again for the batches from a seq on, over its replay endpoint.
+
+A fresh DEALER for every replay, so that no answer to an older request can be taken for one to this. Never a REQ:
+that takes one reply for a request, and a replay is many. Nothing is sent but the one request, and ``connect``
+succeeds without a peer: silence is the only sign that nobody is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from waymark.errors import InvalidValue
+from waymark.ingest.frames import SEQ_BYTES, is_end_marker, parse_replay
+from waymark.ingest.subscriber import Context, connect, open_socket
+
+
+class ReplayOutcome(StrEnum):
+    """How a replay ended."""
+
+    COMPLETE = "complete"
+    """The end marker came: everything the publisher still had was sent."""
+    IDLE = "idle"
+    """No reply for the idle time: nobody is there, or the replies stopped."""
+    DEADLINE = "deadline"
+    """The time for the whole replay was over."""
+
+
+class Replay:
+    """One request, and its replies in chunks.
+
+    ``start`` is the first seq asked for. ``idle_seconds`` is how long a reply may keep us waiting; ``deadline``,
+    on the clock given, ends the replay whatever comes. ``chunk_bytes`` bounds one chunk's payloads, exceeded by at
+    most one payload. Opened and closed by ``async with``, before the context is terminated.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        endpoint: str,
+        start: int,
+        *,
+        idle_seconds: float,
+        chunk_bytes: int,
+        deadline: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.endpoint = endpoint
+        self.outcome: ReplayOutcome | None = None
+        """None while more may come."""
+        self.malformed = 0
+        """Replies that were not of the contract's form."""
+        self._context = context
+        self._start = start
+        self._idle_seconds = idle_seconds
+        self._chunk_bytes = chunk_bytes
+        self._deadline = float("inf") if deadline is None else deadline
+        self._clock = clock
+        self._socket: zmq.Socket[bytes]
+
+    async def __aenter__(self) -> Self:
+        """Send the request. InvalidValue where libzmq cannot read the endpoint, OSError without sockets."""
+        # The ROUTER side expects the empty frame that a REQ would have put first.
+        request = [b"", self._start.to_bytes(SEQ_BYTES, "big")]
+        self._socket = open_socket(self._context, zmq.DEALER, self.endpoint)
+        try:
+            connect(self._socket, self.endpoint, "replay_endpoint")
+        except InvalidValue:
+            self._socket.close(0)
+            raise
+        self._socket.send_multipart(request, zmq.NOBLOCK)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close(0)
+
+    async def batches(self, limit: int) -> list[tuple[int, bytes]]:
+        """The next (seq, payload) of the replay, in the order they came: at least one, and at most ``limit``.
+
+        Empty means that it is over, and ``outcome`` says how. Only replies of the contract's form put off the idle
+        timeout, and time spent outside this call does not count towards it.
+
+        What is not asked for stays in libzmq's queue. That has no mark of its own, because a ROUTER drops what a
+        slow reader has no room for; it is bounded by what one request can bring: the publisher's replay buffer.
+        """
+        if self.outcome is not None:
+            return []
+        idle_until = self._clock() + self._idle_seconds
+        while self._clock() < self._deadline:
+            found, is_drained = self._read(limit)
+            if found or self.outcome is not None:
+                return found
+            seconds = min(idle_until, self._deadline) - self._clock()
+            if seconds <= 0:
+                break
+            if is_drained:
+                await self._readable(seconds)
+            else:
+                await asyncio.sleep(0)
+        self.outcome = ReplayOutcome.DEADLINE if self._clock() >= self._deadline else ReplayOutcome.IDLE
+        return []
+
+    def _read(self, limit: int) -> tuple[list[tuple[int, bytes]], bool]:
+        """At most ``limit`` replies, and whether there is nothing left to read."""
+        found: list[tuple[int, bytes]] = []
+        room = self._chunk_bytes
+        try:
+            for _ in range(limit):
+                reply = parse_replay(self._socket.recv_multipart(zmq.NOBLOCK))
+                if reply is None:
+                    self.malformed += 1
+                    continue
+                if is_end_marker(reply[1]):
+                    self.outcome = ReplayOutcome.COMPLETE
+                    return found, True
+                found.append(reply)
+                room -= len(reply[1])
+                if room <= 0:
+                    break
+        except zmq.Again:
+            return found, True
+        return found, False
+
+    async def _readable(self, seconds: float) -> None:
+        """Until the socket may have something, or the time is over.
+
+        The descriptor is edge-triggered, so this is only for a socket that was read until it had nothing.
+        """
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+
+        def tell() -> None:
+            if not readable.done():
+                readable.set_result(None)
+
+        descriptor = self._socket.FD
+        loop.add_reader(descriptor, tell)
+        try:
+            await asyncio.wait([readable], timeout=seconds)
+        finally:
+            loop.remove_reader(descriptor)

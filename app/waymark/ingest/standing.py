@@ -1,0 +1,61 @@
+"""Who must be registered, whatever Redis has forgotten: the publishers of the file, and those who were being heard.
+
+A Redis that came back empty has another birth word. Then what this worker had streams of is registered again, and
+what the file names; at the start, the file alone. All workers do so, and doing it twice changes nothing. Somebody who
+registered under such a name in the new Redis was later and is right; what the file no longer names is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from waymark.domain.names import PublisherName, Registration
+from waymark.errors import Conflict
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class Standing:
+    def __init__(self, store: Store, metrics: Metrics, publishers: Sequence[Registration]) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._publishers = publishers
+        self._birth = ""
+        self._refused: set[PublisherName] = set()
+
+    async def restore(self, heard: Iterable[Registration]) -> bool:
+        """Register what is missing; whether this Redis is another one than before.
+
+        ``heard`` is what this worker has streams of. Who believes a list of claims must have read it before he asks
+        this: then a list that is empty because Redis is cannot be taken for one of publishers that have left.
+        """
+        birth = await self._store.records.birth()
+        if birth == self._birth:
+            return False
+        is_start = not self._birth
+        there = {registration.name: registration for registration in await self._store.registry.registrations()}
+        wanted = {each.name: each for each in self._publishers}
+        if not is_start:
+            wanted = {each.name: each for each in heard} | wanted
+            log.warning("redis has come back empty", extra=fields(publishers=len(wanted)))
+        for name, registration in wanted.items():
+            # At the start the file may move a publisher to another address; later, that is old news.
+            if there.get(name) != registration and (is_start or name not in there):
+                await self._register(registration)
+        self._metrics.publishers_refused.set(len(self._refused))
+        self._birth = birth
+        return True
+
+    async def _register(self, registration: Registration) -> None:
+        try:
+            await self._store.registry.register(registration)
+        except Conflict as exc:
+            if registration.name not in self._refused:
+                self._refused.add(registration.name)
+                log.error("publisher is registered otherwise", extra=fields(error=exc.sentence))
+        else:
+            self._refused.discard(registration.name)

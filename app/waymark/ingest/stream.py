@@ -1,0 +1,310 @@
+"""One stream: a publisher's frames, in order, into the index, whatever goes wrong on the way.
+
+Subscribe first, then replay, then drain what was queued meanwhile; ask again when a frame is missing, and when
+there has been none for long. The rules are the event contract's, "Order, gaps, restarts".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from waymark.errors import InvalidValue
+from waymark.ingest.catch_up import CatchUp, Outcome
+from waymark.ingest.frames import Frame
+from waymark.ingest.lanes import Lanes
+from waymark.ingest.life import NO_REPLAY, REPLAY_INCOMPLETE, REPLAY_SILENT, Life
+from waymark.ingest.order import Judgement
+from waymark.ingest.subscriber import Context, Subscriber
+from waymark.ingest.teller import Teller
+from waymark.logs import fields
+from waymark.store.applier import Fenced, Incoming
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25
+_REPORT_SECONDS = 1.0
+_SETTLE_TRIES = 2
+
+_MIXED = (
+    "frames of several topics or ranks come with counters of their own; "
+    'register this publisher with "sequence": "rank", or register each publisher behind it'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What a stream goes by; the names are those of the settings."""
+
+    on_gap: Literal["keep", "reset"] = "keep"
+    probe_seconds: float = 30.0
+    replay_idle_seconds: float = 2.0
+    replay_seconds: float = 120.0
+    publisher_timeout: float = 60.0
+    lease_seconds: float = 8.0
+    stream_buffer_bytes: int = 64 * 2**20
+    stream_buffer_frames: int = 20_000
+    fold_batches: int = 64
+    medium_ttl: Mapping[str, int] = field(default_factory=dict)
+
+
+class Stream:
+    """Applies one publisher's stream until it is cancelled or fenced."""
+
+    def __init__(self, life: Life, context: Context, replays: asyncio.Semaphore, options: StreamOptions) -> None:
+        registration = life.applier.grant.claim.registration
+        assert registration.endpoint is not None
+        self.status = "pending"
+        self._life = life
+        self._context = context
+        self._replays = replays
+        self._options = options
+        self._registration = registration
+        self._subscriber = Subscriber(
+            context,
+            registration.endpoint,
+            buffer_bytes=options.stream_buffer_bytes,
+            buffer_frames=options.stream_buffer_frames,
+        )
+        self._connection = 0
+        self._over = 0
+        """A connection that is over, of a life that has ended: what is left of it is nobody's any more."""
+        self._lanes = Lanes(life, on_gap=options.on_gap)
+        self._is_failed = False
+        self._is_replaying = False
+        self._silent_until = 0.0
+        now = time.monotonic()
+        self._heard = now
+        self._down_since: float | None = now
+        self._renewed = now
+        self._reported = 0.0
+        self._dropped_asked = 0
+        self._teller = Teller(life, self._subscriber)
+
+    # ---- the loop ----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until cancelled; returns when somebody else has the stream."""
+        try:
+            async with self._subscriber:
+                while True:
+                    await self._subscriber.wait(_TICK_SECONDS)
+                    frames = self._subscriber.take(self._options.fold_batches)
+                    if frames:
+                        await self._live(frames)
+                    elif self._subscriber.is_connected and self._subscriber.connection != self._connection:
+                        await self._connected(self._subscriber.connection)
+                    elif self._is_probe_due():
+                        await self._catch_up()
+                    await self._tick()
+        except Fenced:
+            log.info("stream is not ours any more, or not as we know it", extra=fields(stream=self._life.name))
+        except asyncio.CancelledError:
+            await self._last_report()
+            raise
+
+    @property
+    def buffered(self) -> tuple[int, int]:
+        """(bytes, frames) that were received and are not applied yet."""
+        return self._subscriber.buffered_bytes, self._subscriber.buffered_frames
+
+    def _is_probe_due(self) -> bool:
+        """Nothing came for long; or something came for which there was no room, and perhaps nothing will any more."""
+        is_due = time.monotonic() - self._heard > self._options.probe_seconds
+        return self._subscriber.is_connected and (is_due or self._subscriber.dropped > self._dropped_asked)
+
+    async def _tick(self) -> None:
+        """What must happen now and then, also in the middle of a long replay: renew the lease, tell how we are."""
+        now = time.monotonic()
+        life, options = self._life, self._options
+        await life.yield_ranks()
+        await life.applier.turn_epochs(options.medium_ttl)
+        if now - self._renewed > options.lease_seconds / 4:
+            self._renewed = now
+            await life.applier.renew(options.lease_seconds, life.acknowledged)
+        if self._subscriber.is_connected:
+            self._down_since = None
+        elif self._down_since is None:
+            self._down_since = now
+        is_away = self._down_since is not None and now - self._down_since > options.publisher_timeout
+        was_there = self._connection > 0 or bool(life.applier.resolver.holders)
+        if is_away and options.publisher_timeout and not life.is_lost and was_there:
+            await life.lost()
+        status = self._current_status()
+        if status != self.status or now - self._reported > _REPORT_SECONDS:
+            await self._report(status, now)
+
+    def _current_status(self) -> str:
+        if self._is_failed:
+            return "failed"
+        if self._life.is_lost:
+            return "lost"
+        if not self._subscriber.is_connected:
+            return "pending"
+        if self._is_replaying:
+            return "replaying"
+        return "degraded" if self._life.reasons else "active"
+
+    async def _report(self, status: str, now: float) -> None:
+        self._reported = now
+        if status != self.status:
+            log.info(
+                "stream status", extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons))
+            )
+            self.status = status
+        await self._teller.tell(status, _MIXED if self._is_failed else None)
+
+    async def _last_report(self) -> None:
+        """What was counted since the last one, where Redis takes it at once."""
+        try:
+            async with asyncio.timeout(_REPORT_SECONDS):
+                await self._teller.tell(self.status, _MIXED if self._is_failed else None)
+        except (TimeoutError, Fenced):
+            log.debug("last counters not written", extra=fields(stream=self._life.name))
+
+    # ---- live frames -------------------------------------------------------------------------------
+
+    async def _live(self, frames: list[Frame]) -> None:
+        self._heard = time.monotonic()
+        life = self._life
+        for frame in frames:
+            if frame.connection != self._connection:
+                await life.flush()
+                await self._connected(frame.connection)
+            if frame.connection == self._over:
+                life.count("stale_batches")
+                continue
+            incoming = life.incoming(frame.seq, frame.payload)
+            if incoming is None or self._is_failed:
+                continue
+            if self._registration.sequence == "rank":
+                await self._lanes.live(frame, incoming)
+                continue
+            dp_rank = life.rank_of(incoming.batch)
+            judgement = life.order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
+            if judgement is not Judgement.IN_ORDER:
+                await life.flush()
+                judgement = await self._settle(judgement, incoming)
+                life.order.last_live = frame.seq
+            if judgement is Judgement.MIXED:
+                self._is_failed = True
+                log.error("stream failed", extra=fields(stream=life.name, error=_MIXED))
+            elif judgement is Judgement.STALE:
+                life.count("stale_batches")
+            else:
+                life.append(incoming)
+        await life.flush()
+
+    async def _settle(self, judgement: Judgement, incoming: Incoming) -> Judgement:
+        """Deal with a frame that is not simply next. Afterwards it is IN_ORDER, the BEGINNING, STALE or MIXED."""
+        life = self._life
+        if judgement in (Judgement.STALE, Judgement.MIXED):
+            return judgement
+        if judgement is Judgement.GAP:
+            life.count("gaps")
+        for _ in range(_SETTLE_TRIES):
+            if judgement is Judgement.RESTART:
+                await life.begin_anew("a lower seq")
+                self._silent_until = 0.0
+            if judgement is not Judgement.BEGINNING or incoming.seq > life.first_seq:
+                await self._catch_up()
+            judgement = self._place(incoming)
+            if judgement is not Judgement.RESTART:
+                break
+        if judgement is Judgement.RESTART or self._over == self._connection:
+            # The replay was asked for after this frame had come, and shows a life that it is not of.
+            return Judgement.STALE
+        if judgement is Judgement.GAP:
+            await life.lose(incoming.seq)
+            judgement = self._place(incoming)
+        if judgement is Judgement.BEGINNING and incoming.seq > life.first_seq:
+            await life.join_late()
+        return judgement
+
+    def _place(self, incoming: Incoming) -> Judgement:
+        return self._life.order.place(incoming.seq, incoming.digest, incoming.batch.ts)
+
+    # ---- connections and replays -------------------------------------------------------------------
+
+    async def _connected(self, connection: int) -> None:
+        self._connection = connection
+        self._silent_until = 0.0
+        self._life.is_proven = False
+        self._life.order.connected()
+        self._lanes.connected()
+        await self._catch_up()
+
+    @property
+    def _is_unbroken(self) -> bool:
+        """The connection whose frames are being read is still there."""
+        return self._subscriber.is_connected and self._subscriber.connection == self._connection
+
+    async def _turn(self) -> None:
+        """Wait for one of the worker's replays to be over; the stream goes on renewing and telling meanwhile."""
+        while True:
+            try:
+                async with asyncio.timeout(_TICK_SECONDS):
+                    await self._replays.acquire()
+                return
+            except TimeoutError:
+                await self._tick()
+
+    async def _catch_up(self) -> None:
+        """Ask for everything from the watermark on, and apply it; never for longer than the stated times."""
+        endpoint, life, options = self._registration.replay_endpoint, self._life, self._options
+        self._dropped_asked = self._subscriber.dropped
+        if self._is_failed:
+            return
+        if endpoint is None or self._registration.sequence == "rank":
+            life.reasons.add(NO_REPLAY)
+            return
+        if time.monotonic() < self._silent_until:
+            return
+        before, lives = life.order.watermark, life.counters["restarts"]
+        try:
+            outcome = await self._replay(endpoint)
+        except (InvalidValue, OSError) as exc:
+            log.warning("replay not possible", extra=fields(stream=life.name, error=str(exc)))
+            outcome = Outcome.SILENT
+        life.count_replay(outcome)
+        self._heard = time.monotonic()
+        is_other_life = life.counters["restarts"] != lives
+        if is_other_life and not self._is_unbroken:
+            self._over = self._connection
+        life.reasons -= {REPLAY_SILENT, REPLAY_INCOMPLETE}
+        if outcome is Outcome.COMPLETE:
+            await life.found()
+            return
+        life.reasons.add(REPLAY_SILENT if outcome is Outcome.SILENT else REPLAY_INCOMPLETE)
+        if life.order.watermark == before and not is_other_life:
+            # An endpoint that brings nothing holds live frames up once, not at every gap.
+            self._silent_until = self._heard + options.probe_seconds
+
+    async def _replay(self, endpoint: str) -> Outcome:
+        """One catching up, as soon as it is this stream's turn."""
+        options = self._options
+        self._is_replaying = True
+        try:
+            await self._tick()
+            await self._turn()
+            try:
+                if not self._is_unbroken:
+                    # Perhaps only now, while this stream waited for its turn.
+                    self._life.is_proven = False
+                return await CatchUp(
+                    self._life,
+                    self._context,
+                    endpoint,
+                    idle_seconds=options.replay_idle_seconds,
+                    seconds=options.replay_seconds,
+                    fold_batches=options.fold_batches,
+                    beat=self._tick,
+                ).run()
+            finally:
+                self._replays.release()
+        finally:
+            self._is_replaying = False

@@ -1,0 +1,95 @@
+"""One handler on stderr, as text or as JSON lines.
+
+A line is a constant sentence with fields beside it, so that one can search for the sentence and count by a field:
+
+    log = logging.getLogger(__name__)
+    log.info("stream resynced", extra=fields(stream=str(name), missing=7))
+
+    2026-04-01T12:00:00.123Z INFO waymark.ingest.worker: stream resynced stream="vllm-0|default|0" missing=7
+    {"time": "2026-04-01T12:00:00.123Z", "level": "info", "logger": "waymark.ingest.worker",
+     "message": "stream resynced", "stream": "vllm-0|default|0", "missing": 7}
+
+Fields say how many and which, never what was in a prompt. As a last fence, values of fields named like a secret and
+passwords inside URLs are starred out, in tracebacks too. A line is one line, whatever a client's name holds; only a
+traceback in text form has several.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+_SECRET_FIELDS = frozenset({"api_token", "authorization", "password", "secret"})
+_URL_PASSWORD = re.compile(r"(?<=://)[^\s/]*@")
+_PLAIN = re.compile(r"[\w.:/+*@-]+")
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """What goes into ``extra=``; any name may be used, none can clash with logging's own."""
+    return {"fields": values}
+
+
+def configure(level: str, log_format: Literal["text", "json"], stream: TextIO | None = None) -> None:
+    """Make ours the only handler of the process. Called once, by the command line."""
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+class TextFormatter(logging.Formatter):
+    """For people: time, level, logger, sentence, fields by name, and a traceback below."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        pairs = (f" {name}={_text(value)}" for name, value in _fields(record).items())
+        line = f"{_time(record)} {record.levelname} {record.name}: {_one_line(record.getMessage())}{''.join(pairs)}"
+        trace = _traceback(self, record)
+        return _without_passwords(f"{line}\n{trace}" if trace else line)
+
+
+class JsonFormatter(logging.Formatter):
+    """For programs: one object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry = {**entry, **_fields(record), **entry}
+        trace = _traceback(self, record)
+        if trace:
+            entry["traceback"] = trace
+        return _without_passwords(json.dumps(entry, default=str, ensure_ascii=False))
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    values: dict[str, object] = getattr(record, "fields", {})
+    return {name: "***" if name in _SECRET_FIELDS else value for name, value in values.items()}
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return formatter.formatException(record.exc_info) if record.exc_info else ""
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _without_passwords(line: str) -> str:
+    return _URL_PASSWORD.sub("***@", line)

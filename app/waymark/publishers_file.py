@@ -1,0 +1,149 @@
+"""The publishers that an operator names in a file, ``WAYMARK_PUBLISHERS_FILE``: read once, at the start of a worker.
+
+Two shapes, as JSON or YAML. A list of what ``POST /register`` takes, one object each:
+
+    - {type: vLLM, modelname: llama, instance_id: pod-1, block_size: 16, endpoint: "tcp://10.0.0.7:5557"}
+
+or the configuration of Mooncake's Conductor, whose ``kvevent_instance`` has the same objects by name; the name is the
+instance_id where an object has none, and ``ip`` and ``port`` may stand for an endpoint. An entry is validated as a body
+of ``/register`` is. All that is wrong is told at once: the file, the entry, the field, its value, and the way out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from waymark.api.access import AllowedEndpoints
+from waymark.api.errors import kind, shown
+from waymark.api.schemas import RegisterRequest
+from waymark.domain.names import PublisherName, Registration
+from waymark.errors import InvalidValue, SettingsError
+
+_FILE_BYTES_MAX = 16 * 2**20
+_COMPLAINTS_MAX = 20
+
+_SHAPES = "give a list of registrations, or an object with kvevent_instance"
+
+
+class _Unreadable(Exception):
+    """Why a file is neither JSON nor YAML that can be used."""
+
+
+def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Registration]:
+    """The registrations of the file, in its order; ``SettingsError`` where anything in it is wrong."""
+    about = f"WAYMARK_PUBLISHERS_FILE {path!r}"
+    try:
+        entries = _entries(_parsed(Path(path)))
+    except (OSError, _Unreadable) as exc:
+        raise SettingsError(f"{about} cannot be used: {exc}") from None
+    allowed = AllowedEndpoints(allowed_endpoints)
+    found: dict[PublisherName, tuple[str, Registration]] = {}
+    complaints: list[str] = []
+    for label, entry in entries:
+        try:
+            registration = _registration(entry, allowed)
+        except InvalidValue as exc:
+            complaints.append(f"{about}, {label}: {exc.sentence}")
+            continue
+        other, _ = found.setdefault(registration.name, (label, registration))
+        if other != label:
+            complaints.append(
+                f"{about}, {label}: instance_id, tenant_id and dp_rank are those of {other}; give each publisher a "
+                "dp_rank or instance_id of its own"
+            )
+    if len(complaints) > _COMPLAINTS_MAX:
+        complaints[_COMPLAINTS_MAX:] = [f"{about}: {len(complaints) - _COMPLAINTS_MAX} more entries are wrong"]
+    if complaints:
+        raise SettingsError("\n".join(complaints))
+    return [registration for _, registration in found.values()]
+
+
+def _registration(entry: Any, allowed: AllowedEndpoints) -> Registration:
+    if not isinstance(entry, dict):
+        raise InvalidValue(f"it is {kind(entry)}; give an object with the fields of POST /register")
+    registration = RegisterRequest.of(_with_endpoint(entry)).registration()
+    allowed.check(registration.endpoint, "endpoint")
+    allowed.check(registration.replay_endpoint, "replay_endpoint")
+    return registration
+
+
+def _with_endpoint(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of the Conductor's first configurations as one of today's: ``ip`` and ``port``, no adapter by number."""
+    # There -1 is no adapter. Another one would have to be a name here.
+    if entry.get("lora_id") not in (None, -1):
+        raise InvalidValue(f"lora_id is {shown(entry['lora_id'])}; give lora_name, or leave both out", field="lora_id")
+    ip, port = entry.get("ip"), entry.get("port")
+    if ip is None and port is None:
+        return entry
+    if entry.get("endpoint"):
+        raise InvalidValue("endpoint and ip or port are both given; give endpoint alone", field="endpoint")
+    if not isinstance(ip, str) or type(port) is not int:
+        raise InvalidValue(f"ip is {shown(ip)} and port is {shown(port)}; give endpoint as tcp://host:port", field="ip")
+    return entry | {"endpoint": f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"}
+
+
+def _entries(content: Any) -> list[tuple[str, Any]]:
+    """Every entry with what it is called in a complaint."""
+    if isinstance(content, list):
+        return [(f"entry {number}", entry) for number, entry in enumerate(content, 1)]
+    instances = content.get("kvevent_instance") if isinstance(content, dict) else None
+    if not isinstance(instances, dict):
+        raise _Unreadable(f"it has no publishers; {_SHAPES}")
+    return [
+        (f"kvevent_instance {shown(name)}", {"instance_id": name} | entry if isinstance(entry, dict) else entry)
+        for name, entry in instances.items()
+    ]
+
+
+# ---- JSON and YAML ---------------------------------------------------------------------------------
+
+
+def _parsed(path: Path) -> Any:
+    with path.open("rb") as file:
+        raw = file.read(_FILE_BYTES_MAX + 1)
+    if len(raw) > _FILE_BYTES_MAX:
+        raise _Unreadable(f"it is longer than {_FILE_BYTES_MAX} bytes; leave some to POST /register")
+    is_json = path.suffix == ".json"
+    try:
+        text = raw.decode("utf-8-sig")
+        content = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, Loader=_Loader)
+    except (ValueError, RecursionError, yaml.YAMLError) as exc:
+        raise _Unreadable(f"it is no {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from exc
+    try:
+        # What a body of POST /register could hold: names are texts, numbers have 64 bits.
+        return orjson.loads(orjson.dumps(content))
+    except orjson.JSONEncodeError as exc:
+        raise _Unreadable(f"it holds what JSON has not ({exc}); put names and other texts in quotes") from exc
+
+
+def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """An object whose names are all different: of two equal ones the parsers would silently keep the last."""
+    fields: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise _Unreadable(f"{shown(name)} is there twice in one object; take one of them out")
+        fields[name] = value
+    return fields
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values only."""
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    own = (name for name, _ in node.value if name.tag != "tag:yaml.org,2002:merge")
+    try:
+        _once((loader.construct_object(name, deep=True), None) for name in own)
+    except TypeError:  # a list or an object as a name
+        raise _Unreadable(f"line {node.start_mark.line + 1}: a name is no text; {_SHAPES}") from None
+    fields: dict[Any, Any] = loader.construct_mapping(node, deep=True)
+    return fields
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)

@@ -1,0 +1,369 @@
+"""Every knob once: its name, type, bounds, default, and a sentence.
+
+The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settings are read once, in the command
+line, and handed down as arguments; nothing below asks the environment. What is wrong, or unknown, stops the process
+with a sentence for each such variable. Passwords and the token are in no ``repr`` and in no error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+from annotated_types import Ge, Le
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from waymark.errors import SettingsError
+
+PREFIX = "WAYMARK_"
+
+_MIB = 2**20
+_DAY = 86_400
+
+
+# ---- types of their own ----------------------------------------------------------------------------
+
+
+def hide_password(url: str) -> str:
+    """The URL as it may be shown: ``redis://***@host``, and no password among its parameters."""
+    shown = re.sub(r"^([A-Za-z0-9+.-]+://)?.*@", r"\1***@", url)
+    return re.sub(r"(?i)([?&][^=&#]*(?:password|username)[^=&#]*=)[^&#]*", r"\1***", shown)
+
+
+def _checked_url(url: str) -> str:
+    if not re.match(r"[a-z][a-z0-9+.-]*://", url):
+        raise ValueError("it has no scheme: give something like redis://host:6379/0")
+    return url
+
+
+def _checked_token(token: SecretStr) -> SecretStr:
+    # A file's last newline is the usual way for a blank to get in; such a token would match no header.
+    if not re.fullmatch(r"[!-~]+", token.get_secret_value()):
+        raise ValueError("a token is one or more printable ASCII characters without blanks")
+    return token
+
+
+def _split(text: Any) -> Any:
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if isinstance(text, str) else text
+
+
+def _split_seconds(text: Any) -> Any:
+    """``DISK=3600,CPU=600`` as a dict; a part without ``=`` or a name given twice is refused."""
+    if not isinstance(text, str):
+        return text
+    seconds: dict[str, str] = {}
+    for part in _split(text):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name.upper() in seconds:
+            raise ValueError(f"{part!r} is not NAME=SECONDS with a name given once")
+        seconds[name.upper()] = value
+    return seconds
+
+
+def _lower(text: Any) -> Any:
+    return text.lower() if isinstance(text, str) else text
+
+
+def _new_worker_id() -> str:
+    host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64] or "host"
+    return f"{host}.{os.getpid()}.{secrets.token_hex(4)}"
+
+
+_Url = Annotated[str, AfterValidator(_checked_url)]
+_Medium = Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,32}$")]
+_Ttl = Annotated[int, Field(ge=1, le=365 * _DAY)]
+
+
+# ---- the settings ----------------------------------------------------------------------------------
+
+
+class Settings(BaseSettings):
+    """All of them, frozen. ``Settings(port=1)`` reads no environment; ``Settings.from_env()`` does."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # The environment is read in ``from_env``, where an unknown variable is an error too.
+        return (init_settings,)
+
+    redis_url: _Url = "memory://"
+    """Where the index is; `memory://` is an emulated Redis inside this process, for a trial."""
+    redis_read_url: _Url | None = None
+    """Where queries read, such as a Redis replica; without it, where the index is."""
+    redis_timeout_seconds: float = Field(2.0, ge=0.05, le=60)
+    """How long to wait for a connection or a reply of Redis."""
+    redis_username: str | None = Field(None, min_length=1)
+    """The user of Redis, where its URL names none."""
+    redis_password_file: Path | None = None
+    """The file with the password of Redis, read for every new connection."""
+    redis_sentinel_username: str | None = Field(None, min_length=1)
+    """The user of the Sentinels, who have users of their own."""
+    redis_sentinel_password_file: Path | None = None
+    """The file with the password of the Sentinels, read for every new connection."""
+    redis_tls_ca_file: Path | None = None
+    """The PEM file with the CA that signs the certificates of Redis; without it, the CAs of the system."""
+    redis_tls_cert_file: Path | None = None
+    """The PEM file with our own certificate, where Redis asks for one."""
+    redis_tls_key_file: Path | None = None
+    """The PEM file with the key of that certificate, where it is not in the same file."""
+    redis_tls_verify: Annotated[Literal["full", "ca", "none"], BeforeValidator(_lower)] = "full"
+    """What a certificate of Redis must show: that it is for the host, only that a known CA signed it, or nothing."""
+    host: str = Field("0.0.0.0", min_length=1)
+    """The address the HTTP API listens on."""
+    port: int = Field(13333, ge=1, le=65535)
+    """The TCP port the HTTP API listens on."""
+    ingest_port: int = Field(0, ge=0, le=65535)
+    """The TCP port on which an ingest worker answers `/health`, `/ready` and `/metrics`; 0 is none."""
+    hash_seed: int = Field(1337, ge=0, le=2**64 - 1)
+    """The seed of every block's hash; all who share one Redis need the same."""
+    shards: int = Field(1, ge=1, le=256)
+    """Over how many Redis Cluster slots the blocks of a new group are spread."""
+    query_deadline_ms: int = Field(1000, ge=1, le=60_000)
+    """How long a query may walk before it answers with what it has found."""
+    native: bool = True
+    """Whether the part in C is used where it was built; `false` is for comparing."""
+    hot_block_ms: int = Field(200, ge=0, le=60_000)
+    """How long a replica keeps a block value that many holders share; 0 keeps none."""
+    hot_block_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
+    """How many bytes of such values a replica keeps at most."""
+    answer_cache_bytes: int = Field(8 * _MIB, ge=0, le=64 * 1024 * _MIB)
+    """How many bytes of answers a replica remembers by what was found, so that it need not count again; 0 is none."""
+    text_cache_bytes: int = Field(1 * _MIB, ge=0, le=64 * 1024 * _MIB)
+    """How many bytes a replica remembers of what queries said beside their prompts, by their text; 0 is none."""
+    max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
+    """The largest request body that is read."""
+    max_tokens: int = Field(2**21, ge=1, le=2**26)
+    """The most tokens or hashes one request may hold."""
+    bodies_max_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
+    """How many bytes of request bodies are held at once; beyond it the one that has been arriving longest is cut."""
+    request_seconds: float = Field(30.0, ge=0.1, le=3600)
+    """How long a request may take to arrive and its answer to be taken; then the connection is cut."""
+    connections_max: int = Field(4096, ge=1, le=1_000_000)
+    """How many HTTP connections are held at once; beyond it the one that has been silent longest is cut."""
+    api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
+    """The bearer token that requests which write must carry; without it anybody may write."""
+    protect_reads: bool = False
+    """Whether requests that read must carry the token too."""
+    allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    """The globs and CIDRs that registered endpoints must match; without any, every endpoint may be registered."""
+    on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
+    """What happens to a stream's blocks when batches are lost for good: they stay, or its life ends."""
+    probe_seconds: float = Field(30.0, ge=1, le=3600)
+    """After how long without a frame a publisher is asked whether it still lives."""
+    replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
+    """How long to wait for the next reply of a replay."""
+    replay_seconds: float = Field(120.0, ge=1, le=3600)
+    """How long one replay may take in all."""
+    replays_max: int = Field(8, ge=1, le=256)
+    """How many replays one ingest worker runs at a time; what each still has to apply is in memory."""
+    publisher_timeout: float = Field(60.0, ge=0, le=7 * _DAY)
+    """After how many seconds without a connection a publisher's blocks are no longer counted; 0 is never."""
+    lease_seconds: float = Field(8.0, ge=1, le=300)
+    """How long a stream stays with an ingest worker that has fallen silent."""
+    worker_id: str = Field(default_factory=_new_worker_id, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    """The name of this ingest worker, which no other may have at the same time."""
+    stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
+    """How many bytes of frames a stream keeps while they cannot be applied."""
+    stream_buffer_frames: int = Field(20_000, ge=1, le=10_000_000)
+    """How many frames a stream keeps while they cannot be applied."""
+    fold_batches: int = Field(64, ge=1, le=4096)
+    """How many waiting batches of one stream go to Redis in one call."""
+    hash_cache_entries: int = Field(200_000, ge=1, le=100_000_000)
+    """How many engine hashes a worker remembers per stream."""
+    waiting_blocks: int = Field(10_000, ge=0, le=10_000_000)
+    """How many blocks per stream may wait for a parent that has not come yet."""
+    sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
+    """How fast a worker removes what dead holders left."""
+    medium_ttl: Annotated[dict[_Medium, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
+    """After how many seconds blocks on a medium that reports no removals are forgotten, such as `DISK=3600,CPU=600`."""
+    publishers_file: str | None = None
+    """A JSON or YAML file of publishers that ingest workers register at the start, and again with an empty Redis."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
+    """The least important log lines that are written."""
+    log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
+    """How log lines look: for people or for programs."""
+    access_log: bool = False
+    """Whether every HTTP request is logged."""
+    metrics_models_max: int = Field(100, ge=0, le=10_000)
+    """How many models have metrics of their own; those beyond are counted together, as `other`."""
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Settings:
+        if self.protect_reads and self.api_token is None:
+            raise ValueError(
+                "WAYMARK_PROTECT_READS is true but there is no WAYMARK_API_TOKEN: set one, or leave it out"
+            )
+        if self.redis_read_url is not None and self.redis_read_url.startswith("memory://"):
+            raise ValueError("WAYMARK_REDIS_READ_URL is memory://, which nobody writes to: leave it out")
+        if self.max_body_bytes > self.bodies_max_bytes:
+            raise ValueError(
+                f"WAYMARK_MAX_BODY_BYTES is {self.max_body_bytes}, more than all bodies together may have:"
+                f" give at most WAYMARK_BODIES_MAX_BYTES, {self.bodies_max_bytes}"
+            )
+        if self.replay_idle_seconds > self.replay_seconds:
+            raise ValueError(
+                f"WAYMARK_REPLAY_IDLE_SECONDS is {self.replay_idle_seconds:g}, longer than a whole replay may take:"
+                f" give at most WAYMARK_REPLAY_SECONDS, {self.replay_seconds:g}"
+            )
+        return self
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """The settings of ``environ`` (the process's own by default); an empty value counts as none.
+
+        Raises ``SettingsError``, one line for each variable that is wrong or unknown.
+        """
+        given = {
+            name: value
+            for name, value in (os.environ if environ is None else environ).items()
+            if name.upper().startswith(PREFIX) and not _is_service_link(name, value)
+        }
+        complaints = [_unknown(name) for name in sorted(given) if name not in _FIELDS]
+        # Only a token may not be empty: a secret that did not arrive must not open the door.
+        values = {
+            _FIELDS[name]: value for name, value in given.items() if name in _FIELDS and (value or name == _TOKEN)
+        }
+        try:
+            settings = cls.model_validate(values)
+        except ValidationError as exc:
+            complaints += [_wrong(error, given) for error in exc.errors(include_url=False, include_input=False)]
+        if complaints:
+            raise SettingsError("\n".join(complaints))
+        return settings
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, hide_password(value) if name in ("redis_url", "redis_read_url") and value else value
+
+
+_FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
+_TOKEN = PREFIX + "API_TOKEN"
+
+# Kubernetes gives every container the address of each Service: one called `waymark` sets WAYMARK_SERVICE_HOST,
+# WAYMARK_PORT=tcp://10.0.0.7:13333 and more, which nobody meant for us.
+_SERVICE_LINK = re.compile(
+    PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)"
+)
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    if name.endswith("_PORT") and re.match(r"(tcp|udp|sctp)://", value):
+        return True
+    return _SERVICE_LINK.fullmatch(name) is not None
+
+
+def _unknown(name: str) -> str:
+    known = [variable.removeprefix(PREFIX) for variable in _FIELDS]
+    near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), known, n=1)
+    return f"{name} is not a setting: " + (
+        f"did you mean {PREFIX}{near[0]}?" if near else "take it out of the environment."
+    )
+
+
+def _wrong(error: Any, given: Mapping[str, str]) -> str:
+    """One sentence about one complaint of pydantic's; ``given`` is the environment's part that is ours."""
+    reason = str(error["msg"]).removeprefix("Value error, ")
+    if not error["loc"]:
+        return reason
+    variable = PREFIX + str(error["loc"][0]).upper()
+    field = Settings.model_fields[_FIELDS[variable]]
+    value = given[variable]
+    shown = "not usable" if _is_secret(field) else f"{hide_password(value)!r}"
+    return (
+        f"{variable} is {shown}: {reason[:1].lower()}{reason[1:]}."
+        f" Expected: {_type_text(field)}; left out, it is {_default_text(field)}."
+    )
+
+
+# ---- the settings, described -----------------------------------------------------------------------
+
+
+class Described(NamedTuple):
+    variable: str
+    type: str
+    default: str
+    sentence: str
+
+
+def describe() -> list[Described]:
+    """Every setting in the order of declaration, for people."""
+    return [
+        Described(variable, _type_text(field), _default_text(field), field.description or "")
+        for variable, name in _FIELDS.items()
+        for field in (Settings.model_fields[name],)
+    ]
+
+
+def markdown_table() -> str:
+    """``describe()`` as the table that stands in ``docs/configuration.md``, without a final newline."""
+    lines = ["| Variable | Type | Default | What it is |", "|---|---|---|---|"]
+    for variable, kind, default, sentence in describe():
+        shown = default if default == "none" or " " in default else f"`{default}`"
+        lines.append(f"| `{variable}` | {kind} | {shown} | {sentence} |")
+    return "\n".join(lines)
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    """The types in ``annotation``, a union taken apart and ``Annotated`` undone."""
+    if get_origin(annotation) is Annotated:
+        return _leaves(get_args(annotation)[0])
+    if get_origin(annotation) in (Literal, tuple, dict) or not get_args(annotation):
+        return [annotation]
+    return [leaf for part in get_args(annotation) for leaf in _leaves(part) if leaf is not type(None)]
+
+
+def _is_secret(field: FieldInfo) -> bool:
+    return SecretStr in _leaves(field.annotation)
+
+
+def _type_text(field: FieldInfo) -> str:
+    (kind,) = _leaves(field.annotation)
+    if get_origin(kind) is Literal:
+        return " or ".join(f"`{choice}`" for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return "list, by commas"
+    if get_origin(kind) is dict:
+        return "`NAME=SECONDS`, by commas"
+    if kind is bool:
+        return "`true` or `false`"
+    if kind in (int, float):
+        least = next(mark.ge for mark in field.metadata if isinstance(mark, Ge))
+        most = next(mark.le for mark in field.metadata if isinstance(mark, Le))
+        return f"{'integer' if kind is int else 'number'}, {least} to {most}"
+    return "secret" if kind is SecretStr else "text"
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.default_factory is _new_worker_id:
+        return "host name, process id, random"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if default is None or default in ((), {}):
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default)

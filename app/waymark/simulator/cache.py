@@ -1,0 +1,277 @@
+"""A paged LRU prefix cache over GPU, CPU and disk, which tells what it does as events.
+
+It is the truth the tests hold Waymark against, so two things must stay true: replaying the events with copies
+counted gives exactly ``copies``; and the same seed and the same prompts give the same events.
+
+It behaves as vLLM does where an index could notice:
+
+- Hashes are opaque: BLAKE2b chained over parent, tokens, adapter, salt and images, under the seed of this life.
+- Every physical copy of a block is told. A prompt found whole has its last block computed again, and now and then
+  (``repeat_rate``) two requests for one prefix meet in one step; such a block is stored twice and removed twice.
+- The least recently used copy goes first, and on no medium does a block go before its children there.
+- What leaves the GPU moves to the CPU, what leaves the CPU to disk. Such a store is a placeholder (no tokens,
+  block size 0) as vLLM's offloading tells it, or dense, as SGLang's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from struct import pack
+from typing import NamedTuple
+
+from waymark.domain.hashing import extend, extra_digest, token_bytes
+from waymark.errors import InvalidValue
+from waymark.simulator.tier import Block, Tier
+from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, WireEvent
+
+
+class Prefix(NamedTuple):
+    """A block named by everything that decides its contents, from the root on; what an independent model compares."""
+
+    tokens: tuple[int, ...]
+    lora_name: str | None
+    cache_salt: str | None
+    extras: tuple[ExtraKeys | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What happened since the start, in blocks."""
+
+    hit: int
+    stored: int
+    removed: int
+
+
+class PrefixCache:
+    """See the module. ``gpu_blocks`` bounds a prompt too: what does not fit on the GPU is left out.
+
+    ``repeat_rate`` is the chance, per prompt with a hit, that a part of the hit is stored again; at 0 every block
+    has one copy per medium. ``dense_offload`` tells tokens in stores off the GPU. ``removals_together`` puts the
+    removals of one call and medium in one event, as SGLang does, instead of one event each. ``standard_hashes``
+    names blocks by their seq_hash, as a publisher of the KV Events envelope does.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        gpu_blocks: int,
+        cpu_blocks: int = 0,
+        disk_blocks: int = 0,
+        *,
+        seed: int | str = 0,
+        repeat_rate: float = 0.05,
+        dense_offload: bool = False,
+        removals_together: bool = False,
+        standard_hashes: bool = False,
+    ) -> None:
+        if block_size < 1 or gpu_blocks < 1:
+            raise InvalidValue(
+                "a cache needs at least one token per block and one block on the GPU", field="gpu_blocks"
+            )
+        if disk_blocks and not cpu_blocks:
+            raise InvalidValue("disk_blocks needs cpu_blocks: blocks reach the disk from the CPU", field="disk_blocks")
+        self.block_size = block_size
+        self._seed = seed
+        self._life = 0
+        self._random = random.Random(f"{seed}/cache")
+        self._repeat_rate = repeat_rate
+        self._dense_offload = dense_offload
+        self._removals_together = removals_together
+        self._standard_hashes = standard_hashes
+        self._adapter_ids: dict[str, int] = {}
+        sizes = {GPU: gpu_blocks, CPU: cpu_blocks, DISK: disk_blocks}
+        self._tiers = {medium: Tier(size) for medium, size in sizes.items() if size}
+        self._hit = self._stored = self._removed = 0
+
+    # ---- what happens to the cache ---------------------------------------------------------------------
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extras: Sequence[ExtraKeys | None] | None = None,
+    ) -> list[WireEvent]:
+        """Bring the complete blocks of a prompt onto the GPU; the events in the order they would be told.
+
+        ``extras`` holds, per complete block, what is in it beside tokens; it may be shorter than the prompt.
+        """
+        gpu = self._tiers[GPU]
+        blocks = self._blocks(tokens, lora_name, cache_salt, extras)[: gpu.size]
+        hits = 0
+        while hits < len(blocks) and blocks[hits].key in gpu:
+            hits += 1
+        self._hit += hits
+        kept = self._kept(hits, len(tokens))
+        new = blocks[kept:]
+
+        # Touched first, so that nothing of this prompt has to go for the rest of it; and last, because a request
+        # gives its blocks back last one first: a parent is always the younger.
+        gpu.touch(blocks[:kept])
+        events: list[WireEvent] = []
+        for _ in range(len(gpu) + len(new) - gpu.size):
+            self._evict(GPU, events)
+        for block in reversed(new):
+            gpu.add(block)
+        gpu.touch(blocks[:kept])
+        for medium in (CPU, DISK):
+            if medium in self._tiers:
+                self._tiers[medium].touch(blocks)
+        if new:
+            self._stored += len(new)
+            events.append(self._told(new, GPU))
+        return self._grouped(events) if self._removals_together else events
+
+    def clear(self) -> list[WireEvent]:
+        """Forget every block on every medium (``reset_prefix_cache``, ``flush_cache``)."""
+        for tier in self._tiers.values():
+            tier.clear()
+        return [AllBlocksCleared()]
+
+    def restart(self) -> None:
+        """A new process: nothing is held, nothing is told, and hashes are others than before."""
+        self.clear()
+        self._life += 1
+
+    # ---- the truth -------------------------------------------------------------------------------------
+
+    def held(
+        self,
+        tokens: Sequence[int],
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extras: Sequence[ExtraKeys | None] | None = None,
+    ) -> list[frozenset[str]]:
+        """Per complete block of the prompt, the media that have it; empty where none has."""
+        blocks = self._blocks(tokens, lora_name, cache_salt, extras)
+        return [frozenset(m for m, tier in self._tiers.items() if block.key in tier) for block in blocks]
+
+    def contents(self) -> dict[str, frozenset[Prefix]]:
+        """Per medium every block held, each as its whole prefix; meant for small caches."""
+        return {medium: frozenset(_prefix(b) for b in tier.blocks()) for medium, tier in self._tiers.items()}
+
+    def copies(self) -> dict[str, Counter[int]]:
+        """Per medium the number of physical copies by the hash the events name."""
+        counts: dict[str, Counter[int]] = {}
+        for medium, tier in self._tiers.items():
+            counts[medium] = Counter()
+            for block in tier.blocks():
+                counts[medium][block.name] += tier.copies(block.key)
+        return counts
+
+    def size(self) -> dict[str, int]:
+        """Per medium the number of different blocks held."""
+        return {medium: sum(1 for _ in tier.blocks()) for medium, tier in self._tiers.items()}
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(self._hit, self._stored, self._removed)
+
+    # ---- inside ----------------------------------------------------------------------------------------
+
+    def _kept(self, hits: int, length: int) -> int:
+        """How many of the blocks found are used as they are; the others are computed and stored once more."""
+        if not hits or not self._repeat_rate:
+            return hits
+        if self._random.random() < self._repeat_rate:
+            return self._random.randrange(hits)
+        # One token must be left to compute, or there is nothing to sample from.
+        return min(hits, (length - 1) // self.block_size)
+
+    def _evict(self, medium: str, events: list[WireEvent]) -> None:
+        block = self._tiers[medium].evict()
+        colder = {GPU: CPU, CPU: DISK}.get(medium)
+        if colder in self._tiers and block.key not in self._tiers[medium] and block.key not in self._tiers[colder]:
+            tier = self._tiers[colder]
+            if len(tier) == tier.size:
+                self._evict(colder, events)
+            tier.add(block)
+            self._stored += 1
+            events.append(self._told([block], colder))
+        self._removed += 1
+        events.append(BlockRemoved((block.name,), medium, lora_name=block.lora_name, cache_salt=block.cache_salt))
+
+    def _told(self, blocks: Sequence[Block], medium: str) -> BlockStored:
+        """The event for consecutive blocks that entered ``medium``."""
+        first = blocks[0]
+        names = tuple(block.name for block in blocks)
+        if medium != GPU and not (self._dense_offload or self._standard_hashes):
+            return BlockStored(names, None, (), 0, medium, kv_cache_spec_kind=None)
+        lora_id = None
+        if first.lora_name is not None:
+            lora_id = self._adapter_ids.setdefault(first.lora_name, len(self._adapter_ids) + 1)
+        return BlockStored(
+            names,
+            None if first.parent is None else first.parent.name,
+            tuple(token for block in blocks for token in block.tokens),
+            self.block_size,
+            medium,
+            lora_id,
+            first.lora_name,
+            first.cache_salt,
+            tuple(block.extra for block in blocks),
+        )
+
+    def _grouped(self, events: list[WireEvent]) -> list[WireEvent]:
+        """Neighbouring removals that differ in their hashes only, as one; parents first, as SGLang lists them."""
+        grouped: list[WireEvent] = []
+        for event in events:
+            last = grouped[-1] if grouped else None
+            if (
+                isinstance(event, BlockRemoved)
+                and isinstance(last, BlockRemoved)
+                and (last.medium, last.lora_name, last.cache_salt) == (event.medium, event.lora_name, event.cache_salt)
+                and event.block_hashes[0] not in last.block_hashes
+            ):
+                grouped[-1] = BlockRemoved(
+                    event.block_hashes + last.block_hashes, event.medium, event.group_idx,
+                    event.lora_name, event.cache_salt,
+                )  # fmt: skip
+            else:
+                grouped.append(event)
+        return grouped
+
+    def _blocks(
+        self,
+        tokens: Sequence[int],
+        lora_name: str | None,
+        cache_salt: str | None,
+        extras: Sequence[ExtraKeys | None] | None,
+    ) -> list[Block]:
+        """The complete blocks of a prompt, named."""
+        count = len(tokens) // self.block_size
+        extra = [extras[i] if extras and i < len(extras) else None for i in range(count)]
+        seq_hashes: Sequence[int | None] = [None] * count
+        if self._standard_hashes:
+            digests = [None if e is None else extra_digest([list(item) for item in e]) for e in extra]
+            seq_hashes = extend(None, token_bytes(tokens), self.block_size, extras=digests)
+        blocks: list[Block] = []
+        parent: Block | None = None
+        seed = blake2b(f"{self._seed}/{self._life}".encode()).digest()
+        for i, seq_hash in enumerate(seq_hashes):
+            piece = tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
+            above = b"" if parent is None else parent.key.to_bytes(8, "little")
+            keys = repr((lora_name, cache_salt if parent is None else None, extra[i])).encode()
+            digest = blake2b(above + pack(f"<{len(piece)}I", *piece) + keys, digest_size=8, key=seed).digest()
+            key = int.from_bytes(digest, "little")
+            block = next((b for tier in self._tiers.values() if (b := tier.get(key)) is not None), None)
+            if block is None:
+                name = key if seq_hash is None else seq_hash
+                block = Block(key, name, parent, piece, lora_name, cache_salt, extra[i])
+            blocks.append(block)
+            parent = block
+        return blocks
+
+
+def _prefix(block: Block) -> Prefix:
+    chain = [block]
+    while (parent := chain[-1].parent) is not None:
+        chain.append(parent)
+    chain.reverse()
+    tokens = tuple(token for each in chain for token in each.tokens)
+    return Prefix(tokens, block.lora_name, block.cache_salt, tuple(each.extra for each in chain))

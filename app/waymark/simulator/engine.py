@@ -1,0 +1,129 @@
+"""A simulated engine: caches, one per rank, that publish what they do over one socket, with faults on request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from waymark.errors import InvalidValue
+from waymark.simulator.cache import PrefixCache
+from waymark.simulator.encode import WITHOUT_MEDIUM, Dimensions, Encoder
+from waymark.simulator.faults import Faults, is_due
+from waymark.simulator.publisher import ReplayFraming, SimulatedPublisher
+from waymark.simulator.wire import UnknownEvent, WireEvent
+from waymark.simulator.workload import Prompt
+
+
+class SimulatedEngine:
+    """Prompts in, batches out. Rank r of the caches is rank r on the wire.
+
+    The faults that concern batches are carried out here, the others by the publisher; both read
+    ``publisher.faults``, which may be replaced at any time. ``clock`` gives the ``ts`` of batches.
+    """
+
+    def __init__(
+        self,
+        publisher: SimulatedPublisher,
+        caches: Sequence[PrefixCache],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.publisher = publisher
+        self.caches = tuple(caches)
+        self.prompts = 0
+        self._clock = clock
+        self._batches = 0
+
+    def start(self) -> None:
+        """What an engine tells before its first prompt: SGLang resets its cache and says so, vLLM says nothing."""
+        if self.publisher.encoder.dialect.startswith("sglang"):
+            for rank, cache in enumerate(self.caches):
+                self.publisher.publish(cache.clear(), ts=self._clock(), rank=rank)
+
+    async def prefill(self, prompt: Prompt, rank: int = 0) -> int | None:
+        """Run one prompt; the seq of its batch, None where nothing changed and so nothing was sent."""
+        self.prompts += 1
+        cache = self.caches[rank]
+        events = cache.prefill(prompt.tokens, prompt.lora_name, prompt.cache_salt, prompt.extras)
+        return await self._publish(events, rank) if events else None
+
+    async def clear(self, rank: int = 0) -> int:
+        """Reset the prefix cache of one rank; the seq of the batch that says so."""
+        return await self._publish(self.caches[rank].clear(), rank)
+
+    async def restart(self, *, rebind: bool = False) -> None:
+        """Die and come back with empty caches, as another process with other hashes."""
+        for cache in self.caches:
+            cache.restart()
+        await self.publisher.restart(rebind=rebind)
+        self.start()
+
+    async def _publish(self, events: list[WireEvent], rank: int) -> int:
+        faults = self.publisher.faults
+        self._batches += 1
+        if is_due(faults.garbage_every, self._batches):
+            self.publisher.publish_garbage()
+        if is_due(faults.malformed_every, self._batches):
+            self.publisher.send_malformed()
+        if is_due(faults.unknown_every, self._batches):
+            events = [UnknownEvent(), *events]
+        seq = self.publisher.publish(events, ts=self._clock(), rank=rank)
+        if self._batches == faults.restart_after:
+            await self.restart()
+        return seq
+
+
+def build_engine(
+    endpoint: str,
+    replay_endpoint: str | None = None,
+    *,
+    dialect: str = "vllm-map",
+    block_size: int = 16,
+    gpu_blocks: int = 4096,
+    cpu_blocks: int = 0,
+    disk_blocks: int = 0,
+    ranks: int = 1,
+    seed: int = 0,
+    repeat_rate: float = 0.05,
+    dimensions: Dimensions | None = None,
+    topic: str = "",
+    buffer_batches: int = 10_000,
+    replay_framing: ReplayFraming = "topic",
+    linger_seconds: float = 0.0,
+    faults: Faults | None = None,
+    clock: Callable[[], float] = time.time,
+) -> SimulatedEngine:
+    """An engine whose cache behaves as the dialect's engine does; open its ``publisher`` before use.
+
+    SGLang tells tokens in stores off the GPU and removes several blocks in one event. A standard publisher
+    counts no copies, so its blocks are never repeated. ``InvalidValue`` where a dialect that names no medium
+    is asked for more than the GPU.
+    """
+    if cpu_blocks and dialect in WITHOUT_MEDIUM:
+        raise InvalidValue(f"{dialect} names no medium, so cpu_blocks is 0 there, not {cpu_blocks}", field="cpu_blocks")
+    is_sglang, is_standard = dialect.startswith("sglang"), dialect.startswith("standard")
+    caches = [
+        PrefixCache(
+            block_size,
+            gpu_blocks,
+            cpu_blocks,
+            disk_blocks,
+            seed=f"{seed}/{rank}",
+            repeat_rate=0.0 if is_standard else repeat_rate,
+            dense_offload=is_sglang or is_standard,
+            removals_together=is_sglang,
+            standard_hashes=dialect == "standard",
+        )
+        for rank in range(ranks)
+    ]
+    publisher = SimulatedPublisher(
+        endpoint,
+        replay_endpoint,
+        encoder=Encoder(dialect, dimensions),
+        topic=topic,
+        buffer_batches=buffer_batches,
+        replay_framing=replay_framing,
+        linger_seconds=linger_seconds,
+        faults=faults,
+    )
+    return SimulatedEngine(publisher, caches, clock=clock)

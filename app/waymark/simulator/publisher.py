@@ -1,0 +1,217 @@
+"""The sockets of a simulated engine: live frames over PUB, past ones over a ROUTER.
+
+One publisher is one counter of batches and one buffer of the last ones. Live frames are ``[topic, seq, payload]``
+with seq as eight bytes, big-endian; a replay request is ``["", start]``, its answers carry every buffered batch
+from there on, and then an end marker: an empty payload under seq ``ff*8``.
+
+The live socket is an XPUB, which a subscriber cannot tell from a PUB; but it lets ``subscribers`` say who is
+there, so that a test need not guess when the first frame may be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, deque
+from types import TracebackType
+from typing import Literal, TypeAlias
+
+import zmq
+import zmq.asyncio
+
+from waymark.errors import InvalidValue
+from waymark.simulator.encode import Encoder
+from waymark.simulator.faults import Faults, is_due
+from waymark.simulator.wire import WireEvent
+
+END_SEQ = b"\xff" * 8
+BIND_SECONDS = 5.0
+"""How long to wait for an address that the last socket has not given back yet."""
+
+ReplayFraming: TypeAlias = Literal["seq", "topic"]
+"""``["", seq, payload]`` (vLLM up to 0.25, SGLang up to 0.5.21) or ``["", topic, seq, payload]`` (later)."""
+
+_GARBAGE = b"\xc1 this is no batch"
+
+
+class SimulatedPublisher:
+    """``async with SimulatedPublisher(...) as publisher``; both ends within one task.
+
+    ``endpoint`` may be ``tcp://127.0.0.1:0`` or ``ipc://path``; once open, ``endpoint`` and ``replay_endpoint``
+    are what was really bound. ``faults`` may be replaced at any time. ``counts`` holds ``batches``, ``dropped``,
+    ``restarts``, ``replays``, ``bad_requests``. On leaving, what is still on its way gets ``linger_seconds``.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        encoder: Encoder,
+        topic: str = "",
+        buffer_batches: int = 10_000,
+        replay_framing: ReplayFraming = "topic",
+        first_seq: int = 0,
+        linger_seconds: float = 0.0,
+        faults: Faults | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.replay_endpoint = replay_endpoint
+        self.encoder = encoder
+        self.faults = faults or Faults()
+        self.counts: Counter[str] = Counter()
+        self.first_seq = first_seq
+        self.next_seq = first_seq
+        self._topic = topic.encode()
+        self._framing = replay_framing
+        self._linger_seconds = linger_seconds
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
+        self._context = zmq.Context()
+        self._async_context = zmq.asyncio.Context(shadow=self._context)
+        self._live: zmq.Socket[bytes] | None = None
+        self._replay: zmq.asyncio.Socket | None = None
+        self._subscribers = 0
+        self._tasks = asyncio.TaskGroup()
+        self._serving: asyncio.Task[None] | None = None
+
+    # ---- sockets ---------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> SimulatedPublisher:
+        await self._tasks.__aenter__()
+        try:
+            await self.up()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.down(linger_seconds=self._linger_seconds)
+        try:
+            # The caller's own error is not the group's: told of it, the group would wrap it.
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            self._context.term()
+
+    async def close(self) -> None:
+        """Close for good, as leaving the ``async with`` does."""
+        await self.__aexit__(None, None, None)
+
+    async def up(self) -> None:
+        """Bind both sockets; nothing else changes. An address still in use is tried for ``BIND_SECONDS``."""
+        self._live = self._context.socket(zmq.XPUB)
+        self._live.setsockopt(zmq.XPUB_VERBOSER, 1)
+        self._subscribers = 0
+        self.endpoint = await _bind(self._live, self.endpoint)
+        if self.replay_endpoint is not None:
+            self._replay = self._async_context.socket(zmq.ROUTER)
+            self.replay_endpoint = await _bind(self._replay, self.replay_endpoint)
+            self._serving = self._tasks.create_task(self._serve(self._replay))
+
+    async def down(self, *, linger_seconds: float = 0.0) -> None:
+        """Close both sockets, as a lost network does: seq and buffer stay."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+        for socket in (self._live, self._replay):
+            if socket is not None:
+                socket.close(linger=int(linger_seconds * 1000))
+        self._live = self._replay = self._serving = None
+        self._subscribers = 0
+
+    async def restart(self, *, rebind: bool = False) -> None:
+        """A new process: seq from ``first_seq``, an empty buffer. ``rebind`` closes the sockets in between."""
+        if rebind:
+            await self.down()
+        self.encoder.reset()
+        self.next_seq = self.first_seq
+        self._buffer.clear()
+        self.counts["restarts"] += 1
+        if rebind:
+            await self.up()
+
+    @property
+    def subscribers(self) -> int:
+        """How many subscriptions are in place now."""
+        while self._live is not None and self._live.poll(0, zmq.POLLIN):
+            self._subscribers += 1 if self._live.recv()[:1] == b"\x01" else -1
+        return self._subscribers
+
+    # ---- live ------------------------------------------------------------------------------------------
+
+    def publish(self, events: list[WireEvent], *, ts: float, rank: int | None = 0) -> int:
+        """Send one batch and keep it for replay; its seq."""
+        return self._send(self.encoder.payload(events, ts=ts, rank=rank))
+
+    def publish_garbage(self) -> int:
+        """A frame of the right form whose payload is no batch; its seq."""
+        return self._send(_GARBAGE)
+
+    def send_malformed(self) -> None:
+        """A frame whose seq is no seq. It is not kept and takes no seq."""
+        if self._live is not None and not self.is_silent:
+            self._live.send_multipart([self._topic, b"seq", _GARBAGE])
+
+    @property
+    def is_silent(self) -> bool:
+        """The engine hangs."""
+        return 0 < self.faults.silent_after <= self.counts["batches"]
+
+    def _send(self, payload: bytes) -> int:
+        seq = self.next_seq
+        is_lost = self.is_silent or self._live is None or is_due(self.faults.drop_every, self.counts["batches"] + 1)
+        self.next_seq += 1
+        self.counts["batches"] += 1
+        self._buffer.append((seq, payload))
+        if is_lost or self._live is None:
+            self.counts["dropped"] += 1
+        else:
+            _ = self.subscribers  # subscriptions are read off, or they would pile up in the socket
+            self._live.send_multipart([self._topic, seq.to_bytes(8, "big"), payload])
+        return seq
+
+    # ---- replay ----------------------------------------------------------------------------------------
+
+    async def _serve(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            request = await socket.recv_multipart()
+            if len(request) != 3 or request[1] != b"" or len(request[2]) != 8:
+                self.counts["bad_requests"] += 1
+            elif not (self.faults.replay_silent or self.is_silent):
+                self.counts["replays"] += 1
+                await self._answer(socket, request[0], int.from_bytes(request[2], "big"))
+
+    async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, start: int) -> None:
+        faults = self.faults
+        batches = [
+            (seq, payload)
+            for seq, payload in self._buffer
+            if seq >= start + faults.late_replay and not is_due(faults.replay_hole_every, seq - self.first_seq + 1)
+        ]
+        frames = [(self._topic, seq.to_bytes(8, "big"), payload) for seq, payload in batches]
+        if faults.truncate_replay:
+            frames = frames[: faults.truncate_replay]
+        else:
+            frames.append((b"", END_SEQ, b""))
+        for topic, seq, payload in frames:
+            rest = [seq, payload] if self._framing == "seq" else [topic, seq, payload]
+            await socket.send_multipart([identity, b"", *rest])
+
+
+async def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> str:
+    """Bind without any limit on what waits; the endpoint really bound."""
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    deadline = asyncio.get_running_loop().time() + BIND_SECONDS
+    for pause_seconds in itertools.chain((0.01, 0.02, 0.05), itertools.repeat(0.1)):
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or asyncio.get_running_loop().time() > deadline:
+                raise InvalidValue(f"cannot bind {endpoint}: {error}", field="endpoint") from error
+            await asyncio.sleep(pause_seconds)
+        else:
+            break
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")

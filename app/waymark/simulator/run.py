@@ -1,0 +1,243 @@
+"""A run of simulated engines from beginning to end: what ``waymark simulate`` calls.
+
+Nothing here prints: what there is to say at the start goes to ``on_start``, what there is to say at the end is
+the summary. Engines, prompts and their order depend on the seed alone; only ``ts`` and the pace are the clock's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from waymark.simulator.encode import Dimensions
+from waymark.simulator.engine import SimulatedEngine, build_engine
+from waymark.simulator.options import SimulateOptions
+from waymark.simulator.register import register
+from waymark.simulator.workload import Prompt, conversations, read_trace
+
+LINGER_SECONDS = 1.0
+"""How long the last frames get to leave."""
+PROMPTS_PER_SECOND = 10.0
+"""Where neither a rate nor a trace says."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarted:
+    """One engine is up; as text, the line to print."""
+
+    instance_id: str
+    endpoint: str
+    replay_endpoint: str | None
+    dialect: str
+    is_registered: bool
+
+    def __str__(self) -> str:
+        replay = "no replay" if self.replay_endpoint is None else f"replay {self.replay_endpoint}"
+        registered = ", registered" if self.is_registered else ""
+        return f"{self.instance_id}: {self.dialect} on {self.endpoint}, {replay}{registered}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSummary:
+    """What one engine did; as text, the line to print."""
+
+    instance_id: str
+    prompts: int
+    batches: int
+    dropped: int
+    restarts: int
+    replays: int
+    blocks_hit: int
+    blocks_stored: int
+    blocks_removed: int
+    blocks_held: dict[str, int]
+    """Different blocks per medium, over all ranks; a block on two ranks counts twice."""
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{count} on {medium}" for medium, count in self.blocks_held.items())
+        return (
+            f"{self.instance_id}: {self.prompts} prompts, {self.batches} batches ({self.dropped} dropped), "
+            f"{self.blocks_stored} blocks stored, {self.blocks_removed} removed, {self.blocks_hit} hit, "
+            f"{self.restarts} restarts, {self.replays} replays; holds {held}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The whole run; as text, one line per engine and one for all."""
+
+    seconds: float
+    engines: tuple[EngineSummary, ...]
+
+    @property
+    def prompts(self) -> int:
+        return sum(engine.prompts for engine in self.engines)
+
+    @property
+    def blocks_stored(self) -> int:
+        return sum(engine.blocks_stored for engine in self.engines)
+
+    def __str__(self) -> str:
+        total = f"{self.prompts} prompts, {self.blocks_stored} blocks stored in {self.seconds:.1f} s"
+        return "\n".join([*(str(engine) for engine in self.engines), total])
+
+
+async def simulate(
+    options: SimulateOptions,
+    *,
+    stop: asyncio.Event | None = None,
+    on_start: Callable[[EngineStarted], None] | None = None,
+) -> Summary:
+    """Run engines until the prompts, the time or the trace is over, or ``stop`` is set; what they did.
+
+    ``InvalidValue`` where an address cannot be bound, a trace cannot be read, or a registration is refused.
+    """
+    stop = asyncio.Event() if stop is None else stop
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    engines = [_engine(options, i) for i in range(options.engines)]
+    async with AsyncExitStack() as stack:
+        for i, engine in enumerate(engines):
+            await stack.enter_async_context(engine.publisher)
+            if options.register is not None:
+                await _register(options, options.register, i, engine)
+            if on_start is not None:
+                on_start(_started(options, i, engine))
+        for engine in engines:
+            engine.start()
+        deadline = None if options.duration_seconds is None else loop.time() + options.duration_seconds
+        try:
+            async with asyncio.timeout_at(deadline) as timeout:
+                await _feed(options, engines, stop)
+                if options.stay:
+                    await stop.wait()
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+    return Summary(loop.time() - began, tuple(_summary(options, i, engine) for i, engine in enumerate(engines)))
+
+
+async def _feed(options: SimulateOptions, engines: list[SimulatedEngine], stop: asyncio.Event) -> None:
+    """Prompts to engines and ranks at random, at the pace asked for."""
+    rng = random.Random(f"{options.seed}/routing")
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    due = 0.0
+    for number, prompt in enumerate(_prompts(options)):
+        if number == options.prompts or stop.is_set():
+            return
+        if options.blocks_per_second is None:
+            due = _due(options, number, prompt)
+        if await _stopped_within(stop, began + due - loop.time()):
+            return
+        await rng.choice(engines).prefill(prompt, rng.randrange(options.ranks))
+        if options.blocks_per_second:
+            due += len(prompt.tokens) // options.block_size / options.blocks_per_second
+
+
+def _due(options: SimulateOptions, number: int, prompt: Prompt) -> float:
+    """When to run a prompt, in seconds since the first; 0: at once."""
+    if options.prompts_per_second is None and prompt.at_seconds is not None:
+        return prompt.at_seconds / options.trace_speed if options.trace_speed else 0.0
+    rate = PROMPTS_PER_SECOND if options.prompts_per_second is None else options.prompts_per_second
+    return number / rate if rate else 0.0
+
+
+async def _stopped_within(stop: asyncio.Event, seconds: float) -> bool:
+    """Whether ``stop`` was set before ``seconds`` had passed; others get their turn in any case."""
+    if seconds <= 0:
+        await asyncio.sleep(0)
+        return stop.is_set()
+    try:
+        async with asyncio.timeout(seconds):
+            return await stop.wait()
+    except TimeoutError:
+        return stop.is_set()
+
+
+def _prompts(options: SimulateOptions) -> Iterator[Prompt]:
+    if options.trace is not None:
+        return read_trace(options.trace)
+    return conversations(options.seed, lora_names=options.lora_names, cache_salts=options.cache_salts)
+
+
+def _instance(options: SimulateOptions, i: int) -> str:
+    return f"{options.instance_prefix}-{i}"
+
+
+def _engine(options: SimulateOptions, i: int) -> SimulatedEngine:
+    port = options.base_port + 2 * i if options.base_port else 0
+    replay_port = port + 1 if port else 0
+    return build_engine(
+        f"tcp://{options.host}:{port}",
+        f"tcp://{options.host}:{replay_port}" if options.has_replay else None,
+        dialect=options.dialect,
+        block_size=options.block_size,
+        gpu_blocks=options.gpu_blocks,
+        cpu_blocks=options.cpu_blocks,
+        disk_blocks=options.disk_blocks,
+        ranks=options.ranks,
+        seed=options.seed + i,
+        repeat_rate=options.repeat_rate,
+        dimensions=Dimensions(options.model_name, options.block_size, options.tenant_id, _instance(options, i)),
+        topic=options.topic,
+        buffer_batches=options.buffer_batches,
+        replay_framing=options.replay_framing,
+        linger_seconds=LINGER_SECONDS,
+        faults=options.faults,
+    )
+
+
+async def _register(options: SimulateOptions, base_url: str, i: int, engine: SimulatedEngine) -> None:
+    kind = {"vllm": "vLLM", "sglang": "SGLang", "standard": "standard"}[options.dialect.partition("-")[0]]
+    fields = {
+        "endpoint": _advertised(options, engine.publisher.endpoint),
+        "replay_endpoint": _advertised(options, engine.publisher.replay_endpoint),
+        "type": kind,
+        "modelname": options.model_name,
+        "instance_id": _instance(options, i),
+        "tenant_id": options.tenant_id,
+        "block_size": options.block_size,
+        "dp_rank": 0,
+    }
+    await register(base_url, fields, api_token=options.api_token, within_seconds=options.register_within_seconds)
+
+
+def _advertised(options: SimulateOptions, endpoint: str | None) -> str | None:
+    if endpoint is None or options.advertised_host is None:
+        return endpoint
+    return f"tcp://{options.advertised_host}:{endpoint.rpartition(':')[2]}"
+
+
+def _started(options: SimulateOptions, i: int, engine: SimulatedEngine) -> EngineStarted:
+    publisher = engine.publisher
+    return EngineStarted(
+        _instance(options, i),
+        publisher.endpoint,
+        publisher.replay_endpoint,
+        options.dialect,
+        options.register is not None,
+    )
+
+
+def _summary(options: SimulateOptions, i: int, engine: SimulatedEngine) -> EngineSummary:
+    counts = engine.publisher.counts
+    held: Counter[str] = Counter()
+    for cache in engine.caches:
+        held.update(cache.size())
+    return EngineSummary(
+        _instance(options, i),
+        engine.prompts,
+        counts["batches"],
+        counts["dropped"],
+        counts["restarts"],
+        counts["replays"],
+        sum(cache.totals.hit for cache in engine.caches),
+        sum(cache.totals.stored for cache in engine.caches),
+        sum(cache.totals.removed for cache in engine.caches),
+        dict(held),
+    )

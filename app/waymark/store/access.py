@@ -1,0 +1,140 @@
+"""How Redis is entered: users, passwords from files, certificates.
+
+A password file is read for every new connection, so a password that was changed is used from then on; all that can
+be wrong with the files is said at the start, with the name of the setting.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError
+
+from waymark.errors import SettingsError
+from waymark.settings import Settings
+from waymark.store.address import Address
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What the settings say of users, passwords and certificates."""
+
+    username: str | None = None
+    password_file: Path | None = None
+    sentinel_username: str | None = None
+    sentinel_password_file: Path | None = None
+    tls_ca_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_verify: Literal["full", "ca", "none"] = "full"
+
+    @classmethod
+    def of(cls, settings: Settings) -> Access:
+        return cls(
+            settings.redis_username,
+            settings.redis_password_file,
+            settings.redis_sentinel_username,
+            settings.redis_sentinel_password_file,
+            settings.redis_tls_ca_file,
+            settings.redis_tls_cert_file,
+            settings.redis_tls_key_file,
+            settings.redis_tls_verify,
+        )
+
+    def check(self, address: Address, variable: str) -> None:
+        """Whether it can be read and fits ``address``; raises SettingsError."""
+        for name, path in (
+            ("WAYMARK_REDIS_PASSWORD_FILE", self.password_file),
+            ("WAYMARK_REDIS_SENTINEL_PASSWORD_FILE", self.sentinel_password_file),
+        ):
+            if path is not None:
+                try:
+                    _read_secret(path, name)
+                except SecretUnreadable as exc:
+                    raise SettingsError(str(exc)) from None
+        if address.password is not None and self.password_file is not None:
+            raise SettingsError(
+                f"{variable} has a password, and there is WAYMARK_REDIS_PASSWORD_FILE: keep one of them"
+            )
+        if address.username is not None and self.username is not None:
+            raise SettingsError(f"{variable} has a user, and there is WAYMARK_REDIS_USERNAME: keep one of them")
+        if self.tls_key_file is not None and self.tls_cert_file is None:
+            raise SettingsError("WAYMARK_REDIS_TLS_KEY_FILE is a key without WAYMARK_REDIS_TLS_CERT_FILE: give both")
+        if address.is_tls:
+            self._check_tls()
+
+    def _check_tls(self) -> None:
+        names = f"WAYMARK_REDIS_TLS_CA_FILE {self.tls_ca_file}"
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca_file)
+            if self.tls_cert_file is not None:
+                names = f"WAYMARK_REDIS_TLS_CERT_FILE {self.tls_cert_file} and _KEY_FILE {self.tls_key_file}"
+                context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
+        except OSError as exc:  # ssl.SSLError is one
+            raise SettingsError(f"{names} cannot be used: {exc.strerror or exc}; give PEM files") from None
+
+    def options(self, address: Address) -> dict[str, Any]:
+        """What a connection to Redis itself is made with."""
+        return self._tls(address) | _credentials(
+            address.username or self.username, address.password, self.password_file, "WAYMARK_REDIS_PASSWORD_FILE"
+        )
+
+    def sentinel_options(self, address: Address) -> dict[str, Any]:
+        """What a connection to a Sentinel is made with."""
+        return self._tls(address) | _credentials(
+            self.sentinel_username, None, self.sentinel_password_file, "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"
+        )
+
+    def _tls(self, address: Address) -> dict[str, Any]:
+        if not address.is_tls:
+            return {}
+
+        def text(path: Path | None) -> str | None:
+            return None if path is None else str(path)
+
+        return {
+            "ssl_ca_certs": text(self.tls_ca_file),
+            "ssl_certfile": text(self.tls_cert_file),
+            "ssl_keyfile": text(self.tls_key_file),
+            "ssl_cert_reqs": "none" if self.tls_verify == "none" else "required",
+            "ssl_check_hostname": self.tls_verify == "full",
+        }
+
+
+class SecretUnreadable(AuthenticationError):
+    """A password file that is not there; one of the library's errors, so that it closes the connection."""
+
+
+def _read_secret(path: Path, variable: str) -> str:
+    try:
+        secret = path.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is no UTF-8"
+        raise SecretUnreadable(f"{variable} {path} cannot be read: {reason}") from None
+    if not secret:
+        raise SecretUnreadable(f"{variable} {path} is empty: put the password in it")
+    return secret
+
+
+class _FileCredentials(CredentialProvider):
+    """A password read for each new connection, so that one that was changed is used from then on."""
+
+    def __init__(self, username: str | None, path: Path, variable: str) -> None:
+        self._username, self._path, self._variable = username, path, variable
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        secret = _read_secret(self._path, self._variable)
+        return (secret,) if self._username is None else (self._username, secret)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()
+
+
+def _credentials(username: str | None, password: str | None, path: Path | None, variable: str) -> dict[str, Any]:
+    if path is not None:
+        return {"credential_provider": _FileCredentials(username, path, variable)}
+    return {"username": username, "password": password}

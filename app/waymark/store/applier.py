@@ -1,0 +1,283 @@
+"""From decoded batches to Redis: plan, look up, resolve, apply, and only then believe the new watermark.
+
+A patient applier makes the same call again while Redis does not answer: every one of them may come twice, and what
+arrives meanwhile waits in a bounded buffer. One that serves a request says ``StoreUnavailable`` at once; then what it
+remembers is not what Redis has, and it is of no use any more. Nor is it after ``Fenced``: the stream belongs to
+somebody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from waymark.domain.events import Batch
+from waymark.domain.names import Holder
+from waymark.domain.plan import epochs
+from waymark.domain.resolver import Resolver
+from waymark.domain.runs import Commit, Run
+from waymark.errors import StoreUnavailable
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.leases import Grant, random_word
+from waymark.store.records import Begin, StreamState
+from waymark.store.scripts import Verdict
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PAUSE_SECONDS_MIN = 0.05
+_PAUSE_SECONDS_MAX = 1.0
+#: Of many shards, so many are asked at each renewal whether they have lost writes.
+_SHARDS_ASKED = 16
+
+
+class Fenced(Exception):
+    """Somebody else has the stream, or Redis has lost writes of it; nothing this process believes of it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A batch on its way into the index."""
+
+    seq: int
+    digest: str
+    batch: Batch
+
+
+class Applier:
+    """Applies folds of one stream under one grant."""
+
+    def __init__(
+        self,
+        grant: Grant,
+        store: Store,
+        resolver: Resolver,
+        metrics: Metrics,
+        counters: Counter[str],
+        *,
+        is_patient: bool = True,
+    ) -> None:
+        self._is_patient = is_patient
+        self.grant = grant
+        self.resolver = resolver
+        self.counters = counters
+        """Absolute, as the record has them."""
+        self.last_error: str | None = None
+        self._store = store
+        self._metrics = metrics
+        self._waiting_dropped = 0
+        self._asked = 0
+        self._turning: str | None = None
+        """The word of a change of holders whose reply has not come yet."""
+
+    async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The reply of a call that is made until Redis answers."""
+        pause = _PAUSE_SECONDS_MIN
+        while True:
+            try:
+                if self.last_error is not None:
+                    await self._check_holders()
+                reply = await call()
+            except StoreUnavailable as exc:
+                if not self._is_patient:
+                    raise
+                if self.last_error is None:
+                    log.warning("redis does not answer", extra=fields(error=exc.sentence))
+                self.last_error = exc.sentence
+                self._metrics.redis_up.set(0)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+            else:
+                if self.last_error is not None:
+                    self.last_error = None
+                    self._metrics.redis_up.set(1)
+                return reply
+
+    async def _check_holders(self) -> None:
+        """Redis was away. Where a replica has taken over, it may not know which holders were begun and ended last.
+
+        An id that it has forgotten it gives to another publisher: nothing may be written under it. One that knows the
+        change that is being made knows all before it.
+        """
+        state = await self._store.records.read(self.grant)
+        if state is None or (state.turn != self._turning and dict(state.holders) != self.resolver.holders):
+            raise Fenced
+
+    async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
+        """Apply batches in order; with ``commit`` the watermark moves in the same step."""
+        resolver, batches = self.resolver, [incoming.batch for incoming in fold]
+        plan = resolver.plan(batches)
+        if plan.is_news:
+            await self.keep_facts()
+        for unit in plan.ended:
+            await self._turn(unit, is_restart=False)
+        if plan.begun:
+            await self._begin(plan.begun)
+        asked = resolver.lookups(plan, batches)
+        if asked:
+            resolver.learn(await self.answered(lambda: self._store.index.entries(self.grant, asked)))
+        runs = [
+            run for i, incoming in enumerate(fold) for run in resolver.resolve(plan, i, incoming.seq, incoming.batch)
+        ]
+        modes = {run.holder: resolver.mode(run.holder) for run in runs}
+        began = time.perf_counter()
+        verdict = await self.answered(lambda: self._store.index.apply(self.grant, runs, modes, commit))
+        if verdict is Verdict.LOST:
+            await self._lost()
+        if verdict is Verdict.FENCED:
+            raise Fenced
+        self._metrics.apply_duration_seconds.observe(time.perf_counter() - began)
+        self._count(fold, runs)
+
+    async def new_life(self, unit: str = "*") -> None:
+        """End the holders of ``unit``; of '*' the whole life with its watermark and flags."""
+        await self._turn(unit, is_restart=unit == "*")
+
+    async def turn_epochs(self, medium_ttl: Mapping[str, int]) -> None:
+        """On media that report no removals, what was not stored again in time ends, by whole holders."""
+        for name in self.resolver.at(epochs(medium_ttl, time.time())):
+            await self.new_life(name)
+
+    async def keep_facts(self) -> None:
+        """Write what a later lease holder must know before it may apply anything: flags and the main group."""
+        resolver = self.resolver
+        group = "" if resolver.main_group is None else str(resolver.main_group)
+        facts = {"flags": " ".join(sorted(resolver.flags)), "main_groups": group}
+        await self.write(facts, {})
+
+    async def write(self, facts: Mapping[str, str | int | float], counters: Mapping[str, int]) -> None:
+        written = await self.answered(lambda: self._store.records.write(self.grant, facts, counters))
+        if not written:
+            raise Fenced
+
+    async def mark(self, *, is_lost: bool) -> None:
+        if not await self.answered(lambda: self._store.records.mark(self.grant, is_lost=is_lost)):
+            raise Fenced
+
+    async def renew(self, seconds: float, watermark: int | None) -> None:
+        """Hold the lease for longer; ``watermark`` is what Redis has acknowledged."""
+        if not await self.answered(lambda: self._store.leases.renew(self.grant, seconds)):
+            raise Fenced
+        if await self.answered(lambda: self._store.records.watermark(self.grant)) != watermark:
+            raise Fenced  # Redis has lost its last writes
+        shards = sorted(self.grant.marks)
+        few = [shards[(self._asked + i) % len(shards)] for i in range(min(_SHARDS_ASKED, len(shards)))]
+        self._asked += len(few)
+        if await self.answered(lambda: self._store.index.has_lost(self.grant, few)):
+            await self._lost()
+
+    async def _lost(self) -> None:
+        """End a life of which a shard has lost writes. The watermark is on another one, and tells nothing of them."""
+        log.warning("redis has lost writes", extra=fields(stream=str(self.grant.claim.registration.name)))
+        await self.new_life()
+        raise Fenced
+
+    async def _turn(self, unit: str, *, is_restart: bool) -> None:
+        await self._change(unit=unit, is_restart=is_restart, begin=[])
+        self.counters["waiting_lost"] += self.resolver.end(unit)
+
+    async def _begin(self, begun: Mapping[str, Holder]) -> None:
+        begin = [Begin(name, holder) for name, holder in begun.items()]
+        ids = await self._change(unit="", is_restart=False, begin=begin)
+        self.resolver.begin(list(begun), ids)
+
+    async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[Begin]) -> list[int]:
+        """End holders, or begin others: once, however often Redis is asked for it."""
+        above, word = await self._above(), random_word()
+        self._turning = word
+        try:
+            ids = await self.answered(
+                lambda: self._store.records.new_life(
+                    self.grant, unit=unit, is_restart=is_restart, begin=begin, above=above, word=word
+                )
+            )
+        finally:
+            self._turning = None
+        if ids is None:
+            raise Fenced
+        return ids
+
+    async def _above(self) -> int:
+        """The highest holder id anywhere. Asked anew where other shards may know more than the one that counts."""
+        if self.grant.shards == 1:
+            return self.grant.above
+        above = await self.answered(lambda: self._store.leases.highest_holder(self.grant))
+        if above is None:
+            raise Fenced
+        return above
+
+    def _count(self, fold: Sequence[Incoming], runs: Sequence[Run]) -> None:
+        metrics, resolver = self._metrics, self.resolver
+        model = metrics.model(self.grant.claim.registration.model_name)
+        for run in runs:
+            op = "stored" if run.kind == "+" else "removed"
+            metrics.blocks_applied.labels(op=op, model=model).inc(len(run.keys))
+        metrics.batches.inc(len(fold))
+        metrics.last_batch_timestamp_seconds.set(time.time())
+        newest = max((each.batch.ts for each in fold if each.batch.ts is not None), default=None)
+        if newest is not None:
+            metrics.lag_seconds.observe(max(0.0, time.time() - newest))
+        for each in fold:
+            for event in each.batch.events:
+                self.counters[f"events.{type(event).__name__.lower()}"] += 1
+                metrics.events.labels(type=type(event).__name__.lower()).inc()
+            for kind, count in each.batch.rejected.items():
+                self.counters[f"decode_errors.{kind}"] += count
+                metrics.decode_errors.labels(kind=kind).inc(count)
+            for reason, count in each.batch.ignored.items():
+                self.counters[f"ignored.{reason}"] += count
+                metrics.events_ignored.labels(reason=reason).inc(count)
+        if resolver.ignored["block_size_mismatch"] and not self.counters["ignored.block_size_mismatch"]:
+            about = fields(stream=str(resolver.registration.name), registered=resolver.registration.block_size)
+            log.warning("stores of another block size than registered are not indexed", extra=about)
+        for reason, count in resolver.ignored.items():
+            self.counters[f"ignored.{reason}"] += count
+            metrics.events_ignored.labels(reason=reason).inc(count)
+        resolver.ignored.clear()
+        self.counters["unresolved"] += resolver.unresolved
+        metrics.unresolved.inc(resolver.unresolved)
+        resolver.unresolved = 0
+        self.counters["unsalted_events"] += resolver.unsalted
+        resolver.unsalted = 0
+        dropped, self._waiting_dropped = resolver.waiting.dropped - self._waiting_dropped, resolver.waiting.dropped
+        self.counters["waiting_dropped"] += dropped
+        metrics.waiting_dropped.inc(dropped)
+
+
+async def resumed(
+    grant: Grant,
+    store: Store,
+    metrics: Metrics,
+    *,
+    seed: int,
+    memory_entries: int,
+    waiting_blocks: int,
+    medium_ttl: Mapping[str, int],
+    foreign_ranks: frozenset[int] = frozenset(),
+    is_patient: bool = True,
+) -> tuple[Applier, StreamState]:
+    """An applier that knows what the record of its stream knows, and the record; ``Fenced`` where it is gone."""
+    state = await store.records.read(grant)
+    if state is None:
+        raise Fenced
+    resolver = Resolver(
+        grant.claim.registration,
+        grant.publisher,
+        seed=seed,
+        memory_entries=memory_entries,
+        waiting_blocks=waiting_blocks,
+        foreign_ranks=foreign_ranks,
+    )
+    main_group = int(state.main_groups) if state.main_groups else None
+    resolver.resume(state.holders, state.flags, main_group, state.event_ids)
+    applier = Applier(grant, store, resolver, metrics, Counter(state.counters), is_patient=is_patient)
+    await applier.turn_epochs(medium_ttl)
+    return applier, state

@@ -1,0 +1,240 @@
+"""One contact point with Redis, whatever kind it is: what is asked, and what a failure becomes.
+
+One server, a primary behind Sentinels, a Cluster: nothing above knows which. Everything the driver raises leaves as
+``StoreUnavailable``, in bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Any, TypeAlias, TypeVar, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import NoScriptError, RedisError
+
+from waymark.metrics import Metrics
+from waymark.settings import hide_password
+from waymark.store.access import Access
+from waymark.store.address import Address, Endpoint, parse
+from waymark.store.cluster import Cluster
+from waymark.store.connect import server
+from waymark.store.failures import kind_of, unavailable
+from waymark.store.lending import Lender
+from waymark.store.line import Take
+from waymark.store.lua import SCRIPTS, Script
+from waymark.store.sentinels import behind_sentinels
+
+Reply: TypeAlias = list[Any]
+T = TypeVar("T")
+
+EMBEDDED = "memory://"
+
+#: To each server. More than requests work at once: who waits for one may wait long, as those who come later may get it.
+CONNECTIONS = 80
+
+
+class Subscription:
+    """What is published on a channel."""
+
+    def __init__(self, pubsub: PubSub, translated: Callable[[], AbstractContextManager[None]]) -> None:
+        self._pubsub = pubsub
+        self._translated = translated
+
+    async def get_message(self, *, seconds: float) -> dict[str, Any] | None:
+        """The next one; None where there is none within so many seconds."""
+        with self._translated():
+            return cast("dict[str, Any] | None", await self._pubsub.get_message(timeout=seconds))
+
+
+class Client:
+    """A Redis, real or embedded, as the rest of ``store`` sees it."""
+
+    def __init__(self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL") -> None:
+        self._redis = redis
+        self._lender = None if isinstance(redis, Cluster) else Lender(redis.connection_pool, self._translated)
+        self._variable = variable
+        self.url = hide_password(url)
+        self.metrics: Metrics | None = None
+        """Those of its store."""
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        timeout_seconds: float = 2.0,
+        connections: int = CONNECTIONS,
+        access: Access | None = None,
+        variable: str = "WAYMARK_REDIS_URL",
+    ) -> Client:
+        """Connects on first use. ``memory://`` is a new, empty, embedded Redis of this process alone.
+
+        ``connections`` is for each server. Raises SettingsError, naming ``variable``, where the URL or what ``access``
+        says does not fit.
+        """
+        if url == EMBEDDED:
+            return cls(_embedded(), url, variable)
+        access = access or Access()
+        address = parse(url, variable)
+        access.check(address, variable)
+        return cls(_connected(address, access, timeout_seconds, connections), url, variable)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task else 0
+        try:
+            yield
+            # The driver sends through asyncio.wait_for, which before Python 3.12 can swallow a cancellation.
+            if task and task.cancelling() > cancels:
+                raise asyncio.CancelledError
+        except (RedisError, OSError, TimeoutError) as exc:
+            if task and task.cancelling() > cancels:
+                raise asyncio.CancelledError from exc
+            if self.metrics is not None:
+                self.metrics.redis_errors.labels(kind=kind_of(exc)).inc()
+            raise unavailable(self.url, self._variable, exc) from exc
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys may be on different servers."""
+        return isinstance(self._redis, Cluster)
+
+    async def _primaries(self) -> list[Redis]:
+        return await self._redis.primaries() if isinstance(self._redis, Cluster) else [self._redis]
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
+        """Call a script by its hash; by its text where that Redis has not seen it or has forgotten it."""
+        script: Script = SCRIPTS[name]
+        with self._translated():
+            try:
+                reply = await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+            except NoScriptError:
+                reply = await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *args)
+            return cast("Reply", reply)
+
+    async def load_scripts(self) -> None:
+        """Give every primary all scripts."""
+        with self._translated():
+            await asyncio.gather(*(_load(each) for each in await self._primaries()))
+
+    async def ping(self) -> None:
+        with self._translated():
+            await self._redis.ping()
+
+    async def infos(self) -> list[dict[str, Any]]:
+        """INFO of every primary, as the driver parses it; none for the embedded Redis."""
+        if self.url == EMBEDDED:
+            return []
+        with self._translated():
+            return list(await asyncio.gather(*(each.info() for each in await self._primaries())))
+
+    async def hget(self, key: str, field: Any) -> bytes | None:
+        with self._translated():
+            return cast("bytes | None", await self._redis.execute_command("HGET", key, field))
+
+    async def hgetall(self, key: str) -> dict[bytes, bytes]:
+        with self._translated():
+            return cast("dict[bytes, bytes]", await self._redis.execute_command("HGETALL", key))
+
+    async def hkeys(self, key: str) -> list[bytes]:
+        with self._translated():
+            return cast("list[bytes]", await self._redis.execute_command("HKEYS", key))
+
+    async def srandmember(self, key: str) -> bytes | None:
+        with self._translated():
+            return cast("bytes | None", await self._redis.execute_command("SRANDMEMBER", key))
+
+    async def scard(self, key: str) -> int:
+        with self._translated():
+            return cast("int", await self._redis.execute_command("SCARD", key))
+
+    async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
+        """A step through a hash. A cursor means nothing to another server: after a failover, begin again."""
+        with self._translated():
+            reply = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", count)
+            return cast("tuple[int, dict[bytes, bytes]]", reply)
+
+    async def several(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """Commands that do not depend on each other, in one round trip (of a Cluster: to each of its nodes at once).
+
+        One failing fails them all.
+        """
+        with self._translated():
+            if isinstance(self._redis, Cluster):
+                return await self._redis.several(commands)
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return await pipeline.execute()
+
+    def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> Awaitable[T]:
+        """What ``take`` makes of the reply to commands that are packed already, of the server that has ``key``.
+
+        TimeoutError at ``until``, by the loop's clock; errors of the driver leave as everywhere. On a Cluster a slot
+        may have moved, and the embedded Redis cannot do it: then ask again, with ``several``.
+        """
+        if self._lender is not None:
+            return self._lender.ask(packed, take, until)
+        return self._ask_node(key, packed, take, until)
+
+    async def _ask_node(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> T:
+        try:
+            return await cast("Cluster", self._redis).ask(key, packed, take, until)
+        except TimeoutError:
+            raise  # the asker's own
+        except (RedisError, OSError):
+            with self._translated():
+                raise
+
+    def place(self, key: bytes) -> object:
+        """What stands for the server that has ``key``, as far as is known: equal for keys of one question."""
+        return self._redis.place(key) if isinstance(self._redis, Cluster) else None
+
+    async def publish(self, channel: str, word: str) -> None:
+        with self._translated():
+            await self._redis.execute_command("PUBLISH", channel, word)
+
+    @asynccontextmanager
+    async def subscription(self, channel: str) -> AsyncIterator[Subscription]:
+        with self._translated():
+            server = (await self._primaries())[0] if isinstance(self._redis, Cluster) else self._redis
+            async with server.pubsub(ignore_subscribe_messages=True) as pubsub:
+                # By itself: a cancellation that was swallowed must be seen before the next wait, not after the last.
+                with self._translated():
+                    await pubsub.subscribe(channel)
+                yield Subscription(pubsub, self._translated)
+
+
+def _connected(address: Address, access: Access, timeout_seconds: float, connections: int) -> Redis | Cluster:
+    def node(endpoint: Endpoint | None) -> Redis:
+        return server(address, access, endpoint, timeout_seconds=timeout_seconds, connections=connections)
+
+    match address.kind:
+        case "cluster":
+            return Cluster(address.endpoints, node, timeout_seconds=timeout_seconds, is_replica=address.is_replica)
+        case "sentinel":
+            return behind_sentinels(address, access, timeout_seconds=timeout_seconds, connections=connections)
+        case "server":
+            return node(address.endpoints[0])
+        case "socket":
+            return node(None)
+
+
+async def _load(redis: Redis) -> None:
+    async with redis.pipeline(transaction=False) as pipeline:
+        for script in SCRIPTS.values():
+            pipeline.execute_command("SCRIPT LOAD", script.text)
+        await pipeline.execute()
+
+
+def _embedded() -> Redis:
+    from fakeredis import FakeAsyncRedis, FakeServer  # the emulation is loaded only where it is asked for
+
+    return FakeAsyncRedis(server=FakeServer(), decode_responses=False, protocol=2)

@@ -1,0 +1,137 @@
+"""Connections to one server, as every kind of Redis uses them.
+
+Timeouts, retries and the protocol are set here and nowhere else, because the library's own defaults have changed
+between releases. A command that failed because its connection was gone is sent once more on a fresh one: every
+write of ours is a script that may come twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import hiredis
+from redis.asyncio import (
+    BlockingConnectionPool,
+    Connection,
+    Redis,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+
+from waymark.store.access import Access
+from waymark.store.address import Address, Endpoint
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+class Packing(AbstractConnection):
+    """A connection that packs commands in C: the library's own loop costs as much as all else a batch needs."""
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        if " " in args[0]:  # SCRIPT LOAD and the like are two words on the wire
+            args = (*args[0].split(), *args[1:])
+        return [hiredis.pack_command(args)]
+
+    async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
+        try:
+            await super().send_packed_command(command, check_health)
+        except RuntimeError as exc:  # what uvloop says of a connection that the other end has closed
+            raise RedisConnectionError(str(exc)) from exc
+
+
+class _Tcp(Packing, Connection):
+    pass
+
+
+class _Tls(Packing, SSLConnection):
+    pass
+
+
+class _Socket(Packing, UnixDomainSocketConnection):
+    pass
+
+
+class Pool(BlockingConnectionPool):
+    """One too many waits; what is given back is back, whatever happens to who gives it."""
+
+    async def release(self, connection: AbstractConnection) -> None:
+        try:
+            await super().release(connection)
+        except asyncio.CancelledError:
+            # Cancelled while it waited for the pool's lock, it would be missing there for good.
+            if connection in self._in_use_connections:
+                await asyncio.shield(super().release(connection))
+            raise
+
+
+def common_options(timeout_seconds: float, *, retries: int = 1) -> dict[str, Any]:
+    """What every connection has, whatever it leads to."""
+    return {
+        "protocol": 2,
+        "decode_responses": False,
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": timeout_seconds,
+        "health_check_interval": 0,
+        # A name for CLIENT LIST, which older servers do not know and an ACL would have to permit.
+        "driver_info": None,
+        "retry": Retry(NoBackoff(), retries, supported_errors=(RedisConnectionError,)),
+    }
+
+
+def server(
+    address: Address,
+    access: Access,
+    endpoint: Endpoint | None = None,
+    *,
+    timeout_seconds: float,
+    connections: int,
+) -> Redis:
+    """The server at ``endpoint``, or at the socket of ``address``; nothing is connected before the first command."""
+    options = common_options(timeout_seconds) | access.options(address)
+    if endpoint is None:
+        options |= {"connection_class": _Socket, "path": address.path}
+    else:
+        host, port = endpoint
+        kind = _Tls if address.is_tls else _Tcp
+        options |= {"connection_class": kind, "host": host, "port": port, "socket_keepalive": True}
+    if address.kind == "cluster" and address.is_replica:
+        options["redis_connect_func"] = _read_only
+    pool = Pool(max_connections=connections, timeout=timeout_seconds, db=address.db, **options)
+    return Redis.from_pool(pool)
+
+
+async def _read_only(connection: AbstractConnection) -> None:
+    """A replica of a Cluster answers reads only where it is told that old answers will do."""
+    await connection.on_connect()
+    await connection.send_command("READONLY")
+    await connection.read_response()
+
+
+async def first(ask: Callable[[A], Awaitable[T]], asked: Iterable[A]) -> T | RedisError:
+    """What the first of ``asked`` that answers says; the last error where none does. No call goes on afterwards."""
+    waiting = {asyncio.ensure_future(ask(each)) for each in asked}
+    failure = RedisError("nobody was asked")
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            outcomes = await asyncio.gather(*done, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, RedisError):
+                    failure = outcome
+                elif isinstance(outcome, BaseException):
+                    raise outcome
+                else:
+                    return outcome
+        return failure
+    finally:
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,81 @@
+"""What a failure of Redis is called: one sentence that says what is wrong and, where somebody can mend it, how."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from waymark.errors import StoreUnavailable
+from waymark.store.access import SecretUnreadable
+
+
+def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
+    """``exc``, that the driver has raised; ``url`` has no secrets, ``variable`` is where it comes from."""
+    causes = list(_causes(exc))
+    for cause in causes:
+        if isinstance(cause, SecretUnreadable):
+            return StoreUnavailable(f"Redis at {url} cannot be entered: {cause}")
+        if isinstance(cause, AuthenticationError):
+            return StoreUnavailable(
+                f"Redis at {url} does not let us in ({cause}): check the user and password in {variable}, or "
+                "WAYMARK_REDIS_USERNAME and WAYMARK_REDIS_PASSWORD_FILE; for Sentinels "
+                "WAYMARK_REDIS_SENTINEL_USERNAME and WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"
+            )
+        if isinstance(cause, NoPermissionError):
+            return StoreUnavailable(
+                f"Redis at {url} does not permit this ({cause}): give the user of {variable} the permissions that the "
+                "README lists, or set another one in WAYMARK_REDIS_USERNAME"
+            )
+        if isinstance(cause, ssl.SSLError):
+            return StoreUnavailable(
+                f"Redis at {url} has no TLS that can be trusted ({cause}): check WAYMARK_REDIS_TLS_CA_FILE, "
+                f"WAYMARK_REDIS_TLS_CERT_FILE, WAYMARK_REDIS_TLS_VERIFY, and whether {variable} has the right scheme"
+            )
+    return StoreUnavailable(f"Redis at {url} does not answer as it should ({_kind(exc)}: {exc}); try again in a moment")
+
+
+def kind_of(exc: Exception) -> str:
+    """What kind of failure it is: a word of a small fixed set, for the counter."""
+    kinds: dict[str, tuple[type[BaseException], ...]] = {
+        "not_allowed": (SecretUnreadable, AuthenticationError, NoPermissionError),
+        "tls": (ssl.SSLError,),
+        "timeout": (RedisTimeoutError, TimeoutError),
+        "loading": (BusyLoadingError,),
+        "read_only": (ReadOnlyError,),
+        "out_of_memory": (OutOfMemoryError,),
+        "no_primary": (MasterDownError, ClusterDownError),
+        "connection": (RedisConnectionError, OSError),
+    }
+    causes = list(_causes(exc))
+    found = (kind for kind, types in kinds.items() if any(isinstance(cause, types) for cause in causes))
+    return next(found, "other")
+
+
+def _causes(exc: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = exc
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _kind(exc: Exception) -> str:
+    """Its name; for those whose text alone is not enough, the word of Redis."""
+    words = {
+        ReadOnlyError: "READONLY",
+        OutOfMemoryError: "OOM",
+        MasterDownError: "MASTERDOWN",
+        ClusterDownError: "CLUSTERDOWN",
+    }
+    return words.get(type(exc), type(exc).__name__)

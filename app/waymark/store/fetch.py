@@ -1,0 +1,213 @@
+"""Block values out of Redis: one MGET per shard, packed and read with as little in between as can be.
+
+The client library spends more on a command of 512 keys than all else a query does. So the bytes of the command are
+made at once and sent over a connection that the library has opened, and what comes back is scanned where it lies. Any
+error on the way (a slot that has moved, a Redis that loads, a connection that broke) sends the same questions once
+more through the library, which knows what each of them means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from redis.exceptions import InvalidResponse
+
+from waymark.domain.native import KEY_BYTES, mget, pack, runs, scan, unpack
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.hot import HotBlocks
+from waymark.store.line import Replies
+from waymark.store.registry import GroupEntry
+
+
+class Fetched(NamedTuple):
+    """What Redis answered."""
+
+    version: bytes | None
+    """The table's; None where it was not asked for, or there is none."""
+    runs: list[tuple[bytes, int]]
+    """Runs of equal neighbours, (value, how many), up to the first block that nobody has."""
+    found: int
+    """How many blocks that is."""
+
+
+def _fetched(version: bytes | None, values: list[bytes | None]) -> Fetched:
+    found = runs(values)
+    return Fetched(version, found, sum(length for _, length in found))
+
+
+class _Blocks:
+    """A ``Take``: the blocks of one MGET of ``count`` keys, and the version behind them where it was asked for.
+
+    Scanned where it came in one piece, as it mostly does; else, or where it is an error, it is for the parser.
+    """
+
+    __slots__ = ("_count", "_replies", "_with_version")
+
+    def __init__(self, count: int, with_version: bool) -> None:
+        self._count = count
+        self._with_version = with_version
+        self._replies: Replies | None = None
+
+    def __call__(self, piece: bytes) -> Fetched | None:
+        if self._replies is None:
+            found = scan(piece, self._count, self._with_version)
+            if found is not None:
+                return Fetched(*found)
+            self._replies = Replies((self._count > 0) + self._with_version)
+        replies = self._replies(piece)
+        if replies is None:
+            return None
+        version = replies.pop() if self._with_version else None
+        return _fetched(version, _values(replies[0], self._count) if replies else [])
+
+
+def _values(reply: Any, count: int) -> list[bytes | None]:
+    """The reply to an MGET, looked at: a line that is out of step says something else."""
+    if not isinstance(reply, list) or len(reply) != count:
+        raise InvalidResponse(f"no reply to an MGET of {count} keys")
+    return reply
+
+
+class _Question(NamedTuple):
+    """What is asked of one shard."""
+
+    shard: int
+    keys: bytes
+    indexes: Sequence[int]
+    """Where the answers belong among all that is wanted."""
+    with_version: bool
+
+    def packed(self, group_id: int) -> bytes:
+        command = mget(keys.block_prefix(group_id, self.shard), self.keys) if self.keys else b""
+        return command + _ask_version(group_id) if self.with_version else command
+
+    def commands(self, group_id: int) -> list[tuple[str | bytes, ...]]:
+        """The same for the client library."""
+        prefix = keys.block_prefix(group_id, self.shard)
+        commands: list[tuple[str | bytes, ...]] = []
+        if self.keys:
+            commands.append(("MGET", *(b"%b%016x" % (prefix, key) for key in unpack(self.keys))))
+        if self.with_version:
+            commands.append(("HGET", keys.holders(group_id), "version"))
+        return commands
+
+
+class Fetcher:
+    """Asks Redis for blocks, except for those that are hot."""
+
+    def __init__(self, client: Client, hot: HotBlocks, metrics: Metrics) -> None:
+        self._client = client
+        self._hot = hot
+        self._metrics = metrics
+
+    async def fetch(self, entry: GroupEntry, wanted: bytes, *, with_version: bool, until: float) -> tuple[Fetched, int]:
+        """The values of the packed keys ``wanted``, each shard asked once, and how many round trips that took.
+
+        TimeoutError at ``until``, by the loop's clock.
+        """
+        began = time.monotonic()
+        kept = self._hot.find(entry.group_id, wanted, began)
+        questions = _questions(entry, wanted, kept, with_version=with_version)
+        if not questions:
+            return _fetched(None, list(kept.values())), 0
+        is_whole = len(questions) == 1 and not kept
+        try:
+            if is_whole:
+                question = questions[0]
+                fetched = await self._client.ask(
+                    keys.block_prefix(entry.group_id, question.shard),
+                    question.packed(entry.group_id),
+                    _Blocks(len(wanted) // KEY_BYTES, with_version),
+                    until,
+                )
+            else:
+                replies = await self._ask(entry.group_id, questions, until)
+                fetched = _together(len(wanted) // KEY_BYTES, kept, questions, replies)
+        except StoreUnavailable:
+            async with asyncio.timeout_at(until):
+                replies = await self._ask_again(entry.group_id, questions)
+            fetched = _together(len(wanted) // KEY_BYTES, kept, questions, replies)
+        ended = time.monotonic()
+        self._metrics.fetch_duration_seconds.observe(ended - began)
+        self._hot.keep(entry.group_id, wanted, fetched.runs, ended)
+        return fetched, 1
+
+    def forget(self) -> None:
+        """Forget what is hot."""
+        self._hot.clear()
+
+    async def _ask(self, group_id: int, questions: list[_Question], until: float) -> list[list[Any]]:
+        """The replies to each question; ``StoreUnavailable`` where any of them is an error."""
+        by_server: dict[object, list[int]] = {}
+        for i, question in enumerate(questions):
+            by_server.setdefault(self._client.place(keys.block_prefix(group_id, question.shard)), []).append(i)
+        each = [self._ask_server(group_id, [questions[i] for i in indexes], until) for indexes in by_server.values()]
+        if len(each) == 1:
+            answers: list[list[Any] | BaseException] = [await each[0]]
+        else:
+            answers = await asyncio.gather(*each, return_exceptions=True)
+        replies: list[list[Any]] = [[] for _ in questions]
+        for indexes, answer in zip(by_server.values(), answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            left = iter(answer)
+            for i in indexes:
+                replies[i] = [next(left) for _ in range(_replies_to(questions[i]))]
+        return replies
+
+    async def _ask_server(self, group_id: int, questions: list[_Question], until: float) -> list[Any]:
+        """Over one connection: to where the first question's shard is."""
+        return await self._client.ask(
+            keys.block_prefix(group_id, questions[0].shard),
+            b"".join([question.packed(group_id) for question in questions]),
+            Replies(sum(map(_replies_to, questions))),
+            until,
+        )
+
+    async def _ask_again(self, group_id: int, questions: list[_Question]) -> list[list[Any]]:
+        commands = [question.commands(group_id) for question in questions]
+        replies = iter(await self._client.several([command for each in commands for command in each]))
+        return [[next(replies) for _ in each] for each in commands]
+
+
+def _ask_version(group_id: int) -> bytes:
+    key = keys.holders(group_id).encode()
+    return b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b\r\n$7\r\nversion\r\n" % (len(key), key)
+
+
+def _replies_to(question: _Question) -> int:
+    return bool(question.keys) + question.with_version
+
+
+def _questions(entry: GroupEntry, wanted: bytes, kept: dict[int, bytes], *, with_version: bool) -> list[_Question]:
+    """What is to be asked; the version first, of shard 0, where the table is."""
+    if entry.shards == 1 and not kept:
+        return [_Question(0, wanted, range(len(wanted) // KEY_BYTES), with_version)] if wanted or with_version else []
+    picked: dict[int, list[int]] = {0: []} if with_version else {}
+    numbers = unpack(wanted)
+    for i, key in enumerate(numbers):
+        if i not in kept:
+            picked.setdefault(key % entry.shards, []).append(i)
+    return [
+        _Question(shard, pack([numbers[i] for i in indexes]), indexes, with_version and shard == 0)
+        for shard, indexes in picked.items()
+    ]
+
+
+def _together(count: int, kept: dict[int, bytes], questions: list[_Question], replies: list[list[Any]]) -> Fetched:
+    """All values in the order in which they are wanted."""
+    version = replies[0].pop() if questions[0].with_version else None
+    values: list[bytes | None] = [None] * count
+    for i, value in kept.items():
+        values[i] = value
+    for question, answers in zip(questions, replies, strict=True):
+        if question.keys:
+            for i, value in zip(question.indexes, answers[0], strict=True):
+                values[i] = value
+    return _fetched(version, values)

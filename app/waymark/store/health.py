@@ -1,0 +1,196 @@
+"""How Redis is set up and how full it is: what an operator must know and no command of ours would show in time.
+
+Redis tells it in INFO, so nothing is needed that a managed Redis refuses. It is asked at most every few seconds and
+for a bounded time, however often somebody wants to know: a Redis that hangs must not make ``/metrics`` hang too.
+The embedded Redis has no INFO: nothing is known of it, and nothing is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from waymark.domain.hashing import DEFAULT_SEED
+from waymark.errors import StoreUnavailable
+from waymark.logs import fields
+from waymark.store import keys
+from waymark.store.client import Client
+
+log = logging.getLogger(__name__)
+
+#: How old an answer may be, and how long to wait for a new one.
+_FRESH_SECONDS = 2.0
+_ANSWER_SECONDS = 0.5
+
+#: The oldest version on which the scripts are tried.
+_OLDEST = (6, 2)
+
+
+class Reason(StrEnum):
+    """What can be wrong with a Redis that answers."""
+
+    EVICTION = "eviction"
+    OLD_VERSION = "old_version"
+    SHARDS_NOT_SET = "shards_not_set"
+    CLUSTER_URL = "cluster_url"
+    READ_ONLY = "read_only"
+    OUT_OF_MEMORY = "out_of_memory"
+    HASH_SEED = "hash_seed"
+
+
+@dataclass(frozen=True, slots=True)
+class Primary:
+    """One Redis that is written to. Bytes as Redis counts them."""
+
+    memory_bytes: int
+    memory_max_bytes: int
+    """0 is no limit."""
+    evicted_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What is known of Redis."""
+
+    is_up: bool = False
+    """It answered when last asked, and has its data loaded."""
+    primaries: tuple[Primary, ...] = ()
+    warnings: Mapping[Reason, str] = field(default_factory=dict)
+    """What is wrong, each with a sentence that says what comes of it and the way out."""
+
+
+class HealthWatch:
+    """Knows how Redis is; says in the log when something goes wrong, and when it is right again."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        are_shards_set: bool = True,
+        hash_seed: int = DEFAULT_SEED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._are_shards_set = are_shards_set
+        self._hash_seed = hash_seed
+        self._clock = clock
+        self._health = Health()
+        self._fresh_until = float("-inf")
+        self._is_looking = False
+
+    async def look(self) -> Health:
+        """How Redis is, at most some seconds ago; whoever comes while another asks is told what was known before."""
+        if self._clock() < self._fresh_until or self._is_looking:
+            return self._health
+        self._is_looking = True
+        try:
+            health = await self._ask()
+        finally:
+            self._is_looking = False
+            self._fresh_until = self._clock() + _FRESH_SECONDS
+        for reason in health.warnings.keys() - self._health.warnings.keys():
+            about = fields(reason=str(reason), warning=health.warnings[reason])
+            log.warning("redis is not as it should be", extra=about)
+        for reason in self._health.warnings.keys() - health.warnings.keys():
+            log.info("redis is as it should be again", extra=fields(reason=str(reason)))
+        self._health = health
+        return health
+
+    async def _ask(self) -> Health:
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                seed = await self._client.hget(keys.GROUPS, "hash_seed")
+                infos = await self._infos()
+        except TimeoutError:
+            return replace(self._health, is_up=False)
+        except StoreUnavailable:
+            return replace(self._health, is_up=False)
+        warnings: dict[Reason, str] = {}
+        for info in infos:
+            for reason, sentence in self._complaints(info):
+                warnings.setdefault(reason, sentence)
+        if seed is not None and int(seed) != self._hash_seed:
+            warnings[Reason.HASH_SEED] = (
+                f"blocks in this Redis are hashed with WAYMARK_HASH_SEED {int(seed)}, here it is {self._hash_seed}: "
+                "what one of the two writes the other never finds; give all processes the same"
+            )
+        is_loading = any(_number(info, "loading") for info in infos)
+        return Health(not is_loading, tuple(map(_primary, infos)), warnings)
+
+    async def _infos(self) -> list[dict[str, Any]]:
+        try:
+            return await self._client.infos()
+        except StoreUnavailable as exc:
+            if isinstance(exc.__cause__, ResponseError):
+                return []  # a refusal is an answer, too: INFO may be denied to this user
+            raise
+
+    def _complaints(self, info: Mapping[str, Any]) -> Iterable[tuple[Reason, str]]:
+        policy = str(info.get("maxmemory_policy", "noeviction"))
+        if policy.startswith("volatile-"):
+            yield (
+                Reason.EVICTION,
+                f"Redis has maxmemory-policy {policy}, which evicts what has a time to live, the leases of streams: "
+                "they would change workers again and again; set maxmemory-policy to noeviction",
+            )
+        elif policy != "noeviction":
+            yield (
+                Reason.EVICTION,
+                f"Redis has maxmemory-policy {policy}, which evicts any key: blocks, registrations and the order of "
+                "events would be lost without a trace; set maxmemory-policy to noeviction",
+            )
+        version = str(info.get("redis_version", ""))
+        if (number := _version(version)) is not None and number < _OLDEST:
+            yield (
+                Reason.OLD_VERSION,
+                f"Redis is version {version}; use {_OLDEST[0]}.{_OLDEST[1]} or later, or Valkey",
+            )
+        if self._client.is_cluster and not self._are_shards_set:
+            yield (
+                Reason.SHARDS_NOT_SET,
+                "Redis is a Cluster and WAYMARK_SHARDS is not set, so all blocks of a model are on one primary; set "
+                "it to a few times the number of primaries, or to 1 to say that this is meant",
+            )
+        if _number(info, "cluster_enabled") and not self._client.is_cluster:
+            yield (
+                Reason.CLUSTER_URL,
+                "Redis is a node of a Cluster, which answers for its own keys only; give WAYMARK_REDIS_URL as "
+                "redis+cluster://host:port",
+            )
+        if info.get("role") == "slave" and _number(info, "slave_read_only"):
+            yield (
+                Reason.READ_ONLY,
+                "Redis is a replica and refuses writes: queries are answered, nothing is indexed or registered; point "
+                "WAYMARK_REDIS_URL at the primary",
+            )
+        used, most = _number(info, "used_memory"), _number(info, "maxmemory")
+        if policy == "noeviction" and 0 < most <= used:
+            yield (
+                Reason.OUT_OF_MEMORY,
+                f"Redis uses {used} of {most} bytes and refuses writes: queries are answered, nothing is indexed or "
+                "registered; raise maxmemory, or spread the blocks over a Cluster",
+            )
+
+
+def _primary(info: Mapping[str, Any]) -> Primary:
+    return Primary(_number(info, "used_memory"), _number(info, "maxmemory"), _number(info, "evicted_keys"))
+
+
+def _number(info: Mapping[str, Any], name: str) -> int:
+    value = info.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def _version(text: str) -> tuple[int, int] | None:
+    """The first two numbers; None where it has none, as a server of another make may."""
+    parts = text.split(".")
+    if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
+        return None
+    return int(parts[0]), int(parts[1])

@@ -1,0 +1,235 @@
+"""Blocks: apply runs of a stream to them, and find out which block an engine hash stands for.
+
+Nothing here decides anything about a stream; it brings what was decided to the right shards, in calls that Redis
+runs as a whole and that can all come twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from waymark.domain.runs import Commit, Mode, Run
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.leases import Grant
+from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
+
+#: Blocks in one call: about a millisecond of Redis where they are new, and every reader waits meanwhile.
+CALL_BLOCKS = 512
+
+
+class Index:
+    def __init__(self, client: Client, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def apply(
+        self, grant: Grant, runs: Sequence[Run], modes: Mapping[int, Mode], commit: Commit | None
+    ) -> Verdict:
+        """Apply runs in order and move the watermark, if one is given; ``modes`` has every holder of the runs.
+
+        What was applied before, wholly or in part, is skipped. FENCED: the stream is somebody else's now, and
+        nothing this caller believes of it holds any more. LOST: a shard has lost writes that it had acknowledged, so
+        the life of the stream has to end.
+        """
+        before = None if commit is None else commit.before
+        if grant.shards == 1:
+            return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit, before)
+        parts = _by_shard(runs, grant.shards)
+        # The watermark is on shard 0: where it has gone back, no other shard may get what comes behind it.
+        if before is not None:
+            verdict = await self._apply_shard(grant, 0, parts.pop(0, []), modes, None, before)
+            if verdict is Verdict.FENCED:
+                return verdict
+        verdicts = await asyncio.gather(
+            *(
+                self._apply_shard(grant, shard, part, modes, None, grant.marks.get(shard))
+                for shard, part in parts.items()
+            )
+        )
+        for refusal in (Verdict.FENCED, Verdict.LOST):
+            if refusal in verdicts:
+                return refusal
+        if grant.claim.registration.sequence == "publisher":  # else its numbers are of several ranks
+            grant.marks.update({shard: part[-1][0].seq for shard, part in parts.items() if shard})
+        if commit is None:
+            return Verdict.APPLIED
+        outcome = await self._scripts.commit_batch(
+            grant.record, grant.token, commit.watermark, *_beside_watermark(commit)
+        )
+        return outcome.verdict
+
+    async def _apply_shard(
+        self,
+        grant: Grant,
+        shard: int,
+        runs: Sequence[tuple[Run, list[int] | None]],
+        modes: Mapping[int, Mode],
+        commit: Commit | None,
+        before: int | None,
+    ) -> Verdict:
+        verdict = Verdict.APPLIED
+        calls = list(_calls(runs)) or [[]]
+        for number, call in enumerate(calls):
+            last = commit if number == len(calls) - 1 else None
+            while True:
+                outcome = await self._call(grant, shard, call, modes, last, before)
+                verdict = outcome.verdict
+                if verdict is not Verdict.APPLIED:
+                    return verdict
+                call = _rest(call, outcome.numbers[0])
+                if not call:
+                    break
+        return verdict
+
+    async def _call(
+        self,
+        grant: Grant,
+        shard: int,
+        runs: Sequence[tuple[Run, list[int] | None]],
+        modes: Mapping[int, Mode],
+        commit: Commit | None,
+        before: int | None,
+    ) -> Outcome:
+        prefix = keys.block_prefix(grant.group_id, shard)
+        holders = {holder: i for i, holder in enumerate(dict.fromkeys(run.holder for run, _ in runs), 1)}
+        blocks: list[bytes] = []
+        args: list[Arg] = []
+        for run, positions in runs:
+            words = [b"%016x" % key for key in run.keys]
+            blocks += [prefix + word for word in words]
+            args += (
+                run.kind,
+                holders[run.holder],
+                run.seq,
+                run.first if positions is None else positions[0],
+                "" if positions is None else ",".join(map(str, positions)),
+            )
+            if run.namespace:
+                ns = run.namespace
+                args += ("value", len(words))
+                args += [b"%016x" % engine_hash for engine_hash in run.hashes]
+                args += [b"%016x:%016x" % (ns, key ^ ns) for key in run.keys]
+            elif run.is_identity:
+                args += ("same", len(words))
+            else:
+                args += ("key", len(words))
+                args += [b"%016x" % engine_hash for engine_hash in run.hashes]
+        beside: tuple[Arg, Arg, Arg] = ("", "", "") if commit is None else _beside_watermark(commit)
+        return await self._scripts.apply_batch(
+            keys.fence(grant.group_id, shard),
+            [keys.engine(grant.group_id, shard, holder) for holder in holders],
+            blocks,
+            grant.record if shard == 0 else None,
+            grant.publisher,
+            grant.token,
+            "" if commit is None else commit.watermark,
+            *beside,
+            "" if before is None else before,
+            [word for holder in holders for word in (holder, modes[holder])],
+            args,
+        )
+
+    async def has_lost(self, grant: Grant, shards: Iterable[int]) -> bool:
+        """Whether any of these shards has lost writes that it had acknowledged under this grant."""
+        asked = [shard for shard in shards if shard in grant.marks]
+        if not asked:
+            return False
+        found = await self._client.several(
+            ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"seq:{grant.publisher}") for shard in asked
+        )
+        # Without any token a shard has come back empty, or the publisher is gone, which its record tells.
+        return any(
+            token is None or int(-1 if seq is None else seq) < grant.marks[shard]
+            for shard, (token, seq) in zip(asked, found, strict=True)
+        )
+
+    async def entries(self, grant: Grant, wanted: Mapping[int, Sequence[int]]) -> dict[int, dict[int, tuple[int, int]]]:
+        """The blocks that engine hashes stand for: per holder, engine hash to (namespace, seq_hash).
+
+        ``wanted`` names, per holder, the engine hashes to look up; on every shard, since only the block knows
+        its own. What is unknown is left out.
+        """
+        asked = [
+            (holder, shard, hashes[i : i + 1000])
+            for holder, hashes in wanted.items()
+            for shard in range(grant.shards)
+            for i in range(0, len(hashes), 1000)
+        ]
+        found: dict[int, dict[int, tuple[int, int]]] = {holder: {} for holder in wanted}
+        if not asked:
+            return found
+        replies = await self._client.several(
+            ("HMGET", keys.engine(grant.group_id, shard, holder), *(b"%016x" % h for h in hashes))
+            for holder, shard, hashes in asked
+        )
+        for (holder, _, hashes), values in zip(asked, replies, strict=True):
+            for engine_hash, value in zip(hashes, values, strict=True):
+                if value is not None:
+                    found[holder][engine_hash] = parse_entry(engine_hash, value)
+        return found
+
+
+def parse_entry(engine_hash: int, value: bytes) -> tuple[int, int]:
+    """(namespace, seq_hash) of an entry: ``seq_hash``, ``ns:seq_hash``, or empty where the hash is its own."""
+    if not value:
+        return 0, engine_hash
+    head, colon, tail = value.partition(b":")
+    return (int(head, 16), int(tail, 16)) if colon else (0, int(head, 16))
+
+
+def _beside_watermark(commit: Commit) -> tuple[Arg, Arg, Arg]:
+    ts, newest = commit.ts, commit.newest_ts
+    return "" if ts is None else repr(ts), "" if newest is None else repr(newest), commit.digest
+
+
+def _calls(runs: Sequence[tuple[Run, list[int] | None]]) -> Iterator[list[tuple[Run, list[int] | None]]]:
+    """Cut runs into calls of at most ``CALL_BLOCKS``."""
+    call: list[tuple[Run, list[int] | None]] = []
+    room = CALL_BLOCKS
+    for run, positions in runs:
+        start = 0
+        while start < len(run.keys):
+            end = min(start + room, len(run.keys))
+            call.append((run.part(start, end), positions and positions[start:end]))
+            room -= end - start
+            start = end
+            if room == 0:
+                yield call
+                call, room = [], CALL_BLOCKS
+    if call:
+        yield call
+
+
+def _rest(call: Sequence[tuple[Run, list[int] | None]], done: int) -> list[tuple[Run, list[int] | None]]:
+    """What is left of a call, after its first ``done`` blocks."""
+    rest: list[tuple[Run, list[int] | None]] = []
+    for run, positions in call:
+        size = len(run.keys)
+        if done < size:
+            rest.append((run.part(done, size), positions and positions[done:]))
+        done = max(0, done - size)
+    return rest
+
+
+def _by_shard(runs: Iterable[Run], shards: int) -> dict[int, list[tuple[Run, list[int] | None]]]:
+    """The runs as each shard sees them, with the position of each block, since they no longer follow each other."""
+    parts: dict[int, list[tuple[Run, list[int] | None]]] = {}
+    for run in runs:
+        picked: dict[int, list[int]] = {}
+        for i, key in enumerate(run.keys):
+            picked.setdefault(key % shards, []).append(i)
+        for shard, indexes in picked.items():
+            part = Run(
+                run.kind,
+                run.holder,
+                run.seq,
+                run.first + indexes[0],
+                [run.keys[i] for i in indexes],
+                [run.hashes[i] for i in indexes],
+                run.namespace,
+                run.is_identity,
+            )
+            parts.setdefault(shard, []).append((part, [run.first + i for i in indexes]))
+    return parts

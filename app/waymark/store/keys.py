@@ -1,0 +1,65 @@
+"""Every key name is built here; ``lua/README.md`` is the table of what they hold.
+
+Names of clients (tenants, models, instances) never become part of a key: they are fields and values, as JSON
+arrays, so no spelling of one can be mistaken for another. Braces are the hash tag of a Redis Cluster: shard 0 of
+a group shares the slot of the group's own keys.
+"""
+
+from __future__ import annotations
+
+import orjson
+
+from waymark.domain.names import GroupName, PublisherName
+
+GROUPS = "wm:groups"
+PUBLISHERS = "wm:publishers"
+WORKERS = "wm:workers"
+BIRTH = "wm:birth"
+#: The channel on which "look again" is said; a hint only.
+CONTROL = "wm:control"
+
+
+def _tag(group_id: int, shard: int = 0) -> str:
+    return f"{{{group_id}.{shard}}}" if shard else f"{{{group_id}}}"
+
+
+def holders(group_id: int) -> str:
+    return f"wm:{_tag(group_id)}:holders"
+
+
+def record(group_id: int, publisher: int) -> str:
+    return f"wm:{_tag(group_id)}:publisher:{publisher}"
+
+
+def lease(group_id: int, publisher: int) -> str:
+    return f"wm:{_tag(group_id)}:lease:{publisher}"
+
+
+def dead(group_id: int) -> str:
+    return f"wm:{_tag(group_id)}:dead"
+
+
+def fence(group_id: int, shard: int) -> str:
+    return f"wm:{_tag(group_id, shard)}:fence"
+
+
+def engine(group_id: int, shard: int, holder: int) -> str:
+    return f"wm:{_tag(group_id, shard)}:engine:{holder}"
+
+
+def block_prefix(group_id: int, shard: int) -> bytes:
+    """What stands before a block's 16 hex digits."""
+    return f"wm:{_tag(group_id, shard)}:".encode()
+
+
+def group_field(group: GroupName) -> bytes:
+    return orjson.dumps([group.tenant_id, group.model_name])
+
+
+def publisher_field(name: PublisherName) -> bytes:
+    return orjson.dumps([name.instance_id, name.tenant_id, name.dp_rank])
+
+
+def parse_group_field(field: bytes) -> GroupName:
+    tenant_id, model_name = orjson.loads(field)
+    return GroupName(tenant_id, model_name)

@@ -1,0 +1,162 @@
+"""Leases: who applies which stream, and the fence that makes sure.
+
+The lease says who may start; the fence, on every shard, refuses everybody whose token is not the highest. A grant
+is complete only when the fence stands on all shards, and only then may its holder read the stream's state: what
+it reads cannot change any more behind its back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+
+from waymark.store import keys
+from waymark.store.claims import Claim
+from waymark.store.client import Client
+from waymark.store.scripts import Scripts, Verdict
+
+
+def random_word() -> str:
+    """64 random bits: enough that no two lives, tokens or versions are ever the same."""
+    return secrets.token_hex(8)
+
+
+@dataclass(slots=True)
+class Turn:
+    """The last change of its holders that a grant has seen acknowledged."""
+
+    word: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A stream that is ours, as long as nobody has a higher token."""
+
+    claim: Claim
+    token: str
+    above: int
+    """The highest holder id seen on any shard when the fence was raised."""
+    marks: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    """Of each shard but the first, the seq of the last batch whose blocks it has acknowledged under this grant, -1 for
+    none."""
+    turn: Turn = field(default_factory=Turn, compare=False, repr=False)
+    is_forgotten: bool = False
+    """A shard had no token of the publisher. Where it has a life, that shard has come back empty."""
+
+    @property
+    def publisher(self) -> int:
+        return self.claim.publisher
+
+    @property
+    def group_id(self) -> int:
+        return self.claim.group_id
+
+    @property
+    def shards(self) -> int:
+        return self.claim.shards
+
+    @property
+    def record(self) -> str:
+        return keys.record(self.claim.group_id, self.claim.publisher)
+
+    @property
+    def lease(self) -> str:
+        return keys.lease(self.claim.group_id, self.claim.publisher)
+
+
+class Leases:
+    def __init__(self, client: Client, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def take(self, claim: Claim, worker: str, seconds: float, *, force: bool = False) -> Grant | None:
+        """The stream of ``claim``, fenced on every shard; None where somebody else has it, or it is gone."""
+        own, above, milliseconds = "", 0, max(1, int(seconds * 1000))
+        is_forgotten = await self._is_forgotten(claim)
+        record, lease = keys.record(claim.group_id, claim.publisher), keys.lease(claim.group_id, claim.publisher)
+        while True:
+            random = random_word()
+            taken = await self._scripts.take_lease(
+                lease, record, own, random, worker, milliseconds, above, "1" if force else ""
+            )
+            if taken.verdict is Verdict.GONE:
+                await self._forget(claim)
+            if not taken.is_applied:
+                return None
+            own = f"{taken.numbers[0]}.{random}"
+            counter, holder = await self._raise_fences(claim, own)
+            if counter is None:
+                # A shard that comes back empty later has not even the mark of having nothing.
+                marks = dict.fromkeys(range(1, claim.shards), -1)
+                return Grant(claim, own, holder, marks, is_forgotten=is_forgotten)
+            # A failover has set the record back; the shards remember more.
+            above = counter
+
+    async def _is_forgotten(self, claim: Claim) -> bool:
+        """Whether a shard has no token, other than the one with the record. Asked before fences are raised."""
+        others = range(1, claim.shards)
+        if not others:
+            return False
+        found = await self._client.several(
+            ("HGET", keys.fence(claim.group_id, shard), claim.publisher) for shard in others
+        )
+        return None in found
+
+    async def _raise_fences(self, claim: Claim, token: str) -> tuple[int | None, int]:
+        """(the counter that stands in the way or None, the highest holder id of all shards)."""
+        outcomes = await asyncio.gather(
+            *(
+                self._scripts.raise_fence(keys.fence(claim.group_id, shard), claim.publisher, token)
+                for shard in range(claim.shards)
+            )
+        )
+        holder = max(outcome.numbers[1] for outcome in outcomes)
+        refused = [outcome.numbers[0] for outcome in outcomes if not outcome.is_applied]
+        return (max(refused) if refused else None), holder
+
+    async def highest_holder(self, grant: Grant) -> int | None:
+        """The highest holder id on any shard, asked anew; None where the stream is somebody else's now."""
+        counter, holder = await self._raise_fences(grant.claim, grant.token)
+        return holder if counter is None else None
+
+    async def renew(self, grant: Grant, seconds: float) -> bool:
+        """Whether the stream is still ours; then it is for another ``seconds``."""
+        outcome = await self._scripts.renew_lease(grant.lease, grant.record, grant.token, max(1, int(seconds * 1000)))
+        return outcome.is_applied
+
+    async def drop(self, grant: Grant) -> None:
+        """Give the lease back at once."""
+        outcome = await self._scripts.drop_lease(grant.lease, grant.record, grant.token)
+        if outcome.verdict is Verdict.GONE:
+            await self._forget(grant.claim)
+
+    async def _forget(self, claim: Claim) -> None:
+        """Take out of the fences what is left of a publisher without a record; no token of it lets anybody in.
+
+        Something is left where it was ended between a lease and its fence, or by somebody who did not get further.
+        """
+        await asyncio.gather(
+            *(
+                self._scripts.drop_fence(keys.fence(claim.group_id, shard), claim.publisher, "")
+                for shard in range(claim.shards)
+            )
+        )
+
+    async def end(self, grant: Grant) -> bool:
+        """End the publisher: its row and its holders are gone when this returns; False where fenced."""
+        group_id, publisher = grant.group_id, grant.publisher
+        outcome = await self._scripts.end_publisher(
+            keys.holders(group_id),
+            grant.record,
+            grant.lease,
+            keys.dead(group_id),
+            publisher,
+            grant.token,
+            random_word(),
+        )
+        if outcome.verdict is Verdict.FENCED:
+            return False
+        for shard in range(grant.shards):
+            await self._scripts.drop_fence(keys.fence(group_id, shard), publisher, grant.token)
+        return True

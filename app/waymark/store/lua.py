@@ -1,0 +1,24 @@
+"""The texts of ``lua/``, read once, and the hash by which Redis knows each."""
+
+from __future__ import annotations
+
+from hashlib import sha1
+from pathlib import Path
+from typing import NamedTuple
+
+# Beside the package in a checkout, inside it once installed.
+_PACKAGE = Path(__file__).parents[1]
+LUA_DIR = next(folder for folder in (_PACKAGE / "lua", _PACKAGE.parents[1] / "lua") if folder.is_dir())
+
+
+class Script(NamedTuple):
+    text: str
+    sha: str
+
+
+def _read(path: Path) -> Script:
+    text = path.read_text(encoding="utf-8")
+    return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+SCRIPTS: dict[str, Script] = {path.stem: _read(path) for path in sorted(LUA_DIR.glob("*.lua"))}

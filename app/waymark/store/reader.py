@@ -1,0 +1,228 @@
+"""Queries: walk a prompt's chain through Redis, in few round trips.
+
+A replica keeps two things between queries, and both are checked by every query: which id a group has, and the
+group's holder table with its random version word. Whatever Redis answers now wins; nothing here is a source of
+truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from waymark.domain.match import Walk
+from waymark.domain.names import GroupName
+from waymark.domain.native import KEY_BYTES
+from waymark.domain.table import HolderTable
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.store import keys
+from waymark.store.claims import decode_table
+from waymark.store.client import Client
+from waymark.store.fetch import Fetcher
+from waymark.store.hot import HotBlocks
+from waymark.store.registry import GroupEntry, Registry
+
+KeySource = Callable[[int], bytes]
+"""Gives the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at its end."""
+
+#: A miss in the first chunk is the common answer to a new prompt, so it is small. Where prompts lately had more of
+#: their blocks (one system prompt for all is the usual case) it is larger: a round trip costs more than keys that turn
+#: out to be missing. (Below how many blocks found on average, how many are asked for.)
+_FIRST_CHUNKS = ((24, 32), (96, 128))
+#: What goes on mostly goes on for long; 512 keys are some 0.15 ms of Redis.
+_CHUNK = 512
+#: How much one query counts in the average.
+_WEIGHT = 1 / 8
+
+#: Groups and tables remembered; beyond it the oldest is forgotten.
+_GROUPS_MAX = 1024
+
+
+class Reading(NamedTuple):
+    """What a query found."""
+
+    walk: Walk
+    is_partial: bool
+    """The deadline came before the end of the chain."""
+    round_trips: int
+    blocks: int
+    """How many blocks were looked up."""
+
+
+class _Query:
+    """One query's progress, kept so that the deadline or a newer table finds what was read already."""
+
+    def __init__(self, block_size: int, source: KeySource) -> None:
+        self.block_size = block_size
+        self.walk: Walk | None = None
+        self.round_trips = 0
+        self.runs: list[tuple[bytes, int]] = []
+        self.blocks = 0
+        """How many keys have been looked up."""
+        self.found = 0
+        """How many of them somebody has, up to the first that nobody has."""
+        self._source = source
+        self._keys = b""
+
+    def keys(self, count: int) -> bytes:
+        """The next ``count`` keys that have not been looked up."""
+        if not self._keys:
+            self._keys = self._source(count)
+            return self._keys
+        start = KEY_BYTES * self.blocks
+        missing = self.blocks + count - len(self._keys) // KEY_BYTES
+        if missing > 0:
+            self._keys += self._source(missing)
+        return self._keys[start : start + KEY_BYTES * count]
+
+    def restart(self) -> None:
+        self.walk = None
+        self.runs = []
+        self.blocks = self.found = 0
+
+    def begin(self, table: HolderTable) -> Walk:
+        self.walk = Walk(table.view(self.block_size))
+        return self.walk
+
+    def reading(self, *, is_partial: bool) -> Reading | None:
+        if self.walk is None:
+            return None
+        return Reading(self.walk, is_partial, self.round_trips, self.blocks)
+
+
+class Reader:
+    def __init__(self, client: Client, registry: Registry, hot: HotBlocks, metrics: Metrics | None = None) -> None:
+        self._client = client
+        self._fetcher = Fetcher(client, hot, metrics or Metrics())
+        self._registry = registry
+        self._groups: dict[GroupName, GroupEntry] = {}
+        self._tables: dict[int, HolderTable] = {}
+        # By group id: how many blocks queries found lately, on average, of up to 128.
+        self._usual: dict[int, float] = {}
+
+    async def read(
+        self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
+    ) -> Reading | None:
+        """Walk the chain as far as anybody has it; None where nothing was ever registered for the group.
+
+        Raises StoreUnavailable where Redis is away, or has not answered once within the deadline.
+        """
+        query = _Query(block_size, source)
+        until = asyncio.get_running_loop().time() + deadline_seconds
+        try:
+            for _ in range(2):
+                entry = self._groups.get(group) or await self._find(group, until)
+                if entry is None:
+                    return None
+                if await self._walk(group, entry, query, until):
+                    self._remember(entry, query)
+                    return query.reading(is_partial=False)
+                # The id is another group's: this Redis has come back empty, so nothing known of it holds.
+                self._fetcher.forget()
+                self._groups.clear()
+                self._tables.clear()
+                self._usual.clear()
+                query.restart()
+            return None
+        except TimeoutError:
+            partial = query.reading(is_partial=True)
+            if partial is None:
+                raise self._silent(deadline_seconds) from None
+            return partial
+
+    def _silent(self, seconds: float | None) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"Redis at {self._client.url} did not answer within {seconds or 0:g} s; try again in a moment"
+        )
+
+    async def table(self, group: GroupName, *, deadline_seconds: float | None = None) -> HolderTable | None:
+        """The group's table as it is now; None where nothing was ever registered for it."""
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                entry = await self._registry.group(group)
+                table = None if entry is None else await self._read_table(entry.group_id, None)
+        except TimeoutError:
+            raise self._silent(deadline_seconds) from None
+        return table if table is not None and table.group == group else None
+
+    def table_at_hand(self, group: GroupName) -> HolderTable | None:
+        """The group's table as the last reading left it: a reading leaves the one of its moment."""
+        entry = self._groups.get(group)
+        table = None if entry is None else self._tables.get(entry.group_id)
+        return table if table is not None and table.group == group else None
+
+    async def is_tenant_known(self, tenant_id: str, *, deadline_seconds: float | None = None) -> bool:
+        """Whether the tenant has a registration, of any model."""
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                return await self._registry.is_tenant_known(tenant_id)
+        except TimeoutError:
+            raise self._silent(deadline_seconds) from None
+
+    async def _find(self, group: GroupName, until: float) -> GroupEntry | None:
+        async with asyncio.timeout_at(until):
+            entry = await self._registry.group(group)
+        if entry is not None:
+            if len(self._groups) >= _GROUPS_MAX:
+                oldest = next(iter(self._groups))
+                group_id = self._groups.pop(oldest).group_id
+                self._tables.pop(group_id, None)
+                self._usual.pop(group_id, None)
+            self._groups[group] = entry
+        return entry
+
+    async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float) -> bool:
+        """Walk to the end; False where ``entry`` is not this group's id (any more). TimeoutError at ``until``."""
+        usual = self._usual.get(entry.group_id, 0.0)
+        chunk = next((blocks for bound, blocks in _FIRST_CHUNKS if usual < bound), _CHUNK)
+        is_fresh = False
+        while True:
+            wanted = query.keys(chunk)
+            walk = query.walk
+            if walk is not None and not wanted:
+                return True
+            fetched, round_trips = await self._fetcher.fetch(entry, wanted, with_version=walk is None, until=until)
+            query.round_trips += round_trips
+            if walk is None:
+                table = self._tables.get(entry.group_id)
+                if table is None or table.version != fetched.version:
+                    table, is_fresh = await self._read_table(entry.group_id, until), True
+                    query.round_trips += 1
+                if table is None or table.group != group:
+                    return False
+                walk = query.begin(table)
+            query.runs += fetched.runs
+            query.blocks += len(wanted) // KEY_BYTES
+            query.found += fetched.found
+            is_whole = fetched.found == chunk
+            goes_on = walk.feed_runs(fetched.runs) and is_whole
+            if not goes_on:
+                if is_fresh or walk.newest_seen <= walk.view.newest:
+                    return True
+                # A block names a holder that began after the table was read: read it again, once, and walk anew.
+                table, is_fresh = await self._read_table(entry.group_id, until), True
+                query.round_trips += 1
+                if table is None or table.group != group:
+                    return False
+                if not query.begin(table).feed_runs(query.runs) or not is_whole:
+                    return True
+            chunk = _CHUNK
+
+    def _remember(self, entry: GroupEntry, query: _Query) -> None:
+        """What a query found says how much the next one should ask for at once; one of a few blocks says nothing."""
+        if query.blocks >= _FIRST_CHUNKS[0][1]:
+            # Of those who have much, how much does not matter: a few of them should not make all others ask for 512.
+            found = min(_FIRST_CHUNKS[-1][1], query.found)
+            usual = self._usual.get(entry.group_id, 0.0)
+            self._usual[entry.group_id] = usual + _WEIGHT * (found - usual)
+
+    async def _read_table(self, group_id: int, until: float | None) -> HolderTable | None:
+        async with asyncio.timeout_at(until):
+            table = decode_table(await self._client.hgetall(keys.holders(group_id)))
+        if table is None:
+            self._tables.pop(group_id, None)
+        else:
+            self._tables[group_id] = table
+        return table

@@ -1,0 +1,179 @@
+"""The Lua scripts in ``lua/``, as typed coroutines.
+
+One method per script, same name, same argument names as the signature on the script's first line; a test holds
+the two together. Nothing outside this module knows what order a script's KEYS are in or how a reply looks on
+the wire. A list argument stands for the starred name of the signature.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from waymark.metrics import Metrics
+from waymark.store.client import Client, Reply
+
+Arg = str | bytes | int
+
+
+class Verdict(StrEnum):
+    """What a script decided. Only ``APPLIED`` wrote anything."""
+
+    APPLIED = "applied"
+    STALE = "stale"
+    FENCED = "fenced"
+    LOST = "lost"
+    HELD = "held"
+    GONE = "gone"
+    OTHER = "other"
+
+
+class Outcome(NamedTuple):
+    verdict: Verdict
+    numbers: tuple[int, ...]
+    """What they mean is in the script's header."""
+
+    @property
+    def is_applied(self) -> bool:
+        return self.verdict is Verdict.APPLIED
+
+
+class Scripts:
+    """``lua/`` on one Redis."""
+
+    def __init__(self, client: Client, metrics: Metrics | None = None) -> None:
+        self._client = client
+        self._metrics = metrics or Metrics()
+
+    async def _run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Outcome:
+        verdict, *numbers = await self._call(name, keys, args)
+        return Outcome(Verdict(verdict.decode()), tuple(numbers))
+
+    async def _call(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Reply:
+        """A script's reply as it came, timed and counted. One that did not come is counted as ``none``."""
+        began = time.perf_counter()
+        verdict = "none"
+        try:
+            reply = await self._client.run(name, keys, args)
+            verdict = reply[0].decode()
+        finally:
+            self._metrics.script_duration_seconds.labels(script=name).observe(time.perf_counter() - began)
+            self._metrics.script_replies.labels(script=name, verdict=verdict).inc()
+        return reply
+
+    async def apply_batch(
+        self,
+        fence: str,
+        engine: Sequence[str],
+        block: Sequence[bytes],
+        record: str | None,
+        publisher: int,
+        token: str,
+        watermark: Arg,
+        ts: Arg,
+        newest_ts: Arg,
+        digest: Arg,
+        before: Arg,
+        holders: Sequence[Arg],
+        run: Sequence[Arg],
+    ) -> Outcome:
+        keys: list[str | bytes] = [fence, *engine, *block]
+        if record is not None:
+            keys.append(record)
+        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, before, len(engine), *holders, *run]
+        return await self._run("apply_batch", keys, args)
+
+    async def commit_batch(
+        self, record: str, token: str, watermark: int, ts: Arg, newest_ts: Arg, digest: Arg
+    ) -> Outcome:
+        return await self._run("commit_batch", [record], [token, watermark, ts, newest_ts, digest])
+
+    async def new_life(
+        self,
+        holders: str,
+        record: str,
+        fence: str,
+        dead: str,
+        token: str,
+        before: str,
+        version: str,
+        above: int,
+        unit: str,
+        life: str,
+        begin: Sequence[Arg],
+    ) -> Outcome:
+        args: list[Arg] = [token, before, version, above, unit, life, *begin]
+        return await self._run("new_life", [holders, record, fence, dead], args)
+
+    async def raise_fence(self, fence: str, publisher: int, token: str) -> Outcome:
+        return await self._run("raise_fence", [fence], [publisher, token])
+
+    async def drop_fence(self, fence: str, publisher: int, token: str) -> Outcome:
+        return await self._run("drop_fence", [fence], [publisher, token])
+
+    async def take_lease(
+        self, lease: str, record: str, own: str, random: str, worker: str, milliseconds: int, above: int, force: str
+    ) -> Outcome:
+        return await self._run("take_lease", [lease, record], [own, random, worker, milliseconds, above, force])
+
+    async def renew_lease(self, lease: str, record: str, token: str, milliseconds: int) -> Outcome:
+        return await self._run("renew_lease", [lease, record], [token, milliseconds])
+
+    async def drop_lease(self, lease: str, record: str, token: str) -> Outcome:
+        return await self._run("drop_lease", [lease, record], [token])
+
+    async def write_record(self, record: str, token: str, field: Sequence[Arg]) -> Outcome:
+        return await self._run("write_record", [record], [token, *field])
+
+    async def new_ids(
+        self, groups: str, group: bytes, shards: int, above: int, publisher_above: int, hash_seed: int
+    ) -> Outcome:
+        return await self._run("new_ids", [groups], [group, shards, above, publisher_above, str(hash_seed)])
+
+    async def keep_ids(self, groups: str, group: bytes, id: int, shards: int, publisher: int) -> Outcome:
+        return await self._run("keep_ids", [groups], [group, id, shards, publisher])
+
+    async def claim_publisher(self, publishers: str, publisher: bytes, expected: Arg, registration: Arg) -> Outcome:
+        return await self._run("claim_publisher", [publishers], [publisher, expected, registration])
+
+    async def begin_publisher(
+        self,
+        holders: str,
+        record: str,
+        publisher: int,
+        name: bytes,
+        row: bytes,
+        group: bytes,
+        version: str,
+        life: str,
+    ) -> Outcome:
+        return await self._run("begin_publisher", [holders, record], [publisher, name, row, group, version, life])
+
+    async def mark_publisher(
+        self, holders: str, record: str, publisher: int, token: str, row: bytes, version: str
+    ) -> Outcome:
+        return await self._run("mark_publisher", [holders, record], [publisher, token, row, version])
+
+    async def end_publisher(
+        self, holders: str, record: str, lease: str, dead: str, publisher: int, token: str, version: str
+    ) -> Outcome:
+        return await self._run("end_publisher", [holders, record, lease, dead], [publisher, token, version])
+
+    async def sweep_holder(
+        self, engine: str, block: Sequence[bytes], holder: int, engine_hash: Sequence[bytes]
+    ) -> Outcome:
+        return await self._run("sweep_holder", [engine, *block], [holder, *engine_hash])
+
+    async def forget_dead(self, dead: str, holder: int) -> Outcome:
+        return await self._run("forget_dead", [dead], [holder])
+
+    async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
+        """Who is alive; the one script whose numbers are names."""
+        _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])
+        return [name.decode() for name in alive]
+
+    async def name_birth(self, birth: str, word: str) -> str:
+        _, name = await self._call("name_birth", [birth], [word])
+        return str(name.decode())

@@ -1,0 +1,98 @@
+"""A primary behind Sentinels, or its replicas: which server that is, is asked anew for every connection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
+
+from waymark.store.access import Access
+from waymark.store.address import Address, Endpoint
+from waymark.store.connect import Packing, Pool, common_options, first
+
+
+class _Found:
+    """Finding a server and connecting to it has a bound, however many Sentinels are silent."""
+
+    async def connect(self) -> None:
+        bound = 2 * float(getattr(self, "socket_connect_timeout", 1))
+        try:
+            async with asyncio.timeout(bound):
+                await super().connect()  # type: ignore[misc]
+        except TimeoutError:
+            raise MasterNotFoundError(f"the Sentinels named no server that answers within {bound:g} s") from None
+
+
+class _Tcp(_Found, Packing, SentinelManagedConnection):
+    pass
+
+
+class _Tls(_Found, Packing, SentinelManagedSSLConnection):
+    pass
+
+
+class _Pool(SentinelConnectionPool, Pool):
+    """Connections to what Sentinels name; one too many waits, as everywhere."""
+
+
+class _Sentinels(Sentinel):
+    """All Sentinels are asked at once: one that is silent keeps nobody waiting."""
+
+    async def discover_master(self, service_name: str) -> Endpoint:
+        async def ask(sentinel: Redis) -> Endpoint:
+            state = cast("dict[str, Any]", await sentinel.sentinel_master(service_name))
+            if not self.check_master_state(state, service_name):
+                raise MasterNotFoundError("it is down")
+            return state["ip"], state["port"]
+
+        found = await first(ask, self.sentinels)
+        if isinstance(found, Exception):
+            raise MasterNotFoundError(f"no Sentinel names a primary '{service_name}' that is up: {found}") from found
+        return found
+
+    async def discover_slaves(self, service_name: str) -> list[Endpoint]:
+        async def ask(sentinel: Redis) -> list[Endpoint]:
+            return cast("list[Endpoint]", self.filter_slaves(await sentinel.sentinel_slaves(service_name)))
+
+        found = await first(ask, self.sentinels)
+        # Without a replica the library goes on to the primary.
+        return [] if isinstance(found, Exception) else found
+
+
+class _BehindSentinels(Redis):
+    """Closes the Sentinels too."""
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool=True)
+        await cast("_Pool", self.connection_pool).sentinel_manager.aclose()
+
+
+def behind_sentinels(address: Address, access: Access, *, timeout_seconds: float, connections: int) -> Redis:
+    """Nothing is connected before the first command."""
+    sentinels = _Sentinels(  # type: ignore[no-untyped-call]
+        address.endpoints,
+        sentinel_kwargs=common_options(timeout_seconds, retries=0)
+        | {"ssl": address.is_tls}
+        | access.sentinel_options(address),
+    )
+    pool = _Pool(  # type: ignore[no-untyped-call]
+        address.name,
+        sentinels,
+        is_master=not address.is_replica,
+        connection_class=_Tls if address.is_tls else _Tcp,
+        max_connections=connections,
+        timeout=timeout_seconds,
+        db=address.db,
+        socket_keepalive=True,
+        **common_options(timeout_seconds),
+        **access.options(address),
+    )
+    return _BehindSentinels(connection_pool=pool)

@@ -1,0 +1,109 @@
+"""The store, put together: one per process, over one Redis for writes and perhaps another for reads."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+from waymark.domain.hashing import DEFAULT_SEED
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.store import keys
+from waymark.store.access import Access
+from waymark.store.client import Client, Subscription
+from waymark.store.health import HealthWatch
+from waymark.store.hot import HotBlocks
+from waymark.store.index import Index
+from waymark.store.leases import Leases
+from waymark.store.reader import Reader
+from waymark.store.records import Records
+from waymark.store.registry import Registry
+from waymark.store.scripts import Scripts
+from waymark.store.sweep import Sweeper
+
+
+class Store:
+    def __init__(
+        self,
+        client: Client,
+        read_client: Client | None = None,
+        *,
+        shards: int = 1,
+        hot: HotBlocks | None = None,
+        metrics: Metrics | None = None,
+        are_shards_set: bool = True,
+        hash_seed: int = DEFAULT_SEED,
+    ) -> None:
+        metrics = metrics or Metrics()
+        for each in (client, read_client):
+            if each is not None:
+                each.metrics = metrics
+        self._client = client
+        self._read_client = read_client
+        self.health = HealthWatch(client, are_shards_set=are_shards_set, hash_seed=hash_seed)
+        self.scripts = Scripts(client, metrics)
+        self.leases = Leases(client, self.scripts)
+        self.registry = Registry(client, self.scripts, self.leases, shards=shards, hash_seed=hash_seed)
+        self.index = Index(client, self.scripts)
+        self.records = Records(client, self.scripts)
+        self.sweeper = Sweeper(client, self.scripts)
+        reading = read_client or client
+        read_scripts = Scripts(reading, metrics)
+        self.reader = Reader(
+            reading,
+            Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards, hash_seed=hash_seed),
+            HotBlocks(0, 0) if hot is None else hot,
+            metrics,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        read_url: str | None = None,
+        *,
+        shards: int = 1,
+        timeout_seconds: float = 2.0,
+        access: Access | None = None,
+        hot: HotBlocks | None = None,
+        metrics: Metrics | None = None,
+        are_shards_set: bool = True,
+        hash_seed: int = DEFAULT_SEED,
+    ) -> Store:
+        """A store on a URL, and another to read from; nothing is connected before the first command."""
+        read_client = None
+        if read_url is not None:
+            read_client = Client.open(
+                read_url, timeout_seconds=timeout_seconds, access=access, variable="WAYMARK_REDIS_READ_URL"
+            )
+        client = Client.open(url, timeout_seconds=timeout_seconds, access=access)
+        return cls(
+            client,
+            read_client,
+            shards=shards,
+            hot=hot,
+            metrics=metrics,
+            are_shards_set=are_shards_set,
+            hash_seed=hash_seed,
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+        if self._read_client is not None:
+            await self._read_client.close()
+
+    def hints(self) -> AbstractAsyncContextManager[Subscription]:
+        """The channel on which registrations say "look again"."""
+        return self._client.subscription(keys.CONTROL)
+
+    async def check(self) -> list[str]:
+        """Why queries and events could not be served; empty where Redis answers and the scripts are there."""
+        try:
+            await self._client.load_scripts()
+            # A Cluster that is down takes scripts and pings, and refuses every key.
+            await self._client.hget(keys.GROUPS, "last_group")
+            if self._read_client is not None:
+                await self._read_client.ping()
+                await self._read_client.hget(keys.GROUPS, "last_group")
+        except StoreUnavailable as exc:
+            return [exc.sentence]
+        return []
