@@ -16,8 +16,9 @@ import uvicorn
 
 from waymark.api.application import create_app, create_probes
 from waymark.domain import native
+from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
-from waymark.ingest.worker import Worker, WorkerOptions
+from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
 from waymark.publishers_file import read_publishers
 from waymark.serving.connection import protocol

@@ -166,7 +166,7 @@ async def test_the_keys_of_a_group_are_all_there_is_but_blocks(
     streams: list[Stream], redis: Redis, waymark: Run
 ) -> None:
     await streams[0].store.records.alive("worker-1", keep_seconds=60)
-    await streams[0].store.records.birth()
+    await streams[0].store.records.incarnation()
     text = await waymark("inspect", "keys")
     answers = ran(text)
     keys = {key.decode() for key in await redis.keys("wm:*") if isinstance(key, bytes)}

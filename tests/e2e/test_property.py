@@ -29,8 +29,9 @@ from waymark.domain.names import DEFAULT_TENANT, PublisherName
 from waymark.domain.resolver import Resolver
 from waymark.engines import decoder
 from waymark.ingest.life import Life
+from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
-from waymark.ingest.worker import Worker, WorkerOptions
+from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.simulator import Faults, SimulatedPublisher

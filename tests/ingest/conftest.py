@@ -27,8 +27,9 @@ from waymark.domain.match import conductor_rows
 from waymark.domain.names import EngineKind, GroupName, PublisherName, Registration
 from waymark.domain.native import pack
 from waymark.errors import StoreUnavailable
+from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
-from waymark.ingest.worker import Worker, WorkerOptions
+from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
 from waymark.simulator import Prompt, SimulatedEngine, build_engine
 from waymark.store import keys

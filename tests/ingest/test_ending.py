@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from tests.conftest import wait_until
+from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
-from waymark.ingest.worker import Worker, WorkerOptions
+from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
 from waymark.store.store import Store
 

@@ -73,7 +73,9 @@ async def test_a_stream_that_is_stopped_while_it_takes_a_record_back_leaves_none
         reply = await run(name, keys, args)
         if name == "take_lease" and len(steps) == 1:
             steps.append(name)
-            hand.worker._running[pod.name].task.cancel()
+            task = hand.worker.poller.running[pod.name].task
+            assert task is not None
+            task.cancel()
         return reply
 
     monkeypatch.setattr(hand.client, "run", meanwhile)

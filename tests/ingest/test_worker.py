@@ -14,7 +14,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Pod, Server
 from waymark.domain.names import EngineKind
 from waymark.errors import StoreUnavailable
-from waymark.ingest.worker import STATUSES
+from waymark.ingest.polling import STATUSES
 from waymark.store import keys
 from waymark.store.client import Client
 from waymark.store.leases import Grant, Leases
@@ -373,13 +373,13 @@ async def test_no_stream_changes_its_worker_because_redis_did_not_hear_who_lives
     for hand in hands:
         hand.client.is_dead = True
     for hand in hands:
-        await wait_until(lambda hand=hand: hand.worker._is_away, "its look has failed", PATIENCE_SECONDS)  # type: ignore[misc]
+        await wait_until(lambda hand=hand: hand.worker.poller.is_away, "its look has failed", PATIENCE_SECONDS)  # type: ignore[misc]
     # As after an outage that was longer than a lease.
     await bench.redis.delete("wm:workers", *await bench.redis.keys("wm:*:lease:*"))
     hands[0].client.is_dead = False
-    await wait_until(lambda: not hands[0].worker._is_away, "the first is back", PATIENCE_SECONDS)
+    await wait_until(lambda: not hands[0].worker.poller.is_away, "the first is back", PATIENCE_SECONDS)
     hands[1].client.is_dead = False
-    await wait_until(lambda: not hands[1].worker._is_away, "the second is back", PATIENCE_SECONDS)
+    await wait_until(lambda: not hands[1].worker.poller.is_away, "the second is back", PATIENCE_SECONDS)
     for pod in pods:
         await pod.work(2)
         await pod.agrees()
@@ -447,7 +447,7 @@ async def test_an_empty_redis_is_told_who_stands_in_the_file_and_who_was_heard(b
     wider = replace(changed.registration, block_size=8)
     # Emptied, and two of them registered otherwise, before the worker looks again: who was later is right.
     hand.client.is_dead = True
-    await wait_until(lambda: hand.worker._is_away, "it does not look", PATIENCE_SECONDS)
+    await wait_until(lambda: hand.worker.poller.is_away, "it does not look", PATIENCE_SECONDS)
     await bench.redis.flushall()
     await bench.store.registry.register(elsewhere.registration)
     await bench.store.registry.register(wider)

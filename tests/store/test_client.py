@@ -37,7 +37,7 @@ async def check_unavailable(store: Store) -> None:
         lambda: store.registry.register(registration()),
         lambda: store.registry.registrations(),
         lambda: store.registry.is_tenant_known("default"),
-        lambda: store.records.birth(),
+        lambda: store.records.incarnation(),
         lambda: store.reader.read(GROUP, 16, lambda n: b"", deadline_seconds=5.0),
     ]
     with anyio.fail_after(20):
@@ -78,9 +78,9 @@ async def test_a_connection_that_broke_is_made_again(redis: Redis, redis_url: st
 
 
 async def test_a_script_that_redis_forgot_is_loaded_again(redis: Redis, store: Store) -> None:
-    birth = await store.records.birth()
+    incarnation = await store.records.incarnation()
     await redis.script_flush()
-    assert await store.records.birth() == birth
+    assert await store.records.incarnation() == incarnation
     assert await store.registry.register(registration())
 
 
@@ -118,7 +118,7 @@ async def test_every_memory_url_is_a_redis_of_its_own() -> None:
 async def test_an_error_does_not_tell_the_password(free_port: int) -> None:
     store = Store.open(f"redis://user:secret@127.0.0.1:{free_port}", timeout_seconds=0.5)
     with pytest.raises(StoreUnavailable) as caught:
-        await store.records.birth()
+        await store.records.incarnation()
     assert "secret" not in caught.value.sentence
     assert "user" not in caught.value.sentence
     assert f"redis://***@127.0.0.1:{free_port}" in caught.value.sentence

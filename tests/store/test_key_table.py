@@ -61,7 +61,7 @@ class Watched(Client):
 async def live(client: Client, redis: Redis) -> None:
     """Everything that happens to publishers, on one shard and on three."""
     one, three = Store(client), Store(client, shards=3)
-    await one.records.birth()
+    await one.records.incarnation()
     await one.records.alive("worker-1", keep_seconds=60)
     await publish_and_unregister(await stream_of(one, redis))
     await publish_and_unregister(await stream_of(three, redis, registration("pod-2", model_name="large")))
@@ -168,7 +168,7 @@ async def test_every_command_of_the_tour_answers_something(redis_url: str) -> No
     async with Redis.from_url(redis_url, protocol=2) as redis:
         client = Client(redis, redis_url)
         store = Store(client)
-        await store.records.birth()
+        await store.records.incarnation()
         await store.records.alive("worker-1", keep_seconds=60)
         stream = await stream_of(store, redis)
         (gpu, cpu) = await stream.begin("0 GPU", "0 CPU")

@@ -101,10 +101,10 @@ async def test_workers_that_are_alive_know_of_each_other(store: Store) -> None:
 
 
 async def test_a_redis_that_came_back_empty_has_another_birth(store: Store, redis: Redis) -> None:
-    birth = await store.records.birth()
-    assert await store.records.birth() == birth
+    incarnation = await store.records.incarnation()
+    assert await store.records.incarnation() == incarnation
     await redis.flushall()
-    assert await store.records.birth() != birth
+    assert await store.records.incarnation() != incarnation
 
 
 async def test_two_lives_of_two_publishers_never_have_the_same_word(store: Store, redis: Redis) -> None:

@@ -201,8 +201,8 @@ class Records:
         """Say that ``worker`` is alive (or leaves; '' only asks); the ids of all that are."""
         return await self._scripts.beat(keys.WORKERS, worker, keep_seconds, "1" if is_leaving else "")
 
-    async def birth(self) -> str:
-        """The random word of this Redis; another one means that it came back empty."""
+    async def incarnation(self) -> str:
+        """The random word of this filling of Redis; another one means that it came back empty."""
         return await self._scripts.name_birth(keys.BIRTH, random_word())
 
 

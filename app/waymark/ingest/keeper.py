@@ -1,8 +1,9 @@
-"""Who must be registered, whatever Redis has forgotten: the publishers of the file, and those who were being heard.
+"""Registers the publishers that must be registered, whatever Redis has forgotten.
 
-A Redis that came back empty has another birth word. Then what this worker had streams of is registered again, and
-what the file names; at the start, the file alone. All workers do so, and doing it twice changes nothing. Somebody who
-registered under such a name in the new Redis was later and is right; what the file no longer names is left alone.
+Those of the file are registered at the start. A Redis that came back empty has another incarnation word: then the
+file's publishers are registered again, and those whose registrations this worker has seen in the Redis before. All
+workers do so, and doing it twice changes nothing. A publisher that has registered under such a name in the new Redis
+came later and stays; what the file no longer names is left alone.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from waymark.store.store import Store
 log = logging.getLogger(__name__)
 
 
-class Standing:
+class RegistrationKeeper:
     def __init__(self, store: Store, metrics: Metrics, publishers: Sequence[Registration]) -> None:
         self._store = store
         self._metrics = metrics
         self._publishers = publishers
-        self._birth = ""
+        self._incarnation = ""
         self._refused: set[PublisherName] = set()
 
     async def restore(self, heard: Iterable[Registration]) -> bool:
         """Register what is missing; whether this Redis is another one than before.
 
-        ``heard`` is what this worker has streams of. Who believes a list of claims must have read it before he asks
-        this: then a list that is empty because Redis is cannot be taken for one of publishers that have left.
+        ``heard`` is what this worker has streams of. A caller that believes a list of claims must have read it before
+        this call: then a list that is empty because Redis is cannot be taken for one of publishers that have left.
         """
-        birth = await self._store.records.birth()
-        if birth == self._birth:
+        incarnation = await self._store.records.incarnation()
+        if incarnation == self._incarnation:
             return False
-        is_start = not self._birth
+        is_start = not self._incarnation
         there = {registration.name: registration for registration in await self._store.registry.registrations()}
         wanted = {each.name: each for each in self._publishers}
         if not is_start:
@@ -47,7 +48,7 @@ class Standing:
             if there.get(name) != registration and (is_start or name not in there):
                 await self._register(registration)
         self._metrics.publishers_refused.set(len(self._refused))
-        self._birth = birth
+        self._incarnation = incarnation
         return True
 
     async def _register(self, registration: Registration) -> None:

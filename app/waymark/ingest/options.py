@@ -1,0 +1,33 @@
+"""What an ingest worker goes by, beside what each of its streams does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from waymark.domain.names import Registration
+from waymark.ingest.stream import StreamOptions
+
+#: How often a worker polls, at the least.
+_POLL_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """The names are those of the settings."""
+
+    worker_id: str
+    stream: StreamOptions
+    hash_seed: int = 1337
+    hash_cache_entries: int = 200_000
+    waiting_blocks: int = 10_000
+    replays_max: int = 8
+    sweep_blocks_per_second: int = 20_000
+    streams_max: int = 4096
+    publishers: Sequence[Registration] = ()
+    """Of the file."""
+
+    @property
+    def poll_seconds(self) -> float:
+        """The pause between two polls: several fit into a lease, so that no live worker seems dead."""
+        return min(_POLL_SECONDS, self.stream.lease_seconds / 8)

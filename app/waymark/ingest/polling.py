@@ -1,0 +1,148 @@
+"""What a worker does every other second: see who is registered and who lives, and run the streams of its share.
+
+A share is a wish, a lease is the right: two workers that see different lists for a moment never apply the same
+stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+
+from waymark.domain.names import PublisherName
+from waymark.errors import StoreUnavailable
+from waymark.ingest.gauges import Gauges, Served
+from waymark.ingest.keeper import RegistrationKeeper
+from waymark.ingest.options import WorkerOptions
+from waymark.ingest.running import Running, StreamRunner
+from waymark.ingest.shares import RegisteredRanks, Shares
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.claims import Claim
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+STATUSES = ("pending", "active", "replaying", "degraded", "lost", "failed")
+
+#: How long a poll waits for streams that it has stopped.
+_STOP_SECONDS = 2.0
+
+
+class Poller:
+    """Polls until cancelled; ``hint`` set from outside makes the next poll come at once."""
+
+    def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions, runner: StreamRunner) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._options = options
+        self._runner = runner
+        self._keeper = RegistrationKeeper(store, metrics, options.publishers)
+        self._shares = Shares(options.worker_id)
+        self._gauges = Gauges(metrics, self._served, statuses=STATUSES)
+        self.hint = asyncio.Event()
+        self.is_away = False
+        """Redis did not answer the last poll."""
+        self.running: dict[PublisherName, Running] = {}
+        self._leaving: set[bytes] = set()
+        self._others: set[str] = set()
+        self._claims: list[Claim] = []
+        """As they were at the last poll."""
+
+    async def keep_polling(self, tasks: asyncio.TaskGroup) -> None:
+        """Streams become tasks of ``tasks``."""
+        while True:
+            try:
+                await self._poll(tasks)
+            except StoreUnavailable as exc:
+                if not self.is_away:
+                    log.warning("cannot look for streams", extra=fields(error=exc.sentence))
+                self.is_away = True
+            else:
+                if self.is_away:
+                    log.info("streams are looked for again")
+                self.is_away = False
+            self._metrics.redis_up.set(not self.is_away)
+            self.hint.clear()
+            pause = self._options.poll_seconds
+            try:
+                async with asyncio.timeout(pause / 4 if self.is_away else pause):
+                    await self.hint.wait()
+            except TimeoutError:
+                continue
+
+    async def _poll(self, tasks: asyncio.TaskGroup) -> None:
+        workers = await self._store.records.alive(
+            self._options.worker_id, keep_seconds=max(2, int(self._options.stream.lease_seconds))
+        )
+        claims = await self._claims_and_lost()
+        is_another = await self._keeper.restore(running.claim.registration for running in self.running.values())
+        if is_another:
+            claims = await self._store.registry.claims()
+        others, self._others = self._others, set(workers)
+        if (is_another or self.is_away) and not others <= self._others:
+            # Redis did not hear meanwhile who lives, and will within a poll: till then nobody's streams are taken.
+            return
+        await self._finish(claim for claim in claims if claim.is_leaving)
+        staying = [claim for claim in claims if not claim.is_leaving]
+        mine = self._shares.of(staying, workers)
+        await self._runner.turn_epochs([claim for claim in mine if claim.registration.endpoint is None])
+        await self._keep_groups(staying)
+        wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
+        await self._stop_others(wanted)
+        self._start(wanted, RegisteredRanks(claims), tasks)
+        self._runner.forget_errors(name for name in wanted if name not in self.running or self.running[name].is_idle)
+        self._gauges.saw(workers, [claim.registration for claim in staying])
+
+    async def _claims_and_lost(self) -> list[Claim]:
+        """All claims; one that was there at the last poll and that Redis has lost since is put back first."""
+        claims = await self._store.registry.claims()
+        there = {claim.publisher for claim in claims}
+        lost = [claim for claim in self._claims if claim.publisher not in there]
+        if any([await self._store.registry.put_back(claim) for claim in lost]):
+            log.warning("redis has lost registrations", extra=fields(publishers=len(lost)))
+            claims = await self._store.registry.claims()
+        self._claims = claims
+        return claims
+
+    async def _finish(self, leaving: Iterable[Claim]) -> None:
+        """Whoever marked a claim as leaving is at work on it; one that is still there a poll later was left behind."""
+        seen: set[bytes] = set()
+        for claim in leaving:
+            seen.add(claim.raw)
+            if claim.raw in self._leaving:
+                await self._store.registry.finish(claim)
+        self._leaving = seen
+
+    async def _keep_groups(self, claims: Iterable[Claim]) -> None:
+        """A group whose id Redis has lost is not found by queries, while its streams go on."""
+        groups = await self._store.registry.groups()
+        for claim in {claim.group_id: claim for claim in claims if claim.registration.group not in groups}.values():
+            await self._store.registry.begin(claim)
+
+    async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:
+        """Stop what is not this worker's any more, or is registered anew; forget what has stopped."""
+        stopping: list[asyncio.Task[None]] = []
+        for name, running in self.running.items():
+            if running.task is not None and (name not in wanted or wanted[name].raw != running.claim.raw):
+                running.task.cancel()
+                stopping.append(running.task)
+        if stopping:
+            await asyncio.wait(stopping, timeout=_STOP_SECONDS)
+        self.running = {name: running for name, running in self.running.items() if not running.is_done}
+
+    def _start(self, wanted: Mapping[PublisherName, Claim], ranks: RegisteredRanks, tasks: asyncio.TaskGroup) -> None:
+        """Start what is wanted and does not run, as far as there is room; tell the rest which ranks are registered."""
+        for name, claim in wanted.items():
+            running = self.running.get(name)
+            if running is not None:
+                running.see(ranks.beside(name))
+            elif len(self.running) < self._options.streams_max:
+                running = self.running[name] = Running(claim, ranks.beside(name))
+                running.task = tasks.create_task(self._runner.run(running))
+
+    def _served(self) -> list[Served]:
+        """The streams that run, each with what it resolves by."""
+        running = [each for each in self.running.values() if not each.is_done]
+        return [(each.stream, each.resolver) for each in running if each.stream and each.resolver]

@@ -1,0 +1,196 @@
+"""One stream in a worker, from its lease to its end; whatever happens to it happens to no other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from waymark.domain.names import PublisherName
+from waymark.domain.plan import epochs
+from waymark.domain.resolver import Resolver
+from waymark.engines import decoder
+from waymark.errors import InvalidValue, StoreUnavailable
+from waymark.ingest.life import Life
+from waymark.ingest.options import WorkerOptions
+from waymark.ingest.stream import Stream
+from waymark.ingest.subscriber import Context
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.applier import Applier, Fenced, resumed
+from waymark.store.claims import Claim
+from waymark.store.leases import Grant
+from waymark.store.records import StreamState
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Running:
+    """A stream of this worker; ``stream`` and ``resolver`` are there from the moment it has its lease."""
+
+    claim: Claim
+    foreign_ranks: frozenset[int]
+    """Ranks of its instance that have streams of their own."""
+    task: asyncio.Task[None] | None = None
+    stream: Stream | None = None
+    resolver: Resolver | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.task is not None and self.task.done()
+
+    @property
+    def is_idle(self) -> bool:
+        """It has not reached its publisher yet."""
+        return self.stream is None or self.stream.status == "pending"
+
+    def see(self, foreign_ranks: frozenset[int]) -> None:
+        """Tell the stream which ranks are not its own now."""
+        self.foreign_ranks = foreign_ranks
+        if self.resolver is not None:
+            self.resolver.foreign_ranks = foreign_ranks
+
+
+class StreamRunner:
+    """Runs streams; each call of ``run`` is one of them."""
+
+    context: Context
+    """Set before the first stream runs."""
+
+    def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions, replays: asyncio.Semaphore) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._options = options
+        self._replays = replays
+        self._errors: dict[PublisherName, str] = {}
+        """Why streams stopped the last time."""
+        self._epochs: dict[str, int] = {}
+
+    async def run(self, running: Running) -> None:
+        """Take the lease and apply the stream until it is cancelled or the lease is lost."""
+        claim = running.claim
+        name = claim.registration.name
+        grant: Grant | None = None
+        try:
+            # What it begins for a claim that is not there any more, nobody else would take back.
+            await whole(asyncio.ensure_future(self._store.registry.begin(claim)))
+            grant = await self._take(claim)
+            if grant is not None:
+                self._metrics.leases_taken.inc()
+                await self._build(running, grant)
+                assert running.stream is not None
+                await running.stream.run()
+                self._metrics.leases_lost.inc()
+        except Fenced:
+            self._metrics.leases_lost.inc()
+            log.info("stream was somebody else's at once", extra=fields(stream=str(name)))
+        except (StoreUnavailable, InvalidValue, OSError) as exc:
+            if self._is_another(name, str(exc)):
+                log.warning("stream stopped, will be taken up again", extra=fields(stream=str(name), error=str(exc)))
+        except Exception as exc:
+            # A defect met by one publisher's bytes must not stop the others' streams; it is taken up again, too.
+            if self._is_another(name, repr(exc)):
+                log.exception("stream failed, will be taken up again", extra=fields(stream=str(name)))
+        finally:
+            if grant is not None:
+                await self._give_back(grant)
+
+    def forget_errors(self, still: Iterable[PublisherName]) -> None:
+        """Remember only why those streams stopped: the others go on, or are not this worker's any more."""
+        kept = set(still)
+        self._errors = {name: error for name, error in self._errors.items() if name in kept}
+
+    def _is_another(self, name: PublisherName, error: str) -> bool:
+        """Whether a stream stopped otherwise than the last time; it is taken up at every poll."""
+        before, self._errors[name] = self._errors.get(name), error
+        return error != before
+
+    async def _build(self, running: Running, grant: Grant) -> None:
+        claim = running.claim
+        applier, state = await self._resumed(grant, running.foreign_ranks)
+        if grant.is_forgotten and state.watermark is not None:
+            log.warning("redis has lost writes", extra=fields(stream=str(claim.registration.name)))
+            await applier.new_life()
+            applier, state = await self._resumed(grant, running.foreign_ranks)
+        # What waited for its parent was nowhere but in the worker before.
+        applier.counters["waiting_lost"] += applier.counters.pop("waiting", 0)
+        options = self._options
+        decode = decoder(claim.registration.kind, seed=options.hash_seed)
+        life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
+        running.stream = Stream(life, self.context, self._replays, options.stream)
+        running.resolver = applier.resolver
+
+    async def _resumed(
+        self, grant: Grant, foreign_ranks: frozenset[int], *, is_patient: bool = True
+    ) -> tuple[Applier, StreamState]:
+        options = self._options
+        return await resumed(
+            grant,
+            self._store,
+            self._metrics,
+            seed=options.hash_seed,
+            memory_entries=options.hash_cache_entries,
+            waiting_blocks=options.waiting_blocks,
+            medium_ttl=options.stream.medium_ttl,
+            foreign_ranks=foreign_ranks,
+            is_patient=is_patient,
+        )
+
+    async def turn_epochs(self, claims: Sequence[Claim]) -> None:
+        """End what is over at publishers that have no stream here, because their events come by HTTP."""
+        now = epochs(self._options.stream.medium_ttl, time.time())
+        if now == self._epochs:
+            return
+        for claim in claims:
+            grant = await self._take(claim)
+            if grant is not None:
+                try:
+                    await self._resumed(grant, frozenset(), is_patient=False)
+                except Fenced:
+                    continue  # unregistered just now
+                finally:
+                    await self._give_back(grant)
+        self._epochs = now
+
+    async def _take(self, claim: Claim) -> Grant | None:
+        """Take the lease. One that arrives just as the stream is stopped is given back, not left to run out."""
+        seconds = self._options.stream.lease_seconds
+        taking = asyncio.ensure_future(self._store.leases.take(claim, self._options.worker_id, seconds))
+        try:
+            return await whole(taking)
+        except asyncio.CancelledError:
+            grant = None if taking.exception() else taking.result()
+            if grant is not None:
+                await self._give_back(grant)
+            raise
+
+    async def _give_back(self, grant: Grant) -> None:
+        try:
+            await asyncio.shield(self._store.leases.drop(grant))
+        except StoreUnavailable as exc:
+            # It runs out by itself.
+            log.debug("lease not given back", extra=fields(error=exc.sentence))
+
+
+async def whole(step: asyncio.Future[T]) -> T:
+    """The outcome of a step that is never left half done.
+
+    A caller that is cancelled meanwhile, even twice, ends after it.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not step.done():
+        try:
+            await asyncio.wait([step])
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        step.exception()  # retrieved, so that asyncio does not report it
+        raise cancelled
+    return step.result()

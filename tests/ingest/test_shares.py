@@ -1,0 +1,89 @@
+"""Shares and ranks: who has which stream, and that the work of a poll grows with its claims, not with their square."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tests.store.factories import registration
+from waymark.domain.names import PublisherName
+from waymark.ingest import shares
+from waymark.ingest.shares import RegisteredRanks, Shares
+from waymark.store.claims import Claim
+
+WORKERS = ["worker-1", "worker-2", "worker-3"]
+
+
+def claims_of(count: int) -> list[Claim]:
+    """Instances of four ranks each."""
+    return [Claim(registration(f"pod-{i // 4}", dp_rank=i % 4), i + 1, 1, 1) for i in range(count)]
+
+
+class Counted(Sequence[Claim]):
+    """Claims that count how often one of them is looked at."""
+
+    def __init__(self, claims: list[Claim]) -> None:
+        self._claims = claims
+        self.looks = 0
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def __getitem__(self, index: object) -> Claim:  # type: ignore[override]
+        raise AssertionError("claims are gone through, not picked")
+
+    def __iter__(self) -> Iterator[Claim]:
+        for claim in self._claims:
+            self.looks += 1
+            yield claim
+
+
+def test_every_stream_has_one_worker_and_a_worker_that_comes_takes_only_its_own() -> None:
+    claims = claims_of(400)
+    before = {worker: {claim.publisher for claim in Shares(worker).of(claims, WORKERS[:2])} for worker in WORKERS[:2]}
+    after = {worker: {claim.publisher for claim in Shares(worker).of(claims, WORKERS)} for worker in WORKERS}
+    assert sorted(publisher for share in after.values() for publisher in share) == list(range(1, 401))
+    assert all(len(share) > 400 / 3 / 2 for share in after.values())
+    for worker in WORKERS[:2]:
+        assert after[worker] <= before[worker]
+
+
+def test_a_share_follows_the_workers_and_the_claims() -> None:
+    claims = claims_of(40)
+    own = Shares("worker-1")
+    for workers, listed in ((WORKERS, claims), (WORKERS[:1], claims), (WORKERS, claims[:20]), (WORKERS, claims)):
+        assert own.of(listed, workers) == Shares("worker-1").of(listed, workers)
+    assert own.of(claims, []) == claims, "a worker that Redis has not heard of is alone"
+
+
+def test_a_poll_like_the_last_one_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+
+    def counted(text: bytes) -> int:
+        hashed.append(text)
+        return len(hashed)
+
+    monkeypatch.setattr(shares, "xxh3_64_intdigest", counted)
+    own, claims = Shares("worker-1"), claims_of(40)
+    own.of(claims, WORKERS)
+    assert len(hashed) == 40 * 3
+    own.of(claims, WORKERS)
+    assert len(hashed) == 40 * 3
+    own.of(claims_of(41), WORKERS)
+    assert len(hashed) == 41 * 3
+
+
+def test_ranks_of_all_instances_take_one_pass_over_the_claims() -> None:
+    counted = Counted(claims_of(4000))
+    ranks = RegisteredRanks(counted)
+    for claim in claims_of(4000):
+        own = claim.registration.dp_rank
+        assert ranks.beside(claim.registration.name) == {0, 1, 2, 3} - {own}
+    assert counted.looks == 4000
+
+
+def test_ranks_of_another_tenant_or_of_nobody_are_not_beside() -> None:
+    ranks = RegisteredRanks([Claim(registration(), 1, 1, 1), Claim(registration(tenant_id="t", dp_rank=1), 2, 2, 1)])
+    assert ranks.beside(registration().name) == frozenset()
+    assert ranks.beside(PublisherName("pod-9", "default", 0)) == frozenset()
