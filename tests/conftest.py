@@ -7,23 +7,22 @@ redis-server the tests fail: a test that skips itself has proved nothing.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import shutil
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import anyio
 import pytest
 from fakeredis import FakeAsyncRedis, FakeServer
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from tests.patience import patient, wait_for
+from tests.patience import wait_until as wait_until
 from waymark.domain import native
 
 SERVER_START_SECONDS = 10.0
@@ -42,20 +41,6 @@ def _logging_as_before() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
-
-
-async def wait_until(predicate: Callable[[], bool | Awaitable[bool]], description: str, seconds: float = 10.0) -> None:
-    """Return as soon as ``predicate``, plain or async, is true; fail with ``description`` after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while True:
-        answer = predicate()
-        if inspect.isawaitable(answer):
-            answer = await answer
-        if answer:
-            return
-        if time.monotonic() >= deadline:
-            pytest.fail(f"after {seconds:g} s it is still not so: {description}")
-        await anyio.sleep(0.01)
 
 
 @pytest.fixture
@@ -84,20 +69,20 @@ def redis_socket() -> Iterator[Path]:
                 yield path
             finally:
                 process.terminate()
-                process.wait(timeout=10)
+                process.wait(timeout=patient(10))
 
 
 def _wait_for_server(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
-    deadline = time.monotonic() + SERVER_START_SECONDS
+    def answers() -> bool:
+        if process.poll() is not None:
+            pytest.fail(f"redis-server has ended:\n{log.read_text()}", pytrace=False)
+        try:
+            return bool(client.ping())
+        except RedisConnectionError:
+            return False
+
     with SyncRedis(unix_socket_path=str(path), protocol=2) as client:
-        while time.monotonic() < deadline and process.poll() is None:
-            try:
-                client.ping()
-            except RedisConnectionError:
-                time.sleep(0.02)
-            else:
-                return
-    pytest.fail(f"redis-server did not start:\n{log.read_text()}", pytrace=False)
+        wait_for(answers, "redis-server answers", SERVER_START_SECONDS)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import wait_until
+from tests.patience import patient, within
 
 START_SECONDS = 20.0
 #: How long a client that does nothing wrong may wait for its answer.
@@ -39,7 +40,7 @@ class Live:
     def client(self) -> httpx.AsyncClient:
         """A well-behaved client."""
         headers = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=ANSWER_SECONDS, trust_env=False)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=patient(ANSWER_SECONDS), trust_env=False)
 
     async def metric(self, name: str, **labels: str) -> float:
         """One sample of ``/metrics``; 0 where there is none."""
@@ -93,7 +94,7 @@ async def start(role: str, redis_url: str, log: Path, **settings: Any) -> AsyncI
             await wait_until(is_ready, f"waymark {role} is ready", START_SECONDS)
         yield live
         process.terminate()
-        async with asyncio.timeout(START_SECONDS):
+        async with within(START_SECONDS):
             assert await process.wait() == 0, live.said()
     finally:
         if process.returncode is None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 ROOT = Path(__file__).parents[1]
 MODULE = "waymark/domain/_native" + str(sysconfig.get_config_var("EXT_SUFFIX"))
 
@@ -18,7 +20,9 @@ MODULE = "waymark/domain/_native" + str(sysconfig.get_config_var("EXT_SUFFIX"))
 def build(directory: Path, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
     """Build a wheel of the checkout; what it said, and the wheels."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environ, capture_output=True, text=True, timeout=patient(120)
+    )
     return done, list(directory.glob("*.whl"))
 
 

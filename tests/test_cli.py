@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patient
 from waymark import __version__, cli
 from waymark.domain import native
 from waymark.simulator import Faults, SimulateOptions
@@ -59,7 +60,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[SimulateOptions]:
 
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "waymark", "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=patient(30))
     assert done.stdout == f"waymark {__version__} ({'native' if native.is_built else 'pure'})\n"
 
 

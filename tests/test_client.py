@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.live import start, unused_port
+from tests.patience import patient
 from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers
 from waymark.simulator import Prompt, build_engine
 
@@ -93,7 +94,7 @@ async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_p
             command = [sys.executable, "docs/router_example.py", live.url, *endpoints]
             environ = {"PYTHONPATH": str(ROOT / "app"), "PATH": ""}
             done = subprocess.run(
-                command, input=lines, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=60
+                command, input=lines, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=patient(60)
             )
             assert (done.returncode, done.stderr) == (0, "")
             return done.stdout.splitlines()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.live import start, unused_port
+from tests.patience import patient
 from waymark import cli, demo
 from waymark.demo import DemoFailed, Line, run_demo, table
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_demo_ends_well_and_shows_what_each_engine_has() -> None:
     command = [sys.executable, "-m", "waymark", "demo"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=patient(60))
     assert done.returncode == cli.EXIT_OK, done.stderr
     rows = [line.split("  ") for line in done.stdout.splitlines() if re.search(r"engine-\d", line)]
     shown = [tuple(cell.strip() for cell in row if cell.strip())[:6] for row in rows]

@@ -12,17 +12,18 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 from redis import Redis
 from redis.crc import key_slot
 from redis.exceptions import RedisError
+
+from tests import patience
+from tests.patience import patient
 
 READY_SECONDS = 30.0
 #: After how long without an answer a node or a primary is taken for dead.
@@ -34,16 +35,17 @@ _ALWAYS = ("--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0"
 
 def wait_for(predicate: Callable[[], bool], description: str, seconds: float = READY_SECONDS) -> None:
     """``wait_until`` for fixtures that outlive one event loop; an error of Redis counts as not yet."""
-    deadline = time.monotonic() + seconds
-    while True:
+    problem = ""
+
+    def is_so() -> bool:
+        nonlocal problem
         try:
-            if predicate():
-                return
+            return predicate()
         except RedisError as exc:
-            description = f"{description.partition(' (')[0]} ({exc})"
-        if time.monotonic() >= deadline:
-            pytest.fail(f"after {seconds:g} s it is still not so: {description}")
-        time.sleep(0.02)
+            problem = f" ({exc})"
+            return False
+
+    patience.wait_for(is_so, lambda: description + problem, seconds)
 
 
 def unused_bus_port() -> int:
@@ -74,7 +76,7 @@ class Server:
         return f"redis://127.0.0.1:{self.port}"
 
     def client(self) -> Redis:
-        return Redis(host="127.0.0.1", port=self.port, protocol=2, socket_timeout=5, **self.options)
+        return Redis(host="127.0.0.1", port=self.port, protocol=2, socket_timeout=patient(5), **self.options)
 
     def ask(self, *command: Any) -> Any:
         with self.client() as client:

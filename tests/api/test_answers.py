@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from tests.patience import within
 from waymark.api import operations
 from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
@@ -90,7 +91,8 @@ async def wire(port: int, *requests: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"".join(requests))
     try:
-        return await asyncio.wait_for(reader.read(), 20)
+        async with within(20):
+            return await reader.read()
     finally:
         writer.close()
 
@@ -145,7 +147,7 @@ async def test_an_answer_at_once_is_one_write_and_the_last() -> None:
     async with served(bounded(), twice) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request("/x"))
-        async with asyncio.timeout(20):
+        async with within(20):
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 OK\r\nx-of-all: 1\r\n")
             writer.write(request("/x"))
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 OK\r\nx-of-all: 1\r\n")
@@ -161,7 +163,7 @@ async def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
         try:
             for _ in range(100):
                 writer.write(request("/usual"))
-                async with asyncio.timeout(20):
+                async with within(20):
                     await reader.readuntil(b"ok")
             assert gc.collect() < 100
         finally:

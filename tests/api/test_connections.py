@@ -8,6 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.api.test_answers import USUAL, request, served
 from tests.conftest import wait_until
+from tests.patience import within
 from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
 from waymark.serving.connections import Bounds, Connections
@@ -28,7 +29,7 @@ async def test_one_that_was_answered_before_its_body_had_come_is_idle() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             writer.write(post("/x", b"12")[:-2])
-            async with asyncio.timeout(20):
+            async with within(20):
                 await reader.readuntil(b"ok")
             assert len(connections.arriving) == 1
             writer.write(b"12")
@@ -53,7 +54,7 @@ async def test_a_body_behind_a_known_head_is_under_the_ceiling_too() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         other_reader, other = await asyncio.open_connection("127.0.0.1", port)
         try:
-            async with asyncio.timeout(20):
+            async with within(20):
                 for _ in range(2):
                     writer.write(post("/x", b"12"))
                     assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")

@@ -11,6 +11,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from tests.api.test_answers import bounded, served
+from tests.patience import within
 from waymark.serving.heads import Head, head_of
 
 SECONDS = 20.0
@@ -51,7 +52,7 @@ class Client:
             self._writer.write(piece)
             await self._writer.drain()
             await asyncio.sleep(0)
-        async with asyncio.timeout(SECONDS):
+        async with within(SECONDS):
             try:
                 head = await self._reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"HTTP/1.1 100 "):
@@ -64,7 +65,7 @@ class Client:
     async def end(self) -> bytes:
         """Says no more, and reads to the end."""
         self._writer.write_eof()
-        async with asyncio.timeout(SECONDS):
+        async with within(SECONDS):
             return await self._reader.read()
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.live import Live, start
+from tests.patience import within
 
 MIB = 2**20
 QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2, 3, 4]}
@@ -63,7 +64,7 @@ async def said(live: Live, *pieces: bytes) -> bytes:
     """Everything the server says to these bytes until it closes; none where it cuts without a word."""
     reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
     try:
-        async with asyncio.timeout(SECONDS):
+        async with within(SECONDS):
             sending = asyncio.create_task(pour(writer, *pieces))
             try:
                 answer = bytearray()
@@ -199,7 +200,7 @@ async def test_what_trickles_is_cut(redis_url: str, tmp_path: Path) -> None:
             await pour(writer, first)
             dripping = asyncio.create_task(drip())
             try:
-                async with asyncio.timeout(SECONDS):
+                async with within(SECONDS):
                     return await reader.read()
             except ConnectionError:
                 return b""

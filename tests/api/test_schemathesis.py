@@ -23,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.live import ANSWER_SECONDS, start
+from tests.patience import patient
 
 CHECKS = [
     not_a_server_error,
@@ -57,7 +58,7 @@ def explore(document: dict[str, Any], url: str) -> tuple[int, int, int]:
     """Ask everything of every operation; how many requests were made, answered with rows, and applied events."""
     made = rows = applied = 0
     schema = schemathesis.openapi.from_dict(document)
-    schema.config.update(base_url=url, request_timeout=ANSWER_SECONDS)
+    schema.config.update(base_url=url, request_timeout=patient(ANSWER_SECONDS))
     for result in schema.get_all_operations():
         operation: schemathesis.APIOperation = result.ok()  # type: ignore[union-attr]
         # Without a body there is nothing that could not fit.

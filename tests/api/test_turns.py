@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.patience import within
 from waymark.api.turns import AT_ONCE, Turns
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.store.client import CONNECTIONS
@@ -37,7 +38,7 @@ async def test_one_that_redis_does_not_answer_is_a_refusal_for_all_who_wait() ->
     turns = Turns(at_once=2, wait_seconds=60.0)
     outcomes, tasks = await begun(turns, 20)
     outcomes[0].set_exception(StoreUnavailable("gone"))
-    async with asyncio.timeout(5.0):
+    async with within(5.0):
         waited = await asyncio.gather(*tasks[2:], return_exceptions=True)
     assert [type(each) for each in waited] == [StoreUnavailable] * 18
     assert all("try again" in str(each) for each in waited)
@@ -61,7 +62,7 @@ async def test_whatever_else_comes_of_one_the_next_goes_in(error: Exception | No
         outcomes[0].set_exception(error)
     for outcome in outcomes[1:]:
         outcome.set_result(None)
-    async with asyncio.timeout(5.0):
+    async with within(5.0):
         _, *others = await asyncio.gather(*tasks, return_exceptions=True)
     assert others == [None, None]
 
@@ -76,7 +77,7 @@ async def test_who_goes_while_waiting_or_in_the_moment_of_his_turn_keeps_nobody_
     tasks[1].cancel()  # it has been given the turn, and has not run since
     for outcome in outcomes[2:]:
         outcome.set_result(None)
-    async with asyncio.timeout(5.0):
+    async with within(5.0):
         ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(each).__name__ for each in ended] == ["CancelledError", "CancelledError", "NoneType", "NoneType"]
     assert turns.take()
@@ -86,7 +87,7 @@ async def test_who_goes_while_waiting_or_in_the_moment_of_his_turn_keeps_nobody_
 async def test_who_waits_for_too_long_is_told_so() -> None:
     turns = Turns(at_once=1, wait_seconds=0.01)
     outcomes, tasks = await begun(turns, 3)
-    async with asyncio.timeout(5.0):
+    async with within(5.0):
         refused = await asyncio.gather(*tasks[1:], return_exceptions=True)
     assert ["for 0.01 s; try again" in str(each) for each in refused] == [True, True]
     outcomes[0].set_result(None)

@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.console.conftest import Run
+from tests.patience import patient
 from tests.store.factories import Stream, registration, removed, stored, stream_of
 from waymark.console.look import Group
 from waymark.console.redis_cli import RedisCli
@@ -144,7 +145,7 @@ def ran(text: str) -> dict[str, list[str]]:
     answers: dict[str, list[str]] = {}
     for line in text.splitlines():
         if not line.startswith("#"):
-            done = subprocess.run(line, shell=True, check=True, capture_output=True, text=True, timeout=10)
+            done = subprocess.run(line, shell=True, check=True, capture_output=True, text=True, timeout=patient(10))
             assert not done.stdout.startswith(("ERR", "WRONGTYPE")), line
             answers[line.split(".sock ")[1]] = done.stdout.splitlines()
     return answers

@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.console.conftest import Run, blocks, words
+from tests.patience import patient
 from tests.store.factories import Stream, registration, stored, stream_of
 from waymark.console.cells import Cell, scaled
 from waymark.domain.hashing import namespace
@@ -309,4 +310,4 @@ async def test_the_commands_of_a_prompt_show_what_was_drawn(streams: list[Stream
 
 def ran(line: str) -> bytes:
     """What a printed command answers, run by a shell."""
-    return subprocess.run(line, shell=True, check=True, capture_output=True, timeout=10).stdout.rstrip(b"\n")
+    return subprocess.run(line, shell=True, check=True, capture_output=True, timeout=patient(10)).stdout.rstrip(b"\n")

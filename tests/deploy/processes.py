@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tests.patience import within
+
 EXIT_SECONDS = 20.0
 RUN_SECONDS = 60.0
 
@@ -24,7 +26,7 @@ async def started(
     try:
         yield process
         process.terminate()
-        async with asyncio.timeout(EXIT_SECONDS):
+        async with within(EXIT_SECONDS):
             await process.wait()
     finally:
         if process.returncode is None:
@@ -38,7 +40,7 @@ async def ended(command: Sequence[str], environ: Mapping[str, str], directory: P
         *command, env=dict(environ), cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        async with asyncio.timeout(RUN_SECONDS):
+        async with within(RUN_SECONDS):
             printed, complaints = await process.communicate()
     finally:
         if process.returncode is None:

@@ -17,6 +17,7 @@ from tests.conftest import wait_until
 from tests.deploy.processes import ended, started
 from tests.e2e.conftest import starting
 from tests.live import unused_port
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
@@ -37,7 +38,7 @@ def config(name: str) -> Any:
 def test_it_is_as_the_compose_specification_says() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     done = subprocess.run(
-        [*command, ROOT / "docker-compose.yml"], capture_output=True, text=True, check=False, timeout=60
+        [*command, ROOT / "docker-compose.yml"], capture_output=True, text=True, check=False, timeout=patient(60)
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -17,6 +17,7 @@ from tests.conftest import wait_until
 from tests.deploy.chart import REDIS, one
 from tests.deploy.processes import ended, started
 from tests.live import unused_port
+from tests.patience import patient
 from waymark import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,9 @@ def image_environment() -> dict[str, str]:
 
 def test_the_linter_of_dockerfiles_has_nothing_to_say() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        [hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False, timeout=patient(30)
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 

@@ -7,19 +7,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import anyio
 import httpx
 import pytest
 
 from tests.conftest import wait_until
 from tests.model import BASE, Model, Space, Tokens
+from tests.patience import patient
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator import Dimensions, SimulatedEngine, build_engine
 
@@ -112,13 +111,14 @@ class Service(Api):
 
 async def settle(ask: Callable[[], Awaitable[Any]], expected: object, seconds: float = 10.0) -> None:
     """Ask until the answer is the expected one."""
-    deadline = time.monotonic() + seconds
-    while True:
+    answer: Any = None
+
+    async def is_so() -> bool:
+        nonlocal answer
         answer = await ask()
-        if answer == expected or time.monotonic() >= deadline:
-            assert answer == expected
-            return
-        await anyio.sleep(0.02)
+        return bool(answer == expected)
+
+    await wait_until(is_so, lambda: f"the answer is {expected!r}, not {answer!r}", seconds)
 
 
 class Start(Protocol):
@@ -154,7 +154,7 @@ async def starting(directory: Path) -> AsyncIterator[Start]:
             process = spawn(role, environ, directory / f"{role}-{len(services)}.log")
             stack.callback(process.wait)
             stack.callback(process.kill)
-            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0, trust_env=False)
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(30.0), trust_env=False)
             service = Service(
                 process, directory / f"{role}-{len(services)}.log", await stack.enter_async_context(client)
             )

@@ -18,6 +18,7 @@ import httpx
 from tests.conftest import wait_until
 from tests.e2e.conftest import EXIT_SECONDS, READY_SECONDS, Service, spawn
 from tests.e2e.redis_server import RedisServer, steady_port
+from tests.patience import patient
 
 HTTP_SECONDS = 30.0
 
@@ -67,7 +68,7 @@ class Member(Service):
         """Make an end of it, paused or not."""
         if self.is_running:
             self._process.kill()
-            self._process.wait(EXIT_SECONDS)
+            self._process.wait(patient(EXIT_SECONDS))
 
 
 class Fleet:
@@ -90,7 +91,7 @@ class Fleet:
         else:
             values |= {"port": port}
         environ = {f"WAYMARK_{key.upper()}": str(value) for key, value in values.items()}
-        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=HTTP_SECONDS, trust_env=False)
+        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(HTTP_SECONDS), trust_env=False)
         member = Member(name, role, environ, self._directory, await self._stack.enter_async_context(client))
         self._stack.callback(member.end)
         (self.workers if role == "ingest" else self.replicas).append(member)

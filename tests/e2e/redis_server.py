@@ -17,6 +17,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.conftest import wait_until
+from tests.patience import patient
 
 _KEEPS_NOTHING = ("--save", "", "--appendonly", "no")
 
@@ -64,7 +65,7 @@ class RedisServer:
 
     def admin(self) -> Redis:
         """For the test itself; to be closed."""
-        return Redis(port=self.port, protocol=2, socket_timeout=5)
+        return Redis(port=self.port, protocol=2, socket_timeout=patient(5))
 
     def kill(self) -> None:
         """As by the kernel, or a power cut: nothing is saved, nobody is told."""

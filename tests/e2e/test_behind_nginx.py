@@ -17,6 +17,7 @@ from tests.e2e.conftest import Api, Engines
 from tests.e2e.fleet import Fleet, fleet_of
 from tests.e2e.load import Load
 from tests.e2e.nginx import Nginx
+from tests.patience import patient
 
 ENGINES = 6
 LEASE_SECONDS = 2
@@ -41,7 +42,7 @@ class Router:
     scene: str = "all is well"
 
     async def ask(self) -> None:
-        async with httpx.AsyncClient(base_url=self.url, timeout=30.0, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=patient(30.0), trust_env=False) as client:
             while True:
                 scene = self.scene
                 try:
@@ -84,7 +85,7 @@ async def test_answers_through_nginx_are_right_whatever_is_killed(tmp_path: Path
 
 
 async def _everything_once(fleet: Fleet, nginx: Nginx, engines: Engines) -> None:
-    async with httpx.AsyncClient(base_url=nginx.url, timeout=30.0, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=nginx.url, timeout=patient(30.0), trust_env=False) as client:
         through = Api(client)
         for i in range(ENGINES):
             await engines.open(through, f"i{i}", gpu_blocks=24, cpu_blocks=16 if i % 2 else 0)

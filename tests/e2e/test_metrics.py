@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import count
@@ -84,11 +83,12 @@ class Watched:
 
     async def sees(self, *names: str) -> None:
         expected = {f"waymark_{name}" for name in names}
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.moved.issuperset(expected) and time.monotonic() < deadline:
+
+        async def has_moved() -> bool:
             await self.look()
-            await asyncio.sleep(0.02)
-        assert expected - self.moved == set()
+            return self.moved.issuperset(expected)
+
+        await wait_until(has_moved, lambda: f"these have moved: {expected - self.moved}", PATIENCE_SECONDS)
 
 
 @pytest.fixture

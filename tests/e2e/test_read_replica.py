@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.conftest import wait_until
 from tests.live import start, unused_port
+from tests.patience import wait_for
 
 PROMPT = list(range(8))
 
@@ -30,20 +30,17 @@ def servers(tmp_path: Path) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]
             stack.callback(process.wait)
             stack.callback(process.terminate)
             processes.append(process)
-        deadline = time.monotonic() + 20
-        while not is_in_sync(replica):
-            assert time.monotonic() < deadline, "the replica has not caught up"
+        wait_for(lambda: is_in_sync(replica), "the replica has caught up", 20)
         yield f"redis://127.0.0.1:{primary}", f"redis://127.0.0.1:{replica}", processes[1]
 
 
 def is_in_sync(port: int) -> bool:
-    """Whether the replica has its primary's data; asked again after a moment."""
+    """Whether the replica has its primary's data."""
     with Redis(port=port) as redis:
         try:
             status = redis.info("replication").get("master_link_status")
         except RedisConnectionError:
             status = None
-    time.sleep(0.05)
     return bool(status == "up")
 
 

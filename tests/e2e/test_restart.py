@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from redis.asyncio import Redis
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, free_port, spawn
+from tests.patience import within
 from waymark.cli import EXIT_NO_PORT
 from waymark.simulator import Faults, Prompt
 
@@ -80,7 +80,7 @@ async def test_streams_of_a_killed_worker_are_taken_over_and_nothing_is_lost(
     (heir,) = workers
     prompts = [CHAT, OTHER, CHAT[:4] + (1019,) * BLOCK_SIZE]
     # Both leases and the list of workers run out after the lease; a worker looks every two seconds.
-    async with asyncio.timeout(LEASE_SECONDS + 2 + 4):
+    async with within(LEASE_SECONDS + 2 + 4):
         await engines.agree([replica], *prompts)
     assert await worker_of(replica, engines, "a") == heir
     counters = (await replica.publisher("a", tenant_id=engines.tenant_id))["counters"]

@@ -22,6 +22,7 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
 from tests.conftest import _wait_for_server, wait_until
+from tests.patience import patient
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import EngineKind, GroupName, PublisherName, Registration
@@ -441,7 +442,7 @@ class Server:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=patient(10))
 
     def freeze(self) -> None:
         cast("subprocess.Popen[bytes]", self._process).send_signal(signal.SIGSTOP)

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from tests.conftest import wait_until
+from tests.patience import patient, within
 from waymark.errors import InvalidValue
 from waymark.ingest.replay import Replay, ReplayOutcome
 from waymark.ingest.subscriber import Context
@@ -27,7 +28,7 @@ def context() -> Iterator[Context]:
     yield context
     ending = threading.Thread(target=context.term, daemon=True)
     ending.start()
-    ending.join(5)
+    ending.join(patient(5))
     assert not ending.is_alive(), "a socket was left open"
 
 
@@ -71,7 +72,7 @@ def replay_of(context: Context, endpoint: str, start: int = 0, **options: Any) -
 
 async def take_all(replay: Replay, limit: int = 100) -> list[tuple[int, bytes]]:
     batches: list[tuple[int, bytes]] = []
-    async with asyncio.timeout(10):
+    async with within(10):
         while chunk := await replay.batches(limit):
             assert len(chunk) <= limit
             batches += chunk
@@ -102,7 +103,7 @@ async def test_an_end_marker_alone_is_a_complete_replay_of_nothing(context: Cont
 
 
 async def test_replies_that_come_while_we_wait_are_given_at_once(context: Context, router: Router) -> None:
-    async with replay_of(context, router.endpoint) as replay, asyncio.timeout(10):
+    async with replay_of(context, router.endpoint) as replay, within(10):
         first = asyncio.create_task(replay.batches(10))
         await router.request()
         router.answer(reply(0))
@@ -186,7 +187,7 @@ async def test_a_chunk_ends_with_the_payload_that_reaches_its_bytes(context: Con
         await router.request()
         router.answer(*(reply(seq, b"x" * 100) for seq in range(7)), END)
         batches: list[int] = []
-        async with asyncio.timeout(10):
+        async with within(10):
             while chunk := await replay.batches(100):
                 assert sum(len(payload) for _, payload in chunk) <= 300
                 batches += [seq for seq, _ in chunk]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
+from tests.patience import within
 from waymark.domain.names import EngineKind
 
 
@@ -239,7 +240,7 @@ async def test_a_listener_that_never_answers_is_no_publisher(bench: Bench) -> No
         await wait_until(lambda: worker.metric("streams", status="pending") == 1, "the stream was begun")
         # For longer than a publisher may be away: it has never been there.
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.5):
+            async with within(1.5):
                 await pod.has_status("active", "degraded", "replaying", "lost", "failed")
 
 

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from tests.conftest import wait_until
+from tests.patience import patient, within
 from waymark.errors import InvalidValue
 from waymark.ingest import subscriber as module
 from waymark.ingest.frames import Frame
@@ -26,7 +27,7 @@ def context() -> Iterator[Context]:
     yield context
     ending = threading.Thread(target=context.term, daemon=True)
     ending.start()
-    ending.join(5)
+    ending.join(patient(5))
     assert not ending.is_alive(), "a socket was left open"
 
 
@@ -101,7 +102,7 @@ def state_of(subscriber: Subscriber) -> tuple[bool, int, int]:
 async def take_all(subscriber: Subscriber, count: int) -> list[Frame]:
     """``count`` frames, through ``wait`` and ``take`` alone."""
     frames: list[Frame] = []
-    async with asyncio.timeout(10):
+    async with within(10):
         while len(frames) < count:
             await subscriber.wait(1)
             frames += subscriber.take(1000)
@@ -188,7 +189,7 @@ async def test_wait_tells_a_change_of_connection_once(context: Context, publish:
 
 async def test_a_frame_wakes_who_is_waiting(context: Context, publish: Callable[[str], Publisher]) -> None:
     publisher = publish("tcp://127.0.0.1:*")
-    async with subscriber_of(context, publisher.endpoint) as subscriber, asyncio.timeout(10):
+    async with subscriber_of(context, publisher.endpoint) as subscriber, within(10):
         await wait_until(publisher.has_subscriber, "subscribed")
         assert await subscriber.wait(10)
         waiting = asyncio.create_task(subscriber.wait(60))
@@ -371,7 +372,7 @@ async def test_closing_wakes_who_is_waiting_and_keeps_what_was_buffered(
     waiting = asyncio.create_task(subscriber.wait(60))
     await asyncio.sleep(0)
     subscriber.close()
-    async with asyncio.timeout(10):
+    async with within(10):
         assert await waiting
     assert not subscriber.is_connected
     subscriber.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,6 +9,7 @@ import zmq
 import zmq.asyncio
 
 from tests.conftest import wait_until
+from tests.patience import within
 from waymark.simulator import SimulatedPublisher
 
 SECONDS = 5.0
@@ -24,7 +24,7 @@ class Peer:
 
     async def frames(self, count: int) -> list[list[bytes]]:
         """The next live frames."""
-        async with asyncio.timeout(SECONDS):
+        async with within(SECONDS):
             return [await self.live.recv_multipart() for _ in range(count)]
 
     async def seqs(self, count: int) -> list[int]:
@@ -46,7 +46,7 @@ class Peer:
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.connect(endpoint)
             await dealer.send_multipart([b"", start.to_bytes(8, "big")])
-            async with asyncio.timeout(SECONDS):
+            async with within(SECONDS):
                 return [await dealer.recv_multipart() for _ in range(replies)]
 
     async def answers_within(self, endpoint: str | None, request: list[bytes], seconds: float) -> int:

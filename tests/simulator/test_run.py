@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.patience import within
 from waymark.errors import InvalidValue
 from waymark.simulator import EngineStarted, Prompt, SimulateOptions, simulate
 from waymark.simulator.run import _due
@@ -78,7 +79,7 @@ async def test_a_run_ends_when_told_to_even_while_it_waits() -> None:
 
 async def test_a_run_ends_with_its_time() -> None:
     options = SimulateOptions(base_port=0, duration_seconds=0.1, blocks_per_second=50)
-    async with asyncio.timeout(10):
+    async with within(10):
         summary = await simulate(options)
     assert 1 <= summary.prompts < 100
 

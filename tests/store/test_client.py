@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-import anyio
 import pytest
 from redis.asyncio import Redis
 
+from tests.patience import within
 from tests.store.factories import GROUP, registration
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
@@ -40,7 +40,7 @@ async def check_unavailable(store: Store) -> None:
         lambda: store.records.incarnation(),
         lambda: store.reader.read(GROUP, 16, lambda n: b"", deadline_seconds=5.0),
     ]
-    with anyio.fail_after(20):
+    async with within(20):
         for way in ways:
             with pytest.raises(StoreUnavailable) as caught:
                 await way()
@@ -101,7 +101,7 @@ async def test_a_word_on_the_channel_is_heard(store: Store, client: Client) -> N
     async with client.subscription(keys.CONTROL) as subscription:
         await subscription.get_message(seconds=5)  # the subscription itself
         await store.registry.register(registration())
-        with anyio.fail_after(10):
+        async with within(10):
             while (heard := await subscription.get_message(seconds=1)) is None:
                 continue
         assert heard["data"] == b"registered"

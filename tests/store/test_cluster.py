@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-import anyio
 import pytest
 
 from tests.conftest import wait_until
+from tests.patience import within
 from tests.store.factories import registration, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Cluster, Server, farm, is_cluster_ok, moving, start_cluster
@@ -108,14 +108,13 @@ async def test_a_cluster_that_is_down_is_not_ready_though_its_nodes_answer(clust
 
 
 async def test_a_word_said_anywhere_is_heard(cluster: Cluster, store: Store) -> None:
-    async with store._client.subscription(keys.CONTROL) as subscription:
-        with anyio.fail_after(20):
-            await subscription.get_message(seconds=5)  # the subscription itself
-            for node in cluster.primaries:
-                node.ask("PUBLISH", keys.CONTROL, f"from {node.port}")
-                while (heard := await subscription.get_message(seconds=1)) is None:
-                    continue
-                assert heard["data"] == f"from {node.port}".encode()
+    async with store._client.subscription(keys.CONTROL) as subscription, within(20):
+        await subscription.get_message(seconds=5)  # the subscription itself
+        for node in cluster.primaries:
+            node.ask("PUBLISH", keys.CONTROL, f"from {node.port}")
+            while (heard := await subscription.get_message(seconds=1)) is None:
+                continue
+            assert heard["data"] == f"from {node.port}".encode()
 
 
 async def test_a_slot_that_moves_is_followed(cluster: Cluster, store: Store) -> None:
@@ -161,7 +160,7 @@ async def test_a_primary_that_says_nothing_costs_a_bounded_time_and_no_other_sha
     others = next(f"wm:{{{i}}}:x" for i in range(99) if cluster.of(f"wm:{{{i}}}:x") == 0)
     frozen.pause()
     try:
-        with anyio.fail_after(10):
+        async with within(10):
             with pytest.raises(StoreUnavailable):
                 await store._client.hget(theirs, "f")
             with pytest.raises(StoreUnavailable):
