@@ -17,6 +17,7 @@ test: $(VENV)/.installed-dev redis-server nginx lint ## check everything: style,
 
 conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer, which is downloaded; writes docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tests.conformance.compare --output docs/conformance.md
+	@$(VENV)-conformance/bin/python -m tests.conformance.differences --page docs/conformance.md
 
 bench: $(VENV)-conformance/.installed redis-server ## measure everything that is claimed, beside dynamo.indexer; BENCH='--only P1 --trace FILE'
 	@$(VENV)-conformance/bin/python -m tests.benchmarks $(BENCH)

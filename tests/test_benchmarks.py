@@ -16,7 +16,7 @@ from tests.benchmarks.__main__ import main
 from tests.benchmarks.capacity import Constants, example
 from tests.benchmarks.feed import payloads
 from tests.benchmarks.processes import cpu_seconds
-from tests.benchmarks.report import Row, against, table, write_markdown
+from tests.benchmarks.report import Row, against, beside, table, write_json, write_markdown
 from waymark.domain.hashing import extend, token_bytes
 
 
@@ -43,6 +43,7 @@ def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytes
     [
         pytest.param(["--trace", "no-such-file"], "there is no file no-such-file", id="no-trace"),
         pytest.param(["--no-peer", "--markdown", "no-page"], "there is no page no-page", id="no-page"),
+        pytest.param(["--no-peer", "--beside", "no-run"], "--beside: there is no file no-run", id="no-earlier-run"),
         pytest.param(["--peer-python", "no-such-python"], "no-such-python has no dynamo.indexer", id="no-peer"),
     ],
 )
@@ -71,6 +72,24 @@ def test_a_bar_is_for_the_ratio_where_there_is_one() -> None:
     assert Row("P6", "", 80.1, "bytes", bar=80).holds is False
     assert Row("P9", "", 1.6, "times", bar=1.7, is_least=True).holds is False
     assert Row("P9", "", 1.6, "times").holds is None
+
+
+def test_a_bar_that_did_not_hold_in_an_earlier_run_does_not_hold(tmp_path: Path) -> None:
+    earlier = tmp_path / "rows.json"
+    before = [
+        Row("P1", "CPU", 9.6, "ms", 4.0, "peer", 2.4, 2.0),
+        Row("P9", "two", 1.6, "times", bar=1.7, is_least=True),
+    ]
+    write_json(earlier, before, {})
+    now = [Row("P1", "CPU", 7.6, "ms", 4.0, "peer", 1.9, 2.0), Row("P9", "two", 1.8, "times", bar=1.7, is_least=True)]
+    assert [row.holds for row in now] == [True, True]
+
+    lucky = beside([*now, Row("P6", "new here", 1.0, "bytes", bar=2.0)], earlier)
+
+    assert [row.holds for row in lucky] == [False, False, True]
+    lines = table(lucky).splitlines()
+    assert lines[1].split()[-5:] == ["peer", "1.9,", "2.4", "2", "no"]
+    assert lines[3].split() == ["P6", "new", "here", "1", "bytes", "2", "yes"]
 
 
 def test_the_table_says_no_where_a_target_does_not_hold() -> None:
@@ -167,11 +186,13 @@ def test_cpu_time_is_what_the_process_has_used() -> None:
 
 
 def test_ten_times_the_engines_need_ten_times_as_much() -> None:
-    constants = Constants(180.0, 2.5, 3.0, 3.0, 4.0, {512: 0.5}, {512: 0.3})
+    constants = Constants(180.0, 2.0, 9.0, 3.0, 3.0, 40.0, 4.0, {512: 0.5}, {512: 0.3})
 
     hundred, thousand = example(100, constants), example(1_000, constants)
 
     assert [row.unit for row in hundred] == ["GiB", "cores", "cores", "cores", "cores"]
     assert hundred[0].figure == pytest.approx(5_000_000 * 180 / 2**30)
-    assert hundred[1].figure == pytest.approx(0.22)
+    # Prefill, decode and removals have prices of their own: 300 x 2 + 100 x 9 + 400 x 3 us a second and engine.
+    assert hundred[1].figure == pytest.approx(0.27)
+    assert hundred[3].figure == pytest.approx(0.65)
     assert [b.figure for b in thousand] == pytest.approx([10 * a.figure for a in hundred])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.conformance import differences
 from tests.live import start
 from waymark.settings import markdown_table
 
@@ -19,7 +20,7 @@ def test_the_page_of_settings_holds_their_table() -> None:
     assert table == markdown_table(), f"put this between the markers in docs/configuration.md:\n\n{markdown_table()}\n"
 
 
-def test_the_capacity_in_the_readme_is_that_of_the_page_that_is_measured() -> None:
+def test_the_page_of_capacity_holds_what_was_measured() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     measured = {
         what: float(figure.replace(",", ""))
@@ -60,9 +61,15 @@ def test_the_capacity_in_the_readme_is_that_of_the_page_that_is_measured() -> No
         f"{redis} per core of Redis |",
         *map(needs, ("100", "1,000")),
     ]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    missing = [line for line in lines if line not in readme]
-    assert not missing, "put these lines into README.md, under Capacity:\n\n" + "\n".join(lines)
+    capacity = (ROOT / "docs" / "capacity.md").read_text(encoding="utf-8").splitlines()
+    missing = [line for line in lines if line not in capacity]
+    assert not missing, "put these lines into docs/capacity.md:\n\n" + "\n".join(lines)
+
+
+def test_the_page_of_differences_is_that_of_the_cases() -> None:
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    start, end = differences.MARKS
+    assert page.partition(start)[2].partition(end)[0].strip() == differences.table(), "run `make conformance`"
 
 
 async def test_the_requests_of_the_runbooks_are_understood_as_they_stand(redis_url: str, tmp_path: Path) -> None:

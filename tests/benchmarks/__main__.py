@@ -25,7 +25,7 @@ from typing import Any
 from tests.benchmarks import capacity, index, lives, long, queries, replicas, streams
 from tests.benchmarks.options import Options
 from tests.benchmarks.processes import redis_server
-from tests.benchmarks.report import Row, table, write_json, write_markdown
+from tests.benchmarks.report import Row, beside, table, write_json, write_markdown
 from waymark import __version__
 from waymark.domain import native
 
@@ -57,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.trace is not None and not given.trace.is_file():
         print(f"--trace: there is no file {given.trace}; leave it out for synthetic prompts", file=sys.stderr)
         return 2
+    for path in given.beside:
+        if not path.is_file():
+            print(f"--beside: there is no file {path}; it is what an earlier run wrote by --json", file=sys.stderr)
+            return 2
     if given.markdown is not None and not given.markdown.is_file():
         print(f"--markdown: there is no page {given.markdown}", file=sys.stderr)
         return 2
@@ -83,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             loops += [_loop_ms() for _ in range(5)]
             print(f"{', '.join(names)}: measured in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     about["a loop in Python, ms"] = f"{min(loops):.0f} to {max(loops):.0f}"
+    for path in given.beside:
+        rows = beside(rows, path)
     print(table(rows))
     print("; ".join(f"{name}: {value}" for name, value in about.items()))
     if given.json is not None:
@@ -143,6 +149,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", type=Path, help="requests with hash_ids, one JSON object per line")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="the --json of an earlier run: a target holds only where it held then, too (may be given again)",
+    )
     parser.add_argument("--markdown", type=Path, help="put the table into that page, such as docs/performance.md")
     parser.add_argument("--no-peer", action="store_true", help="leave dynamo.indexer out")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python that has ai-dynamo-runtime")

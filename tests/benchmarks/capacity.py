@@ -23,9 +23,10 @@ from tests.benchmarks.replicas import fill
 from tests.benchmarks.report import Row
 
 SIZES = (64, 512, 2048)
-#: What an engine is taken to do: the blocks its cache holds, those it stores and removes per second, and the queries
-#: per second that are asked for its requests.
-ENGINE_BLOCKS, ENGINE_CHURN, ENGINE_QUERIES = 50_000, 400, 2
+#: What an engine is taken to do: the blocks that its cache holds, the blocks per second that it stores in prefill (64
+#: a store) and in decode (one a store), and the queries per second that are asked for its requests. Its cache is full,
+#: so it removes as many blocks as it stores.
+ENGINE_BLOCKS, ENGINE_PREFILL, ENGINE_DECODE, ENGINE_QUERIES = 50_000, 300, 100, 2
 GIB = 2**30
 
 
@@ -35,8 +36,10 @@ class Constants:
 
     block_bytes: float
     redis_stored_us: float
+    redis_decoded_us: float
     redis_removed_us: float
     worker_stored_us: float
+    worker_decoded_us: float
     worker_removed_us: float
     replica_ms: dict[int, float]
     redis_ms: dict[int, float]
@@ -52,8 +55,10 @@ def measure(options: Options, rows: Sequence[Row]) -> list[Row]:
     constants = Constants(
         block_bytes=known[index.VLLM_BYTES],
         redis_stored_us=known[index.REDIS_STORED],
+        redis_decoded_us=known[streams.REDIS_DECODED],
         redis_removed_us=known[index.REDIS_REMOVED],
         worker_stored_us=known[streams.WORKER_STORED],
+        worker_decoded_us=known[streams.WORKER_DECODED],
         worker_removed_us=known[streams.WORKER_REMOVED],
         replica_ms=replica_ms,
         redis_ms=redis_ms,
@@ -62,8 +67,10 @@ def measure(options: Options, rows: Sequence[Row]) -> list[Row]:
         Row("capacity", "blocks per GiB, vLLM", GIB / known[index.VLLM_BYTES], "blocks"),
         Row("capacity", "blocks per GiB, standard publisher", GIB / known[index.STANDARD_BYTES], "blocks"),
         Row("capacity", "new blocks per second and Redis core", 1e6 / constants.redis_stored_us, "blocks/s"),
+        Row("capacity", "decoded blocks per second and Redis core", 1e6 / constants.redis_decoded_us, "blocks/s"),
         Row("capacity", "removed blocks per second and Redis core", 1e6 / constants.redis_removed_us, "blocks/s"),
         Row("capacity", "new blocks per second and worker core", 1e6 / constants.worker_stored_us, "blocks/s"),
+        Row("capacity", "decoded blocks per second and worker core", 1e6 / constants.worker_decoded_us, "blocks/s"),
         Row("capacity", "removed blocks per second and worker core", 1e6 / constants.worker_removed_us, "blocks/s"),
     ]
     for size in SIZES:
@@ -81,17 +88,23 @@ def measure(options: Options, rows: Sequence[Row]) -> list[Row]:
 
 def example(engines: int, constants: Constants, size: int = 512) -> list[Row]:
     """What so many engines need, in cores and GiB. No block is shared, so memory is the most it can be."""
-    churn, queries = engines * ENGINE_CHURN, engines * ENGINE_QUERIES
-    stored_removed_us = constants.redis_stored_us + constants.redis_removed_us
-    worker_us = constants.worker_stored_us + constants.worker_removed_us
+    queries = engines * ENGINE_QUERIES
+    redis_us = _ingest_us(constants.redis_stored_us, constants.redis_decoded_us, constants.redis_removed_us)
+    worker_us = _ingest_us(constants.worker_stored_us, constants.worker_decoded_us, constants.worker_removed_us)
     what = f"{engines:,} engines: "
     return [
         Row("capacity", what + "memory of Redis", engines * ENGINE_BLOCKS * constants.block_bytes / GIB, "GiB"),
-        Row("capacity", what + "Redis, ingest", churn * stored_removed_us / 1e6, "cores"),
+        Row("capacity", what + "Redis, ingest", engines * redis_us / 1e6, "cores"),
         Row("capacity", what + "Redis, queries", queries * constants.redis_ms[size] / 1e3, "cores"),
-        Row("capacity", what + "ingest workers", churn * worker_us / 1e6, "cores"),
+        Row("capacity", what + "ingest workers", engines * worker_us / 1e6, "cores"),
         Row("capacity", what + "query replicas", queries * constants.replica_ms[size] / 1e3, "cores"),
     ]
+
+
+def _ingest_us(stored_us: float, decoded_us: float, removed_us: float) -> float:
+    """CPU per second that one engine's events cost, in microseconds."""
+    removed = ENGINE_PREFILL + ENGINE_DECODE
+    return ENGINE_PREFILL * stored_us + ENGINE_DECODE * decoded_us + removed * removed_us
 
 
 def _queries(options: Options) -> tuple[dict[int, float], dict[int, float]]:

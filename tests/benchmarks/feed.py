@@ -20,7 +20,19 @@ STORE_BLOCKS = 64
 
 def stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int]) -> bytes:
     """The payload of a batch of one store, in vLLM's form."""
-    event = {
+    return _batch(_stored(block_hashes, parent, token_ids))
+
+
+def decoded(steps: Sequence[tuple[int, int | None, Sequence[int]]]) -> bytes:
+    """The payload of one engine step in decode: a store of one block for each sequence that completed one.
+
+    A step is ``(engine hash, its parent's or None, the block's token ids)``.
+    """
+    return _batch(*(_stored([block_hash], parent, token_ids) for block_hash, parent, token_ids in steps))
+
+
+def _stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int]) -> Mapping[str, object]:
+    return {
         "type": "BlockStored",
         "block_hashes": list(block_hashes),
         "parent_block_hash": parent,
@@ -31,7 +43,6 @@ def stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
     }
-    return _batch(event)
 
 
 def removed(block_hashes: Sequence[int]) -> bytes:
@@ -42,8 +53,8 @@ def cleared() -> bytes:
     return _batch({"type": "AllBlocksCleared"})
 
 
-def _batch(event: Mapping[str, object]) -> bytes:
-    payload: bytes = msgpack.packb([time.time(), [event], 0])
+def _batch(*events: Mapping[str, object]) -> bytes:
+    payload: bytes = msgpack.packb([time.time(), list(events), 0])
     return payload
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,13 +30,20 @@ class Row:
     """What the ratio, or where there is none the figure, may be; None: a figure for information."""
     is_least: bool = False
     """The bar is the least that it must be, not the most."""
+    earlier: tuple[float, ...] = ()
+    """What had to keep the bar in earlier runs of the same table: a bar holds only where it held in every run."""
+
+    @property
+    def measured(self) -> float:
+        """What has to keep the bar: the ratio, and the figure where there is none."""
+        return self.figure if self.ratio is None else self.ratio
 
     @property
     def holds(self) -> bool | None:
         if self.bar is None:
             return None
-        value = self.figure if self.ratio is None else self.ratio
-        return value >= self.bar if self.is_least else value <= self.bar
+        values = (self.measured, *self.earlier)
+        return min(values) >= self.bar if self.is_least else max(values) <= self.bar
 
 
 def against(
@@ -51,6 +58,16 @@ def against(
     """The row of two things measured in turns: the medians, and the median of the rounds' ratios."""
     ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
     return Row(target, what, median(ours), unit, median(theirs), name, ratio, bar)
+
+
+def beside(rows: Sequence[Row], path: Path) -> list[Row]:
+    """The rows, each with what an earlier run that was written as JSON measured for it."""
+    listed = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    before = {(row["target"], row["what"]): row["figure"] if row["ratio"] is None else row["ratio"] for row in listed}
+    return [
+        replace(row, earlier=(*row.earlier, before[row.target, row.what])) if (row.target, row.what) in before else row
+        for row in rows
+    ]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -103,10 +120,17 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.unit,
         _number(row.other),
         row.other_name,
-        _number(row.ratio),
+        _ratio(row),
         sign + _number(row.bar),
         holds,
     )
+
+
+def _ratio(row: Row) -> str:
+    """The ratio of this run, and behind it those of earlier ones."""
+    if not row.earlier or row.bar is None:
+        return _number(row.ratio)
+    return ", ".join(map(_number, (row.measured, *row.earlier)))
 
 
 def _number(value: float | None) -> str:

@@ -26,6 +26,10 @@ PEER = "dynamo.indexer"
 SIZES = (64, 512)
 WORKER_STORED = "worker's CPU per block, new, 64 a store, from the socket on"
 WORKER_REMOVED = "worker's CPU per block, removed, 64 at a time, from the socket on"
+DECODE = "decode, 1 a store, 16 sequences a step"
+WORKER_DECODED = f"worker's CPU per block, {DECODE}, from the socket on"
+REDIS_DECODED = f"Redis' CPU per block, {DECODE}, from the socket on"
+SEQUENCES = 16
 RATE = 20_000
 LOAD_STREAMS = 8
 
@@ -96,6 +100,7 @@ def measure(options: Options) -> list[Row]:
         if peer_us:
             both = [sum(each) for each in zip(ours_us, redis_us[name], strict=True)]
             rows.append(against("P5", what + ", and Redis'", "us", both, peer_us[name], PEER))
+    rows.append(Row("P5", REDIS_DECODED, median(redis_us[DECODE]), "us"))
     rows.append(Row("P5", "round trips per batch of 64 blocks, of a backlog", trips["new, 64 a store"], "calls"))
     rows.append(Row("P5", "round trips per batch of 2 blocks, of a backlog", trips["new, 2 a store"], "calls"))
     return rows
@@ -114,6 +119,22 @@ def _backlogs(blocks: int) -> Iterator[tuple[str, list[Payload]]]:
             gone = [hashes for prompt in new for hashes in _hashes(prompt, size)]
             yield f"removed, {size} at a time", [(feed.removed(each), len(each)) for each in gone] + new_stores(64)
     yield "new, 2 a store", new_stores(blocks // 16, 2)
+    yield DECODE, list(_decode_steps(blocks // 8)) + new_stores(64)
+
+
+def _decode_steps(blocks: int) -> Iterator[Payload]:
+    """Batches of one block for each of 16 sequences, which is what an engine publishes while it decodes."""
+    length = max(1, blocks // SEQUENCES // PIECE_BLOCKS)
+    sequences = list(islice(prompts.fresh(length), SEQUENCES))
+    hashes = [[each for number in prompt for each in prompts.engine_hashes(number)] for prompt in sequences]
+    token_ids = [prompts.tokens(prompt) for prompt in sequences]
+    for at in range(length * PIECE_BLOCKS):
+        first = at * prompts.BLOCK_SIZE
+        steps = [
+            (hashes[i][at], hashes[i][at - 1] if at else None, token_ids[i][first : first + prompts.BLOCK_SIZE])
+            for i in range(SEQUENCES)
+        ]
+        yield feed.decoded(steps), SEQUENCES
 
 
 def new_stores(blocks: int, size: int = feed.STORE_BLOCKS) -> list[Payload]:

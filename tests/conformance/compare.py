@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 
+from tests.conformance import differences
 from tests.conformance.services import dynamo, waymark
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator import Encoder, PrefixCache, Prompt, SimulatedEngine, SimulatedPublisher, conversations
@@ -43,8 +44,9 @@ ON_PURPOSE = {
     "caches, here copies are counted",
     "a rank leaves": "`/unregister` with a `dp_rank` and without a group: there all ranks of the instance leave, "
     "here that rank",
-    "own hashes": "engines name equal blocks by different hashes, as vLLM does unless PYTHONHASHSEED is the same "
-    "everywhere. There blocks of one go missing behind the other's, here a hash means something within one engine only",
+    "own hashes": "engines name equal blocks by different hashes, as vLLM before 0.29 does where PYTHONHASHSEED is not "
+    "the same everywhere. There blocks of one go missing behind the other's, here a hash means something within one "
+    "engine only",
     "unsigned hashes": "`/query_by_hash` takes hashes from 2^63 on here; there they must be written as negative ones",
 }
 #: Sessions by turns: one in which everything must be equal, and ones with something in them that differs on purpose.
@@ -309,11 +311,19 @@ def report(findings: Findings, sessions: int) -> str:
         "the third row each run checks that ours is what the caches hold; what the other side does inside is inferred",
         "from its answers.",
         "",
-        "## Differences on purpose",
+        "## Differences on purpose, in random sessions",
         "",
         "| What | Times | Why |",
         "|---|---|---|",
         *(f"| {name} | {findings.differences[name]} | {why} |" for name, why in ON_PURPOSE.items()),
+        "",
+        "## Differences on purpose, case by case",
+        "",
+        "Each row is a history of a few events and one request at its end, played against both by",
+        "`python -m tests.conformance.differences`. The run fails where either answers anything else than is written",
+        "here. Of a query the table says how many tokens of the prompt the worker is said to have.",
+        "",
+        *differences.MARKS,
     ]
     return "\n".join(lines) + "\n"
 
