@@ -1,11 +1,10 @@
--- forget_dead(dead; holder) -> {verdict, 0}
+-- forget_dead(dead; holder) -> {verdict, was_there}
 --
 -- A dead holder has been swept on every shard; nothing names it any more.
 --
 -- KEYS  dead    set  holder ids still to be swept
 -- ARGV  holder  its id
 --
--- {'applied', 0}
+-- {'applied', was_there}  1, or 0 where somebody else has taken it out before
 
-redis.call('SREM', KEYS[1], ARGV[1])
-return {'applied', 0}
+return {'applied', redis.call('SREM', KEYS[1], ARGV[1])}

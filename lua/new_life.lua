@@ -7,7 +7,8 @@
 -- KEYS  holders  hash  the group's holder table; `version` is a new word after every change
 --       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name,
 --                      `event:<id>` the last event_id of a holder, `turn` the token and version of the last call
---       fence    hash  shard 0's; `holder`: the highest holder id handed out or seen
+--       fence    hash  shard 0's; `holder`: the highest holder id handed out or seen. Where it has none, this Redis is
+--                      empty, and ids begin at the microseconds since 2026-01-01 UTC by its TIME
 --       dead     set   holder ids whose blocks are still to be swept
 -- ARGV  token    the lease token the caller believes is the highest
 --       before   the version of the last call under this token whose reply the caller has seen; '' none
@@ -22,6 +23,13 @@
 -- {'applied', holder*}  the ids of begin*, in order; nothing written where this very call was the last one
 -- {'fenced'}            somebody else has the stream, it is gone, or the last call was another than `before`: this one
 --                       is late, or Redis has lost writes; nothing written
+
+-- The first id of a Redis that came back empty: none that was handed out before can be as large, since a Redis hands out
+-- far fewer than one in a microsecond. 14 digits, below 2^53 for 285 years.
+local function first_id()
+  local now = redis.call('TIME')
+  return math.max(0, (tonumber(now[1]) - 1767225600) * 1000000 + tonumber(now[2]))
+end
 
 local holders, record, fence, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local unit = ARGV[5]
@@ -62,7 +70,8 @@ if ARGV[6] ~= '' then
   redis.call('HSET', record, 'life', ARGV[6])
 end
 
-local ids, highest = {}, math.max(tonumber(redis.call('HGET', fence, 'holder') or 0), tonumber(ARGV[4]))
+local known = redis.call('HGET', fence, 'holder')
+local ids, highest = {}, math.max(known and tonumber(known) or first_id(), tonumber(ARGV[4]))
 for i = 7, #ARGV, 2 do
   local id = live[ARGV[i]]
   if not id then

@@ -1,18 +1,23 @@
--- sweep_holder(engine, block*; holder, engine_hash*) -> {verdict, blocks}
+-- sweep_holder(engine, block*, dead; holder, engine_hash*) -> {verdict, blocks}
 --
 -- Take a dead holder out of a bounded piece of the blocks it left on one shard.
 --
 -- KEYS  engine        hash    the dead holder's engine hashes on this shard
 --       block*        string  blocks its entries name; none: all are done, what is left of `engine` goes
+--       dead          set     holder ids still to be swept; only on the shard that has it (shard 0), else absent
 -- ARGV  holder        its id
 --       engine_hash*  the entry of each block*
 --
 -- {'applied', blocks}  so many of the blocks are done, from the first; less than all of them where 32 KiB of
 --                      values were read: call again with the rest
+-- {'gone', 0}          the holder is not in `dead`: it was swept, or this Redis came back empty; nothing written
 
 local VALUE_BYTES = 32768
 
-local blocks, id = #KEYS - 1, ARGV[1]
+local blocks, id = #ARGV - 1, ARGV[1]
+local dead = KEYS[blocks + 2]
+if dead and redis.call('SISMEMBER', dead, id) == 0 then return {'gone', 0} end
+
 if blocks == 0 then
   redis.call('UNLINK', KEYS[1])
   return {'applied', 0}

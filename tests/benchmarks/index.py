@@ -30,8 +30,8 @@ STANDARD_BYTES = "one holder, with a standard publisher's entry"
 REDIS_STORED = "Redis' CPU per block, stores of 64 new blocks"
 REDIS_REMOVED = "Redis' CPU per block, removals of 64 that nobody else has"
 LATER_HOLDERS = 4
-FIRST_ID = 1000
-"""Ids of an index that has seen some lives: the length of a value is what a holder costs."""
+FIRST_ID = 28_000_000_000_000
+"""Ids as an empty Redis hands them out in 2026: the length of a value is what a holder costs."""
 
 Measured: TypeAlias = Callable[[Options, RedisServer, Store], Awaitable[list[Row]]]
 

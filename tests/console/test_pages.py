@@ -30,7 +30,7 @@ TOKENS = list(range(1, 13))
 async def tried(store: Store, redis: Redis) -> None:
     """What the README tries by hand: pod-1 has two blocks of four tokens."""
     of = registration(model_name="llama", block_size=4, kind=EngineKind.STANDARD, endpoint=None, copies="set")
-    stream = await stream_of(store, redis, of)
+    stream = await stream_of(store, redis, of, ids_above=28114406051233)
     (gpu,) = await stream.begin("0 GPU")
     await stream.apply(stored(gpu, blocks(TOKENS[:8], block_size=4), hashes=[101, 102]), mode="set")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import pytest
 from redis.asyncio import Redis
@@ -11,6 +12,7 @@ from tests.store.factories import GROUP, Stream, hgetall, registration, snapshot
 from waymark.store import keys
 from waymark.store.records import StreamState
 from waymark.store.scripts import Outcome, Scripts, Verdict
+from waymark.store.store import Store
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 
@@ -40,6 +42,38 @@ async def called(
     script_keys = keys.holders(1), stream.grant.record, keys.fence(1, 0), keys.dead(1)
     holders = [word for name in begin for word in (name, '{"a":1}')]
     return await scripts.new_life(*script_keys, stream.grant.token, before, version, above, unit, life, holders)
+
+
+async def test_ids_of_an_empty_redis_begin_where_no_earlier_one_can_have_come_to(redis: Redis, store: Store) -> None:
+    """At the microseconds since 2026 by the clock of Redis; in a Redis that has ids they go on."""
+    highest = 0
+    for _ in range(3):
+        stream = await stream_of(store, redis)
+        await redis.delete(keys.fence(1, 0))
+        stream = await stream.again()
+        before = await microseconds(redis)
+        first, second = await stream.begin("0 GPU", "0 CPU")
+        assert highest < before < first <= await microseconds(redis) + 1
+        assert second == first + 1 < 2**53
+        assert len(str(first)) >= 14
+        assert {b"%d" % first, b"%d" % second} <= (await hgetall(redis, keys.holders(1))).keys()
+        highest = (await stream.begin("1 GPU"))[0]
+        assert highest == second + 1
+        await redis.flushall()
+
+
+async def test_ids_of_a_shard_that_came_back_empty_are_above_those_of_the_others(
+    redis: Redis, scripts: Scripts, stream: Stream
+) -> None:
+    await redis.delete(keys.fence(1, 0))
+    above = 2**52
+    outcome = await called(scripts, stream, "", A, begin=["0 GPU"], above=above)
+    assert outcome == (Verdict.APPLIED, (above + 1,))
+
+
+async def microseconds(redis: Redis) -> int:
+    seconds, fraction = await redis.time()
+    return (seconds - int(datetime(2026, 1, 1, tzinfo=UTC).timestamp())) * 1_000_000 + fraction
 
 
 async def test_ids_ascend_and_a_live_name_keeps_its_own(stream: Stream) -> None:

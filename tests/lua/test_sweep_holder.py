@@ -7,17 +7,27 @@ from redis.asyncio import Redis
 
 from tests.store.factories import Stream, hgetall, snapshot, stored
 from waymark.store import keys
-from waymark.store.scripts import Scripts, Verdict
+from waymark.store.scripts import Outcome, Scripts, Verdict
 
 BLOCKS = list(range(1, 41))
 
 
 async def sweep(scripts: Scripts, stream: Stream, holder: int, blocks: list[int]) -> int:
-    outcome = await scripts.sweep_holder(
-        keys.engine(1, 0, holder), [stream.key(block) for block in blocks], holder, [b"%016x" % b for b in blocks]
-    )
+    """As a piece of a holder that is dead."""
+    await stream.redis.sadd(keys.dead(1), str(holder))
+    outcome = await called(scripts, stream, holder, blocks)
     assert outcome.verdict is Verdict.APPLIED
     return outcome.numbers[0]
+
+
+async def called(scripts: Scripts, stream: Stream, holder: int, blocks: list[int], shard: int = 0) -> Outcome:
+    return await scripts.sweep_holder(
+        keys.engine(1, shard, holder),
+        [stream.key(block) for block in blocks],
+        None if shard else keys.dead(1),
+        holder,
+        [b"%016x" % b for b in blocks],
+    )
 
 
 async def test_a_piece_leaves_other_holders_and_other_blocks(scripts: Scripts, stream: Stream) -> None:
@@ -27,6 +37,23 @@ async def test_a_piece_leaves_other_holders_and_other_blocks(scripts: Scripts, s
     assert await stream.values(BLOCKS) == [b"2"] * 2 + [None] * 18 + [b"1"] * 20
     assert set(await stream.engine(gpu)) == {b"%016x" % block for block in BLOCKS[20:]}
     assert len(await stream.engine(cpu)) == 2
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS[:20], []], ids=["a piece", "the end"])
+async def test_a_holder_that_is_not_dead_keeps_all(
+    redis: Redis, scripts: Scripts, stream: Stream, blocks: list[int]
+) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, BLOCKS))
+    await redis.sadd(keys.dead(1), "11", "21")
+    before = await snapshot(redis)
+    assert await called(scripts, stream, gpu, blocks) == (Verdict.GONE, (0,))
+    assert await snapshot(redis) == before
+
+
+async def test_a_shard_without_the_dead_does_not_ask(scripts: Scripts, stream: Stream) -> None:
+    assert await called(scripts, stream, 1, BLOCKS[:20], shard=1) == (Verdict.APPLIED, (20,))
+    assert await called(scripts, stream, 1, [], shard=1) == (Verdict.APPLIED, (0,))
 
 
 async def test_the_same_piece_again_changes_nothing(redis: Redis, scripts: Scripts, stream: Stream) -> None:
@@ -81,6 +108,6 @@ async def test_without_blocks_what_is_left_of_the_engine_hash_goes(
 async def test_a_forgotten_holder_is_no_longer_dead(redis: Redis, scripts: Scripts, stream: Stream) -> None:
     await stream.begin("0 GPU", "0 CPU")
     await stream.end()
-    for _ in range(2):
-        assert await scripts.forget_dead(keys.dead(1), 1) == (Verdict.APPLIED, (0,))
+    for was_there in (1, 0):
+        assert await scripts.forget_dead(keys.dead(1), 1) == (Verdict.APPLIED, (was_there,))
         assert (await snapshot(redis))[keys.dead(1).encode()][2] == {b"2"}

@@ -213,10 +213,14 @@ async def claim_of(store: Store, of: Registration) -> Claim:
     return claim
 
 
-async def stream_of(store: Store, redis: Redis, of: Registration | None = None, worker: str = "worker-1") -> Stream:
-    """Register, and take the lease."""
+async def stream_of(
+    store: Store, redis: Redis, of: Registration | None = None, worker: str = "worker-1", *, ids_above: int = 0
+) -> Stream:
+    """Register, and take the lease. The group's first holder id is not what the clock says, so a test can name it."""
     of = of or registration()
     await store.registry.register(of)
+    group_id = (await claim_of(store, of)).group_id
+    await redis.hsetnx(keys.fence(group_id, 0), "holder", str(ids_above))
     grant = await store.leases.take(await claim_of(store, of), worker, 60.0)
     assert grant is not None
     return Stream(store, redis, grant)

@@ -14,6 +14,7 @@ from tests.live import start
 from tests.store.flow import live_and_end
 from tests.topologies import Server, farm, start_cluster
 from waymark.errors import StoreUnavailable
+from waymark.store import keys
 from waymark.store.access import Access
 from waymark.store.client import Client
 from waymark.store.store import Store
@@ -106,6 +107,7 @@ async def test_the_service_runs_under_the_user_of_the_readme(tmp_path: Path) -> 
     with farm() as servers:
         server = servers.start()
         allow(server)
+        server.ask("HSET", keys.fence(1, 0), "holder", "0")  # ids go on from 0
         settings = {"redis_username": "waymark", "redis_password_file": secret}
         async with start("serve", server.url, tmp_path / "log", **settings) as live, live.client() as client:
             body = {"type": "standard", "modelname": "m", "instance_id": "pod-1", "block_size": 4}

@@ -42,12 +42,13 @@ async def store(cluster: Cluster) -> AsyncIterator[Store]:
     await store.close()
 
 
-async def held(store: Store) -> None:
-    """pod-1 has all blocks."""
+async def held(store: Store) -> int:
+    """pod-1 has all blocks; its holder."""
     await store.registry.register(registration())
     grant = await granted(store, "pod-1")
     (gpu,) = await begun(store, grant, "0 GPU")
     await applied(store, grant, stored(gpu, BLOCKS))
+    return gpu
 
 
 def answers(store: Store, answer: dict[str, int]) -> Callable[[], Awaitable[bool]]:
@@ -119,7 +120,7 @@ async def test_a_word_said_anywhere_is_heard(cluster: Cluster, store: Store) -> 
 
 async def test_a_slot_that_moves_is_followed(cluster: Cluster, store: Store) -> None:
     """MOVED to a node that the map does not show, as seen by queries, single commands, scripts and batches."""
-    await held(store)
+    gpu = await held(store)
     source, target = cluster.primaries[0], cluster.primaries[1]
     moved = [shard for shard in range(SHARDS) if cluster.of(keys.fence(1, shard)) == 0]
     assert moved
@@ -127,8 +128,8 @@ async def test_a_slot_that_moves_is_followed(cluster: Cluster, store: Store) -> 
         arrive()
         assert await asked(store) == {"pod-1": 600}
         grant = await granted(store, "pod-1", "worker-2", force=True)
-        assert (await store.index.entries(grant, {1: BLOCKS}))[1] == {block: (0, block) for block in BLOCKS}
-        await applied(store, grant, stored(1, [601], seq=2))
+        assert (await store.index.entries(grant, {gpu: BLOCKS}))[gpu] == {block: (0, block) for block in BLOCKS}
+        await applied(store, grant, stored(gpu, [601], seq=2))
 
 
 async def test_a_key_that_has_gone_ahead_of_its_slot_is_found_there(cluster: Cluster, store: Store) -> None:

@@ -155,8 +155,11 @@ async def test_what_an_unregister_that_died_left_in_the_fences_goes_with_the_nex
     assert await fences(redis) == {}
 
 
-async def fences(redis: Redis) -> dict[bytes, object]:
-    return {key: value for key, (_, _, value) in (await snapshot(redis)).items() if key.endswith(b":fence")}
+async def fences(redis: Redis) -> dict[bytes, dict[bytes, bytes]]:
+    """What each fence says of publishers, where it says something."""
+    found = {key: value for key, (_, _, value) in (await snapshot(redis)).items() if key.endswith(b":fence")}
+    of_publishers = {key: {name: value[name] for name in value if name != b"holder"} for key, value in found.items()}
+    return {key: value for key, value in of_publishers.items() if value}
 
 
 async def test_giving_back_what_somebody_else_has_does_nothing(store: Store, redis: Redis, stream: Stream) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Dying, Stream, registration, snapshot, stored, stream_of
+from tests.store.factories import Dying, Stream, claim_of, registration, snapshot, stored, stream_of
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import Client
@@ -115,3 +115,44 @@ async def test_a_failover_in_the_middle_of_a_scan_leaves_no_block_behind(redis: 
     await swept(Store(client), neighbour)
     assert client.steps > 2
     await check_swept(redis, neighbour)
+
+
+@SHARDS
+async def test_a_sweep_of_a_redis_that_came_back_empty_ends_and_takes_nothing(
+    store: Store, client: Client, redis: Redis, shards: int
+) -> None:
+    """Again and again: at any step of a sweep Redis is emptied, and a publisher of the new one stores the same."""
+    for step in range(6):
+        await redis.flushall()
+        await store.registry.register(registration())
+        old = await taken_over(store, redis)
+        (dead,) = await old.begin("0 GPU")
+        await old.apply(stored(dead, BLOCKS))
+        await old.end()
+        sweep = store.sweeper.steps(old.entry, dead)
+        for _ in range(step):
+            await anext(sweep)
+        await redis.flushall()
+        await store.registry.register(registration())
+        new = await taken_over(store, redis)
+        (gpu,) = await new.begin("0 GPU")
+        assert gpu > dead
+        await new.apply(stored(gpu, BLOCKS))
+        before = await snapshot(redis)
+        assert [blocks async for blocks in sweep] == []
+        assert await snapshot(redis) == before
+
+
+@SHARDS
+async def test_a_holder_that_is_alive_is_not_swept(store: Store, redis: Redis, neighbour: Stream, shards: int) -> None:
+    """Whatever a sweeper believes: on every shard it is asked whether the holder is dead."""
+    before = await snapshot(redis)
+    assert [blocks async for blocks in store.sweeper.steps(neighbour.entry, 2)] == []
+    assert await snapshot(redis) == before
+
+
+async def taken_over(store: Store, redis: Redis) -> Stream:
+    """pod-1's stream; holder ids begin where they begin in an empty Redis."""
+    grant = await store.leases.take(await claim_of(store, registration()), "worker-1", 60.0)
+    assert grant is not None
+    return Stream(store, redis, grant)

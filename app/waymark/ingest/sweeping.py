@@ -37,10 +37,8 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
                     continue
                 began = time.perf_counter()
                 async for blocks in store.sweeper.steps(entry, holder):
-                    metrics.sweep_blocks.inc(blocks)
                     await asyncio.sleep(max(blocks / blocks_per_second, PAUSE_STEPS * (time.perf_counter() - began)))
                     began = time.perf_counter()
-                metrics.sweeps.inc()
                 left -= 1
             metrics.dead_holders.set(left)
         except StoreUnavailable as exc:

@@ -155,6 +155,10 @@ class Client:
         with self._translated():
             return cast("int", await self._redis.execute_command("SCARD", key))
 
+    async def sismember(self, key: str, member: Any) -> bool:
+        with self._translated():
+            return bool(await self._redis.execute_command("SISMEMBER", key, member))
+
     async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
         """A step through a hash. A cursor means nothing to another server: after a failover, begin again."""
         with self._translated():

@@ -162,9 +162,12 @@ class Scripts:
         return await self._run("end_publisher", [holders, record, lease, dead], [publisher, token, version])
 
     async def sweep_holder(
-        self, engine: str, block: Sequence[bytes], holder: int, engine_hash: Sequence[bytes]
+        self, engine: str, block: Sequence[bytes], dead: str | None, holder: int, engine_hash: Sequence[bytes]
     ) -> Outcome:
-        return await self._run("sweep_holder", [engine, *block], [holder, *engine_hash])
+        keys: list[str | bytes] = [engine, *block]
+        if dead is not None:
+            keys.append(dead)
+        return await self._run("sweep_holder", keys, [holder, *engine_hash])
 
     async def forget_dead(self, dead: str, holder: int) -> Outcome:
         return await self._run("forget_dead", [dead], [holder])

@@ -45,7 +45,7 @@ class Store:
         self.registry = Registry(client, self.scripts, self.leases, shards=shards, hash_seed=hash_seed)
         self.index = Index(client, self.scripts)
         self.records = Records(client, self.scripts)
-        self.sweeper = Sweeper(client, self.scripts)
+        self.sweeper = Sweeper(client, self.scripts, metrics)
         reading = read_client or client
         read_scripts = Scripts(reading, metrics)
         self.reader = Reader(

@@ -2,27 +2,32 @@
 
 Nothing waits for it: readers do not count a dead holder from the moment its life ended. A step is one bounded
 call, so no reader feels it; a crash between two steps loses nothing, since the id stays in ``dead`` until every
-shard is done.
+shard is done. Each step asks whether the id is still in ``dead``: one that is not was swept by another worker, or
+Redis has come back empty, and then there is nothing to sweep.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import Client
 from waymark.store.index import parse_entry
 from waymark.store.registry import GroupEntry
-from waymark.store.scripts import Scripts
+from waymark.store.scripts import Scripts, Verdict
 
-#: Entries read, and blocks written, in one step.
+#: Blocks written in one step; readers wait for it.
 STEP_BLOCKS = 64
+#: Entries read at once, for several steps.
+SCAN_ENTRIES = 256
 
 
 class Sweeper:
-    def __init__(self, client: Client, scripts: Scripts) -> None:
+    def __init__(self, client: Client, scripts: Scripts, metrics: Metrics | None = None) -> None:
         self._client = client
         self._scripts = scripts
+        self._metrics = metrics or Metrics()
 
     async def pick(self, entry: GroupEntry) -> int | None:
         """A dead holder of the group, any one; None where none is left."""
@@ -34,35 +39,60 @@ class Sweeper:
         return await self._client.scard(keys.dead(entry.group_id))
 
     async def steps(self, entry: GroupEntry, holder: int) -> AsyncIterator[int]:
-        """Sweep one dead holder on all shards; after each step, the blocks it took. The caller sets the pace."""
+        """Sweep one dead holder on all shards; after each step, the blocks it took. The caller sets the pace.
+
+        Ends at once where the holder is not dead (any more).
+        """
         for shard in range(entry.shards):
-            engine = keys.engine(entry.group_id, shard, holder)
-            prefix = keys.block_prefix(entry.group_id, shard)
             cursor, has_found = 0, False
             while True:
-                cursor, fields = await self._client.hscan(engine, cursor, STEP_BLOCKS)
-                entries = [
-                    (name, prefix + b"%016x" % _block_key(name, value))
-                    for name, value in fields.items()
-                    if name != b"applied" and not name.startswith(b"*")
-                ]
+                cursor, entries = await self._scan(entry, shard, holder, cursor)
                 has_found = has_found or bool(entries)
-                for start in range(0, len(entries), STEP_BLOCKS):
-                    step = entries[start : start + STEP_BLOCKS]
-                    while step:
-                        outcome = await self._scripts.sweep_holder(
-                            engine, [block for _, block in step], holder, [name for name, _ in step]
-                        )
-                        step = step[outcome.numbers[0] :]
-                        yield outcome.numbers[0]
+                while entries:
+                    done = await self._step(entry, shard, holder, entries[:STEP_BLOCKS])
+                    if done is None:
+                        return
+                    entries = entries[done:]
+                    self._metrics.sweep_blocks.inc(done)
+                    yield done
                 if cursor == 0:
                     # A cursor means nothing to a replica that has taken over meanwhile: all are through when a whole
                     # scan finds none.
                     if not has_found:
                         break
                     has_found = False
-            await self._scripts.sweep_holder(engine, [], holder, [])
-        await self._scripts.forget_dead(keys.dead(entry.group_id), holder)
+            if await self._step(entry, shard, holder, []) is None:
+                return
+        forgotten = await self._scripts.forget_dead(keys.dead(entry.group_id), holder)
+        self._metrics.sweeps.inc(forgotten.numbers[0])
+
+    async def _scan(
+        self, entry: GroupEntry, shard: int, holder: int, cursor: int
+    ) -> tuple[int, list[tuple[bytes, bytes]]]:
+        """The next cursor; engine hashes of the holder, each with the key of its block."""
+        prefix = keys.block_prefix(entry.group_id, shard)
+        cursor, fields = await self._client.hscan(keys.engine(entry.group_id, shard, holder), cursor, SCAN_ENTRIES)
+        entries = [
+            (name, prefix + b"%016x" % _block_key(name, value))
+            for name, value in fields.items()
+            if name != b"applied" and not name.startswith(b"*")
+        ]
+        return cursor, entries
+
+    async def _step(self, entry: GroupEntry, shard: int, holder: int, entries: list[tuple[bytes, bytes]]) -> int | None:
+        """Take the holder out of blocks: of how many, from the first; None where it is not dead."""
+        dead = keys.dead(entry.group_id)
+        # The script asks where `dead` is on its shard. An id is never used again, so that asking first is enough.
+        if shard and not await self._client.sismember(dead, holder):
+            return None
+        outcome = await self._scripts.sweep_holder(
+            keys.engine(entry.group_id, shard, holder),
+            [block for _, block in entries],
+            None if shard else dead,
+            holder,
+            [name for name, _ in entries],
+        )
+        return None if outcome.verdict is Verdict.GONE else outcome.numbers[0]
 
 
 def _block_key(engine_hash: bytes, entry: bytes) -> int:
