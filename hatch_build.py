@@ -1,7 +1,8 @@
 """The build hook: compiles ``native/`` where a compiler is, and carries on without where none is.
 
-A wheel with the compiled module is for one platform; one without is for all. ``BUILD_NATIVE=never`` leaves it out,
-``BUILD_NATIVE=always`` makes a failure of the compiler one of the build, as for wheels that are published.
+A wheel with the compiled module is for one platform, and for every CPython from 3.11 on: the C keeps to the limited
+API. A wheel without it is for all platforms. ``BUILD_NATIVE=never`` leaves it out; ``BUILD_NATIVE=always`` makes a
+failure of the compiler one of the build, as for wheels that are published.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -17,6 +19,9 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _MODULE = "waymark/domain/_native"
+# The oldest CPython whose limited API the C uses. A free-threaded CPython has none, nor has another interpreter.
+_API = "0x030B0000"
+_HAS_LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 _CHOICES = ("auto", "always", "never")
 
 
@@ -32,9 +37,11 @@ class NativeBuildHook(BuildHookInterface[Any]):
         if choice not in _CHOICES:
             raise SystemExit(f"BUILD_NATIVE is {choice!r}; give one of {', '.join(_CHOICES)}")
         root = Path(self.root)
-        name = _MODULE + sysconfig.get_config_var("EXT_SUFFIX")
+        name = _MODULE + (".abi3.so" if _HAS_LIMITED_API else sysconfig.get_config_var("EXT_SUFFIX"))
         if version == "editable":
             target = root / "app" / name
+            for former in target.parent.glob("_native.*.so"):  # Python would prefer one that is for its version only
+                former.unlink()
         else:
             self._directory = tempfile.TemporaryDirectory(prefix="waymark-native-")
             target = Path(self._directory.name) / Path(name).name
@@ -47,7 +54,8 @@ class NativeBuildHook(BuildHookInterface[Any]):
             return
         self.app.display_info("Waymark is built with its C part")
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        tag = self.build_config.builder.get_best_matching_tag()
+        build_data["tag"] = f"cp311-abi3-{tag.split('-')[2]}" if _HAS_LIMITED_API else tag
         if version != "editable":
             build_data["force_include"][str(target)] = name
 
@@ -64,8 +72,9 @@ def _compile(source: Path, target: Path) -> str:
     flags = sysconfig.get_config_var("CCSHARED") or ""
     paths = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
     command = [*shlex.split(os.environ.get("LDSHARED") or link), *shlex.split(flags), "-O3", "-fvisibility=hidden"]
+    command += [f"-DPy_LIMITED_API={_API}"] if _HAS_LIMITED_API else []
     command += [*shlex.split(os.environ.get("CFLAGS", "")), *(f"-I{path}" for path in sorted(paths))]
-    command += [str(source / "_native.c"), "-o", str(target)]
+    command += [*(str(path) for path in sorted(source.glob("*.c"))), "-o", str(target)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:

@@ -14,7 +14,8 @@ import pytest
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[1]
-MODULE = "waymark/domain/_native" + str(sysconfig.get_config_var("EXT_SUFFIX"))
+HAS_LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+MODULE = "waymark/domain/_native" + (".abi3.so" if HAS_LIMITED_API else str(sysconfig.get_config_var("EXT_SUFFIX")))
 
 
 def build(directory: Path, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
@@ -62,4 +63,5 @@ def test_with_a_compiler_the_module_is_in_the_wheel_and_the_checkout_is_as_befor
     has_module = MODULE in names
     assert has_module == ("built with its C part" in done.stdout + done.stderr)
     assert wheel.name.endswith("-py3-none-any.whl") != has_module
-    assert any(name.endswith("licenses/native/LICENSE.xxhash") for name in names)
+    if has_module and HAS_LIMITED_API:
+        assert "-cp311-abi3-" in wheel.name, "one wheel for every CPython from 3.11 on"

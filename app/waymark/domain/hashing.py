@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -26,6 +26,11 @@ DEFAULT_SEED = 1337
 
 _PAIR = struct.Struct("<QQ").pack
 _U64 = struct.Struct("<Q").pack
+
+
+def _digest() -> Callable[[bytes, int], int]:
+    """XXH3-64 of a payload with a seed, by the implementation that is selected."""
+    return xxh3_64_intdigest if native.in_use is None else native.in_use.digest
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -55,13 +60,16 @@ def extend(
     blocks: Sequence[bytes] = struct.Struct(f"{width}s" * count).unpack(tokens[: width * count])
     if extras is not None:
         blocks = [block if (extra := extras[i]) is None else block + _U64(extra) for i, block in enumerate(blocks)]
-    return extend_local(parent, [xxh3_64_intdigest(block, seed) for block in blocks], seed=seed)
+    digest = _digest()
+    return extend_local(parent, [digest(block, seed) for block in blocks], seed=seed)
 
 
 def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int = DEFAULT_SEED) -> list[int]:
     """As ``extend``, where somebody else has already hashed each block's tokens."""
     if not local_hashes:
         return []
+    if native.in_use is not None and sys.byteorder == "little":
+        return list(native.unpack(native.in_use.chain(array("Q", local_hashes), seed, parent)))
     digest, pair = xxh3_64_intdigest, _PAIR  # looked up once, not twice a block
     rest = iter(local_hashes)
     previous = next(rest)
@@ -90,7 +98,7 @@ def local_keys(parent: int | None, local_hashes: array[int], *, seed: int = DEFA
 
 def extra_digest(leftovers: Sequence[Any], *, seed: int = DEFAULT_SEED) -> int:
     """XXH3-64 of the msgpack (shortest forms) of a block's leftover extra keys, in their order."""
-    return xxh3_64_intdigest(msgpack.packb(list(leftovers), use_bin_type=True), seed)
+    return _digest()(msgpack.packb(list(leftovers), use_bin_type=True), seed)
 
 
 def namespace(adapter: Adapter, salts: Sequence[str]) -> int:

@@ -1,0 +1,69 @@
+/* The bytes of an argument, for as long as a call lasts.
+ *
+ * With WAYMARK_EXACT_INPUT they are a copy in memory of just that size. A sanitizer then reports a read before the first
+ * byte too: in a bytes object that byte follows the object's own header, which may be read.
+ */
+
+#ifndef WAYMARK_INPUT_H
+#define WAYMARK_INPUT_H
+
+#include "native.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    const char *start;
+    Py_ssize_t size;
+    Py_buffer view; /* its obj is NULL for a bytes object */
+#ifdef WAYMARK_EXACT_INPUT
+    char *copy;
+#endif
+} Input;
+
+static inline int copy_exactly(Input *input, size_t terminator)
+{
+#ifdef WAYMARK_EXACT_INPUT
+    input->copy = malloc((size_t)input->size + terminator);
+    if (input->copy == NULL && (size_t)input->size + terminator > 0)
+        return 0;
+    if ((size_t)input->size + terminator > 0)
+        memcpy(input->copy, input->start, (size_t)input->size + terminator);
+    input->start = input->copy;
+#else
+    (void)input, (void)terminator;
+#endif
+    return 1;
+}
+
+/* The content of a bytes object; a zero follows its last byte. 0 with an exception. */
+static inline int open_bytes(PyObject *object, Input *input)
+{
+    char *start;
+    input->view.obj = NULL;
+    if (PyBytes_AsStringAndSize(object, &start, &input->size) < 0)
+        return 0;
+    input->start = start;
+    return copy_exactly(input, 1);
+}
+
+/* What an object with a buffer holds. 0 with an exception. */
+static inline int open_buffer(PyObject *object, Input *input)
+{
+    if (PyObject_GetBuffer(object, &input->view, PyBUF_SIMPLE) < 0)
+        return 0;
+    input->start = input->view.buf;
+    input->size = input->view.len;
+    return copy_exactly(input, 0);
+}
+
+static inline void close_input(Input *input)
+{
+#ifdef WAYMARK_EXACT_INPUT
+    free(input->copy);
+#endif
+    if (input->view.obj != NULL)
+        PyBuffer_Release(&input->view);
+}
+
+#endif
