@@ -170,6 +170,11 @@ class Metrics:
         self.gaps = counter("gaps", "How many times a frame came with batches missing before it.")
         self.batches_lost = counter("batches_lost", "How many missing batches could not be had again.")
         self.replays = counter("replays", "How many replays ended, by how they ended.", "outcome")
+        self.replays_running = gauge("replays_running", "How many replays run now.")
+        self.replays_waiting = gauge("replays_waiting", "How many streams wait for a place to replay.")
+        self.replay_places_yielded = counter(
+            "replay_places_yielded", "How many times a replay gave its place to another stream, by why.", "reason"
+        )
         self.restarts = counter("restarts", "How many times a publisher began a new life.")
         self.stale_batches = counter("stale_batches", "How many batches had been applied before.")
         self.lag_seconds = histogram(

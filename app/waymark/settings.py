@@ -181,6 +181,8 @@ class Settings(BaseSettings):
     """How long one replay may take in all."""
     replays_max: int = Field(8, ge=1, le=256)
     """How many replays one ingest worker runs at a time; what each still has to apply is in memory."""
+    replay_bytes_per_second_min: int = Field(16_384, ge=0, le=1024 * _MIB)
+    """Below how many bytes per second a replay gives its place to a stream that waits for one; 0 is never."""
     publisher_timeout: float = Field(60.0, ge=0, le=7 * _DAY)
     """After how many seconds without a connection a publisher's blocks are no longer counted; 0 is never."""
     lease_seconds: float = Field(8.0, ge=1, le=300)

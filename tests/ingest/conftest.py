@@ -122,6 +122,9 @@ class Pod:
                     held[rank, medium] = hashes
         return held
 
+    async def register(self) -> None:
+        await self.bench.store.registry.register(self.registration)
+
     async def subscribed(self) -> None:
         await wait_until(lambda: self.publisher.subscribers > 0, f"{self.name} has a subscriber", PATIENCE_SECONDS)
 
@@ -242,6 +245,16 @@ class Hand:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"waymark_{name}", labels) or 0.0
+
+    @contextlib.contextmanager
+    def without_places(self) -> Iterator[None]:
+        """Meanwhile no replay gets a place: all of them are taken."""
+        places = self.worker._places
+        taken = [places.request(self.worker_id, is_slow=False, on_held=lambda: None) for _ in range(places.size)]
+        assert all(place.is_held for place in taken)
+        yield
+        for place in taken:
+            place.release()
 
     async def stop(self) -> None:
         """As on SIGTERM."""

@@ -323,7 +323,7 @@ async def test_what_is_left_of_a_connection_whose_life_has_ended_is_dropped(benc
     await pod.caught_up()
     await pod.work(3)
     await pod.agrees()
-    async with worker.worker._replays:
+    with worker.without_places():
         # A gap, and frames behind it: they wait for a replay, which then shows another life.
         with pod.dropping():
             await pod.work(1)
@@ -343,7 +343,7 @@ async def test_a_restart_while_a_replay_waits_for_its_turn_is_no_loss(bench: Ben
     await pod.caught_up()
     await pod.work(3)
     await pod.agrees()
-    async with worker.worker._replays:
+    with worker.without_places():
         with pod.dropping():
             await pod.work(1)
         await pod.work(1)

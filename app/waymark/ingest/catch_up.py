@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from waymark.ingest.life import Life
 from waymark.ingest.replay import Replay, ReplayOutcome
+from waymark.ingest.replay_places import Pace, Place, YieldReason
 from waymark.ingest.subscriber import Context
 from waymark.store.applier import Incoming
 
@@ -26,22 +27,35 @@ class Outcome(StrEnum):
     """It broke off, and went no further when asked again."""
     SILENT = "silent"
     """Nobody answered."""
+    YIELDED = "yielded"
+    """Another stream has the place now; what is left comes later, from the watermark."""
+    WAITING = "waiting"
+    """There is no place yet; what can be applied without a replay need not wait for it."""
 
 
 class CatchUp:
-    """One catching up of one stream. ``beat`` is called between chunks: a lease does not wait for a replay."""
+    """One catching up of one stream, on a place that it holds and may have to give up.
+
+    ``beat`` is called between chunks: a lease does not wait for a replay.
+    """
 
     def __init__(
         self,
         life: Life,
         context: Context,
         endpoint: str,
+        place: Place,
         *,
         idle_seconds: float,
         seconds: float,
+        bytes_per_second_min: int,
         fold_batches: int,
         beat: Callable[[], Awaitable[None]],
     ) -> None:
+        self.yielded: YieldReason | None = None
+        """Why the place had to be given up before the end."""
+        self._place = place
+        self._pace = Pace(bytes_per_second_min, idle_seconds)
         self._life = life
         self._context = context
         self._endpoint = endpoint
@@ -52,7 +66,13 @@ class CatchUp:
         self._hole: tuple[int, int] | None = None
         """(first seq missing, seq that came instead) of the request before; the same again is the publisher's own."""
 
+    @property
+    def is_slow(self) -> bool:
+        """The replies came below the lowest rate."""
+        return self._pace.is_slow
+
     async def run(self) -> Outcome:
+        """To the end, or to where the place is needed by another stream: YIELDED."""
         order = self._life.order
         has_heard, tries = False, 0
         while tries < _TRIES and time.monotonic() < self._deadline:
@@ -61,6 +81,8 @@ class CatchUp:
             outcome = await self._ask(request)
             has_heard = has_heard or not request.is_empty
             self._hole = request.hole
+            if self.yielded is not None:
+                return Outcome.YIELDED
             if request.is_over:
                 pass
             elif outcome is ReplayOutcome.COMPLETE:
@@ -77,20 +99,29 @@ class CatchUp:
         replay = Replay(
             self._context,
             self._endpoint,
-            self._life.order.watermark or 0,
+            self._life.replay_from,
             idle_seconds=self._idle_seconds,
             chunk_bytes=_CHUNK_BYTES,
             deadline=self._deadline,
         )
         async with replay:
-            while chunk := await replay.batches(self._fold_batches):
+            while chunk := await self._chunk(replay):
                 await request.read(chunk)
                 await self._life.flush()
                 await self._beat()
                 if request.is_over:
                     break
+                self.yielded = self._place.yield_reason(is_slow=self._pace.is_slow)
+                if self.yielded is not None:
+                    break
             self._life.count("frames_malformed", replay.malformed)
             return replay.outcome
+
+    async def _chunk(self, replay: Replay) -> list[tuple[int, bytes]]:
+        began = time.monotonic()
+        chunk = await replay.batches(self._fold_batches)
+        self._pace.add(sum(len(payload) for _, payload in chunk), time.monotonic() - began)
+        return chunk
 
 
 class _Request:
@@ -116,7 +147,8 @@ class _Request:
 
     async def _read(self, incoming: Incoming) -> None:
         life, order, seq = self._life, self._life.order, incoming.seq
-        if self._is_first and order.watermark is not None and seq >= order.watermark:
+        await life.close_opening(seq)
+        if self._is_first and order.watermark is not None and seq >= life.proof[0]:
             self._is_first = False
             if not await self._is_same_life(incoming):
                 self.is_over = True
@@ -140,9 +172,10 @@ class _Request:
     async def _is_same_life(self, first: Incoming) -> bool:
         """What the first reply says of the life we know; where it is another one, that has ended."""
         life = self._life
-        if first.seq == life.order.watermark:
-            if first.digest == life.order.digest:
-                life.is_proven = True
+        seq, digest = life.proof
+        if first.seq == seq:
+            if first.digest == digest:
+                life.prove()
                 await life.found()
                 return True
             await life.begin_anew("other batch at the watermark")

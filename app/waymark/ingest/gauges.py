@@ -11,6 +11,7 @@ from functools import partial
 
 from waymark.domain.names import Registration
 from waymark.domain.resolver import Resolver
+from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.stream import Stream
 from waymark.metrics import Metrics
 
@@ -20,13 +21,22 @@ Served = tuple[Stream, Resolver]
 class Gauges:
     """``streams`` gives those that are being served now."""
 
-    def __init__(self, metrics: Metrics, streams: Callable[[], Iterable[Served]], *, statuses: Sequence[str]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        streams: Callable[[], Iterable[Served]],
+        places: ReplayPlaces,
+        *,
+        statuses: Sequence[str],
+    ) -> None:
         self._metrics = metrics
         self._streams = streams
         metrics.buffer_bytes.set_function(partial(self._sum, lambda stream, _: stream.buffered[0]))
         metrics.buffer_frames.set_function(partial(self._sum, lambda stream, _: stream.buffered[1]))
         metrics.waiting_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.waiting.blocks))
         metrics.holders.set_function(partial(self._sum, lambda _, resolver: len(resolver.holders)))
+        metrics.replays_running.set_function(lambda: places.running)
+        metrics.replays_waiting.set_function(lambda: places.waiting)
         for status in statuses:
             metrics.streams.labels(status=status).set_function(partial(self._with, status))
 

@@ -34,6 +34,10 @@ BATCHES_LOST = "batches_lost"
 NO_REPLAY = "no_replay"
 REPLAY_SILENT = "replay_silent"
 REPLAY_INCOMPLETE = "replay_incomplete"
+REPLAY_WAITING = "replay_waiting"
+
+#: A flag of the record, with the seq of the first live frame behind it: the life began before its replay had a place.
+_OPENED_AT = "opened_at:"
 
 #: Why a stream is not all it could be, as it is told.
 REASONS = {
@@ -42,6 +46,7 @@ REASONS = {
     NO_REPLAY: "no replay endpoint to ask for what is missing; register one",
     REPLAY_SILENT: "the replay endpoint does not answer",
     REPLAY_INCOMPLETE: "the last replay broke off before its end",
+    REPLAY_WAITING: "other replays go first on this worker (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
 }
 
 
@@ -70,6 +75,12 @@ class Life:
         """The watermark as Redis is known to have had it."""
         self.is_proven = False
         """The watermark is known to belong to what is behind this connection."""
+        self.begun = 0
+        """How many times holders and watermark have ended here."""
+        self.opened_at = _opened_at(state.flags)
+        """The first live frame of a life that began while its replay waited for a place."""
+        self._unproven: tuple[int, str] | None = None
+        """(watermark, digest) of before live frames were applied on a connection whose replay waits for a place."""
         self.is_lost = state.status == "lost"
         """Its socket has been down for too long; readers do not count its holders."""
         self._dp_rank = registration.dp_rank
@@ -122,7 +133,7 @@ class Life:
         await self.applier.apply(fold, commit)
         self.acknowledged = commit.watermark
         self._fold = []
-        self.is_proven = True
+        self.is_proven = self._unproven is None
         await self.found()
 
     async def found(self) -> None:
@@ -140,13 +151,61 @@ class Life:
         await self.applier.mark(is_lost=True)
         log.warning("publisher lost", extra=fields(stream=self.name))
 
+    # ---- what a replay has to show -----------------------------------------------------------------
+
+    @property
+    def proof(self) -> tuple[int, str]:
+        """(seq, digest) of the batch by which a replay shows the same life; -1 where there is no watermark."""
+        if self._unproven is not None:
+            return self._unproven
+        return -1 if self.order.watermark is None else self.order.watermark, self.order.digest
+
+    @property
+    def replay_from(self) -> int:
+        """The seq that a replay has to ask for."""
+        return 0 if self.opened_at is not None else max(0, self.proof[0])
+
+    def prove(self) -> None:
+        """A replay has shown the same life."""
+        self.is_proven, self._unproven = True, None
+
+    def go_on_unproven(self) -> None:
+        """Live frames are applied before the replay that would prove the life: keep what it will have to show."""
+        if not self.is_proven or self.opened_at is not None:
+            self.reasons.add(REPLAY_WAITING)
+        if not self.is_proven and self._unproven is None and self.order.watermark is not None:
+            self._unproven = self.order.watermark, self.order.digest
+
+    async def open_at(self, seq: int) -> None:
+        """Begin with a live frame though a replay may still bring what was before it."""
+        self.opened_at = seq
+        self.reasons |= {JOINED_LATE, REPLAY_WAITING}
+        self.applier.resolver.flags.update((JOINED_LATE, f"{_OPENED_AT}{seq}"))
+        await self.applier.keep_facts()
+
+    async def close_opening(self, seq: int) -> None:
+        """A replay begins at ``seq``: where that is before the first live frame, the life begins anew from there."""
+        if self.opened_at is None:
+            return
+        if seq < self.opened_at:
+            await self._end("a replay has its beginning")
+            return
+        self.applier.resolver.flags.discard(f"{_OPENED_AT}{self.opened_at}")
+        self.opened_at = None
+        await self.applier.keep_facts()
+
     # ---- new lives and losses ----------------------------------------------------------------------
 
     async def begin_anew(self, why: str) -> None:
         """All holders end; there is no watermark any more."""
         self.count("restarts")
+        await self._end(why)
+
+    async def _end(self, why: str) -> None:
         log.info("publisher begins a new life", extra=fields(stream=self.name, why=why))
         await self.applier.new_life()
+        self.begun += 1
+        self.opened_at = self._unproven = None
         self.acknowledged = None
         self.order.restart()
         # The others tell of the life that has ended.
@@ -209,3 +268,7 @@ class Life:
     def count_replay(self, outcome: str) -> None:
         self.counters[f"replays.{outcome}"] += 1
         self._metrics.replays.labels(outcome=outcome).inc()
+
+
+def _opened_at(flags: frozenset[str]) -> int | None:
+    return next((int(flag.removeprefix(_OPENED_AT)) for flag in flags if flag.startswith(_OPENED_AT)), None)

@@ -40,7 +40,7 @@ class Poller:
         self._runner = runner
         self._keeper = RegistrationKeeper(store, metrics, options.publishers)
         self._shares = Shares(options.worker_id)
-        self._gauges = Gauges(metrics, self._served, statuses=STATUSES)
+        self._gauges = Gauges(metrics, self._served, runner.places, statuses=STATUSES)
         self.hint = asyncio.Event()
         self.is_away = False
         """Redis did not answer the last poll."""

@@ -16,6 +16,7 @@ from waymark.engines import decoder
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
+from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.stream import Stream
 from waymark.ingest.subscriber import Context
 from waymark.logs import fields
@@ -64,11 +65,11 @@ class StreamRunner:
     context: Context
     """Set before the first stream runs."""
 
-    def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions, replays: asyncio.Semaphore) -> None:
+    def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions, places: ReplayPlaces) -> None:
         self._store = store
         self._metrics = metrics
         self._options = options
-        self._replays = replays
+        self.places = places
         self._errors: dict[PublisherName, str] = {}
         """Why streams stopped the last time."""
         self._epochs: dict[str, int] = {}
@@ -124,7 +125,7 @@ class StreamRunner:
         options = self._options
         decode = decoder(claim.registration.kind, seed=options.hash_seed)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
-        running.stream = Stream(life, self.context, self._replays, options.stream)
+        running.stream = Stream(life, self.context, self.places, self._metrics, options.stream)
         running.resolver = applier.resolver
 
     async def _resumed(

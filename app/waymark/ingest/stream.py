@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from waymark.errors import InvalidValue
-from waymark.ingest.catch_up import CatchUp, Outcome
+from waymark.ingest.catch_up import Outcome
 from waymark.ingest.frames import Frame
 from waymark.ingest.lanes import Lanes
-from waymark.ingest.life import NO_REPLAY, REPLAY_INCOMPLETE, REPLAY_SILENT, Life
+from waymark.ingest.life import NO_REPLAY, REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING, Life
 from waymark.ingest.order import Judgement
+from waymark.ingest.replay_places import ReplayPlaces
+from waymark.ingest.replaying import Replaying
 from waymark.ingest.subscriber import Context, Subscriber
 from waymark.ingest.teller import Teller
 from waymark.logs import fields
+from waymark.metrics import Metrics
 from waymark.store.applier import Fenced, Incoming
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class StreamOptions:
     probe_seconds: float = 30.0
     replay_idle_seconds: float = 2.0
     replay_seconds: float = 120.0
+    replay_bytes_per_second_min: int = 16_384
     publisher_timeout: float = 60.0
     lease_seconds: float = 8.0
     stream_buffer_bytes: int = 64 * 2**20
@@ -55,13 +59,13 @@ class StreamOptions:
 class Stream:
     """Applies one publisher's stream until it is cancelled or fenced."""
 
-    def __init__(self, life: Life, context: Context, replays: asyncio.Semaphore, options: StreamOptions) -> None:
+    def __init__(
+        self, life: Life, context: Context, places: ReplayPlaces, metrics: Metrics, options: StreamOptions
+    ) -> None:
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
         self.status = "pending"
         self._life = life
-        self._context = context
-        self._replays = replays
         self._options = options
         self._registration = registration
         self._subscriber = Subscriber(
@@ -74,8 +78,19 @@ class Stream:
         self._over = 0
         """A connection that is over, of a life that has ended: what is left of it is nobody's any more."""
         self._lanes = Lanes(life, on_gap=options.on_gap)
+        self._replaying = Replaying(
+            life,
+            context,
+            places,
+            metrics,
+            idle_seconds=options.replay_idle_seconds,
+            seconds=options.replay_seconds,
+            bytes_per_second_min=options.replay_bytes_per_second_min,
+            fold_batches=options.fold_batches,
+            tick=self._tick,
+            wake=self._subscriber.wake,
+        )
         self._is_failed = False
-        self._is_replaying = False
         self._silent_until = 0.0
         now = time.monotonic()
         self._heard = now
@@ -93,6 +108,8 @@ class Stream:
             async with self._subscriber:
                 while True:
                     await self._subscriber.wait(_TICK_SECONDS)
+                    if self._replaying.is_due:
+                        await self._catch_up()
                     frames = self._subscriber.take(self._options.fold_batches)
                     if frames:
                         await self._live(frames)
@@ -106,6 +123,8 @@ class Stream:
         except asyncio.CancelledError:
             await self._last_report()
             raise
+        finally:
+            self._replaying.drop()
 
     @property
     def buffered(self) -> tuple[int, int]:
@@ -114,6 +133,8 @@ class Stream:
 
     def _is_probe_due(self) -> bool:
         """Nothing came for long; or something came for which there was no room, and perhaps nothing will any more."""
+        if self._replaying.is_waiting:
+            return False
         is_due = time.monotonic() - self._heard > self._options.probe_seconds
         return self._subscriber.is_connected and (is_due or self._subscriber.dropped > self._dropped_asked)
 
@@ -145,7 +166,7 @@ class Stream:
             return "lost"
         if not self._subscriber.is_connected:
             return "pending"
-        if self._is_replaying:
+        if self._replaying.is_running:
             return "replaying"
         return "degraded" if self._life.reasons else "active"
 
@@ -211,7 +232,7 @@ class Stream:
                 await life.begin_anew("a lower seq")
                 self._silent_until = 0.0
             if judgement is not Judgement.BEGINNING or incoming.seq > life.first_seq:
-                await self._catch_up()
+                await self._catch_up(needed_by=incoming.seq)
             judgement = self._place(incoming)
             if judgement is not Judgement.RESTART:
                 break
@@ -222,7 +243,7 @@ class Stream:
             await life.lose(incoming.seq)
             judgement = self._place(incoming)
         if judgement is Judgement.BEGINNING and incoming.seq > life.first_seq:
-            await life.join_late()
+            await (life.open_at(incoming.seq) if self._replaying.is_waiting else life.join_late())
         return judgement
 
     def _place(self, incoming: Incoming) -> Judgement:
@@ -243,39 +264,35 @@ class Stream:
         """The connection whose frames are being read is still there."""
         return self._subscriber.is_connected and self._subscriber.connection == self._connection
 
-    async def _turn(self) -> None:
-        """Wait for one of the worker's replays to be over; the stream goes on renewing and telling meanwhile."""
-        while True:
-            try:
-                async with asyncio.timeout(_TICK_SECONDS):
-                    await self._replays.acquire()
-                return
-            except TimeoutError:
-                await self._tick()
+    async def _catch_up(self, *, needed_by: int | None = None) -> None:
+        """Ask for everything from the watermark on, and apply it; never for longer than the stated times.
 
-    async def _catch_up(self) -> None:
-        """Ask for everything from the watermark on, and apply it; never for longer than the stated times."""
+        ``needed_by`` is the seq of a live frame that waits for it.
+        """
         endpoint, life, options = self._registration.replay_endpoint, self._life, self._options
         self._dropped_asked = self._subscriber.dropped
         if self._is_failed:
+            self._replaying.drop()
             return
         if endpoint is None or self._registration.sequence == "rank":
             life.reasons.add(NO_REPLAY)
             return
         if time.monotonic() < self._silent_until:
             return
-        before, lives = life.order.watermark, life.counters["restarts"]
+        before, begun = life.order.watermark, life.begun
         try:
-            outcome = await self._replay(endpoint)
+            outcome = await self._replaying.run(endpoint, is_unbroken=lambda: self._is_unbroken, needed_by=needed_by)
         except (InvalidValue, OSError) as exc:
             log.warning("replay not possible", extra=fields(stream=life.name, error=str(exc)))
             outcome = Outcome.SILENT
-        life.count_replay(outcome)
-        self._heard = time.monotonic()
-        is_other_life = life.counters["restarts"] != lives
+        is_other_life = life.begun != begun
         if is_other_life and not self._is_unbroken:
             self._over = self._connection
-        life.reasons -= {REPLAY_SILENT, REPLAY_INCOMPLETE}
+        if outcome is Outcome.WAITING:
+            return
+        life.count_replay(outcome)
+        self._heard = time.monotonic()
+        life.reasons -= {REPLAY_SILENT, REPLAY_INCOMPLETE, REPLAY_WAITING}
         if outcome is Outcome.COMPLETE:
             await life.found()
             return
@@ -283,28 +300,3 @@ class Stream:
         if life.order.watermark == before and not is_other_life:
             # An endpoint that brings nothing holds live frames up once, not at every gap.
             self._silent_until = self._heard + options.probe_seconds
-
-    async def _replay(self, endpoint: str) -> Outcome:
-        """One catching up, as soon as it is this stream's turn."""
-        options = self._options
-        self._is_replaying = True
-        try:
-            await self._tick()
-            await self._turn()
-            try:
-                if not self._is_unbroken:
-                    # Perhaps only now, while this stream waited for its turn.
-                    self._life.is_proven = False
-                return await CatchUp(
-                    self._life,
-                    self._context,
-                    endpoint,
-                    idle_seconds=options.replay_idle_seconds,
-                    seconds=options.replay_seconds,
-                    fold_batches=options.fold_batches,
-                    beat=self._tick,
-                ).run()
-            finally:
-                self._replays.release()
-        finally:
-            self._is_replaying = False

@@ -186,7 +186,7 @@ class Subscriber:
             self._dialling = None
         self._close_link()
         self._set_connected(False)
-        self._wake()
+        self.wake()
 
     # ---- the reader's side -------------------------------------------------------------------------
 
@@ -219,7 +219,8 @@ class Subscriber:
     def _has_news(self) -> bool:
         return bool(self._buffer) or self.state_version != self._seen_version
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End the present wait, whether or not there is anything new."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -291,7 +292,7 @@ class Subscriber:
         if self.is_connected != is_connected:
             self.is_connected = is_connected
             self.state_version += 1
-            self._wake()
+            self.wake()
 
     def _read_frames(self, link: _Link) -> bool:
         """Fill the buffer from the socket; True if there may be more to read."""
@@ -308,7 +309,7 @@ class Subscriber:
             return False
         finally:
             if self._buffer:
-                self._wake()
+                self.wake()
         return True
 
     def _keep(self, frame: Frame | None) -> None:

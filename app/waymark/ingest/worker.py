@@ -10,6 +10,7 @@ import zmq
 from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.polling import Poller
+from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.running import StreamRunner
 from waymark.ingest.subscriber import Context
 from waymark.ingest.sweeping import keep_sweeping
@@ -29,8 +30,8 @@ class Worker:
         self._store = store
         self._metrics = metrics
         self._options = options
-        self._replays = asyncio.Semaphore(options.replays_max)
-        self._runner = StreamRunner(store, metrics, options, self._replays)
+        self._places = ReplayPlaces(options.replays_max, patience_seconds=options.stream.replay_idle_seconds)
+        self._runner = StreamRunner(store, metrics, options, self._places)
         self.poller = Poller(store, metrics, options, self._runner)
 
     async def run(self) -> None:

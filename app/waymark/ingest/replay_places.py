@@ -1,0 +1,171 @@
+"""How many replays a worker runs at a time, and who comes next.
+
+A replay holds a place from its request to its end. Places are handed out in turn, one instance after the other, so
+that an instance with many ranks waits no less than one with a single rank. A replay that others wait for gives its
+place up between two chunks and asks again later, from its watermark: no publisher can hold up the others by being
+slow. A replay that was too slow comes after all that were not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from enum import StrEnum
+
+
+class YieldReason(StrEnum):
+    """Why a replay gives its place up before its end."""
+
+    SLOW = "slow"
+    """It brings less than the lowest rate, and another stream waits."""
+    TURN = "turn"
+    """Another stream has waited longer than its patience."""
+
+
+class Place:
+    """One stream's request for a place: it waits, then it is held, then it is released."""
+
+    def __init__(self, places: ReplayPlaces, instance: Hashable, is_slow: bool, on_held: Callable[[], None]) -> None:
+        self.instance = instance
+        self.is_slow = is_slow
+        """The last replay of this stream was too slow."""
+        self.is_held = False
+        self._places = places
+        self._on_held = on_held
+        self._since = places.now()
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has waited, or has been held."""
+        return self._places.now() - self._since
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether the place is held, at the latest after so many seconds. For one waiter at a time."""
+        if not self.is_held:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await asyncio.wait([self._waiter], timeout=seconds)
+            finally:
+                self._waiter = None
+        return self.is_held
+
+    def yield_reason(self, *, is_slow: bool) -> YieldReason | None:
+        """Why this held place must be given up now, if it must; ``is_slow``: replies come below the lowest rate."""
+        return self._places.yield_reason(self, is_slow=is_slow)
+
+    def release(self) -> None:
+        """Give the place back, or stop waiting for it."""
+        self._places.release(self)
+
+    def hold(self) -> None:
+        self.is_held = True
+        self._since = self._places.now()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._on_held()
+
+
+class ReplayPlaces:
+    """``size`` places. ``patience_seconds`` is how long a stream waits before others must make room for it, and how
+    long a replay may at least go on."""
+
+    def __init__(self, size: int, *, patience_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.now = clock
+        self.patience_seconds = patience_seconds
+        self.size = size
+        self._held: set[Place] = set()
+        self._waiting: dict[Place, None] = {}
+        """In order of arrival."""
+        # By whether they were too slow: instances in turn, each with its places in order of arrival.
+        self._turns: dict[bool, OrderedDict[Hashable, dict[Place, None]]] = {
+            False: OrderedDict(),
+            True: OrderedDict(),
+        }
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._held)
+
+    def request(self, instance: Hashable, *, is_slow: bool, on_held: Callable[[], None]) -> Place:
+        """Ask for a place, which may be held at once; ``on_held`` is called when it is. To be released in any case."""
+        place = Place(self, instance, is_slow, on_held)
+        self._waiting[place] = None
+        self._turns[is_slow].setdefault(instance, {})[place] = None
+        self._hand_out()
+        return place
+
+    def release(self, place: Place) -> None:
+        place.is_held = False
+        if place in self._held:
+            self._held.remove(place)
+            self._hand_out()
+        elif place in self._waiting:
+            self._dequeue(place)
+
+    def yield_reason(self, place: Place, *, is_slow: bool) -> YieldReason | None:
+        if is_slow and self._turns[False]:
+            return YieldReason.SLOW
+        if place.seconds < self.patience_seconds:
+            return None
+        # Each stream that has waited for too long takes one place: of the slow first, then of who has it longest.
+        before = sum(
+            other.seconds >= self.patience_seconds
+            and (not other.is_slow, -other.seconds) < (not place.is_slow, -place.seconds)
+            for other in self._held
+        )
+        return YieldReason.TURN if before < self._overdue(place.is_slow, before + 1) else None
+
+    def _overdue(self, is_slow: bool, enough: int) -> int:
+        """How many streams have waited for too long, counted up to ``enough``; slow ones wait only for slow ones."""
+        count = 0
+        for place in self._waiting:
+            if count >= enough or place.seconds < self.patience_seconds:
+                break
+            count += is_slow or not place.is_slow
+        return count
+
+    def _hand_out(self) -> None:
+        while self._waiting and len(self._held) < self.size:
+            turns = self._turns[False] or self._turns[True]
+            place = next(iter(next(iter(turns.values()))))
+            self._dequeue(place)
+            if place.instance in turns:
+                turns.move_to_end(place.instance)
+            self._held.add(place)
+            place.hold()
+
+    def _dequeue(self, place: Place) -> None:
+        del self._waiting[place]
+        turns = self._turns[place.is_slow]
+        del turns[place.instance][place]
+        if not turns[place.instance]:
+            del turns[place.instance]
+
+
+class Pace:
+    """Whether the replies of a replay come fast enough, over windows of time spent waiting for them.
+
+    The time that this process takes to apply them does not count: a busy worker makes no publisher slow.
+    """
+
+    def __init__(self, bytes_per_second_min: int, window_seconds: float) -> None:
+        self.is_slow = False
+        self._bytes_per_second_min = bytes_per_second_min
+        self._window_seconds = window_seconds
+        self._bytes = 0
+        self._seconds = 0.0
+
+    def add(self, size: int, seconds: float) -> None:
+        """So many bytes came after so many seconds of waiting."""
+        self._bytes += size
+        self._seconds += seconds
+        if self._seconds >= self._window_seconds:
+            self.is_slow = self._bytes < self._bytes_per_second_min * self._seconds
+            self._bytes, self._seconds = 0, 0.0

@@ -1,0 +1,144 @@
+"""The replays of one stream: waiting for a place, catching up in turns, and going on without it meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from waymark.ingest.catch_up import CatchUp, Outcome
+from waymark.ingest.life import Life
+from waymark.ingest.replay_places import Place, ReplayPlaces
+from waymark.ingest.subscriber import Context
+from waymark.logs import fields
+from waymark.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25
+
+
+class Replaying:
+    """Runs the replays of a stream, one at a time.
+
+    ``tick`` is called several times a second, whatever is waited for. ``wake`` is called when a place is there for
+    a replay that was left waiting.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        context: Context,
+        places: ReplayPlaces,
+        metrics: Metrics,
+        *,
+        idle_seconds: float,
+        seconds: float,
+        bytes_per_second_min: int,
+        fold_batches: int,
+        tick: Callable[[], Awaitable[None]],
+        wake: Callable[[], None],
+    ) -> None:
+        self.is_running = False
+        """A replay runs, or live frames wait for one."""
+        self._life = life
+        self._context = context
+        self._places = places
+        self._metrics = metrics
+        self._idle_seconds = idle_seconds
+        self._seconds = seconds
+        self._bytes_per_second_min = bytes_per_second_min
+        self._fold_batches = fold_batches
+        self._tick = tick
+        self._wake = wake
+        registration = life.applier.grant.claim.registration
+        self._instance = (registration.tenant_id, registration.instance_id)
+        self._place: Place | None = None
+        self._seconds_left = seconds
+        self._is_slow = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """A replay was left waiting for its place, while live frames go on."""
+        return self._place is not None
+
+    @property
+    def is_due(self) -> bool:
+        """The place that was waited for is there."""
+        return self._place is not None and self._place.is_held
+
+    def drop(self) -> None:
+        """Give up what is left of a replay, with its place."""
+        if self._place is not None:
+            self._place.release()
+            self._place = None
+        self._seconds_left = self._seconds
+
+    async def run(self, endpoint: str, *, is_unbroken: Callable[[], bool], needed_by: int | None) -> Outcome:
+        """Catch up, as often as it takes; WAITING where live frames can go on before that.
+
+        ``needed_by`` is the seq of a live frame that waits. Live frames wait only where batches before them can
+        still be had, and for the patience of the places in all other cases.
+        """
+        self.is_running = True
+        try:
+            await self._tick()
+            while True:
+                if not await self._has_place(needed_by):
+                    self._life.go_on_unproven()
+                    return Outcome.WAITING
+                if not is_unbroken():
+                    # Perhaps only now, while this stream waited for its place.
+                    self._life.is_proven = False
+                outcome = await self._slice(endpoint)
+                if outcome is not Outcome.YIELDED:
+                    return outcome
+        except BaseException:
+            self.drop()
+            raise
+        finally:
+            self.is_running = False
+
+    async def _has_place(self, needed_by: int | None) -> bool:
+        if self._place is None:
+            self._place = self._places.request(self._instance, is_slow=self._is_slow, on_held=self._wake)
+        place = self._place
+        while not await place.wait(min(_TICK_SECONDS, self._idle_seconds)):
+            await self._tick()
+            watermark = self._life.order.watermark
+            is_needed = needed_by is not None and watermark is not None and watermark + 1 < needed_by
+            if place.seconds >= self._idle_seconds and not is_needed:
+                return False
+        return True
+
+    async def _slice(self, endpoint: str) -> Outcome:
+        """Catch up until the end, or until the place is needed by another stream."""
+        place, self._place = self._place, None
+        assert place is not None
+        began = time.monotonic()
+        catch_up = CatchUp(
+            self._life,
+            self._context,
+            endpoint,
+            place,
+            idle_seconds=self._idle_seconds,
+            seconds=self._seconds_left,
+            bytes_per_second_min=self._bytes_per_second_min,
+            fold_batches=self._fold_batches,
+            beat=self._tick,
+        )
+        try:
+            outcome = await catch_up.run()
+        finally:
+            place.release()
+        self._seconds_left -= time.monotonic() - began
+        self._is_slow = catch_up.is_slow
+        if catch_up.yielded is not None:
+            self._metrics.replay_places_yielded.labels(reason=catch_up.yielded).inc()
+            about = fields(stream=self._life.name, reason=catch_up.yielded, watermark=self._life.order.watermark)
+            log.debug("replay gave its place up", extra=about)
+            if self._seconds_left > 0:
+                return Outcome.YIELDED
+            outcome = Outcome.INCOMPLETE
+        self._seconds_left = self._seconds
+        return outcome
