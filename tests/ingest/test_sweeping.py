@@ -1,9 +1,11 @@
-"""Sweeping by a worker: the pace of the setting, and slower where Redis takes long for a step."""
+"""Sweeping by a worker: the pace of the setting on average, and slower where Redis takes long for a step."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from itertools import repeat
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,55 +16,87 @@ from waymark.metrics import Metrics
 from waymark.store.registry import GroupEntry
 from waymark.store.store import Store
 
-PACE = 1000
+PACE = 20_000
+STEP_BLOCKS = 100
 IDLE_SECONDS = 7.0
 GROUP = GroupEntry(1, 1)
 
 
-class Sweeper:
-    """One dead holder; each of its steps takes 50 blocks, and so many seconds of the clock."""
+@dataclass
+class Scene:
+    """One dead holder: each step takes so many seconds of the clock, and each pause lasts ``late`` too long."""
 
-    def __init__(self, *took: float) -> None:
-        self.now = 0.0
-        self._took: tuple[float, ...] | None = took
+    took: Iterable[float]
+    late: float = 0.0
+    now: float = 100.0
+    pauses: list[float] = field(default_factory=list)
+    is_swept: bool = False
+    ended: float = 0.0
 
     async def left(self, entry: GroupEntry) -> int:
-        return int(self._took is not None)
+        return int(not self.is_swept)
 
     async def pick(self, entry: GroupEntry) -> int | None:
-        return None if self._took is None else 1
+        return None if self.is_swept else 1
 
     async def steps(self, entry: GroupEntry, holder: int) -> AsyncIterator[int]:
-        for seconds in self._took or ():
+        for seconds in self.took:
             self.now += seconds
-            yield 50
-        self._took = None
+            yield STEP_BLOCKS
+        self.is_swept, self.ended = True, self.now
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds == IDLE_SECONDS:
+            raise asyncio.CancelledError
+        self.now += seconds + self.late
+        self.pauses.append(seconds)
+
+    async def groups(self) -> dict[str, GroupEntry]:
+        return {"llama": GROUP}
+
+
+async def played(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> float:
+    """How many seconds of the clock the sweep takes."""
+    monkeypatch.setattr(sweeping, "asyncio", SimpleNamespace(sleep=scene.sleep))
+    monkeypatch.setattr(sweeping, "time", SimpleNamespace(perf_counter=lambda: scene.now))
+    store = cast(Store, SimpleNamespace(sweeper=scene, registry=SimpleNamespace(groups=scene.groups)))
+    began = scene.now
+    with pytest.raises(asyncio.CancelledError):
+        await sweeping.keep_sweeping(store, Metrics(), blocks_per_second=PACE, pause_seconds=IDLE_SECONDS)
+    return scene.ended - began
 
 
 @pytest.mark.parametrize(
-    ("took", "pauses"),
+    ("took", "late"),
     [
-        pytest.param([0.001, 0.002], [0.05, 0.05], id="at the pace"),
-        pytest.param([0.001, 0.1, 0.001], [0.05, 0.3, 0.05], id="a slow step is followed by a longer pause"),
+        pytest.param([0.0], 0.0, id="at no cost"),
+        pytest.param([0.002], 0.0, id="steps that take their time"),
+        pytest.param([0.001], 0.002, id="pauses that last too long"),
+        pytest.param([0.0005, 0.0005, 0.0005, 0.008], 0.001, id="now and then a slow step"),
     ],
 )
-async def test_the_pause_is_of_the_pace_or_of_the_step(
-    monkeypatch: pytest.MonkeyPatch, took: list[float], pauses: list[float]
-) -> None:
-    sweeper, slept = Sweeper(*took), list[float]()
+async def test_the_pace_is_kept_on_average(monkeypatch: pytest.MonkeyPatch, took: list[float], late: float) -> None:
+    blocks = 200_000
+    scene = Scene(took * (blocks // STEP_BLOCKS // len(took)), late)
+    step = STEP_BLOCKS / PACE
+    assert await played(monkeypatch, scene) == pytest.approx(blocks / PACE, abs=4 * step)
+    assert len(scene.pauses) == blocks // STEP_BLOCKS
 
-    async def sleep(seconds: float) -> None:
-        sweeper.now += seconds
-        if seconds == IDLE_SECONDS:
-            raise asyncio.CancelledError
-        slept.append(seconds)
 
-    async def groups() -> dict[str, GroupEntry]:
-        return {"llama": GROUP}
+async def test_where_redis_is_slow_it_has_half_of_the_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(repeat(0.03, 50))
+    await played(monkeypatch, scene)
+    assert scene.pauses == pytest.approx([0.03] * 50)
 
-    monkeypatch.setattr(sweeping, "asyncio", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(sweeping, "time", SimpleNamespace(perf_counter=lambda: sweeper.now))
-    store = cast(Store, SimpleNamespace(sweeper=sweeper, registry=SimpleNamespace(groups=groups)))
-    with pytest.raises(asyncio.CancelledError):
-        await sweeping.keep_sweeping(store, Metrics(), blocks_per_second=PACE, pause_seconds=IDLE_SECONDS)
-    assert slept == pytest.approx(pauses)
+
+async def test_every_step_is_followed_by_a_pause_as_long_as_redis_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a sweep makes up for a step that took very long."""
+    scene = Scene([0.002, 5.0, *[0.002] * 400])
+    await played(monkeypatch, scene)
+    assert min(scene.pauses) >= 0.002 - 1e-9
+
+
+async def test_a_standstill_is_made_up_for_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 2000
+    scene = Scene([*[0.0] * 10, 30.0, *[0.0] * steps])
+    assert await played(monkeypatch, scene) == pytest.approx(30.0 + (steps * STEP_BLOCKS / PACE - 1.0), abs=0.1)

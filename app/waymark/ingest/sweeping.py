@@ -1,8 +1,7 @@
 """Sweeping, for as long as a worker lives: dead holders are taken out of their blocks at the pace of the setting.
 
 Any worker may sweep any group. Two that sweep the same holder do it twice, which changes nothing. A worker has one
-step on its way at a time, and pauses for a multiple of what it took: where Redis is busy, other workers sweep too, or
-values are long, readers come in between.
+step under way at a time, so a reader waits for one step of each worker at most.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
@@ -18,12 +18,39 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: The least pause after a step, in times of what the step took.
-PAUSE_STEPS = 3
+#: A sweep that is behind its pace makes up for so many seconds, not more.
+_BEHIND_SECONDS = 1.0
+#: The pause after a step is at least as long as the shortest of so many steps: what a step takes of Redis shows in
+#: the shortest, what this process waits for a core in the others.
+_STEPS = 4
+
+
+class Pace:
+    """Pauses between steps, so that ``blocks_per_second`` are swept. Times are monotonic seconds.
+
+    A sweep keeps the pace on average: a step or a pause that lasts longer is made up for. At least half of the time
+    is left to others, so the pace is not reached where Redis takes long for a step.
+    """
+
+    def __init__(self, blocks_per_second: int) -> None:
+        self._seconds_per_block = 1 / blocks_per_second
+        self._due = 0.0
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+
+    def start(self, now: float) -> None:
+        """A sweep begins; a sweep that ended early has left nothing to make up for."""
+        self._due = max(self._due, now)
+
+    def pause(self, blocks: int, began: float, now: float) -> float:
+        """How many seconds to wait after a step of so many blocks."""
+        self._steps.append(now - began)
+        self._due = max(self._due, now - _BEHIND_SECONDS) + blocks * self._seconds_per_block
+        return max(self._due - now, min(self._steps))
 
 
 async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: int, pause_seconds: float) -> None:
     """Until cancelled."""
+    pace = Pace(blocks_per_second)
     while True:
         left = 0
         try:
@@ -36,8 +63,9 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
                 if holder is None:
                     continue
                 began = time.perf_counter()
+                pace.start(began)
                 async for blocks in store.sweeper.steps(entry, holder):
-                    await asyncio.sleep(max(blocks / blocks_per_second, PAUSE_STEPS * (time.perf_counter() - began)))
+                    await asyncio.sleep(pace.pause(blocks, began, time.perf_counter()))
                     began = time.perf_counter()
                 left -= 1
             metrics.dead_holders.set(left)
