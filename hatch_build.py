@@ -18,7 +18,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_MODULE = "waymark/domain/_native"
+_MODULE = "waymark/_native"
 # The oldest CPython whose limited API the C uses. A free-threaded CPython has none, nor has another interpreter.
 _API = "0x030B0000"
 _HAS_LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")

@@ -9,24 +9,26 @@
  *     scan         the reply to it  ->  runs of equal values, without an object for each value    replies.c
  *     runs         a list of values  ->  the same                                                 replies.c
  *
- * The module is optional: app/waymark/domain/native.py and hashing.py do the same in Python, and the same tests run
- * over both. app/waymark/domain/_native.pyi has the types. No function raises for what a client sent: `cut` returns None
+ * The module is optional: app/waymark/native.py has the types and says where the same is done in Python; the same tests
+ * run over both. No function raises for what a client sent: `cut` returns None
  * for anything but a plain list of plain numbers, and the JSON parser decides what is wrong with it.
  */
 
 #include "native.h"
 
-#define ENTRY(name, doc) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, doc}
+/* The arguments stand in the docstring, where Python finds a signature. */
+#define ENTRY(name, arguments, doc)                                                                                    \
+    {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, #name "($module, " arguments ", /)\n--\n\n" doc}
 
 static PyMethodDef methods[] = {
-    ENTRY(cut, "The token ids in a JSON text; None where the text is unusual."),
-    ENTRY(cut_hashes, "The hashes in a JSON text; None where the text is unusual."),
-    ENTRY(digest, "XXH3-64 of a payload."),
-    ENTRY(hash_blocks, "The keys of a prompt's blocks."),
-    ENTRY(chain, "The keys of blocks whose tokens are hashed already."),
-    ENTRY(pack_keys, "Keys as the arguments of a command."),
-    ENTRY(scan, "Equal neighbours in the reply to an MGET; None where the reply is unusual."),
-    ENTRY(runs, "Equal neighbours in a list of values, up to the first None."),
+    ENTRY(cut, "body, name, count_max", "The token ids in a JSON text; None where the text is unusual."),
+    ENTRY(cut_hashes, "body, name, count_max", "The hashes in a JSON text; None where the text is unusual."),
+    ENTRY(digest, "payload, seed", "XXH3-64 of a payload."),
+    ENTRY(hash_blocks, "tokens, block_size, seed, parent, namespace", "The keys of a prompt's blocks."),
+    ENTRY(chain, "local_hashes, seed, parent", "The keys of blocks whose tokens are hashed already."),
+    ENTRY(pack_keys, "before, prefix, keys", "Keys as the arguments of a command."),
+    ENTRY(scan, "reply, count, with_version", "Equal neighbours in the reply to an MGET; None where it is unusual."),
+    ENTRY(runs, "values", "Equal neighbours in a list of values, up to the first None."),
     {NULL, NULL, 0, NULL},
 };
 

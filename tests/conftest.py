@@ -23,7 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.patience import patient, wait_for
 from tests.patience import wait_until as wait_until
-from waymark.domain import native
+from waymark import native
 
 SERVER_START_SECONDS = 10.0
 
@@ -105,20 +105,20 @@ async def redis(request: pytest.FixtureRequest) -> AsyncIterator[Redis]:
         yield client
 
 
-#: The ways in which the loops of ``waymark.domain.native`` can run here: without a compiler it is one.
-WAYS = ["pure", "native"] if native.is_built else ["pure"]
+#: What the loops of ``waymark.native`` can run by here: where there was no compiler it is Python only.
+IMPLEMENTATIONS: list[native.Implementation] = ["pure", "native"] if native.is_built else ["pure"]
 
 
 @pytest.fixture
-def way_kept() -> Iterator[None]:
-    """Whatever the test does to it, the next one finds the way as it was."""
-    before = native.path()
+def implementation_kept() -> Iterator[None]:
+    """After the test, the implementation that was selected before it is selected again."""
+    before = native.implementation()
     yield
-    native.use(before == "native")
+    native.select(before == "native")
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, way_kept: None) -> str:
-    """The test runs once each way."""
-    assert native.use(request.param == "native") == request.param
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest, implementation_kept: None) -> str:
+    """The test runs once with each implementation."""
+    assert native.select(request.param == "native") == request.param
     return str(request.param)

@@ -15,7 +15,7 @@ from tests.patience import patient
 
 ROOT = Path(__file__).parents[1]
 HAS_LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
-MODULE = "waymark/domain/_native" + (".abi3.so" if HAS_LIMITED_API else str(sysconfig.get_config_var("EXT_SUFFIX")))
+MODULE = "waymark/_native" + (".abi3.so" if HAS_LIMITED_API else str(sysconfig.get_config_var("EXT_SUFFIX")))
 
 
 def build(directory: Path, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
@@ -44,7 +44,7 @@ def test_without_a_compiler_there_is_a_wheel_for_every_platform(
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if name.endswith(".so")]
-    assert "waymark/domain/native.py" in names
+    assert "waymark/native.py" in names
 
 
 def test_a_wheel_that_needs_the_c_is_not_built_without_it(tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_a_wheel_that_needs_the_c_is_not_built_without_it(tmp_path: Path) -> Non
 
 
 def test_with_a_compiler_the_module_is_in_the_wheel_and_the_checkout_is_as_before(tmp_path: Path) -> None:
-    before = sorted(path.name for path in (ROOT / "app" / "waymark" / "domain").iterdir())
+    before = sorted(path.name for path in (ROOT / "app" / "waymark").iterdir())
     done, (wheel,) = build(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (ROOT / "app" / "waymark" / "domain").iterdir()) == before
+    assert sorted(path.name for path in (ROOT / "app" / "waymark").iterdir()) == before
     names = zipfile.ZipFile(wheel).namelist()
     has_module = MODULE in names
     assert has_module == ("built with its C part" in done.stdout + done.stderr)

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from tests.patience import patient
-from waymark import __version__, cli
-from waymark.domain import native
+from waymark import __version__, cli, native
 from waymark.simulator import Faults, SimulateOptions
 from waymark.simulator.options import field_sentences
 

@@ -10,15 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOP = {"__main__", "cli", "demo", "embedded", "publishers_file"}
-LEAVES = {"errors", "settings", "metrics", "logs"}
+LEAVES = {"errors", "settings", "metrics", "logs", "native"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store"}
 
 # Part of waymark -> the other parts of it that it may import. The version in app/waymark/__init__.py is free for all.
 PARTS: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
-    **{leaf: {"errors"} for leaf in LEAVES - {"errors"}},
-    "domain": {"errors"},
+    **{leaf: {"errors"} for leaf in LEAVES - {"errors", "native"}},
+    "native": {"_native"},
+    "domain": {"errors", "native"},
     "store": LEAVES | {"domain"},
     "engines": {"domain", "errors"},
     "ingest": BELOW_ROLES,
@@ -30,6 +31,9 @@ PARTS: dict[str, set[str]] = {
     **{top: BELOW_ROLES | TOP | {"api", "serving", "console", "ingest", "simulator"} for top in TOP},
 }
 
+# The parts that write lines of a protocol themselves.
+ON_THE_WIRE = {"store", "serving"}
+
 # Third-party package -> the parts or modules that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "annotated_types": {"settings"},
@@ -38,7 +42,7 @@ LIBRARIES: dict[str, set[str]] = {
     "httpx": {"client"},
     "hiredis": {"store"},
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
-    "orjson": {"domain.native", "store", "ingest", "api", "serving", *TOP},
+    "orjson": {"store", "ingest", "api", "serving", *TOP},
     "prometheus_client": {"metrics"},
     "pydantic": {"settings", "api"},
     "pydantic_core": {"api"},
@@ -68,7 +72,22 @@ def imported(path: Path) -> set[str]:
     return names - {"waymark", "waymark.__version__"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "app").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+MODULES = pytest.mark.parametrize(
+    "path", sorted((ROOT / "app").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
+)
+
+
+@MODULES
+def test_only_where_the_wire_is_does_a_module_write_its_lines(path: Path) -> None:
+    """RESP is the store's, HTTP is that of those who speak it."""
+    if path.relative_to(ROOT / "app" / "waymark").parts[0] in ON_THE_WIRE:
+        return
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    lines = [node.value for node in nodes if isinstance(node, ast.Constant) and r"\r\n" in repr(node.value)]
+    assert lines == []
+
+
+@MODULES
 def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
     module = ".".join(path.relative_to(ROOT / "app" / "waymark").with_suffix("").parts)
     part = module.partition(".")[0]

@@ -19,12 +19,11 @@ from typing import Any
 
 import uvloop
 
-from waymark import __version__, logs
+from waymark import __version__, logs, native
 from waymark.console.arguments import add_commands
 from waymark.console.run import run_inspect, run_status
 from waymark.console.screen import Screen
 from waymark.demo import DemoFailed, run_demo, table
-from waymark.domain import native
 from waymark.embedded import run
 from waymark.errors import NotFound, StoreUnavailable, WaymarkError
 from waymark.settings import PREFIX, Settings
@@ -110,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"waymark {__version__} ({native.path()})")
+    parser.add_argument("--version", action="version", version=f"waymark {__version__} ({native.implementation()})")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (sentence, has_api, _) in _ROLES.items():
         role = commands.add_parser(name, help=sentence, description=sentence)

@@ -14,8 +14,8 @@ from typing import Any
 
 import uvicorn
 
+from waymark import native
 from waymark.api.application import create_app, create_probes
-from waymark.domain import native
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
@@ -73,7 +73,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
     """One process, until a signal ends it; ``SettingsError`` where the file of publishers is wrong."""
     options = worker_options(settings) if has_worker else None
     role = "serve" if has_api and has_worker else "query" if has_api else "ingest"
-    is_native = native.use(settings.native) == "native"
+    is_native = native.select(settings.native) == "native"
     metrics = Metrics(role=role, is_native=is_native, models_max=settings.metrics_models_max)
     store = Store.open(
         settings.redis_url,

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.api.conftest import Hold
-from tests.domain.test_native import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
+from tests.api.test_lists import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
+from waymark import native
 from waymark.api.bodies import CONTAINERS_MAX, Format, LongList, decode
 from waymark.api.errors import Unfit
 from waymark.api.prompts import hashes, token_bytes
 from waymark.api.schemas import QueryByHashRequest
 from waymark.api.texts import Texts
-from waymark.domain import native
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 
-pytestmark = pytest.mark.usefixtures("way_kept")
+pytestmark = pytest.mark.usefixtures("implementation_kept")
 
 TOKENS_MAX = 100_000
 TEXTS = Texts(2**20, Metrics())
@@ -36,7 +36,7 @@ def read(body: bytes, wanted: str) -> Any:
 
     ``wanted`` is a way of the loops, or "parser": no short cut at all.
     """
-    native.use(wanted == "native")
+    native.select(wanted == "native")
     try:
         found = decode(body, Format.JSON, long_list=None if wanted == "parser" else TOKENS)
         fields = dict(found.fields)
@@ -54,7 +54,7 @@ def check_read_the_same(body: bytes) -> None:
 
 def read_hashes(body: bytes, wanted: str) -> Any:
     """As ``read``, of a query by hash: what the client's spelling of the field holds."""
-    native.use(wanted == "native")
+    native.select(wanted == "native")
     try:
         found = decode(body, Format.JSON, long_list=HASHES)
         value = found.asked(QueryByHashRequest.of).seq_hashes if found.numbers is None else found.numbers
@@ -98,20 +98,20 @@ def test_hashes_are_read_the_same_with_and_without_short_cuts(elements: list[str
         assert read_hashes(spoilt, "native") == read_hashes(spoilt, "pure")
 
 
-def test_the_short_cut_was_taken_for_hashes_as_clients_send_them(way: str) -> None:
+def test_the_short_cut_was_taken_for_hashes_as_clients_send_them(implementation: str) -> None:
     numbers = [0, 5, 2**63 - 1, 2**63, 2**64 - 1, 1234567890123456789]
     signed = [number - 2**64 if number >= 2**63 else number for number in numbers]
     for name in ("seq_hashes", "block_hash"):
         for sent in (numbers, signed, [str(number) for number in numbers], [str(number) for number in signed]):
             for body in (json.dumps({"model": "m", name: sent}), json.dumps({name: sent}, separators=(",", ":"))):
                 found = decode(body.encode(), Format.JSON, long_list=HASHES)
-                assert (found.numbers is not None) == (way == "native")
+                assert (found.numbers is not None) == (implementation == "native")
                 value = found.fields[name] if found.numbers is None else found.numbers
                 assert list(hashes(value, field=name, max_tokens=9)) == numbers
 
 
 async def test_what_was_asked_before_is_no_answer_to_another_question(
-    client: httpx.AsyncClient, register: Any, hold: Hold, way: str
+    client: httpx.AsyncClient, register: Any, hold: Hold, implementation: str
 ) -> None:
     """What a text asks, and the rows of what was found, are remembered; nothing else of a query is."""
     await register("1")
@@ -160,7 +160,7 @@ def test_a_body_with_a_wrong_place_is_read_the_same(body: bytes, at: int, cut: i
     check_read_the_same(spoilt)
 
 
-def test_the_short_cut_was_taken_for_what_writers_of_json_send(way: str) -> None:
+def test_the_short_cut_was_taken_for_what_writers_of_json_send(implementation: str) -> None:
     """Else all of the above compares the parser with itself."""
     query = {"model": "m", "block_size": 16, "token_ids": list(range(99, 2000)), "tenant_id": "t", "lora_name": "größe"}
     for fields in (query, dict(reversed(query.items()))):
@@ -185,7 +185,7 @@ def test_what_surrounds_the_tokens_has_its_bounds_too() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "/dynamo"])
 async def test_an_answer_is_the_same_however_its_question_is_written(
-    client: httpx.AsyncClient, register: Any, hold: Hold, way: str, prefix: str
+    client: httpx.AsyncClient, register: Any, hold: Hold, implementation: str, prefix: str
 ) -> None:
     ids = [101, 15, 100, 55, 89, 63, 4294967295, 0]
     await register("7", block_size=2)
@@ -226,7 +226,7 @@ async def test_an_answer_is_the_same_however_its_question_is_written(
 
 @pytest.mark.parametrize("path", ["/query", "/dynamo/query"])
 async def test_an_element_that_is_no_token_id_is_named_whatever_the_way(
-    api: httpx.AsyncClient, way: str, path: str
+    api: httpx.AsyncClient, implementation: str, path: str
 ) -> None:
     for element, shown in (("-1", "-1"), ("1.5", "1.5"), ("4294967296", "4294967296"), ("true", "true")):
         body = f'{{"model":"m","model_name":"m","block_size":2,"token_ids":[1,{element}]}}'

@@ -34,7 +34,7 @@ def read(raw: bytes, of: LongList) -> Body:
     return found
 
 
-def test_a_text_is_read_once_and_its_prompt_each_time(way: str) -> None:
+def test_a_text_is_read_once_and_its_prompt_each_time(implementation: str) -> None:
     metrics = Metrics()
     of = lists(Texts(2**20, metrics))
     calls: list[dict[str, Any]] = []
@@ -52,7 +52,7 @@ def test_a_text_is_read_once_and_its_prompt_each_time(way: str) -> None:
     assert value_of(metrics, "bytes") == of.texts.bytes > 0
 
 
-def test_a_refusal_is_not_remembered(way: str) -> None:
+def test_a_refusal_is_not_remembered(implementation: str) -> None:
     of = lists(Texts(2**20, Metrics()))
     for _ in range(2):
         with pytest.raises(Unfit) as refused:
@@ -60,7 +60,7 @@ def test_a_refusal_is_not_remembered(way: str) -> None:
         assert refused.value.field == "block_size"
 
 
-def test_another_operation_makes_something_else_of_the_same_text(way: str) -> None:
+def test_another_operation_makes_something_else_of_the_same_text(implementation: str) -> None:
     texts = Texts(2**20, Metrics())
     raw = b'{"model":"m","block_size":16,"seq_hashes":[],"token_ids":[1]}'
     one, other = read(raw, lists(texts)), read(raw, lists(texts, b"/query_by_hash"))
@@ -68,7 +68,7 @@ def test_another_operation_makes_something_else_of_the_same_text(way: str) -> No
     assert isinstance(other.asked(QueryByHashRequest.of), QueryByHashRequest)
 
 
-def test_no_body_passes_for_a_text_of_another_operation(way: str) -> None:
+def test_no_body_passes_for_a_text_of_another_operation(implementation: str) -> None:
     texts = Texts(2**20, Metrics())
     text = b'{"seq_hashes":[],"token_ids":[%b]}'
     read(text % b"", lists(texts, b"/query_by_hash"))
@@ -76,7 +76,7 @@ def test_no_body_passes_for_a_text_of_another_operation(way: str) -> None:
         decode(b"_by_hash" + text % b"1", Format.JSON, long_list=lists(texts))
 
 
-def test_no_list_passes_for_one_of_another_name(way: str) -> None:
+def test_no_list_passes_for_one_of_another_name(implementation: str) -> None:
     """A list within another field, so long that the first name is not looked for to the end."""
     of = LongList(("seq_hashes", "block_hash"), True, 1000, Texts(2**20, Metrics()), b"/query_by_hash")
     text = b'{"seq_hashes":[],"x":{"block_hash":[%b]}}'
@@ -85,14 +85,14 @@ def test_no_list_passes_for_one_of_another_name(way: str) -> None:
     assert (found.numbers or b"", found.fields["seq_hashes"]) == (b"", [])
 
 
-def test_a_text_of_many_values_takes_what_they_take(way: str) -> None:
+def test_a_text_of_many_values_takes_what_they_take(implementation: str) -> None:
     of = lists(Texts(2**20, Metrics()))
     found = read(body([1], x=[[] for _ in range(1000)]), of)
     assert of.texts.bytes > sum(map(sys.getsizeof, found.fields["x"])) + sys.getsizeof(found.fields["x"])
 
 
 @pytest.mark.parametrize("bytes_max", [0, 10_000])
-def test_it_never_takes_more_than_it_may(way: str, bytes_max: int) -> None:
+def test_it_never_takes_more_than_it_may(implementation: str, bytes_max: int) -> None:
     metrics = Metrics()
     of = lists(Texts(bytes_max, metrics))
     for number in range(200):

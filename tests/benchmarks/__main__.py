@@ -26,8 +26,7 @@ from tests.benchmarks import capacity, index, lives, long, queries, replicas, st
 from tests.benchmarks.options import Options
 from tests.benchmarks.processes import redis_server
 from tests.benchmarks.report import Row, beside, table, write_json, write_markdown
-from waymark import __version__
-from waymark.domain import native
+from waymark import __version__, native
 
 #: Names a part answers to, and what measures it; it gets the rows that are there already.
 PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], list[Row]]]] = [
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_quick=given.quick,
         trace=given.trace,
         peer_python=None if given.no_peer else given.peer_python,
-        paths=("native", "pure") if native.path() == "native" else ("pure",),
+        paths=("native", "pure") if native.implementation() == "native" else ("pure",),
     )
     about = _about(options)
     rows: list[Row] = []
@@ -107,7 +106,7 @@ def _about(options: Options) -> dict[str, Any]:
         "prompts": "synthetic" if options.trace is None else options.trace.name,
         "peer": "none" if options.peer_python is None else "ai-dynamo-runtime 1.6.1",
         "redis": version,
-        "path": native.path(),
+        "path": native.implementation(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "load before": round(os.getloadavg()[0], 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
-from waymark.domain.native import Path
+from waymark.native import Implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,5 +16,5 @@ class Options:
     """A file of requests with ``hash_ids``; without it synthetic conversations."""
     peer_python: str | None = None
     """The Python that has ai-dynamo-runtime; None: rows without the peer."""
-    paths: tuple[Path, ...] = ("pure",)
+    paths: tuple[Implementation, ...] = ("pure",)
     """Which ways of hashing prompts replicas are measured with: ``native`` too, where it was built."""

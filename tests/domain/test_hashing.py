@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from tests.conftest import WAYS
-from waymark.domain import native
+from tests.conftest import IMPLEMENTATIONS
+from waymark import native
 from waymark.domain.hashing import dimensions_digest, extend, extend_local, extra_digest, namespace, token_bytes
 from waymark.domain.names import U32_MAX, U64_MASK, Adapter
 
@@ -78,7 +78,7 @@ def test_what_an_image_adds_stands_behind_the_tokens_of_its_block() -> None:
     assert extend(None, memoryview(packed), 4, extras=(None, extra)) == imaged
 
 
-@pytest.mark.usefixtures("way_kept")
+@pytest.mark.usefixtures("implementation_kept")
 @settings(deadline=None)
 @given(TOKENS, st.integers(1, 5), st.none() | U64, st.data())
 def test_a_chain_is_that_of_its_blocks_one_by_one(
@@ -94,8 +94,8 @@ def test_a_chain_is_that_of_its_blocks_one_by_one(
         local = xxh3_64_intdigest(block, 1337)
         previous = local if previous is None else xxh3_64_intdigest(struct.pack("<QQ", previous, local), 1337)
         expected.append(previous)
-    for way in WAYS:
-        native.use(way == "native")
+    for implementation in IMPLEMENTATIONS:
+        native.select(implementation == "native")
         assert extend(parent, memoryview(token_bytes(ids)), block_size, extras=extras) == expected
 
 

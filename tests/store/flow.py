@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.store.factories import GROUP, begins, claim_of, registration, removed, stored
+from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import PublisherName
-from waymark.domain.native import pack
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.store.leases import Grant
 from waymark.store.registry import GroupEntry

@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 
 from tests.conftest import wait_until
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
+from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.match import conductor_rows
-from waymark.domain.native import KEY_BYTES, pack
 from waymark.errors import StoreUnavailable
 from waymark.store.client import Client
 from waymark.store.lending import KEPT_MAX

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from waymark.domain.native import pack
+from waymark.domain.keys import pack
 from waymark.metrics import Metrics
 from waymark.store.hot import HotBlocks
 

@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 
 from tests.store.factories import GROUP, Meeting, Stream, begins, hgetall, registration, snapshot, stored, stream_of
 from waymark.domain.hashing import namespace
+from waymark.domain.keys import pack
 from waymark.domain.match import ConductorRow, conductor_rows
 from waymark.domain.names import GroupName
-from waymark.domain.native import pack
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys

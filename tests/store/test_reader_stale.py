@@ -18,9 +18,9 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import registration, stored, stream_of
+from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
-from waymark.domain.native import pack
 from waymark.store.client import Client
 from waymark.store.hot import HotBlocks
 from waymark.store.reader import Reader

@@ -16,8 +16,8 @@ import orjson
 from starlette.types import Receive
 
 from waymark.api.errors import Unfit, kind, shown
+from waymark.api.lists import cut, cut_hashes
 from waymark.api.texts import Text, Texts
-from waymark.domain.native import cut, cut_hashes
 from waymark.errors import InvalidValue
 
 T = TypeVar("T")
@@ -178,7 +178,7 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
 def _without_parser(body: bytes, of: LongList) -> Body | None:
     """A body whose long list can be read without the parser; else None, and the parser decides.
 
-    See ``native.cut`` for why what is left proves what was cut out.
+    See ``lists.cut`` for why what is left proves what was cut out.
     """
     for name, quoted, key in of.names:
         found = (cut_hashes if of.is_hashes else cut)(body, quoted, of.count_max)

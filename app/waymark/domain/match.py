@@ -11,13 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from waymark.domain.native import runs
+from waymark import native
 from waymark.domain.table import Presence, View
 
 DEVICE = "GPU"
 HOST = "CPU"
 _NOWHERE: frozenset[str] = frozenset()
+
+
+def value_runs(values: list[bytes | None]) -> list[tuple[bytes, int]]:
+    """Runs of equal neighbours, (value, how many), up to the first None."""
+    if native.selected is not None:
+        return native.selected.runs(values)
+    found = []
+    for value, run in groupby(values):
+        if value is None:
+            break
+        found.append((value, len(list(run))))
+    return found
 
 
 class Walk:
@@ -37,7 +50,7 @@ class Walk:
 
     def feed(self, values: Sequence[bytes | None]) -> bool:
         """Walk on over the next values, None where there is no block; False when no instance goes on."""
-        found = runs(list(values))
+        found = value_runs(list(values))
         return self.feed_runs(found) and sum(length for _, length in found) == len(values)
 
     def feed_runs(self, runs: Iterable[tuple[bytes, int]]) -> bool:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import InvalidResponse
 
-from waymark.domain.native import KEY_BYTES, mget, pack, runs, scan, unpack
+from waymark.domain.keys import KEY_BYTES, pack, unpack
+from waymark.domain.match import value_runs
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
@@ -23,6 +24,7 @@ from waymark.store.client import Client
 from waymark.store.hot import HotBlocks
 from waymark.store.line import Replies
 from waymark.store.registry import GroupEntry
+from waymark.store.wire import mget, scan
 
 
 class Fetched(NamedTuple):
@@ -37,7 +39,7 @@ class Fetched(NamedTuple):
 
 
 def _fetched(version: bytes | None, values: list[bytes | None]) -> Fetched:
-    found = runs(values)
+    found = value_runs(values)
     return Fetched(version, found, sum(length for _, length in found))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from waymark.domain.native import KEY_BYTES, unpack
+from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.metrics import Metrics
 
 #: Shorter values cost less to ask for again than to keep.

@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
+from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
-from waymark.domain.native import KEY_BYTES
 from waymark.domain.table import HolderTable
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics

@@ -1,0 +1,31 @@
+"""Block keys: ``seq_hash XOR namespace``, packed.
+
+Between hashing and Redis, keys are eight big-endian bytes each, so that their hex digits are those of the key's name.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable
+
+KEY_BYTES = 8
+"""Of a packed block key."""
+
+
+def pack(seq_hashes: Iterable[int], namespace: int = 0) -> bytes:
+    """Seq_hashes as packed keys; an array of them costs next to nothing."""
+    numbers = array("Q", seq_hashes)
+    if sys.byteorder == "little":
+        numbers.byteswap()
+    packed = numbers.tobytes()
+    if namespace:  # of all at once, as one long number
+        mask = namespace.to_bytes(KEY_BYTES, "big") * len(numbers)
+        return (int.from_bytes(packed, "big") ^ int.from_bytes(mask, "big")).to_bytes(len(packed), "big")
+    return packed
+
+
+def unpack(keys: bytes) -> tuple[int, ...]:
+    """Packed keys as numbers."""
+    return struct.unpack(f">{len(keys) // KEY_BYTES}Q", keys)

@@ -1,0 +1,61 @@
+"""Which implementation of the hot loops runs: the C module, or Python.
+
+The C module is built from ``native/`` where a compiler is; a build without one goes on in Python. Each loop has both
+implementations behind one function: block keys in ``domain.hashing``, walks in ``domain.match``, commands and replies
+in ``store.wire``, lists in ``api.lists``. Both give the same for every input, and the same tests run over both.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Literal, Protocol, TypeAlias
+
+Implementation: TypeAlias = Literal["native", "pure"]
+
+
+class Loops(Protocol):
+    """The functions of the C module. The files of ``native/`` describe them."""
+
+    def cut(self, body: bytes, name: bytes, count_max: int, /) -> tuple[int, int, bytes] | None: ...
+
+    def cut_hashes(self, body: bytes, name: bytes, count_max: int, /) -> tuple[int, int, bytes] | None: ...
+
+    def digest(self, payload: bytes | memoryview, seed: int, /) -> int: ...
+
+    def hash_blocks(
+        self, tokens: bytes | memoryview, block_size: int, seed: int, parent: int | None, namespace: int, /
+    ) -> bytes: ...
+
+    def chain(self, local_hashes: bytes | memoryview | array[int], seed: int, parent: int | None, /) -> bytes: ...
+
+    def pack_keys(self, before: bytes, prefix: bytes, keys: bytes, /) -> bytes: ...
+
+    def scan(
+        self, reply: bytes, count: int, with_version: bool, /
+    ) -> tuple[bytes | None, list[tuple[bytes, int]], int] | None: ...
+
+    def runs(self, values: list[bytes | None], /) -> list[tuple[bytes, int]]: ...
+
+
+_built: Loops | None
+try:
+    from waymark import _native as _built  # type: ignore[attr-defined, no-redef]  # a stub would repeat ``Loops``
+except ImportError:
+    _built = None
+
+is_built = _built is not None
+
+selected: Loops | None = _built
+"""The C module; None where it was not built, or the pure implementation was selected."""
+
+
+def select(native: bool) -> Implementation:
+    """Run the C module from now on, where it was built, or Python; returns which of the two."""
+    global selected
+    selected = _built if native else None
+    return implementation()
+
+
+def implementation() -> Implementation:
+    """Which implementation runs."""
+    return "pure" if selected is None else "native"

@@ -1,0 +1,86 @@
+"""The C module: its types are those that are written down, and it can be selected or not."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from waymark import native
+
+pytestmark = pytest.mark.usefixtures("implementation_kept")
+
+DECLARED = {name: each for name, each in vars(native.Loops).items() if inspect.isfunction(each) and name[0] != "_"}
+
+
+@pytest.fixture
+def loops() -> native.Loops:
+    if native.select(True) == "pure" or native.selected is None:
+        pytest.skip("built without the C part")
+    return native.selected
+
+
+def test_the_implementation_is_the_one_that_was_selected() -> None:
+    assert native.select(False) == native.implementation() == "pure"
+    assert native.selected is None
+    assert native.select(True) == native.implementation() == ("native" if native.is_built else "pure")
+
+
+def test_the_module_has_the_functions_that_are_declared(loops: native.Loops) -> None:
+    assert {name for name in dir(loops) if not name.startswith("__")} == set(DECLARED)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_function_takes_the_arguments_that_are_declared(loops: native.Loops, name: str) -> None:
+    built = inspect.signature(getattr(loops, name)).parameters.values()
+    declared = list(inspect.signature(DECLARED[name]).parameters.values())[1:]
+    assert [each.name for each in built] == [each.name for each in declared]
+    assert {each.kind for each in [*built, *declared]} == {inspect.Parameter.POSITIONAL_ONLY}
+    for count in (0, len(declared) - 1, len(declared) + 1):
+        with pytest.raises(TypeError, match=rf"{name}\(\) takes {len(declared)} arguments \({count} given\)"):
+            getattr(loops, name)(*[b""] * count)
+
+
+#: Of each function: arguments that it works on, and some that it refuses.
+CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "cut": ((b'{"t":[1,2]}', b'"t"', 9), (b'{"t":[1,x]}', b'"t"', 9), (b"", "t", 9), ("", b"", 1), (b"", b"", "1")),
+    "cut_hashes": ((b'{"t":["1",-2]}', b'"t"', 9), (b'{"t":[1,x]}', b'"t"', 9), (b"", "t", 9)),
+    "digest": ((b"x" * 300, 7), (b"", -1), ("", 1), (memoryview(b"xyz")[::2], 1)),
+    "hash_blocks": ((b"x" * 640, 16, 7, 2**64 - 1, 1), (b"", 0, 1, None, 1), ("", 1, 1, None, 1), (b"", 1, 1, -1, 1)),
+    "chain": ((b"x" * 64, 7, None), (b"x" * 64, 7, 5), (b"", "", None), ("", 1, None), (b"", 1, 2**64)),
+    "pack_keys": ((b"before", b"prefix", b"x" * 64), ("", b"", b""), (b"", "", b""), (b"", b"", "")),
+    "scan": (
+        (b"*2\r\n$1\r\n1\r\n$-1\r\n$1\r\nv\r\n", 2, True),
+        (b"*2\r\n$1\r\n1\r\n:1\r\n", 2, False),
+        ("", 1, True),
+        (b"", "1", True),
+    ),
+    "runs": (([b"1", b"12"[:1], b"2", None, 5],), ([b"1", 5],), ([5],), ((b"1",),)),
+}
+
+
+def test_every_function_is_called_below() -> None:
+    assert set(CALLS) == set(DECLARED)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_keeps_nothing_of_what_it_was_given_or_made(loops: native.Loops, name: str) -> None:
+    """Neither a block of memory nor a reference, whether it answers or refuses."""
+    function: Callable[..., object] = getattr(loops, name)
+
+    def call(times: int) -> None:
+        for _ in range(times):
+            for arguments in CALLS[name]:
+                with contextlib.suppress(TypeError, ValueError, OverflowError, BufferError):
+                    function(*arguments)
+
+    held = [each for arguments in CALLS[name] for each in arguments if not isinstance(each, int | None)]
+    call(10)
+    references, blocks = [sys.getrefcount(each) for each in held], sys.getallocatedblocks()
+    call(1000)
+    assert [sys.getrefcount(each) for each in held] == references
+    assert sys.getallocatedblocks() - blocks < 500
