@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance bench lint redis-server nginx clean
+.PHONY: help demo check test conformance bench lint redis-server nginx clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simulated engines
 	@$(BIN)/waymark demo
+
+check: lint ## the inner loop: style, types, and the tests that need nothing but Python; half a minute
+	@$(BIN)/python -m pytest --unit --quiet --numprocesses 2 --dist loadfile
 
 test: $(VENV)/.installed-dev redis-server nginx lint ## check everything: style, types, and the tests on a real Redis
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile

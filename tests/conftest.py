@@ -23,6 +23,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.patience import patient, wait_for
 from tests.patience import wait_until as wait_until
+from tests.unit import pytest_addoption as pytest_addoption
+from tests.unit import pytest_collection_modifyitems as pytest_collection_modifyitems
+from tests.unit import pytest_configure as pytest_configure
+from tests.unit import pytest_ignore_collect as pytest_ignore_collect
+from tests.unit import pytest_runtest_protocol as pytest_runtest_protocol
 from waymark import native
 
 SERVER_START_SECONDS = 10.0

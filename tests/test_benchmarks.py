@@ -20,6 +20,7 @@ from tests.benchmarks.report import Row, against, beside, table, write_json, wri
 from waymark.domain.hashing import extend, token_bytes
 
 
+@pytest.mark.outside
 def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "rows.json"
 
@@ -38,6 +39,7 @@ def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytes
     assert written["about"]["quick"] is True
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

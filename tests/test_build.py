@@ -13,6 +13,8 @@ import pytest
 
 from tests.patience import patient
 
+pytestmark = pytest.mark.outside
+
 ROOT = Path(__file__).parents[1]
 HAS_LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 MODULE = "waymark/_native" + (".abi3.so" if HAS_LIMITED_API else str(sysconfig.get_config_var("EXT_SUFFIX")))

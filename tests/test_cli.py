@@ -57,6 +57,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[SimulateOptions]:
     return given
 
 
+@pytest.mark.outside
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "waymark", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=patient(30))

@@ -226,6 +226,7 @@ async def test_other_answers_are_not_asked_again(
     assert (pauses, len(asked)) == ([], 2)
 
 
+@pytest.mark.outside
 async def test_nobody_there_is_unavailable_and_not_ready() -> None:
     url = f"http://127.0.0.1:{unused_port()}"
     async with AsyncClient(url, trust_env=False) as waymark:
@@ -257,6 +258,7 @@ async def test_partial_answers_and_further_media_are_told() -> None:
     assert Workers() == Workers([], {})
 
 
+@pytest.mark.outside
 def test_it_needs_nothing_of_the_service() -> None:
     code = "import sys, waymark.client; print(sorted({name.partition('.')[0] for name in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

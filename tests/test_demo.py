@@ -14,6 +14,8 @@ from tests.patience import patient
 from waymark import cli, demo
 from waymark.demo import DemoFailed, Line, run_demo, table
 
+pytestmark = pytest.mark.outside
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -61,6 +61,7 @@ def ways(course: Course) -> list[int]:
 # ---- Waymark itself --------------------------------------------------------------------------------
 
 
+@pytest.mark.outside
 async def test_waymark_routes_as_the_caches_would_and_knows_all_again_after_everything_but_redis_was_killed() -> None:
     requests = SMALL.read()
     middle = requests[len(requests) // 2].at_seconds

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +18,8 @@ from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
 from waymark.serving.connections import Bounds, Connections
 from waymark.serving.exchange import RESPOND
+
+pytestmark = pytest.mark.outside
 
 LENGTH_2 = (b"content-length", b"2")
 START: dict[str, Any] = {"type": "http.response.start", "status": 200}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from starlette.types import Receive, Scope, Send
 
 from tests.api.test_answers import USUAL, request, served
@@ -12,6 +13,8 @@ from tests.patience import within
 from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
 from waymark.serving.connections import Bounds, Connections
+
+pytestmark = pytest.mark.outside
 
 
 def post(path: str, body: bytes) -> bytes:

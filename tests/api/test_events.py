@@ -260,6 +260,7 @@ EVENT_FIELDS = ["event_id", "event_type", "backend_id", "tenant_id", "model_name
 EVENT_FIELDS += ["lora_name", "additional_salt", "seq_hashes", "token_ids", "parent_hash", "base_block_idx"]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.dictionaries(st.sampled_from(EVENT_FIELDS), EVENT_VALUES, max_size=3), max_size=4))
 async def test_no_fields_of_an_event_make_it_fail(client: httpx.AsyncClient, changes: list[dict[str, Any]]) -> None:

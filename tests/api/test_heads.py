@@ -14,6 +14,8 @@ from tests.api.test_answers import bounded, served
 from tests.patience import within
 from waymark.serving.heads import Head, head_of
 
+pytestmark = pytest.mark.outside
+
 SECONDS = 20.0
 
 

@@ -16,6 +16,8 @@ from waymark.api.errors import Unfit
 from waymark.api.prompts import hashes, token_bytes
 from waymark.errors import InvalidValue
 
+pytestmark = pytest.mark.slow
+
 QUERY = b'{"model": "m", "block_size": 2, "token_ids": %b}'
 BY_HASH = b'{"model": "m", "block_size": 2, "seq_hashes": %b}'
 

@@ -113,6 +113,7 @@ async def drive(live: Live) -> set[int]:
     return statuses
 
 
+@pytest.mark.outside
 async def test_no_secret_is_ever_logged(locked_redis: str, tmp_path: Path) -> None:
     log = {"access_log": "true", "log_level": "debug", "api_token": API_TOKEN, "protect_reads": "true"}
     async with start("query", locked_redis, tmp_path / "log", **log) as live:
@@ -133,6 +134,7 @@ async def test_no_secret_is_ever_logged(locked_redis: str, tmp_path: Path) -> No
     assert [secret for secret in SECRETS if secret in text] == []
 
 
+@pytest.mark.outside
 async def test_settings_that_do_not_fit_are_refused_without_a_secret(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as refused:
         async with start("query", f"redis://:{PASSWORD}@[nonsense", tmp_path / "log", api_token=f"{API_TOKEN} blank"):

@@ -195,12 +195,14 @@ def counted_by_rank(case: Case, instance: str, rank: int) -> DynamoRank:
     return DynamoRank(gpu=prefix("GPU"), cpu=prefix("GPU", "CPU"), disk=prefix(*MEDIA))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(cases())
 def test_the_root_dialect_counts_what_each_block_says(case: Case) -> None:
     assert conductor_rows(walk(case.table, case.values)) == counted(case)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(cases())
 def test_the_dynamo_dialect_counts_what_each_block_says(case: Case) -> None:
@@ -213,6 +215,7 @@ def test_the_dynamo_dialect_counts_what_each_block_says(case: Case) -> None:
             assert case.media_of(case.blocks[0] if case.blocks else [], instance, rank, with_pool=False) == set()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(cases())
 def test_numbers_of_a_rank_never_fall(case: Case) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
@@ -21,6 +22,8 @@ from tests.factories import BLOCK_SIZE, SEED, batch, cleared, registration, remo
 from waymark.domain.events import Batch, Event
 from waymark.domain.hashing import namespace
 from waymark.domain.names import EngineKind
+
+pytestmark = pytest.mark.slow
 
 
 class Prefix(NamedTuple):

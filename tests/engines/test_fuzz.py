@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ from waymark.engines import decoder, vllm
 from waymark.engines.standard import decode_event
 from waymark.engines.wire import Ignored
 from waymark.errors import InvalidValue, Undecodable
+
+pytestmark = pytest.mark.slow
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"
 DECODERS = [decoder(kind, seed=1337) for kind in EngineKind]

@@ -80,6 +80,7 @@ def expected(values: list[Any]) -> Stored:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(values=stores(), data=st.data())
 def test_lists_of_every_length_and_maps_mean_the_same(

@@ -100,6 +100,7 @@ def held_by_hand(contents: dict[str, frozenset[Prefix]], prompt: Prompt) -> list
     return media
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     said=st.lists(prompts(), max_size=40),

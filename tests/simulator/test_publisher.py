@@ -15,6 +15,8 @@ from waymark.simulator import Encoder, Faults, SimulatedPublisher
 from waymark.simulator.publisher import END_SEQ, ReplayFraming
 from waymark.simulator.wire import BlockRemoved, WireEvent
 
+pytestmark = pytest.mark.outside
+
 ANY_PORT = "tcp://127.0.0.1:0"
 NEVER_SECONDS = 0.2
 """How long no answer counts as none at all."""

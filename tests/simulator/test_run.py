@@ -17,6 +17,8 @@ from waymark.errors import InvalidValue
 from waymark.simulator import EngineStarted, Prompt, SimulateOptions, simulate
 from waymark.simulator.run import _due
 
+pytestmark = pytest.mark.outside
+
 
 class Waymark(BaseHTTPRequestHandler):
     """Answers with the statuses given, then 200, and keeps what it was asked."""

@@ -1,0 +1,77 @@
+"""``pytest --unit``: what it leaves out, and that nothing else gets through."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import unit
+from tests.patience import patient
+
+ROOT = Path(__file__).parents[1]
+
+
+def item(fixtures: tuple[str, ...] = (), mark: str = "", path: str = "tests/test_it.py", **parameters: str) -> Any:
+    """A test as pytest has collected it, as far as the choice looks at it."""
+    return SimpleNamespace(
+        path=Path(path),
+        fixturenames=fixtures,
+        callspec=SimpleNamespace(params=parameters),
+        get_closest_marker=lambda name: name if name == mark else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("test", "is_outside"),
+    [
+        (item(), False),
+        (item(("redis",), redis="emulated"), False),
+        (item(("redis",), redis="real"), True),
+        (item(("store",), store="real"), True),
+        (item(("free_port", "store")), True),
+        (item(path="tests/lua/test_it.py"), True),
+        (item(mark="outside"), True),
+        (item(mark="slow"), True),
+        (item(mark="peer"), False),
+    ],
+)
+def test_what_is_outside(test: Any, is_outside: bool) -> None:
+    assert unit.is_outside(test) is is_outside
+
+
+@pytest.mark.parametrize("event", ["socket.bind", "socket.connect", "subprocess.Popen"])
+def test_what_a_unit_test_may_not_do(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    with pytest.raises(RuntimeError, match=r"mark it with @pytest\.mark\.outside"):
+        unit._refuse(event, ())
+    monkeypatch.setattr(unit, "_is_in_test", False)
+    unit._refuse(event, ())
+
+
+@pytest.mark.outside
+def test_the_events_are_those_of_python() -> None:
+    seen: set[str] = set()
+    is_listening = True
+    sys.addaudithook(lambda event, _: seen.add(event) if is_listening else None)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        subprocess.run([sys.executable, "-c", ""], check=True, timeout=patient(30))
+    is_listening = False
+    assert unit._FORBIDDEN.keys() <= seen
+
+
+@pytest.mark.outside
+def test_it_leaves_out_directories_and_marked_tests() -> None:
+    command = [sys.executable, "-m", "pytest", "--unit", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command += ["tests/lua", "tests/domain/test_hashing.py", "tests/test_unit.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
+    assert done.returncode == 0, done.stdout
+    collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert not {path for path in collected if path.split("/")[1] in unit.OUTSIDE_DIRECTORIES}
+    assert "tests/domain/test_hashing.py" in collected
+    assert "test_the_events_are_those_of_python" not in done.stdout
+    assert "test_what_is_outside" in done.stdout

@@ -1,0 +1,71 @@
+"""``pytest --unit``: the tests that need nothing but Python, for the inner loop (``make check``).
+
+A test is left out when it needs a real Redis, when it is marked ``outside`` (it opens a socket or starts a process) or
+``slow`` (a property that takes a second or more). What is left is watched: a socket or a process in it is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: Directories of tests/ in which every test is outside.
+OUTSIDE_DIRECTORIES = {"benchmarks", "chaos", "conformance", "deploy", "e2e", "endurance", "ingest", "lua", "store"}
+#: Fixtures that start a server or open a socket.
+OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
+_FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
+_is_in_test = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--unit", action="store_true", help="only tests without sockets, processes, Redis, slow properties"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--unit"):
+        sys.addaudithook(_refuse)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_outside = collection_path.parent.name == "tests" and collection_path.name in OUTSIDE_DIRECTORIES
+    return True if config.getoption("--unit") and is_outside else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--unit"):
+        left_out = [item for item in items if is_outside(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def is_outside(item: pytest.Item) -> bool:
+    """Whether the test needs more than Python and a moment."""
+    needs = OUTSIDE_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    is_real = "real" in (parameters.get("redis"), parameters.get("store"), parameters.get("any_bench"))
+    is_in_directory = not OUTSIDE_DIRECTORIES.isdisjoint(item.path.parts)
+    return bool(
+        is_in_directory or needs or is_real or item.get_closest_marker("outside") or item.get_closest_marker("slow")
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Marks the time in which a socket or a process is the test's own, and not pytest's or a plugin's."""
+    global _is_in_test
+    _is_in_test = True
+    try:
+        return (yield)
+    finally:
+        _is_in_test = False
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _FORBIDDEN and _is_in_test:
+        raise RuntimeError(f"a unit test {_FORBIDDEN[event]}; mark it with @pytest.mark.outside")
