@@ -1,4 +1,4 @@
--- apply_batch(fence, engine*, block*, record; publisher, token, watermark, ts, newest_ts, digest, before, holders, run*) -> {verdict, blocks}
+-- apply_batch(fence, engine*, block*, record; publisher, token, watermark, ts, newest_ts, digest, before, holders, events, run*) -> {verdict, blocks}
 --
 -- Apply folded batches of one stream to the blocks of one shard, exactly once and in order.
 --
@@ -19,6 +19,8 @@
 --                    count  copies are counted; a removal takes one copy
 --                    set    a block is there or not
 --                    all    counts are not trusted any more: a removal takes the block, whatever its count
+--       events     how many event_ids move with this call; then for each: holder id, event_id. They are written when
+--                  all is done, and only into a record
 --       run*       kind, holder (1..holders), seq, first, positions, form, n, then what the form asks for
 --                    kind       + stored, - removed, ! leaves the block whatever its count
 --                    first      position in its batch of the run's first block, from 1
@@ -50,7 +52,9 @@ local seen = redis.call('HMGET', fence, publisher, 'holder', 'seq:' .. publisher
 if seen[1] ~= token then return {'fenced', 0} end
 
 -- Parse the runs before anything is written; each gets the index of its first block in KEYS.
-local runs, at, block = {}, 9 + 2 * holders, 1 + holders
+local first_event = 9 + 2 * holders
+local last_event = first_event + 2 * tonumber(ARGV[first_event])
+local runs, at, block = {}, last_event + 1, 1 + holders
 while ARGV[at] do
   local run = {
     kind = ARGV[at], holder = tonumber(ARGV[at + 1]), seq = tonumber(ARGV[at + 2]), first = tonumber(ARGV[at + 3]),
@@ -298,6 +302,9 @@ end
 
 for h in pairs(moved) do
   redis.call('HSET', KEYS[1 + h], 'applied', string.format('%.0f %.0f', marks[h].seq, marks[h].position))
+end
+if record and done == block - 1 - holders then
+  for i = first_event + 1, last_event, 2 do redis.call('HSET', record, 'event:' .. ARGV[i], ARGV[i + 1]) end
 end
 if commit ~= '' and done == block - 1 - holders then
   redis.call('HSET', record, 'watermark', commit, 'ts', ARGV[4], 'newest_ts', ARGV[5], 'digest', ARGV[6])

@@ -1,20 +1,25 @@
--- commit_batch(record; token, watermark, ts, newest_ts, digest) -> {verdict, watermark}
+-- commit_batch(record; token, watermark, ts, newest_ts, digest, event*) -> {verdict, watermark}
 --
--- Move the watermark of a stream whose blocks lie on several shards, once every shard has answered.
+-- Move the watermark of a stream whose blocks lie on several shards, and the event_ids of its batches, once every
+-- shard has answered.
 --
 -- KEYS  record     hash  the publisher's record
 -- ARGV  token      the lease token the caller believes is the highest
---       watermark  seq of the batch
+--       watermark  seq of the batch; '' where the stream keeps none, and only event_ids move
 --       ts, newest_ts, digest   kept beside it
+--       event*     holder id, event_id
 --
--- {'applied', watermark}  it is there now
+-- {'applied', watermark}  it is there now; 0 where none was given
 -- {'stale', watermark}    it was there, or further, already; nothing written
 -- {'fenced', 0}           somebody else has the stream, or it is gone; nothing written
 
 local state = redis.call('HMGET', KEYS[1], 'token', 'watermark')
 if state[1] ~= ARGV[1] then return {'fenced', 0} end
 local watermark = tonumber(state[2] or '')
-if watermark and watermark >= tonumber(ARGV[2]) then return {'stale', watermark} end
+local commit = tonumber(ARGV[2])
+if watermark and commit and watermark >= commit then return {'stale', watermark} end
 
+for i = 6, #ARGV, 2 do redis.call('HSET', KEYS[1], 'event:' .. ARGV[i], ARGV[i + 1]) end
+if not commit then return {'applied', 0} end
 redis.call('HSET', KEYS[1], 'watermark', ARGV[2], 'ts', ARGV[3], 'newest_ts', ARGV[4], 'digest', ARGV[5])
-return {'applied', tonumber(ARGV[2])}
+return {'applied', commit}

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from tests.api.conftest import Hold
 from waymark.api import dynamo_schemas, schemas
 from waymark.api.schemas import QueryRequest, RegisterRequest
+from waymark.domain.runs import Commit
 from waymark.store.store import Store
 
 PATHS = {
@@ -127,8 +128,8 @@ async def test_views_are_what_the_contract_says(
     (claim, *_) = await store.registry.claims()
     grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
     assert grant is not None
-    facts: dict[str, str | int | float] = {"status": "failed", "ts": 1.5, "last_error": "e", "worker": "worker-1"}
-    assert await store.records.write(grant, facts, {"gaps": 3})
+    await store.index.apply(grant, [], {}, Commit(2, 1.5, 1.5, "0" * 16))
+    assert await store.records.write(grant, {"status": "failed", "last_error": "e"}, {"gaps": 3})
     await store.records.alive("worker-1", keep_seconds=60)
     assert (await client.post("/dynamo/register_peer", json={"url": "http://10.0.0.2:1"})).status_code == 201
     await check()

@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from tests.api.conftest import Hold
+from waymark.domain.runs import Commit
 from waymark.store.claims import Claim
+from waymark.store.records import Facts
 from waymark.store.store import Store
 
 Register = Callable[..., Awaitable[None]]
@@ -125,10 +127,11 @@ async def test_workers_tells_what_was_written_of_a_publisher(
     (claim,) = await store.registry.claims()
     grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
     assert grant is not None
+    await store.index.apply(grant, [], {}, Commit(1, 1.0, 1.0, "0" * 16))
     await store.records.alive("worker-1", keep_seconds=60)
     for status in ("pending", "active", "replaying", "degraded", "lost", "failed"):
-        facts: dict[str, str | int | float] = {"status": status, "ts": 1.0, "last_error": "no_replay: none"}
-        assert await store.records.write(grant, facts | {"worker": "worker-1"}, {"gaps": 3, "restarts": 2})
+        facts: Facts = {"status": status, "last_error": "no_replay: none"}
+        assert await store.records.write(grant, facts, {"gaps": 3, "restarts": 2})
         view = (await client.get("/workers")).json()
         (publisher,) = view["publishers"]
         assert publisher["status"] == status

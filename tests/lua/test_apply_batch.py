@@ -188,6 +188,7 @@ async def test_a_batch_goes_on_behind_its_mark_where_positions_have_holes(
             stream.grant.token,
             *("", "", "", "", ""),
             [gpu, "count"],
+            [],
             ["+", 1, 7, int(positions.split(",")[0]), positions, "same", n],
         )
 
@@ -285,12 +286,15 @@ async def test_after_a_piece_the_mark_is_exact_and_the_watermark_has_not_moved(
         1,
         *("", "", "0" * 16, ""),
         [gpu, "count"],
+        [gpu, 5],
         ["+", 1, 1, 1, "", "same", 100],
     )
     done = outcome.numbers[0]
     assert 0 < done < 100
     assert await stream.mark(gpu) == b"1 %d" % done
     assert await stream.watermark() is None
+    record = await hgetall(redis, stream.grant.record)
+    assert not [name for name in record if name.startswith(b"event:")]
     assert await stream.values(blocks) == [b"1 " + crowd] * done + [crowd] * (100 - done)
     await stream.apply(stored(gpu, blocks, is_identity=True))
     assert await stream.values(blocks) == [b"1 " + crowd] * 100

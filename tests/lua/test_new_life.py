@@ -188,9 +188,9 @@ async def test_who_takes_over_need_not_know_the_last_change(stream: Stream) -> N
 
 async def test_a_restart_forgets_what_the_old_life_knew(stream: Stream) -> None:
     (gpu,) = await stream.begin("0 GPU")
-    await stream.apply(stored(gpu, [1, 2], seq=7))
+    await stream.apply(stored(gpu, [1, 2], seq=7), event_ids={gpu: 3})
     await stream.store.records.write(
-        stream.grant, {"flags": "extra", "main_groups": "1", "status": "active", f"event:{gpu}": 3}, {"gaps": 4}
+        stream.grant, {"flags": "extra", "main_groups": "1", "status": "active"}, {"gaps": 4}
     )
     before = await state_of(stream)
     assert (before.watermark, before.flags, before.main_groups) == (7, frozenset({"extra"}), "1")
@@ -214,7 +214,7 @@ async def test_a_cleared_rank_goes_on_with_the_life_and_its_watermark(stream: St
 
 async def test_the_last_event_of_a_holder_ends_with_it(stream: Stream) -> None:
     first, second = await stream.begin("0 GPU aa", "0 GPU bb")
-    await stream.store.records.write(stream.grant, {f"event:{first}": 3, f"event:{second}": 4}, {})
+    await stream.apply(watermark=7, event_ids={first: 3, second: 4})
     await stream.end("0 GPU aa")
     assert (await state_of(stream)).event_ids == {second: 4}
 
@@ -222,7 +222,7 @@ async def test_the_last_event_of_a_holder_ends_with_it(stream: Stream) -> None:
 async def test_more_holders_than_one_unpack_can_hold_begin_and_end(redis: Redis, stream: Stream) -> None:
     for start in range(0, 8100, 900):
         await stream.begin(*(f"0 GPU {number:016x}" for number in range(start, start + 900)))
-    await stream.store.records.write(stream.grant, {f"event:{holder}": 1 for holder in range(1, 8101)}, {})
+    await stream.apply(watermark=7, event_ids=dict.fromkeys(range(1, 8101), 1))
     await stream.end("0 GPU", is_restart=True)
     assert len(await dead_of(redis)) == 8100
     assert (await hgetall(redis, keys.holders(1))).keys() == {b"group", b"version", b"publisher:1"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -150,13 +150,19 @@ class Stream:
         )
         assert ids == []
 
-    async def apply(self, *runs: Run, watermark: int | None = None, mode: Mode = "count") -> Verdict:
+    async def apply(
+        self,
+        *runs: Run,
+        watermark: int | None = None,
+        mode: Mode = "count",
+        event_ids: Mapping[int, int] | None = None,
+    ) -> Verdict:
         """Apply runs; the watermark goes to the last one's seq unless told otherwise."""
         if watermark is None:
             watermark = runs[-1].seq
         commit = Commit(watermark, float(watermark), float(watermark), f"{watermark:016x}")
         modes: dict[int, Mode] = dict.fromkeys((run.holder for run in runs), mode)
-        return await self.store.index.apply(self.grant, runs, modes, commit)
+        return await self.store.index.apply(self.grant, runs, modes, commit, event_ids)
 
     def recorded(self) -> list[tuple[str, Outcome]]:
         """From now on, what the scripts of ``apply`` answer."""

@@ -17,6 +17,7 @@ from tests.store.key_table import README, KeyTable, Row, facts
 from waymark.domain.hashing import namespace
 from waymark.store.client import Client, Reply
 from waymark.store.lua import SCRIPTS
+from waymark.store.records import Facts
 from waymark.store.store import Store
 
 NS = namespace("adapter", ["salt"])
@@ -81,15 +82,15 @@ async def publish_and_unregister(stream: Stream) -> None:
     await other.apply(stored(shared, BLOCKS[:4]))
 
     gpu, disk = await stream.begin("0 GPU", "0 DISK 0123456789abcdef")
-    await stream.apply(stored(gpu, BLOCKS), stored(disk, BLOCKS[:4], is_identity=True))
+    await stream.apply(stored(gpu, BLOCKS), stored(disk, BLOCKS[:4], is_identity=True), event_ids={disk: 9})
     salted = [block ^ NS for block in BLOCKS]
     await stream.apply(stored(gpu, salted, seq=2, ns=NS), stored(gpu, BLOCKS, seq=3))
     await stream.apply(removed(gpu, salted[:9], seq=4))
     await stream.apply(removed(gpu, BLOCKS[8:], seq=5), removed(disk, BLOCKS[:2], seq=5, first=9))
     await stream.apply(removed(gpu, BLOCKS[8:], seq=6))
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))
-    told = {"flags": "extra", "main_groups": "0", "last_error": "no replay"}
-    await store.records.write(grant, told | {"status": "degraded", f"event:{disk}": "9"}, {"gaps": 1})
+    told: Facts = {"flags": "extra", "main_groups": "0", "last_error": "no replay"}
+    await store.records.write(grant, {**told, "status": "degraded"}, {"gaps": 1})
     await store.records.write(grant, {"flags": "", "main_groups": "", "last_error": ""}, {})
     await store.records.mark(grant, is_lost=True)
 
@@ -105,8 +106,8 @@ async def publish_and_unregister(stream: Stream) -> None:
         pass  # the other dead holder is left
 
     (gpu,) = await stream.begin("0 GPU")
-    await stream.apply(stored(gpu, BLOCKS, seq=1), stored(gpu, BLOCKS, seq=2))
-    await store.records.write(grant, told | {"status": "active", f"event:{gpu}": "1"}, {"gaps": 2})
+    await stream.apply(stored(gpu, BLOCKS, seq=1), stored(gpu, BLOCKS, seq=2), event_ids={gpu: 1})
+    await store.records.write(grant, {**told, "status": "active"}, {"gaps": 2})
     await store.registry.unregister([grant.claim.registration.name])
     while (holder := await store.sweeper.pick(stream.entry)) is not None:
         async for _ in store.sweeper.steps(stream.entry, holder):

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
 from waymark.domain.runs import Commit
-from waymark.store.records import StreamState
+from waymark.store.records import Facts, StreamState
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -30,7 +30,8 @@ async def test_a_new_stream_knows_nothing(stream: Stream) -> None:
 
 async def test_what_is_written_is_read(stream: Stream) -> None:
     (gpu,) = await stream.begin("0 GPU")
-    written = {"status": "active", "flags": "a b", "main_groups": "1", f"event:{gpu}": "9"}
+    await stream.apply(watermark=7, event_ids={gpu: 9})
+    written: Facts = {"status": "active", "flags": "a b", "main_groups": "1"}
     assert await stream.store.records.write(stream.grant, written, {"gaps": 3, "restarts": 0})
     state = await state_of(stream)
     assert (state.status, state.flags, state.main_groups) == ("active", frozenset({"a", "b"}), "1")

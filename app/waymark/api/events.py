@@ -148,15 +148,14 @@ class Events:
         if resolver.waiting.blocks:
             # The room ends with the request: what has found no parent in it is lost.
             applier.counters["waiting_lost"] += resolver.waiting.blocks
+            applier.counters["waiting"] = 0
             await applier.write({}, applier.counters)
 
     async def _flush(self, applier: Applier, fold: list[Incoming], progress: _Progress) -> None:
         if not fold:
             return
         await applier.apply(fold, None)
-        facts: dict[str, str | int | float] = {"status": "active"}
-        facts |= {f"event:{holder}": event_id for holder, event_id in applier.resolver.event_ids.items()}
-        await applier.write(facts, applier.counters)
+        await applier.write({"status": "active"}, applier.counters)
         progress.applied += len(fold)
         fold.clear()
 

@@ -48,7 +48,8 @@ class Resolver:
         self.holders: dict[str, int] = {}
         """Live holder ids by name."""
         self.event_ids: dict[int, int] = {}
-        """Standard events: the last event_id per holder."""
+        """Standard events: the last event_id per holder. It is ahead of Redis by what is resolved and not applied."""
+        self._moved: dict[int, int] = {}
         self.ignored: Counter[str] = Counter()
         """Events that came to nothing, by reason; the owner reads and clears it."""
         self.unresolved = 0
@@ -89,14 +90,15 @@ class Resolver:
         self.event_ids = dict(event_ids)
         for name, holder in holders.items():
             self._begin(name, holder, is_new=False)
+        for name, holder in holders.items():
+            self._inherit(name, holder)
 
     def begin(self, names: Sequence[str], ids: Sequence[int]) -> None:
         """Holders that were begun for a plan."""
         for name, holder in zip(names, ids, strict=True):
-            # The order of a standard stream does not end with an epoch.
-            before = [self.event_ids.get(other, -1) for other in self._epochs_of(name)]
-            if max(before, default=-1) >= 0:
-                self.event_ids[holder] = max(before)
+            self._inherit(name, holder)
+            if holder in self.event_ids:
+                self._moved[holder] = self.event_ids[holder]
             self._begin(name, holder, is_new=True)
 
     def end(self, unit: str) -> int:
@@ -106,6 +108,7 @@ class Resolver:
         for holder in ended:
             self.memory.end(holder)
             self.event_ids.pop(holder, None)
+            self._moved.pop(holder, None)
         if unit == "*":
             self._planner.flags.clear()
             self._planner.main_group = None
@@ -115,6 +118,12 @@ class Resolver:
         """Set the present epoch of media whose blocks go by time; the names of holders whose time is over."""
         self._planner.epochs = dict(epochs)
         return self._planner.expired(self.holders)
+
+    def _inherit(self, name: str, holder: int) -> None:
+        """The order of a standard stream does not end with an epoch."""
+        known = [self.event_ids[other] for other in self._epochs_of(name) if other in self.event_ids]
+        if known:
+            self.event_ids[holder] = max(known)
 
     def _epochs_of(self, name: str) -> list[int]:
         """The holders of all epochs of a name, oldest first."""
@@ -199,6 +208,11 @@ class Resolver:
                     self._place(runs, position, waiting, place, placed)
                 position += self._positions(waiting.event)
         return runs.runs
+
+    def take_event_ids(self) -> dict[int, int]:
+        """Per holder the last event_id of what was resolved since the last call; to be kept once that is applied."""
+        moved, self._moved = self._moved, {}
+        return moved
 
     def _stored(self, runs: RunList, position: int, batch: Batch, event: Stored, placed: _Placed) -> None:
         holder = self.holders.get(self._planner.name(batch, event))
@@ -360,7 +374,7 @@ class Resolver:
         if plan.last_clear.get(lasting(name)) != (i, j):
             self.ignored["seen"] += 1
         elif (holder := self.holders.get(name)) is not None:
-            self.event_ids[holder] = event.envelope.event_id
+            self._moved[holder] = self.event_ids[holder] = event.envelope.event_id
 
     def _is_seen(self, holder: int, event: Stored | Removed) -> bool:
         """Whether a standard event came before; its own order is its event_id."""
@@ -369,7 +383,7 @@ class Resolver:
         if event.envelope.event_id <= self.event_ids.get(holder, -1):
             self.ignored["seen"] += 1
             return True
-        self.event_ids[holder] = event.envelope.event_id
+        self._moved[holder] = self.event_ids[holder] = event.envelope.event_id
         return False
 
     # ---- kinds of events ---------------------------------------------------------------------------

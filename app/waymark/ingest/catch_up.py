@@ -164,9 +164,7 @@ class _Request:
             if self._known_hole != (order.watermark + 1, seq):
                 self.hole, self.is_over = (order.watermark + 1, seq), True
                 return
-            life.count("holes")
-            life.count("batches_lost", seq - order.watermark - 1)
-            await life.step_over(seq)
+            await life.pass_hole(seq)
         life.append(incoming)
 
     async def _is_same_life(self, first: Incoming) -> bool:

@@ -49,8 +49,8 @@ class Lanes:
         elif judgement is Judgement.GAP:
             is_end = is_late = await self._lose(order, incoming.seq)
         if is_end:
-            life.count("restarts")
             await life.applier.new_life(str(dp_rank))
+            life.count("restarts")
             order.restart()
             order.last_live = frame.seq
         if is_late and incoming.seq > life.first_seq:

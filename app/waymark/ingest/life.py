@@ -88,6 +88,8 @@ class Life:
         self._metrics = metrics
         self._on_gap = on_gap
         self._fold: list[Incoming] = []
+        self._passed: Counter[str] = Counter()
+        """Counts of what the open fold steps over: they are the record's when its watermark is."""
         self._logged: set[str] = set()
 
     # ---- forward -----------------------------------------------------------------------------------
@@ -133,6 +135,7 @@ class Life:
         await self.applier.apply(fold, commit)
         self.acknowledged = commit.watermark
         self._fold = []
+        self._count_passed()
         self.is_proven = self._unproven is None
         await self.found()
 
@@ -198,12 +201,13 @@ class Life:
 
     async def begin_anew(self, why: str) -> None:
         """All holders end; there is no watermark any more."""
-        self.count("restarts")
         await self._end(why)
+        self.count("restarts")
 
     async def _end(self, why: str) -> None:
         log.info("publisher begins a new life", extra=fields(stream=self.name, why=why))
         await self.applier.new_life()
+        self._count_passed()
         self.begun += 1
         self.opened_at = self._unproven = None
         self.acknowledged = None
@@ -231,12 +235,19 @@ class Life:
         """The batches before ``seq`` cannot be had again: go on without them, or end the life."""
         assert self.order.watermark is not None
         missing = seq - self.order.watermark - 1
-        self.count("batches_lost", missing)
+        self._passed["batches_lost"] += missing
         log.warning("batches lost", extra=fields(stream=self.name, missing=missing, on_gap=self._on_gap))
         if self._on_gap == "reset":
             await self.begin_anew("batches lost")
         else:
             await self.step_over(seq)
+
+    async def pass_hole(self, seq: int) -> None:
+        """Go on at ``seq``: the publisher itself does not have the batches before it."""
+        assert self.order.watermark is not None
+        self._passed["holes"] += 1
+        self._passed["batches_lost"] += seq - self.order.watermark - 1
+        await self.step_over(seq)
 
     async def step_over(self, seq: int) -> None:
         """Go on at ``seq``, though something before it is missing."""
@@ -264,6 +275,11 @@ class Life:
             metric = getattr(self._metrics, name, None)
             if metric is not None:
                 metric.inc(n)
+
+    def _count_passed(self) -> None:
+        passed, self._passed = self._passed, Counter()
+        for name, n in passed.items():
+            self.count(name, n)
 
     def count_replay(self, outcome: str) -> None:
         self.counters[f"replays.{outcome}"] += 1

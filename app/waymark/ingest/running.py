@@ -120,8 +120,6 @@ class StreamRunner:
             log.warning("redis has lost writes", extra=fields(stream=str(claim.registration.name)))
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
-        # What waited for its parent was nowhere but in the worker before.
-        applier.counters["waiting_lost"] += applier.counters.pop("waiting", 0)
         options = self._options
         decode = decoder(claim.registration.kind, seed=options.hash_seed)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)

@@ -1,12 +1,15 @@
 """What a stream writes of itself into its record: status, why it is not all it could be, counters.
 
-Only what has changed since it was told last is written, so an idle stream costs Redis nothing.
+Only what has changed since it was told last is written, so an idle stream costs Redis nothing. A report may be
+written while a fold is being applied, and may be the last one of its worker. So it contains nothing that only holds
+once the fold is applied: the watermark and event_ids move in the script that applies, counters of batches after it.
 """
 
 from __future__ import annotations
 
 from waymark.ingest.life import REASONS, Life
 from waymark.ingest.subscriber import Subscriber
+from waymark.store.records import Facts
 
 
 class Teller:
@@ -14,23 +17,21 @@ class Teller:
         self._life = life
         self._subscriber = subscriber
         self._dropped = self._malformed = 0
-        self._told: dict[str, object] = {}
+        self._facts: Facts = {}
+        self._counts: dict[str, int] = {}
 
     async def tell(self, status: str, error: str | None) -> None:
         """Write what is new; ``error`` is said instead of the reasons of a degraded stream."""
-        life, resolver = self._life, self._life.applier.resolver
+        life = self._life
         dropped, malformed = self._subscriber.dropped, self._subscriber.malformed
         life.count("buffer_dropped", dropped - self._dropped)
         life.count("frames_malformed", malformed - self._malformed)
         self._dropped, self._malformed = dropped, malformed
-        # A counter, so that a takeover can tell what it has lost.
-        life.counters["waiting"] = resolver.waiting.blocks
         reasons = "; ".join(f"{reason}: {REASONS[reason]}" for reason in sorted(life.reasons))
-        facts: dict[str, str | int | float] = {"status": status, "last_error": error or reasons}
-        facts |= {f"event:{holder}": event_id for holder, event_id in resolver.event_ids.items()}
-        news = {name: value for name, value in facts.items() if self._told.get(name) != value}
-        counts = {name: n for name, n in life.counters.items() if self._told.get(f"count:{name}") != n}
-        if news or counts:
-            self._told |= news
-            self._told |= {f"count:{name}": n for name, n in counts.items()}
-            await life.applier.write(news, counts)
+        facts: Facts = {"status": status, "last_error": error or reasons}
+        has_news = self._facts != facts
+        counts = {name: n for name, n in life.counters.items() if self._counts.get(name) != n}
+        if has_news or counts:
+            await life.applier.write(facts if has_news else {}, counts)
+            self._facts = facts
+            self._counts |= counts

@@ -25,7 +25,7 @@ from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.leases import Grant, random_word
-from waymark.store.records import Begin, StreamState
+from waymark.store.records import Begin, Facts, StreamState
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -69,7 +69,7 @@ class Applier:
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
-        """Absolute, as the record has them."""
+        """Absolute. What they count is applied, or was seen whatever becomes of the batches under way."""
         self.last_error: str | None = None
         self._store = store
         self._metrics = metrics
@@ -112,7 +112,7 @@ class Applier:
             raise Fenced
 
     async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
-        """Apply batches in order; with ``commit`` the watermark moves in the same step."""
+        """Apply batches in order; their event_ids, and with ``commit`` the watermark, move in the same step."""
         resolver, batches = self.resolver, [incoming.batch for incoming in fold]
         plan = resolver.plan(batches)
         if plan.is_news:
@@ -128,8 +128,9 @@ class Applier:
             run for i, incoming in enumerate(fold) for run in resolver.resolve(plan, i, incoming.seq, incoming.batch)
         ]
         modes = {run.holder: resolver.mode(run.holder) for run in runs}
+        event_ids = resolver.take_event_ids()
         began = time.perf_counter()
-        verdict = await self.answered(lambda: self._store.index.apply(self.grant, runs, modes, commit))
+        verdict = await self.answered(lambda: self._store.index.apply(self.grant, runs, modes, commit, event_ids))
         if verdict is Verdict.LOST:
             await self._lost()
         if verdict is Verdict.FENCED:
@@ -150,10 +151,9 @@ class Applier:
         """Write what a later lease holder must know before it may apply anything: flags and the main group."""
         resolver = self.resolver
         group = "" if resolver.main_group is None else str(resolver.main_group)
-        facts = {"flags": " ".join(sorted(resolver.flags)), "main_groups": group}
-        await self.write(facts, {})
+        await self.write({"flags": " ".join(sorted(resolver.flags)), "main_groups": group}, {})
 
-    async def write(self, facts: Mapping[str, str | int | float], counters: Mapping[str, int]) -> None:
+    async def write(self, facts: Facts, counters: Mapping[str, int]) -> None:
         written = await self.answered(lambda: self._store.records.write(self.grant, facts, counters))
         if not written:
             raise Fenced
@@ -183,6 +183,7 @@ class Applier:
     async def _turn(self, unit: str, *, is_restart: bool) -> None:
         await self._change(unit=unit, is_restart=is_restart, begin=[])
         self.counters["waiting_lost"] += self.resolver.end(unit)
+        self.counters["waiting"] = self.resolver.waiting.blocks
 
     async def _begin(self, begun: Mapping[str, Holder]) -> None:
         begin = [Begin(name, holder) for name, holder in begun.items()]
@@ -249,6 +250,8 @@ class Applier:
         resolver.unsalted = 0
         dropped, self._waiting_dropped = resolver.waiting.dropped - self._waiting_dropped, resolver.waiting.dropped
         self.counters["waiting_dropped"] += dropped
+        # A counter, so that a takeover can tell what it has lost.
+        self.counters["waiting"] = resolver.waiting.blocks
         metrics.waiting_dropped.inc(dropped)
 
 
@@ -278,6 +281,10 @@ async def resumed(
     )
     main_group = int(state.main_groups) if state.main_groups else None
     resolver.resume(state.holders, state.flags, main_group, state.event_ids)
-    applier = Applier(grant, store, resolver, metrics, Counter(state.counters), is_patient=is_patient)
+    counters = Counter(state.counters)
+    # What waited for its parent was nowhere but in the process before.
+    counters["waiting_lost"] += counters["waiting"]
+    counters["waiting"] = 0
+    applier = Applier(grant, store, resolver, metrics, counters, is_patient=is_patient)
     await applier.turn_epochs(medium_ttl)
     return applier, state

@@ -25,17 +25,26 @@ class Index:
         self._scripts = scripts
 
     async def apply(
-        self, grant: Grant, runs: Sequence[Run], modes: Mapping[int, Mode], commit: Commit | None
+        self,
+        grant: Grant,
+        runs: Sequence[Run],
+        modes: Mapping[int, Mode],
+        commit: Commit | None,
+        event_ids: Mapping[int, int] | None = None,
     ) -> Verdict:
         """Apply runs in order and move the watermark, if one is given; ``modes`` has every holder of the runs.
+
+        ``event_ids``, per holder the last one of the batches, move in the same script as the watermark does; without
+        a watermark, in the last script of the call.
 
         What was applied before, wholly or in part, is skipped. FENCED: the stream is somebody else's now, and
         nothing this caller believes of it holds any more. LOST: a shard has lost writes that it had acknowledged, so
         the life of the stream has to end.
         """
         before = None if commit is None else commit.before
+        events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
         if grant.shards == 1:
-            return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit, before)
+            return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit, before, events)
         parts = _by_shard(runs, grant.shards)
         # The watermark is on shard 0: where it has gone back, no other shard may get what comes behind it.
         if before is not None:
@@ -53,11 +62,9 @@ class Index:
                 return refusal
         if grant.claim.registration.sequence == "publisher":  # else its numbers are of several ranks
             grant.marks.update({shard: part[-1][0].seq for shard, part in parts.items() if shard})
-        if commit is None:
+        if commit is None and not events:
             return Verdict.APPLIED
-        outcome = await self._scripts.commit_batch(
-            grant.record, grant.token, commit.watermark, *_beside_watermark(commit)
-        )
+        outcome = await self._scripts.commit_batch(grant.record, grant.token, *_watermark(commit), events)
         return outcome.verdict
 
     async def _apply_shard(
@@ -68,13 +75,16 @@ class Index:
         modes: Mapping[int, Mode],
         commit: Commit | None,
         before: int | None,
+        events: Sequence[Arg] = (),
     ) -> Verdict:
         verdict = Verdict.APPLIED
         calls = list(_calls(runs)) or [[]]
         for number, call in enumerate(calls):
-            last = commit if number == len(calls) - 1 else None
+            is_last = number == len(calls) - 1
             while True:
-                outcome = await self._call(grant, shard, call, modes, last, before)
+                outcome = await self._call(
+                    grant, shard, call, modes, commit if is_last else None, before, events if is_last else ()
+                )
                 verdict = outcome.verdict
                 if verdict is not Verdict.APPLIED:
                     return verdict
@@ -91,6 +101,7 @@ class Index:
         modes: Mapping[int, Mode],
         commit: Commit | None,
         before: int | None,
+        events: Sequence[Arg],
     ) -> Outcome:
         prefix = keys.block_prefix(grant.group_id, shard)
         holders = {holder: i for i, holder in enumerate(dict.fromkeys(run.holder for run, _ in runs), 1)}
@@ -116,7 +127,6 @@ class Index:
             else:
                 args += ("key", len(words))
                 args += [b"%016x" % engine_hash for engine_hash in run.hashes]
-        beside: tuple[Arg, Arg, Arg] = ("", "", "") if commit is None else _beside_watermark(commit)
         return await self._scripts.apply_batch(
             keys.fence(grant.group_id, shard),
             [keys.engine(grant.group_id, shard, holder) for holder in holders],
@@ -124,10 +134,10 @@ class Index:
             grant.record if shard == 0 else None,
             grant.publisher,
             grant.token,
-            "" if commit is None else commit.watermark,
-            *beside,
+            *_watermark(commit),
             "" if before is None else before,
             [word for holder in holders for word in (holder, modes[holder])],
+            events,
             args,
         )
 
@@ -179,9 +189,12 @@ def parse_entry(engine_hash: int, value: bytes) -> tuple[int, int]:
     return (int(head, 16), int(tail, 16)) if colon else (0, int(head, 16))
 
 
-def _beside_watermark(commit: Commit) -> tuple[Arg, Arg, Arg]:
+def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:
+    """The watermark, its ts, the newest ts and its digest; empty words where none moves."""
+    if commit is None:
+        return "", "", "", ""
     ts, newest = commit.ts, commit.newest_ts
-    return "" if ts is None else repr(ts), "" if newest is None else repr(newest), commit.digest
+    return commit.watermark, "" if ts is None else repr(ts), "" if newest is None else repr(newest), commit.digest
 
 
 def _calls(runs: Sequence[tuple[Run, list[int] | None]]) -> Iterator[list[tuple[Run, list[int] | None]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from waymark.domain.names import Holder, Registration
 from waymark.store import keys
@@ -58,6 +59,24 @@ class PublisherState:
     """Blocks held, by medium."""
     last_error: str | None
     worker: str | None
+
+
+class Facts(TypedDict, total=False):
+    """What a stream writes of itself beside its counters, at any time: also while a batch is being applied.
+
+    Each value is true whether or not that batch is applied in the end. The watermark and the ``event_ids`` are not
+    among them: only the script that applies a batch moves those. An empty text takes a field out.
+    """
+
+    status: str
+    """What the stream does at this moment."""
+    last_error: str
+    """Why it is not all it could be at this moment."""
+    flags: str
+    """What this life has reported, words with blanks between: written before the batch that reports it is applied,
+    so that whoever applies that batch goes by it. A flag too many makes a stream more careful."""
+    main_groups: str
+    """The KV-cache group that counts: that of the first store with tokens, whoever comes to apply that store."""
 
 
 @dataclass(slots=True)
@@ -135,10 +154,10 @@ class Records:
             grant.marks.clear()
         return list(outcome.numbers)
 
-    async def write(self, grant: Grant, fields: Mapping[str, str | int | float], counters: Mapping[str, int]) -> bool:
-        """Write fields and counters (absolute values); False where fenced. An empty text takes a field out."""
+    async def write(self, grant: Grant, facts: Facts, counters: Mapping[str, int]) -> bool:
+        """Write facts and counters (absolute values); False where fenced."""
         words: list[str] = []
-        for name, value in fields.items():
+        for name, value in facts.items():
             words += (name, str(value))
         for name, count in counters.items():
             words += (_COUNTER + name, str(count))

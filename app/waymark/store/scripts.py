@@ -77,18 +77,20 @@ class Scripts:
         digest: Arg,
         before: Arg,
         holders: Sequence[Arg],
+        events: Sequence[Arg],
         run: Sequence[Arg],
     ) -> Outcome:
         keys: list[str | bytes] = [fence, *engine, *block]
         if record is not None:
             keys.append(record)
-        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, before, len(engine), *holders, *run]
+        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, before]
+        args += (len(engine), *holders, len(events) // 2, *events, *run)
         return await self._run("apply_batch", keys, args)
 
     async def commit_batch(
-        self, record: str, token: str, watermark: int, ts: Arg, newest_ts: Arg, digest: Arg
+        self, record: str, token: str, watermark: Arg, ts: Arg, newest_ts: Arg, digest: Arg, event: Sequence[Arg]
     ) -> Outcome:
-        return await self._run("commit_batch", [record], [token, watermark, ts, newest_ts, digest])
+        return await self._run("commit_batch", [record], [token, watermark, ts, newest_ts, digest, *event])
 
     async def new_life(
         self,
