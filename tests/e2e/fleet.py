@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,15 @@ class Member(Service):
         return self._process.pid
 
     @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def log_path(self) -> Path:
+        """Of this process; one that is started again has another."""
+        return self._log
+
+    @property
     def port(self) -> int:
         return int(self._environ["WAYMARK_INGEST_PORT" if self.role == "ingest" else "WAYMARK_PORT"])
 
@@ -71,6 +80,20 @@ class Member(Service):
             self._process.wait(patient(EXIT_SECONDS))
 
 
+async def new_member(
+    stack: AsyncExitStack, directory: Path, name: str, role: str, settings: Mapping[str, Any]
+) -> Member:
+    """A process that ends with ``stack``; it is not ready at once. ``settings`` are by their field names."""
+    port = steady_port()
+    own = {"ingest_port": port, "worker_id": name} if role == "ingest" else {"port": port}
+    values = {"host": "127.0.0.1"} | own | dict(settings)
+    environ = {f"WAYMARK_{key.upper()}": str(value) for key, value in values.items()}
+    client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(HTTP_SECONDS), trust_env=False)
+    member = Member(name, role, environ, directory, await stack.enter_async_context(client))
+    stack.callback(member.end)
+    return member
+
+
 class Fleet:
     """A Redis, ingest workers and query replicas."""
 
@@ -84,16 +107,8 @@ class Fleet:
 
     async def add(self, name: str, role: str, **settings: Any) -> Member:
         """One more process; it is not ready at once."""
-        port = steady_port()
-        values = {"redis_url": self.redis.url, "host": "127.0.0.1"} | self._settings | settings
-        if role == "ingest":
-            values |= {"ingest_port": port, "worker_id": name}
-        else:
-            values |= {"port": port}
-        environ = {f"WAYMARK_{key.upper()}": str(value) for key, value in values.items()}
-        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(HTTP_SECONDS), trust_env=False)
-        member = Member(name, role, environ, self._directory, await self._stack.enter_async_context(client))
-        self._stack.callback(member.end)
+        values = {"redis_url": self.redis.url} | self._settings | settings
+        member = await new_member(self._stack, self._directory, name, role, values)
         (self.workers if role == "ingest" else self.replicas).append(member)
         return member
 

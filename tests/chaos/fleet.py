@@ -1,0 +1,147 @@
+"""The processes of a session: workers and replicas, each on a line of its own where there is one Redis.
+
+What the session has killed, or told to end, or stopped, is known as *down*. Whatever else has ended has ended by
+itself, and that is a finding; so is a traceback in a log.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.backend import Backend
+from tests.chaos.proxy import Proxy, proxy_to
+from tests.conftest import wait_until
+from tests.e2e.fleet import Member, new_member
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_TOLD_LINES = 12
+READY_SECONDS = 90.0
+
+
+class Mismatch(AssertionError):
+    """What was found, one line each."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+
+
+class Crew:
+    """Workers and replicas."""
+
+    def __init__(self) -> None:
+        self.workers: list[Member] = []
+        self.replicas: list[Member] = []
+        self.lines: dict[Member, Proxy] = {}
+        self.down: set[Member] = set()
+        self.witnesses: set[Member] = set()
+        """Workers that nobody has ended since the last quiet point: they remember who was registered."""
+        self._stopped: set[Member] = set()
+        self._read: dict[Path, int] = {}
+
+    @property
+    def members(self) -> list[Member]:
+        return [*self.workers, *self.replicas]
+
+    @property
+    def up(self) -> list[Member]:
+        """Replicas that can be asked."""
+        return [replica for replica in self.replicas if replica not in self.down]
+
+    # ---- what is done to a process ---------------------------------------------------------------------
+
+    async def kill(self, member: Member) -> None:
+        self._leaves(member)
+        await member.kill()
+
+    async def end(self, member: Member) -> None:
+        """As an orchestrator does; it has to end by itself, and well."""
+        self._leaves(member)
+        member.ask_to_end()
+        await wait_until(lambda: not member.is_running, f"{member.name} ends when it is told to", READY_SECONDS)
+        if member.exit_code != 0:
+            raise Mismatch(f"{member.name} was told to end, and ended with {member.exit_code}", *tail(member))
+
+    def stop(self, member: Member) -> None:
+        self.down.add(member)
+        self._stopped.add(member)
+        member.pause()
+
+    def resume(self, member: Member) -> None:
+        member.resume()
+        self._stopped.discard(member)
+        self.down.discard(member)
+
+    def start(self, member: Member) -> None:
+        member.start()
+        self.down.discard(member)
+
+    def _leaves(self, member: Member) -> None:
+        self.down.add(member)
+        self.witnesses.discard(member)
+
+    async def recover(self) -> None:
+        """Everything is there again."""
+        for proxy in self.lines.values():
+            proxy.heal()
+        for member in self.members:
+            if member in self._stopped:
+                self.resume(member)
+            if member in self.down:
+                self.start(member)
+        self.check()
+        for member in self.members:
+            await wait_until(member.is_ready, f"{member.name} is ready", READY_SECONDS)
+
+    # ---- what is seen of them --------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Nobody has ended, and no log has a traceback."""
+        for member in self.members:
+            if not member.is_running and member not in self.down:
+                raise Mismatch(f"{member.name} has ended by itself, with {member.exit_code}", *tail(member))
+        for member in self.members:
+            text = member.log
+            start = self._read.get(member.log_path, 0)
+            self._read[member.log_path] = len(text)
+            at = text.find("Traceback", start)
+            if at >= 0:
+                raise Mismatch(f"{member.name} has a traceback in its log", *text[at:].splitlines()[-_TOLD_LINES:])
+
+
+def cpu_seconds(member: Member) -> float:
+    """What the process has used so far; 0 where it has ended."""
+    try:
+        words = Path(f"/proc/{member.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / _TICKS
+
+
+def tail(member: Member) -> list[str]:
+    return [f"  {line[:200]}" for line in member.log.splitlines()[-_TOLD_LINES:]]
+
+
+@asynccontextmanager
+async def crew_of(
+    directory: Path, backend: Backend, *, workers: int, replicas: int, settings: Mapping[str, Any]
+) -> AsyncIterator[Crew]:
+    """All of them ready."""
+    async with AsyncExitStack() as stack:
+        crew = Crew()
+        for role, count, name in (("ingest", workers, "worker"), ("query", replicas, "replica")):
+            for i in range(count):
+                url, proxy = backend.url, None
+                if not backend.is_cluster:
+                    proxy = await stack.enter_async_context(proxy_to(backend.nodes[0].port))
+                    url = proxy.url
+                values = {"redis_url": url} | dict(settings)
+                member = await new_member(stack, directory, f"{name}-{i}", role, values)
+                (crew.workers if role == "ingest" else crew.replicas).append(member)
+                if proxy is not None:
+                    crew.lines[member] = proxy
+        await crew.recover()
+        yield crew

@@ -1,0 +1,88 @@
+"""What answers may say: at least what is certain to be in the index, at most what may be there.
+
+For a publisher that has lost nothing the two are the same: what its caches hold. One that may have lost batches, and
+whose stream says so, may be unknown; what it removed or what ended since it was last known exactly may still be
+there, where a loss keeps a life (``WAYMARK_ON_GAP=keep``). Nothing else may ever be there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from tests.model import Model, Place, Space, Tokens
+
+BLOCK_SIZE = 4
+
+
+class Held(NamedTuple):
+    """A block, named by its whole prefix, and where it is."""
+
+    space: Space
+    prefix: Tokens
+    place: Place
+
+
+class Bounds:
+    """Of one (tenant, model)."""
+
+    def __init__(self) -> None:
+        self.least = Model(BLOCK_SIZE)
+        self.most = Model(BLOCK_SIZE)
+
+    def register(self, instance: str, rank: int, *, is_pool: bool) -> None:
+        for model in (self.least, self.most):
+            if is_pool:
+                model.pools.add(instance)
+            else:
+                model.ranks.setdefault(instance, set()).add(rank)
+
+    def hold(self, least: Iterable[Held], most: Iterable[Held]) -> None:
+        put(self.least, least)
+        put(self.most, most)
+
+    def blocks(self) -> set[tuple[Space, Tokens]]:
+        """All that may be there."""
+        return set(self.most.copies)
+
+    def wrong_walk(self, tokens: Tokens, space: Space, rows: Mapping[str, Any]) -> list[str]:
+        """What is wrong with the answer for a whole prompt."""
+        return _differences(self.least.query(tokens, space), self.most.query(tokens, space), rows)
+
+    def wrong_block(self, prefix: Tokens, space: Space, rows: Mapping[str, Any]) -> list[str]:
+        """What is wrong with the answer for one block, asked for by its hash alone."""
+        return _differences(block_rows(self.least, prefix, space), block_rows(self.most, prefix, space), rows)
+
+
+def put(model: Model, held: Iterable[Held]) -> None:
+    for space, prefix, place in held:
+        model.copies.setdefault((space, prefix), Counter())[place] = 1
+
+
+def block_rows(model: Model, prefix: Tokens, space: Space) -> dict[str, dict[str, Any]]:
+    """The rows of a query for this one block: a block is found by its hash, whatever stands before it."""
+    alone = Model(BLOCK_SIZE)
+    alone.ranks, alone.pools = model.ranks, model.pools
+    last = prefix[-BLOCK_SIZE:]
+    alone.copies = {(space, last): model.copies.get((space, prefix), Counter())}
+    return alone.query(last, space)
+
+
+def _differences(least: Mapping[str, Any], most: Mapping[str, Any], rows: Mapping[str, Any]) -> list[str]:
+    found = [f"{instance} has no row" for instance in sorted(least.keys() - rows.keys())]
+    found += [f"{instance} has a row and is not registered" for instance in sorted(rows.keys() - most.keys())]
+    for instance in sorted(rows.keys() & most.keys()):
+        low, high, row = _flat(least[instance]), _flat(most[instance]), _flat(rows[instance])
+        for name in sorted(low.keys() | high.keys() | row.keys()):
+            value, lowest, highest = row[name], low[name], high[name]
+            if not lowest <= value <= highest:
+                span = str(lowest) if lowest == highest else f"{lowest} to {highest}"
+                found.append(f"{instance}: {name} is {value}, not {span}")
+    return found
+
+
+def _flat(row: Mapping[str, Any]) -> Counter[str]:
+    flat = Counter({name: value for name, value in row.items() if name != "DP"})
+    flat.update({f"rank {rank}": value for rank, value in row["DP"].items()})
+    return flat

@@ -1,0 +1,84 @@
+"""Short sessions of fixed seeds: what is broken in the middle of anything heals, and every answer is the model's.
+
+`python -m tests.chaos` goes on longer, with other seeds and on a Cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.chaos import script
+from tests.chaos.__main__ import run
+from tests.chaos.model import BLOCK_SIZE, Bounds, Held
+from tests.chaos.publishers import draw
+from tests.chaos.session import Options
+from tests.model import BASE, Place
+
+#: Those that heal; the others come with what heals them.
+HEALS = ("worker killed", "worker stopped", "redis paused", "redis killed", "engine restarted", "engine frames lost")
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_every_answer_is_the_models_whatever_breaks(seed: int) -> None:
+    outcome, found = run(Options(seed, rounds=2, only=HEALS))
+    assert not found, "\n".join(found)
+    assert outcome.rounds == 3
+    assert outcome.answers > 0
+    assert sum(outcome.done.values()) > 0
+
+
+def test_what_a_session_does_follows_from_its_seed() -> None:
+    def decided(seed: int) -> list[object]:
+        rng = random.Random(seed)
+        return [
+            script.settings(rng),
+            script.prompts(rng),
+            draw(rng),
+            list(itertools.islice(script.rounds(seed, 10), 5)),
+        ]
+
+    assert decided(7) == decided(7)
+    assert decided(7) != decided(8)
+
+
+def test_every_fault_comes_in_some_session() -> None:
+    come = {
+        fault.what
+        for seed in range(10)
+        for round_ in itertools.islice(script.rounds(seed, 10), 12)
+        for step in round_.steps
+        for fault in step.faults
+    }
+    assert come == set(script.FAULTS)
+
+
+def _bounds(least: set[Held], most: set[Held]) -> Bounds:
+    bounds = Bounds()
+    bounds.register("a", 0, is_pool=False)
+    bounds.hold(least, most)
+    return bounds
+
+
+def test_the_model_names_what_is_missing_and_what_is_extra() -> None:
+    tokens = tuple(range(2 * BLOCK_SIZE))
+    place = Place("a", 0, 0, "GPU")
+    first, second = (Held(BASE, tokens[:end], place) for end in (BLOCK_SIZE, 2 * BLOCK_SIZE))
+    exact, unknown = _bounds({first}, {first}), _bounds(set(), {first})
+    rows = {
+        count: {"a": {"longest_matched": count, "GPU": count, "CPU": 0, "DISK": 0, "DP": {"0": count}}}
+        for count in (0, BLOCK_SIZE, 2 * BLOCK_SIZE)
+    }
+    assert exact.wrong_walk(tokens, BASE, rows[BLOCK_SIZE]) == []
+    assert "a: GPU is 0, not 4" in exact.wrong_walk(tokens, BASE, rows[0])
+    assert "a: GPU is 8, not 4" in exact.wrong_walk(tokens, BASE, rows[8])
+    assert exact.wrong_walk(tokens, BASE, {}) == ["a has no row"]
+    assert unknown.wrong_walk(tokens, BASE, rows[0]) == []
+    assert "a: GPU is 8, not 0 to 4" in unknown.wrong_walk(tokens, BASE, rows[8])
+    # A block alone is asked for by its hash, and may stand behind one that is missing.
+    behind = _bounds({second}, {second})
+    assert behind.wrong_walk(tokens, BASE, rows[0]) == []
+    assert behind.wrong_block(tokens, BASE, rows[BLOCK_SIZE]) == []
+    assert "a: GPU is 0, not 4" in behind.wrong_block(tokens, BASE, rows[0])

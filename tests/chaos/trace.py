@@ -1,0 +1,27 @@
+"""What happened in a session, and when: kept short, printed where something differs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+_LINES_KEPT = 40
+
+
+class Trace:
+    """Call it with a line; ``lines`` are the last ones. ``is_loud`` prints every line at once."""
+
+    def __init__(self, *, is_loud: bool = False) -> None:
+        self.lines: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._began = time.monotonic()
+        self._is_loud = is_loud
+
+    def __call__(self, text: str) -> None:
+        line = f"{self.seconds:7.2f} s  {text}"
+        self.lines.append(line)
+        if self._is_loud:
+            print(line, flush=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
