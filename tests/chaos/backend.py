@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 
 from tests.conftest import wait_until
 from tests.e2e.redis_server import RedisServer
+from tests.patience import patient
 from tests.topologies import Farm, Server, farm, is_cluster_ok, start_cluster
 
 #: What a killed node knows when it is back.
@@ -26,7 +27,7 @@ Memory: TypeAlias = Literal["all", "nothing", "all but the last"]
 
 #: Processes are killed, machines are not: what was given to the kernel is kept.
 _KEEPS_DATA = ("--save", "", "--appendonly", "yes", "--appendfsync", "no")
-BACK_SECONDS = 60.0
+BACK_SECONDS = 15.0
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class Node:
 
     def admin(self) -> Redis:
         """For the session itself; to be closed."""
-        return Redis(port=self.port, protocol=2, socket_timeout=20)
+        return Redis(port=self.port, protocol=2, socket_timeout=patient(20))
 
     def ask(self, *command: Any) -> Any:
         with self.admin() as admin:

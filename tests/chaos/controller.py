@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import httpx
 
 from tests.chaos.fleet import Crew, Mismatch
 from tests.chaos.publishers import Publisher
-from tests.chaos.trace import Trace
+from tests.chaos.trace import Deadline, Trace
 from tests.e2e.fleet import Member
 
-TRY_SECONDS = 60.0
-RESTORED_SECONDS = 30.0
+TRY_SECONDS = 20.0
+RESTORED_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1
 
 
@@ -69,9 +68,9 @@ class Controller:
 
     async def _send(self, path: str, body: Any, statuses: set[int]) -> httpx.Response:
         """To any replica, until one takes it."""
-        deadline = time.monotonic() + TRY_SECONDS
+        deadline = Deadline(TRY_SECONDS)
         said = "no replica is up"
-        while time.monotonic() < deadline:
+        while not deadline.is_over:
             for replica in self._crew.up:
                 answer = await self._try(replica, path, body)
                 if answer is not None and answer.status_code in statuses:
@@ -80,7 +79,7 @@ class Controller:
                     raise Mismatch(f"{path} answered {answer.status_code} to {body}: {answer.text[:300]}")
                 said = answer.text[:300] if answer is not None else f"{replica.name} does not answer"
             await asyncio.sleep(_PAUSE_SECONDS)
-        raise Mismatch(f"{path} is not taken for {TRY_SECONDS:g} s: {said}")
+        raise Mismatch(f"nobody takes {path}: {said}")
 
     async def _try(self, replica: Member, path: str, body: Any) -> httpx.Response | None:
         try:
@@ -92,16 +91,16 @@ class Controller:
 
     async def restored(self) -> None:
         """Wait until everybody is registered; register who may have been forgotten, complain of all others."""
-        deadline = time.monotonic() + RESTORED_SECONDS
+        deadline = Deadline(RESTORED_SECONDS)
         while missing := await self._missing():
             if all(map(self._may_be_forgotten, missing)):
                 self._trace(f"registered again: {', '.join(each.spec.label for each in missing)}")
                 for publisher in missing:
                     await self.register(publisher)
-            if time.monotonic() > deadline:
+            if deadline.is_over:
                 labels = [each.spec.label for each in missing if not self._may_be_forgotten(each)]
                 raise Mismatch(
-                    f"not registered any more after {RESTORED_SECONDS:g} s: {', '.join(labels)}",
+                    f"not registered any more: {', '.join(labels)}",
                     f"  workers that lived through it: {', '.join(each.name for each in self._crew.witnesses) or '-'}",
                 )
             await asyncio.sleep(_PAUSE_SECONDS)

@@ -25,6 +25,7 @@ from tests.chaos.quiet import Quiet, told
 from tests.chaos.trace import Trace
 from tests.conftest import wait_until
 from tests.model import Model, Tokens
+from tests.patience import patient
 
 WORKERS = 2
 REPLICAS = 2
@@ -152,7 +153,7 @@ class Session:
         """A new process, from whose first batch on everything is heard."""
         async with publisher.lock:
             await publisher.restart()
-            await wait_until(lambda: publisher.socket.subscribers > 0, f"{publisher.spec.label} is heard", 60)
+            await wait_until(lambda: publisher.socket.subscribers > 0, f"{publisher.spec.label} is heard", 20)
             publisher.beat()
 
     def _lasting_excuse(self, publisher: Publisher) -> str:
@@ -187,7 +188,7 @@ class Session:
     async def _probe(self, crew: Crew) -> None:
         """Ask all the time: an answer comes or Redis is away, and nobody is said to have what he never had."""
         rng = random.Random(f"{self._options.seed}/probe")
-        async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=patient(30.0), trust_env=False) as client:
             while True:
                 await asyncio.sleep(PROBE_SECONDS)
                 replica, tenant = rng.choice(crew.replicas), rng.choice(TENANTS)

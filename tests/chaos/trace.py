@@ -1,9 +1,11 @@
-"""What happened in a session, and when: kept short, printed where something differs."""
+"""What happened in a session, and when: kept short, printed where something differs; and how long a wait may be."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+
+from tests.patience import patient
 
 _LINES_KEPT = 40
 
@@ -25,3 +27,15 @@ class Trace:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._began
+
+
+class Deadline:
+    """Given as it should be on a quiet machine."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self._began > patient(self._seconds)
