@@ -22,6 +22,7 @@ PARTS: dict[str, set[str]] = {
     "domain": {"errors", "native"},
     "store": LEAVES | {"domain"},
     "engines": {"domain", "errors"},
+    "routing": {"domain", "errors"},
     "ingest": BELOW_ROLES,
     "api": BELOW_ROLES,
     "simulator": {"domain", "errors"},
@@ -53,7 +54,7 @@ LIBRARIES: dict[str, set[str]] = {
     "uvicorn": {"cli", "serving", "embedded"},
     "uvloop": {"cli", "embedded"},
     "xxhash": {"domain.hashing", "ingest"},
-    "yaml": {"publishers_file"},
+    "yaml": {"publishers_file", "routing.picker_config"},
     "zmq": {"ingest", "simulator"},
 }
 

@@ -109,6 +109,11 @@ def extra_digest(leftovers: Sequence[Any], *, seed: int = DEFAULT_SEED) -> int:
     return _digest()(msgpack.packb(list(leftovers), use_bin_type=True), seed)
 
 
+def text_hash(text: str) -> int:
+    """XXH3-64 of a text's UTF-8, seed 0: for places on rings and shares, never for a block."""
+    return xxh3_64_intdigest(text.encode())
+
+
 def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
     """The number folded into a block's key: 0 for the base model without salts, else BLAKE2b-64.
 

@@ -1,0 +1,101 @@
+"""Constants of policies and plugins: named, with a default, a range and a sentence.
+
+One table of them says what may be overridden by a request, set in a file, and what the docs print.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from waymark.errors import InvalidValue
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One number, switch or word; the type of the default is the type of the value."""
+
+    name: str
+    default: float | bool | str
+    sentence: str
+    least: float = 0.0
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
+    """Of a word."""
+
+    def read(self, value: Any, field: str) -> float | bool | str:
+        """The value as given, checked; ``InvalidValue`` names field, value and range."""
+        if isinstance(self.default, bool):
+            if not isinstance(value, bool):
+                raise InvalidValue(
+                    f"{field} is {value!r}; it must be true or false", field=field, reason="invalid_type"
+                )
+            return value
+        if isinstance(self.default, str):
+            if value not in self.choices:
+                raise InvalidValue(f"{field} is {value!r}; it must be one of {', '.join(self.choices)}", field=field)
+            return str(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidValue(f"{field} is {value!r}; it must be a number", field=field, reason="invalid_type")
+        if not (math.isfinite(value) and self.least <= value <= self.most):
+            raise InvalidValue(
+                f"{field} is {value!r}; it must be {self.range_text()}", field=field, reason="out_of_range"
+            )
+        return float(value)
+
+    def range_text(self) -> str:
+        """What a value may be, in words."""
+        if isinstance(self.default, bool):
+            return "true or false"
+        if self.choices:
+            return ", ".join(self.choices)
+        if math.isinf(self.most):
+            return f"at least {self.least:g}"
+        return f"{self.least:g} to {self.most:g}"
+
+
+class Values:
+    """The constants of a table with their values, asked by name and type."""
+
+    def __init__(self, values: Mapping[str, float | bool | str]) -> None:
+        self._values = dict(values)
+
+    def number(self, name: str) -> float:
+        return float(self._values[name])
+
+    def is_on(self, name: str) -> bool:
+        return self._values[name] is True
+
+    def word(self, name: str) -> str:
+        return str(self._values[name])
+
+
+def read_constants(table: Iterable[Constant], given: Mapping[str, Any], field: str) -> Values:
+    """All constants of a table: those given, checked, and the defaults of the rest.
+
+    An unknown name raises ``InvalidValue`` that names the nearest known one.
+    """
+    known = {constant.name: constant for constant in table}
+    for name in given:
+        if name not in known:
+            raise InvalidValue(
+                f"{field}.{name} is not known; {nearest(name, known)}", field=f"{field}.{name}", reason="invalid_value"
+            )
+    return Values(
+        {
+            name: constant.read(given[name], f"{field}.{name}") if name in given else constant.default
+            for name, constant in known.items()
+        }
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The way out of a misspelt name: the nearest known one, else all of them."""
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known are {', '.join(names)}" if names else "it takes none"

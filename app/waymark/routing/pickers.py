@@ -1,0 +1,44 @@
+"""Pickers: from scores to the one that is taken, and the next best behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import TypeAlias
+
+from waymark.routing.policy import Scored, ranked
+
+Picker: TypeAlias = Callable[[Sequence[Scored], Random], Sequence[Scored]]
+"""All of them, in the order in which they would be taken."""
+
+
+def max_score(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
+    """Greatest score first; equal ones by chance."""
+    return ranked(scored, random, is_cost=False).scored
+
+
+def by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
+    """In an order by chance alone."""
+    return random.sample(list(scored), len(scored))
+
+
+def weighted_by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
+    """By chance, a greater score more likely first: the greatest ``u ** (1 / score)``, each ``u`` uniform in 0 to 1.
+
+    That is algorithm A-Res of Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006). A score of 0
+    comes after all others.
+    """
+
+    def key(each: Scored) -> float:
+        drawn = 1.0 - random.random()  # above 0, so that it has a logarithm
+        return math.log(drawn) / each.value if each.value > 0 else -math.inf
+
+    return sorted(scored, key=key, reverse=True)
+
+
+PICKERS: Mapping[str, Picker] = {
+    "max-score-picker": max_score,
+    "random-picker": by_chance,
+    "weighted-random-picker": weighted_by_chance,
+}

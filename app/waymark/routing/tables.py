@@ -1,0 +1,47 @@
+"""The tables of ``docs/routing.md``, from the rows that the code goes by."""
+
+from __future__ import annotations
+
+from waymark.routing.plugins import PLUGINS, Kind
+from waymark.routing.presets import DEFAULT, PRESETS
+from waymark.routing.scorers import SCORERS
+
+
+def policies() -> str:
+    """Every policy, its order, and whether it needs what engines report of themselves."""
+    lines = ["| Policy | From | Order | Needs |", "|---|---|---|---|"]
+    for preset in PRESETS.values():
+        name = f"**`{preset.name}`** (default)" if preset.name == DEFAULT else f"`{preset.name}`"
+        needs = "gauges" if preset.needs_gauges else "prefix key" if preset.name == "sticky" else ""
+        lines.append(f"| {name} | {preset.source} | {preset.order} | {needs} |")
+    return "\n".join(lines)
+
+
+def constants() -> str:
+    """Every constant of every policy: what a request may override."""
+    lines = ["| Policy | Constant | Default | Range | What it means |", "|---|---|---|---|---|"]
+    for preset in PRESETS.values():
+        for each in preset.constants:
+            default = str(each.default).lower() if isinstance(each.default, bool) else each.default
+            shown = f"{default:g}" if isinstance(default, float) else default
+            lines.append(f"| `{preset.name}` | `{each.name}` | `{shown}` | {each.range_text()} | {each.sentence} |")
+    return "\n".join(lines)
+
+
+def scorers() -> str:
+    """Every scorer of an ``EndpointPickerConfig``."""
+    lines = ["| Scorer | Score, 0 to 1 | Needs |", "|---|---|---|"]
+    for scorer in SCORERS.values():
+        lines.append(f"| `{scorer.name}` | {scorer.sentence} | {'gauges' if scorer.needs_gauges else ''} |")
+    return "\n".join(lines)
+
+
+def others() -> str:
+    """Plugins that a file may name and that something else here does."""
+    lines = ["| Plugin | Here |", "|---|---|"]
+    lines += [f"| `{each.type}` | {each.note} |" for each in PLUGINS.values() if each.kind is Kind.OTHER]
+    return "\n".join(lines)
+
+
+TABLES = {"policies": policies, "constants": constants, "scorers": scorers, "others": others}
+"""By the name between the page's marks."""

@@ -1,0 +1,116 @@
+"""What a decision is made of: the request, and the targets that could take it.
+
+A target is a registered publisher of scope ``instance``: what a router can pick. A candidate is a target with what it
+holds of one prompt and what it has to do at that moment. All amounts are tokens unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a target is for, where prefill, decode and encoding of images are apart."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+    ENCODE = "encode"
+    ENCODE_PREFILL = "encode-prefill"
+    ENCODE_PREFILL_DECODE = "encode-prefill-decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What an engine reports of itself."""
+
+    waiting: int = 0
+    """Requests in its queue."""
+    running: int = 0
+    """Requests that it computes."""
+    kv_usage: float = 0.0
+    """The share of its KV cache that is in use, 0 to 1."""
+    adapters_running: frozenset[str] = frozenset()
+    adapters_waiting: frozenset[str] = frozenset()
+    adapters_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for, beside the targets."""
+
+    tokens: int
+    """Length of the prompt."""
+    block_size: int
+    pool: int = 0
+    """Bitmap of the prompt's blocks that a pool holds: bit i is block i."""
+    lora_name: str | None = None
+    session: str | None = None
+    """Instance that the session token names."""
+    prefix_key: bytes | None = None
+    """32 bytes by which ``sticky`` finds its place on the ring."""
+    is_multimodal: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Complete blocks."""
+        return self.tokens // self.block_size
+
+    def pool_blocks_beyond(self, blocks: int) -> int:
+        """Blocks that a pool holds at positions ``blocks`` and later, contiguous or not."""
+        return (self.pool >> blocks).bit_count()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One target, seen by one request.
+
+    ``device``, ``host``, ``shared`` and ``disk`` count each token of the matched prefix once, at its best place in this
+    order. ``expected`` is what the target will hold soon, because the prompt was sent there before.
+    """
+
+    publisher: int
+    """The target's id, a small integer that is never used again."""
+    instance_id: str
+    dp_rank: int = 0
+    address: str | None = None
+    role: Role = Role.BOTH
+    weight: float = 1.0
+    """How large the target is beside others; what it has to do counts divided by it."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    shared: int = 0
+    expected: int = 0
+    wait: int = 0
+    """Prefill tokens of its reservations that are still to be computed."""
+    active: int = 0
+    """Requests under way."""
+    context: int = 0
+    """Prompt tokens of those requests."""
+    health: float = 1.0
+    """Share of requests that went well, 0 to 1."""
+    last_cold: int = 0
+    """When a request that nobody had anything of was last sent there, in ms; 0: never."""
+    predicted_ms: float | None = None
+    """Time to the first token that its past requests suggest; None where there were too few."""
+    gauges: Gauges | None = None
+    """None where the engine reports none, or none that are fresh."""
+
+    @property
+    def matched(self) -> int:
+        """The tokens of the prompt that need not be computed, wherever they are."""
+        return self.device + self.host + self.disk + self.shared
+
+    @property
+    def queue(self) -> float:
+        """``wait`` of a target of weight 1."""
+        return self.wait / self.weight
+
+    @property
+    def requests(self) -> float:
+        """``active`` of a target of weight 1."""
+        return self.active / self.weight

@@ -1,0 +1,19 @@
+"""Candidates that read as a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from waymark.routing.target import Candidate, Gauges, Request
+
+
+def target(name: str, **more: Any) -> Candidate:
+    return Candidate(publisher=sum(name.encode()), instance_id=name, **more)
+
+
+def busy(waiting: int, running: int = 0, kv_usage: float = 0.0, **more: Any) -> Gauges:
+    return Gauges(waiting=waiting, running=running, kv_usage=kv_usage, **more)
+
+
+def prompt(tokens: int, block_size: int = 16, **more: Any) -> Request:
+    return Request(tokens, block_size, **more)
