@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TOP = {"__main__", "cli", "demo", "embedded", "publishers_file"}
 LEAVES = {"errors", "settings", "metrics", "logs", "native"}
-BELOW_ROLES = LEAVES | {"domain", "engines", "store"}
+BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
 
 # Part of waymark -> the other parts of it that it may import. The version in app/waymark/__init__.py is free for all.
 PARTS: dict[str, set[str]] = {
@@ -21,6 +21,7 @@ PARTS: dict[str, set[str]] = {
     "native": {"_native"},
     "domain": {"errors", "native"},
     "store": LEAVES | {"domain"},
+    "apply": LEAVES | {"domain", "store"},
     "engines": {"domain", "errors"},
     "routing": {"domain", "errors"},
     "ingest": BELOW_ROLES,

@@ -16,6 +16,7 @@ import uvicorn
 
 from waymark import native
 from waymark.api.application import create_app, create_probes
+from waymark.apply.options import ApplyOptions
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
@@ -47,9 +48,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
     file = settings.publishers_file
     return WorkerOptions(
         worker_id=settings.worker_id,
-        hash_seed=settings.hash_seed,
-        hash_cache_entries=settings.hash_cache_entries,
-        waiting_blocks=settings.waiting_blocks,
+        apply=ApplyOptions.of(settings),
         replays_max=settings.replays_max,
         sweep_blocks_per_second=settings.sweep_blocks_per_second,
         publishers=read_publishers(file, settings.allowed_endpoints) if file else (),
@@ -64,7 +63,6 @@ def worker_options(settings: Settings) -> WorkerOptions:
             stream_buffer_bytes=settings.stream_buffer_bytes,
             stream_buffer_frames=settings.stream_buffer_frames,
             fold_batches=settings.fold_batches,
-            medium_ttl=settings.medium_ttl,
         ),
     )
 

@@ -24,6 +24,8 @@ from tests.conftest import wait_until
 from tests.e2e.session import MODEL_NAME, Publisher, Session, Spec, Step, prompts, registration, specs, steps
 from tests.model import Model, Space, Tokens
 from waymark.api.application import create_app
+from waymark.apply.applier import Applier
+from waymark.apply.options import ApplyOptions
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
 from waymark.domain.names import DEFAULT_TENANT, PublisherName
 from waymark.domain.resolver import Resolver
@@ -37,7 +39,6 @@ from waymark.settings import Settings
 from waymark.simulator import Faults, SimulatedPublisher
 from waymark.simulator.wire import WireEvent
 from waymark.store import keys
-from waymark.store.applier import Applier
 from waymark.store.client import Client
 from waymark.store.store import Store
 
@@ -280,7 +281,7 @@ class Sockets:
 
     def _start_worker(self) -> None:
         stream = StreamOptions(fold_batches=3, lease_seconds=1.0)
-        options = WorkerOptions(f"worker-{next(self._clock)}", stream, hash_cache_entries=8)
+        options = WorkerOptions(f"worker-{next(self._clock)}", stream, apply=ApplyOptions(hash_cache_entries=8))
         self._worker = asyncio.create_task(Worker(self._store, Metrics(), options).run())
 
     def _publish(self, name: PublisherName, events: list[WireEvent], rank: int) -> None:

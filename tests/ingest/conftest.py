@@ -327,11 +327,11 @@ class Bench:
         url = self._url
         redis = self.redis if url.startswith("memory:") else Client.open(url, timeout_seconds=1.0)._redis
         client, metrics = Mortal(redis, url), Metrics()
-        replays_max, publishers = changes.pop("replays_max", 8), changes.pop("publishers", ())
+        of_worker = {name: changes.pop(name) for name in ("replays_max", "publishers", "apply") if name in changes}
         worker = Worker(
             Store(client),
             metrics,
-            WorkerOptions(worker_id, replace(options, **changes), replays_max=replays_max, publishers=publishers),
+            WorkerOptions(worker_id, replace(options, **changes), **of_worker),
         )
         hand = Hand(worker_id, worker, metrics, asyncio.create_task(worker.run()), client)
         if redis is not self.redis:

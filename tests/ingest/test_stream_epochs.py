@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
+from waymark.apply.applier import Incoming, resumed
+from waymark.apply.options import ApplyOptions
 from waymark.domain.events import Batch, Envelope, Stored
 from waymark.domain.names import EngineKind
 from waymark.metrics import Metrics
-from waymark.store.applier import Incoming, resumed
 
 
 async def test_on_a_medium_with_a_time_what_is_not_stored_again_goes(bench: Bench) -> None:
-    await bench.worker(options=replace(WITHOUT_PROBES, medium_ttl={"CPU": 1}))
+    await bench.worker(options=WITHOUT_PROBES, apply=ApplyOptions(medium_ttl={"CPU": 1}))
     pod = await bench.pod(gpu_blocks=8)
     await pod.caught_up()
     await pod.work(6)
@@ -41,8 +41,8 @@ async def test_a_publisher_without_a_socket_is_looked_after_too(bench: Bench) ->
     (claim,) = await bench.store.registry.claims()
     grant = await bench.store.leases.take(claim, "", 5.0)
     assert grant is not None
-    options: dict[str, Any] = {"seed": 1337, "memory_entries": 10, "waiting_blocks": 10, "medium_ttl": {"DISK": 1}}
-    applier, _ = await resumed(grant, bench.store, Metrics(), **options)
+    options = ApplyOptions(hash_cache_entries=10, waiting_blocks=10, medium_ttl={"DISK": 1})
+    applier, _ = await resumed(grant, bench.store, Metrics(), options)
     stored = Stored(
         (1,), None, b"", 0, "DISK", is_identity=True, envelope=Envelope(1, "pod-1", "default", None, None, None)
     )
@@ -58,5 +58,5 @@ async def test_a_publisher_without_a_socket_is_looked_after_too(bench: Bench) ->
         return await disks() == 0
 
     assert await disks() == 1
-    await bench.worker(options=replace(WITHOUT_PROBES, medium_ttl={"DISK": 1}))
+    await bench.worker(options=WITHOUT_PROBES, apply=ApplyOptions(medium_ttl={"DISK": 1}))
     await wait_until(none_is_left, "a worker ends what is over")

@@ -8,10 +8,10 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Stream, hgetall
+from waymark.apply.applier import Applier, Fenced
 from waymark.domain.resolver import Resolver
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
-from waymark.store.applier import Applier, Fenced
 
 
 async def believing(stream: Stream) -> Applier:

@@ -13,11 +13,11 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Stream, begins, hgetall
+from waymark.apply.applier import Applier, Fenced
 from waymark.domain.resolver import Resolver
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.applier import Applier, Fenced
 from waymark.store.client import Client, Reply
 from waymark.store.lua import SCRIPTS
 from waymark.store.store import Store

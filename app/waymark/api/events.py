@@ -18,13 +18,14 @@ from waymark.api.bodies import Body
 from waymark.api.errors import shown
 from waymark.api.operations import Answer
 from waymark.api.prompts import check_count
+from waymark.apply.applier import Applier, Fenced, Incoming, resumed
+from waymark.apply.options import ApplyOptions
 from waymark.domain.events import Batch, Envelope, Event
 from waymark.domain.names import EngineKind, PublisherName
 from waymark.engines.standard import decode_event
 from waymark.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import Settings
-from waymark.store.applier import Applier, Fenced, Incoming, resumed
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
 from waymark.store.store import Store
@@ -51,6 +52,7 @@ class Events:
     def __init__(self, store: Store, settings: Settings, metrics: Metrics) -> None:
         self._store = store
         self._settings = settings
+        self._options = ApplyOptions.of(settings)
         self._metrics = metrics
 
     async def events(self, body: Body) -> Answer:
@@ -113,15 +115,11 @@ class Events:
             await asyncio.sleep(0.02)
 
     async def _apply_under(self, grant: Grant, events: Sequence[Event], progress: _Progress) -> None:
-        settings = self._settings
         applier, state = await resumed(
             grant,
             self._store,
             self._metrics,
-            seed=settings.hash_seed,
-            memory_entries=settings.hash_cache_entries,
-            waiting_blocks=settings.waiting_blocks,
-            medium_ttl=settings.medium_ttl,
+            self._options,
             is_patient=False,
         )
         resolver = applier.resolver

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from waymark.apply.applier import Incoming
 from waymark.ingest.frames import Frame
 from waymark.ingest.life import BATCHES_LOST, Life
 from waymark.ingest.order import Judgement, Order
-from waymark.store.applier import Incoming
 
 #: Ranks come from batches; beyond this the one known longest begins anew.
 _RANKS_MAX = 1024

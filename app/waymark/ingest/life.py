@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from typing import Literal
 
+from waymark.apply.applier import Applier, Incoming
 from waymark.domain.events import Batch
 from waymark.domain.names import EngineKind
 from waymark.domain.resolver import UNTRUSTED
@@ -20,7 +21,6 @@ from waymark.ingest.frames import digest
 from waymark.ingest.order import Order
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.applier import Applier, Incoming
 from waymark.store.records import StreamState
 
 log = logging.getLogger(__name__)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from waymark.apply.options import ApplyOptions
 from waymark.domain.names import Registration
 from waymark.ingest.stream import StreamOptions
 
@@ -18,9 +19,7 @@ class WorkerOptions:
 
     worker_id: str
     stream: StreamOptions
-    hash_seed: int = 1337
-    hash_cache_entries: int = 200_000
-    waiting_blocks: int = 10_000
+    apply: ApplyOptions = field(default_factory=ApplyOptions)
     replays_max: int = 8
     sweep_blocks_per_second: int = 20_000
     streams_max: int = 4096

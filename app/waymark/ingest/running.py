@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from waymark.apply.applier import Applier, Fenced, resumed
 from waymark.domain.names import PublisherName
 from waymark.domain.plan import epochs
 from waymark.domain.resolver import Resolver
@@ -21,7 +22,6 @@ from waymark.ingest.stream import Stream
 from waymark.ingest.subscriber import Context
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.applier import Applier, Fenced, resumed
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
 from waymark.store.records import StreamState
@@ -121,7 +121,7 @@ class StreamRunner:
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
         options = self._options
-        decode = decoder(claim.registration.kind, seed=options.hash_seed)
+        decode = decoder(claim.registration.kind, seed=options.apply.hash_seed)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         running.stream = Stream(life, self.context, self.places, self._metrics, options.stream)
         running.resolver = applier.resolver
@@ -129,22 +129,18 @@ class StreamRunner:
     async def _resumed(
         self, grant: Grant, foreign_ranks: frozenset[int], *, is_patient: bool = True
     ) -> tuple[Applier, StreamState]:
-        options = self._options
         return await resumed(
             grant,
             self._store,
             self._metrics,
-            seed=options.hash_seed,
-            memory_entries=options.hash_cache_entries,
-            waiting_blocks=options.waiting_blocks,
-            medium_ttl=options.stream.medium_ttl,
+            self._options.apply,
             foreign_ranks=foreign_ranks,
             is_patient=is_patient,
         )
 
     async def turn_epochs(self, claims: Sequence[Claim]) -> None:
         """End what is over at publishers that have no stream here, because their events come by HTTP."""
-        now = epochs(self._options.stream.medium_ttl, time.time())
+        now = epochs(self._options.apply.medium_ttl, time.time())
         if now == self._epochs:
             return
         for claim in claims:

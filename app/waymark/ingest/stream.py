@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from waymark.apply.applier import Fenced, Incoming
 from waymark.errors import InvalidValue
 from waymark.ingest.catch_up import Outcome
 from waymark.ingest.frames import Frame
@@ -25,7 +25,6 @@ from waymark.ingest.subscriber import Context, Subscriber
 from waymark.ingest.teller import Teller
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.applier import Fenced, Incoming
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ class StreamOptions:
     stream_buffer_bytes: int = 64 * 2**20
     stream_buffer_frames: int = 20_000
     fold_batches: int = 64
-    medium_ttl: Mapping[str, int] = field(default_factory=dict)
 
 
 class Stream:
@@ -143,7 +141,7 @@ class Stream:
         now = time.monotonic()
         life, options = self._life, self._options
         await life.yield_ranks()
-        await life.applier.turn_epochs(options.medium_ttl)
+        await life.applier.turn_epochs()
         if now - self._renewed > options.lease_seconds / 4:
             self._renewed = now
             await life.applier.renew(options.lease_seconds, life.acknowledged)

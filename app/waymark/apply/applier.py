@@ -1,9 +1,17 @@
-"""From decoded batches to Redis: plan, look up, resolve, apply, and only then believe the new watermark.
+"""From decoded batches to Redis: plan, look up, resolve, apply, count; only then is a new watermark believed.
 
-A patient applier makes the same call again while Redis does not answer: every one of them may come twice, and what
-arrives meanwhile waits in a bounded buffer. One that serves a request says ``StoreUnavailable`` at once; then what it
-remembers is not what Redis has, and it is of no use any more. Nor is it after ``Fenced``: the stream belongs to
-somebody else.
+An applier is always in one of four states:
+
+- **in step**: what it remembers (holders, flags, engine hashes, event_ids) is what Redis has. Every fold begins here,
+  and a report may be written at any time.
+- **ahead**: a fold is resolved and its apply is not acknowledged. The resolver remembers blocks and event_ids that
+  Redis may not have. Nothing of that is written by anything but the apply itself; ``counts`` counts the fold after
+  the acknowledgement, and the applier is in step again.
+- **waiting**: Redis does not answer (``last_error`` says why). A patient applier, which applies a stream, makes the
+  same call again until Redis answers: each call may come twice. Before it goes on it checks that Redis still has the
+  holders it knows. An applier that serves a request raises ``StoreUnavailable`` at once and is over.
+- **over**: ``Fenced``, ``StoreUnavailable`` or a cancellation left it. It may be ahead of Redis for good, so nobody
+  uses it again: the next one reads the record.
 """
 
 from __future__ import annotations
@@ -14,13 +22,16 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
+from waymark.apply.counts import Counts
+from waymark.apply.options import ApplyOptions
 from waymark.domain.events import Batch
 from waymark.domain.names import Holder
 from waymark.domain.plan import epochs
 from waymark.domain.resolver import Resolver
-from waymark.domain.runs import Commit, Run
+from waymark.domain.runs import Commit
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -63,6 +74,7 @@ class Applier:
         metrics: Metrics,
         counters: Counter[str],
         *,
+        medium_ttl: Mapping[str, int] = MappingProxyType({}),
         is_patient: bool = True,
     ) -> None:
         self._is_patient = is_patient
@@ -73,7 +85,8 @@ class Applier:
         self.last_error: str | None = None
         self._store = store
         self._metrics = metrics
-        self._waiting_dropped = 0
+        self._medium_ttl = medium_ttl
+        self._counts = Counts(resolver, counters, metrics)
         self._asked = 0
         self._turning: str | None = None
         """The word of a change of holders whose reply has not come yet."""
@@ -135,16 +148,15 @@ class Applier:
             await self._lost()
         if verdict is Verdict.FENCED:
             raise Fenced
-        self._metrics.apply_duration_seconds.observe(time.perf_counter() - began)
-        self._count(fold, runs)
+        self._counts.applied(batches, runs, time.perf_counter() - began)
 
     async def new_life(self, unit: str = "*") -> None:
         """End the holders of ``unit``; of '*' the whole life with its watermark and flags."""
         await self._turn(unit, is_restart=unit == "*")
 
-    async def turn_epochs(self, medium_ttl: Mapping[str, int]) -> None:
+    async def turn_epochs(self) -> None:
         """On media that report no removals, what was not stored again in time ends, by whole holders."""
-        for name in self.resolver.at(epochs(medium_ttl, time.time())):
+        for name in self.resolver.at(epochs(self._medium_ttl, time.time())):
             await self.new_life(name)
 
     async def keep_facts(self) -> None:
@@ -215,55 +227,13 @@ class Applier:
             raise Fenced
         return above
 
-    def _count(self, fold: Sequence[Incoming], runs: Sequence[Run]) -> None:
-        metrics, resolver = self._metrics, self.resolver
-        model = metrics.model(self.grant.claim.registration.model_name)
-        for run in runs:
-            op = "stored" if run.kind == "+" else "removed"
-            metrics.blocks_applied.labels(op=op, model=model).inc(len(run.keys))
-        metrics.batches.inc(len(fold))
-        metrics.last_batch_timestamp_seconds.set(time.time())
-        newest = max((each.batch.ts for each in fold if each.batch.ts is not None), default=None)
-        if newest is not None:
-            metrics.lag_seconds.observe(max(0.0, time.time() - newest))
-        for each in fold:
-            for event in each.batch.events:
-                self.counters[f"events.{type(event).__name__.lower()}"] += 1
-                metrics.events.labels(type=type(event).__name__.lower()).inc()
-            for kind, count in each.batch.rejected.items():
-                self.counters[f"decode_errors.{kind}"] += count
-                metrics.decode_errors.labels(kind=kind).inc(count)
-            for reason, count in each.batch.ignored.items():
-                self.counters[f"ignored.{reason}"] += count
-                metrics.events_ignored.labels(reason=reason).inc(count)
-        if resolver.ignored["block_size_mismatch"] and not self.counters["ignored.block_size_mismatch"]:
-            about = fields(stream=str(resolver.registration.name), registered=resolver.registration.block_size)
-            log.warning("stores of another block size than registered are not indexed", extra=about)
-        for reason, count in resolver.ignored.items():
-            self.counters[f"ignored.{reason}"] += count
-            metrics.events_ignored.labels(reason=reason).inc(count)
-        resolver.ignored.clear()
-        self.counters["unresolved"] += resolver.unresolved
-        metrics.unresolved.inc(resolver.unresolved)
-        resolver.unresolved = 0
-        self.counters["unsalted_events"] += resolver.unsalted
-        resolver.unsalted = 0
-        dropped, self._waiting_dropped = resolver.waiting.dropped - self._waiting_dropped, resolver.waiting.dropped
-        self.counters["waiting_dropped"] += dropped
-        # A counter, so that a takeover can tell what it has lost.
-        self.counters["waiting"] = resolver.waiting.blocks
-        metrics.waiting_dropped.inc(dropped)
-
 
 async def resumed(
     grant: Grant,
     store: Store,
     metrics: Metrics,
+    options: ApplyOptions,
     *,
-    seed: int,
-    memory_entries: int,
-    waiting_blocks: int,
-    medium_ttl: Mapping[str, int],
     foreign_ranks: frozenset[int] = frozenset(),
     is_patient: bool = True,
 ) -> tuple[Applier, StreamState]:
@@ -274,9 +244,9 @@ async def resumed(
     resolver = Resolver(
         grant.claim.registration,
         grant.publisher,
-        seed=seed,
-        memory_entries=memory_entries,
-        waiting_blocks=waiting_blocks,
+        seed=options.hash_seed,
+        memory_entries=options.hash_cache_entries,
+        waiting_blocks=options.waiting_blocks,
         foreign_ranks=foreign_ranks,
     )
     main_group = int(state.main_groups) if state.main_groups else None
@@ -285,6 +255,6 @@ async def resumed(
     # What waited for its parent was nowhere but in the process before.
     counters["waiting_lost"] += counters["waiting"]
     counters["waiting"] = 0
-    applier = Applier(grant, store, resolver, metrics, counters, is_patient=is_patient)
-    await applier.turn_epochs(medium_ttl)
+    applier = Applier(grant, store, resolver, metrics, counters, medium_ttl=options.medium_ttl, is_patient=is_patient)
+    await applier.turn_epochs()
     return applier, state

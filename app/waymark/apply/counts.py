@@ -1,0 +1,83 @@
+"""What is counted of a fold once Redis has it: in the counters of the publisher's record, and in the metrics."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from waymark.domain.events import Batch
+from waymark.domain.resolver import Resolver
+from waymark.domain.runs import Run
+from waymark.logs import fields
+from waymark.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Counts:
+    """Counts for one stream; ``counters`` are absolute and belong to its record."""
+
+    def __init__(self, resolver: Resolver, counters: Counter[str], metrics: Metrics) -> None:
+        self._resolver = resolver
+        self._counters = counters
+        self._metrics = metrics
+        self._model = metrics.model(resolver.registration.model_name)
+        self._waiting_dropped = 0
+
+    def applied(self, batches: Sequence[Batch], runs: Iterable[Run], seconds: float) -> None:
+        """The fold of ``batches`` came to ``runs``; Redis took ``seconds`` for them."""
+        metrics = self._metrics
+        metrics.apply_duration_seconds.observe(seconds)
+        blocks = Counter[str]()
+        for run in runs:
+            blocks["stored" if run.kind == "+" else "removed"] += len(run.keys)
+        for op, n in blocks.items():
+            metrics.blocks_applied.labels(op=op, model=self._model).inc(n)
+        metrics.batches.inc(len(batches))
+        metrics.last_batch_timestamp_seconds.set(time.time())
+        newest = max((batch.ts for batch in batches if batch.ts is not None), default=None)
+        if newest is not None:
+            metrics.lag_seconds.observe(max(0.0, time.time() - newest))
+        self._count_events(batches)
+        self._count_resolved()
+
+    def _count_events(self, batches: Sequence[Batch]) -> None:
+        counters, metrics = self._counters, self._metrics
+        kinds = Counter[type]()
+        rejected, ignored = Counter[str](), Counter[str]()
+        for batch in batches:
+            kinds.update(map(type, batch.events))
+            rejected.update(batch.rejected)
+            ignored.update(batch.ignored)
+        for kind, count in kinds.items():
+            counters[f"events.{kind.__name__.lower()}"] += count
+            metrics.events.labels(type=kind.__name__.lower()).inc(count)
+        for name, count in rejected.items():
+            counters[f"decode_errors.{name}"] += count
+            metrics.decode_errors.labels(kind=name).inc(count)
+        self._count_ignored(ignored)
+
+    def _count_ignored(self, ignored: Counter[str]) -> None:
+        for reason, count in ignored.items():
+            self._counters[f"ignored.{reason}"] += count
+            self._metrics.events_ignored.labels(reason=reason).inc(count)
+
+    def _count_resolved(self) -> None:
+        counters, metrics, resolver = self._counters, self._metrics, self._resolver
+        if resolver.ignored["block_size_mismatch"] and not counters["ignored.block_size_mismatch"]:
+            about = fields(stream=str(resolver.registration.name), registered=resolver.registration.block_size)
+            log.warning("stores of another block size than registered are not indexed", extra=about)
+        self._count_ignored(+resolver.ignored)
+        resolver.ignored.clear()
+        counters["unresolved"] += resolver.unresolved
+        metrics.unresolved.inc(resolver.unresolved)
+        resolver.unresolved = 0
+        counters["unsalted_events"] += resolver.unsalted
+        resolver.unsalted = 0
+        dropped, self._waiting_dropped = resolver.waiting.dropped - self._waiting_dropped, resolver.waiting.dropped
+        counters["waiting_dropped"] += dropped
+        metrics.waiting_dropped.inc(dropped)
+        # A counter, so that a takeover knows how many it has lost.
+        counters["waiting"] = resolver.waiting.blocks

@@ -1,0 +1,28 @@
+"""What applying a stream goes by, declared once for all who apply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from waymark.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyOptions:
+    """The names are those of the settings."""
+
+    hash_seed: int = 1337
+    hash_cache_entries: int = 200_000
+    waiting_blocks: int = 10_000
+    medium_ttl: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        return cls(
+            hash_seed=settings.hash_seed,
+            hash_cache_entries=settings.hash_cache_entries,
+            waiting_blocks=settings.waiting_blocks,
+            medium_ttl=settings.medium_ttl,
+        )
