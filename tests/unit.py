@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 
 #: Directories of tests/ in which every test is outside.
-OUTSIDE_DIRECTORIES = {"benchmarks", "chaos", "conformance", "deploy", "e2e", "endurance", "ingest", "lua", "store"}
+OUTSIDE_DIRECTORIES = {
+    "benchmarks",
+    "chaos",
+    "conformance",
+    "deploy",
+    "e2e",
+    "endurance",
+    "ingest",
+    "lua",
+    "serving",
+    "store",
+}
 #: Fixtures that start a server or open a socket.
 OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}

@@ -23,7 +23,7 @@ from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
 from waymark.publishers_file import read_publishers
 from waymark.serving.connection import protocol
-from waymark.serving.connections import Bounds, Connections, files_for
+from waymark.serving.limits import Bounds, Connections, files_for
 from waymark.settings import Settings
 from waymark.store.access import Access
 from waymark.store.hot import HotBlocks

@@ -20,17 +20,30 @@ import json
 import logging
 import re
 import sys
+import traceback
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 _SECRET_FIELDS = frozenset({"api_token", "authorization", "password", "secret"})
 _URL_PASSWORD = re.compile(r"(?<=://)[^\s/]*@")
+_FRAMES_MAX = 8
 _PLAIN = re.compile(r"[\w.:/+*@-]+")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
     """What goes into ``extra=``; any name may be used, none can clash with logging's own."""
     return {"fields": values}
+
+
+def failure(error: BaseException) -> dict[str, object]:
+    """The fields of an exception that nobody expected: its type, and where it was raised, innermost call first.
+
+    Its text is left out: it may hold what a client has sent.
+    """
+    frames = reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES_MAX:])
+    at = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
+    return {"error": type(error).__name__, "at": at}
 
 
 def configure(level: str, log_format: Literal["text", "json"], stream: TextIO | None = None) -> None:

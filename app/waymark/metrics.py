@@ -124,6 +124,9 @@ class Metrics:
         self.http_connections_cut = counter(
             "http_connections_cut", "How many HTTP connections were cut before their time, by why.", "reason"
         )
+        self.http_trailer_fields_dropped = counter(
+            "http_trailer_fields_dropped", "How many fields behind the body of a request were dropped."
+        )
         self.http_bodies_bytes = gauge("http_bodies_bytes", "How many bytes of request bodies are held.")
 
         # ---- queries

@@ -91,7 +91,10 @@ async def test_our_own_fault_has_an_id_too(
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
     assert lines(caplog)[0]["status"] == 500
     (fault,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert vars(fault)["fields"] == {"request_id": "mine"}
+    said = vars(fault)["fields"]
+    assert (said["request_id"], said["route"], said["error"]) == ("mine", "/query", "RuntimeError")
+    assert said["at"].startswith("test_access_log.py:")
+    assert "424242" not in str(said)
 
 
 async def test_the_process_writes_it_whatever_its_level(redis_url: str, tmp_path: Path) -> None:

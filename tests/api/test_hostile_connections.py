@@ -147,6 +147,7 @@ async def test_small_things_that_become_large_are_not_parsed(redis_url: str, tmp
     body = bodies[media_type]
     fields = [
         "POST /query HTTP/1.1",
+        "host: waymark",
         f"content-type: {media_type}",
         f"content-length: {len(body)}",
         "connection: close",
@@ -283,11 +284,13 @@ async def test_floods_of_headers_are_cut_at_a_size(redis_url: str, tmp_path: Pat
 async def test_requests_sent_ahead_are_bounded(redis_url: str, tmp_path: Path) -> None:
     async with served(redis_url, tmp_path) as live:
         few = await said(
-            live, b"GET /health HTTP/1.1\r\n\r\n" * 8 + b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n"
+            live,
+            b"GET /health HTTP/1.1\r\nhost: w\r\n\r\n" * 8
+            + b"GET /health HTTP/1.1\r\nhost: w\r\nconnection: close\r\n\r\n",
         )
         assert few.count(b"HTTP/1.1 200 OK") == 9
         before = await live.memory()
-        floods = [said(live, *[b"GET /health HTTP/1.1\r\n\r\n" * 5000] * 20) for _ in range(20)]
+        floods = [said(live, *[b"GET /health HTTP/1.1\r\nhost: w\r\n\r\n" * 5000] * 20) for _ in range(20)]
         await asyncio.gather(*floods)
         assert await live.metric("waymark_http_connections_cut_total", reason="ahead") == 20
         assert await live.memory() - before < 64 * MIB
@@ -319,8 +322,33 @@ async def test_thousands_of_queries_at_once_are_all_answered(redis_url: str, tmp
         assert {answer.partition(b"\r\n\r\n")[2] for answer in answers} == {orjson.dumps({"default": {"i": ROW}})}
 
 
-@pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
-async def test_another_protocol_is_answered_in_this_one(redis_url: str, tmp_path: Path, upgrade: str) -> None:
+#: What the JDK's HTTP client adds to its first request to an http:// address.
+H2C = ("Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA", "Upgrade: h2c")
+
+
+async def test_what_proper_clients_send_besides_is_answered(redis_url: str, tmp_path: Path) -> None:
+    query = orjson.dumps(QUERY)
+    row = orjson.dumps({"default": {"i": ROW}})
+    length = f"content-length: {len(query)}"
     async with served(redis_url, tmp_path) as live:
-        asked = f"GET /health HTTP/1.1\r\nhost: w\r\nconnection: upgrade\r\nupgrade: {upgrade}\r\n\r\n"
-        assert status(await said(live, asked.encode())) == 200
+        upgrade = head("/query", length, *H2C) + query
+        assert (await said(live, upgrade * 3 + whole(query))).count(row) == 4
+        junk = await said(live, head("/query", length) + query + b"\x00\x01 no request\r\n\r\n")
+        assert junk.count(row) == 1
+        assert b"HTTP/1.1 400" in junk
+        no_length = await said(live, head("/query"), query)
+        assert status(no_length) == 411
+        assert orjson.loads(no_length.partition(b"\r\n\r\n")[2])["reason"] == "missing"
+        assert status(await said(live, b"GET /health HTTP/1.1\r\n\r\n")) == 400
+        assert status(await said(live, b"GET /health HTTP/1.0\r\n\r\n")) == 200
+
+
+async def test_a_token_behind_a_body_lets_nobody_in(redis_url: str, tmp_path: Path) -> None:
+    body = orjson.dumps(REGISTER)
+    chunked = b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    asked = head("/register", "transfer-encoding: chunked", "connection: close") + chunked
+    async with start("query", redis_url, tmp_path / "log", api_token="secret") as live:
+        assert status(await said(live, asked + b"authorization: Bearer secret\r\n\r\n")) == 401
+        given = asked.replace(b"connection: close", b"connection: close\r\nauthorization: Bearer secret")
+        assert status(await said(live, given + b"\r\n")) == 200
+        assert await live.metric("waymark_http_trailer_fields_dropped_total") == 1

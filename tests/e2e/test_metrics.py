@@ -30,6 +30,10 @@ COUNTED = "test_what_is_kept_and_what_is_found_is_counted"
 
 #: Moved by a test of its own: file and name.
 ELSEWHERE = {
+    "waymark_http_trailer_fields_dropped_total": (
+        "tests/serving/test_edge.py",
+        "test_fields_behind_a_body_are_dropped_and_counted",
+    ),
     "waymark_hot_block_bytes": ("tests/store/test_hot.py", COUNTED),
     "waymark_hot_block_hits_total": ("tests/store/test_hot.py", COUNTED),
     "waymark_publishers_refused": (

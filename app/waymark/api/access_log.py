@@ -1,26 +1,21 @@
 """One line for every HTTP request, where the operator asked for it.
 
 A line says which route, never which path, and how much, never what: no query string, no body, no header but the
-request's id. An id that a client sends is kept if it is short and plain, so that it can be followed through several
-services; otherwise one is made. It is answered in the same header.
+request's id.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 from time import perf_counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from waymark.api.operations import METHODS, RESPOND, Operation
+from waymark.api.operations import METHODS, Operation
+from waymark.api.request_id import REQUEST_ID, request_id_of
 from waymark.logs import fields
 
 log = logging.getLogger(__name__)
-
-_SANE = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
-_HEADER = b"x-request-id"
 
 
 class AccessLog:
@@ -34,19 +29,18 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = perf_counter()
         status, length = 499, 0  # until an answer begins, the client has gone away
-        request_id = _request_id(scope)
+        request_id = request_id_of(scope["headers"])
         scope["request_id"] = request_id
 
         async def noted(message: Message) -> None:
             nonlocal status, length
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (_HEADER, request_id.encode())]
+                message["headers"] = [*message["headers"], (REQUEST_ID, request_id.encode())]
             else:
                 length += len(message["body"])
             await send(message)
 
-        scope.get("extensions", {}).pop(RESPOND, None)  # answers come past here in messages
         try:
             await self._app(scope, receive, noted)
         finally:
@@ -62,10 +56,3 @@ class AccessLog:
                     bytes=length,
                 ),
             )
-
-
-def _request_id(scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name == _HEADER and _SANE.fullmatch(value):
-            return str(value, "ascii")
-    return secrets.token_hex(8)

@@ -17,12 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from waymark.api.access import Access, Gate
 from waymark.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, encode, format_of, read_body
-from waymark.api.errors import body_of, headers_of, shown, status_of
+from waymark.api.errors import body_of, headers_of, status_of
 from waymark.api.fields import Request
+from waymark.api.request_id import request_id_of
 from waymark.api.texts import Texts
 from waymark.api.turns import Turns
 from waymark.errors import InvalidValue, StoreUnavailable, WaymarkError
-from waymark.logs import fields
+from waymark.logs import failure, fields
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 
@@ -64,10 +65,6 @@ Method: TypeAlias = Literal["GET", "POST"]
 Dialect: TypeAlias = Literal["conductor", "dynamo"]
 
 _NO_BODY = Body({})
-_NONE: Mapping[str, Any] = {}
-
-#: Where a server offers to write a whole answer at once: status, headers, body; False where it cannot.
-RESPOND = "waymark.respond"
 
 #: A method is the client's text; a label must be one of a few.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -126,8 +123,7 @@ class Operation:
                 status = 499
                 return
             except Exception as exc:
-                await send_answer(self._unexpected(scope, exc), Format.JSON, scope, send)
-                raise
+                answer, body_format = self._unexpected(scope, exc), Format.JSON
             status = answer.status
             await send_answer(answer, body_format, scope, send)
         finally:
@@ -135,10 +131,12 @@ class Operation:
             self._count(scope["method"], status)
 
     def _unexpected(self, scope: Scope, error: Exception) -> Answer:
-        # The server logs the traceback; this line says which request it was, without a word of what was sent.
-        where = fields(request_id=scope.get("request_id", "none"))
-        log.error("request failed unexpectedly: %s %s", shown(self.path), type(error).__name__, extra=where)
-        return Answer(self._error({"error": "a fault of this service; its log has it", "reason": "internal"}), 500)
+        """The answer to an exception that nobody expected, which is logged under the request's id."""
+        request_id = scope.get("request_id") or request_id_of(scope["headers"])
+        log.error("request failed", extra=fields(request_id=request_id, route=self.path, **failure(error)))
+        body = self._error({"error": "a fault of this service; its log has it", "reason": "internal"})
+        headers = {} if "request_id" in scope else {"X-Request-Id": request_id}
+        return Answer(body, 500, headers)
 
     def _count(self, method: str, status: int) -> None:
         count = self._counts.get((method, status))
@@ -215,7 +213,7 @@ def _long_list(path: str, model: type[BaseModel] | None, surroundings: Surroundi
 
 
 async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:
-    """Send an answer: at once where the server knows how, else as two ASGI messages."""
+    """Send an answer, as two ASGI messages."""
     if isinstance(answer.content, bytes):
         content, media_type = answer.content, answer.media_type
     else:
@@ -223,9 +221,5 @@ async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: S
     headers = [(b"content-type", media_type), (b"content-length", b"%d" % len(content))]
     if answer.headers:
         headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
-    else:
-        respond = scope.get("extensions", _NONE).get(RESPOND)
-        if respond is not None and respond(answer.status, headers, content):
-            return
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})

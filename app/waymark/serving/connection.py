@@ -1,4 +1,8 @@
-"""uvicorn's HTTP protocol, within the bounds of ``Connections``."""
+"""One HTTP connection: bytes to requests, within the bounds of ``Connections``, and requests to an application.
+
+The parser is ``httptools``'. What it lets pass and RFC 9112 does not, is refused here. Whatever is refused, requests
+that were whole before it are answered first, in their order.
+"""
 
 from __future__ import annotations
 
@@ -9,252 +13,389 @@ from typing import Any, ClassVar
 from urllib.parse import unquote
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import uvicorn
+from uvicorn.server import ServerState
 
-from waymark.serving.connections import (
+from waymark.serving.cycle import Application, RequestCycle, Scope
+from waymark.serving.limits import (
     AHEAD,
     AHEAD_MAX,
     CONNECTIONS,
     HEAD,
     HEAD_BYTES_MAX,
     HEAD_FIELDS_MAX,
+    HOST,
+    LENGTH,
     NOT_HTTP,
+    SLOW,
+    TRANSFER_CODING,
     Connections,
-    Refusal,
+    Rejection,
 )
-from waymark.serving.exchange import Exchange
-from waymark.serving.heads import Head, head_of
 
 #: A target that is just a path, and means what it says.
-_PLAIN_PATH = re.compile(rb"(?:/[A-Za-z0-9_.-]+)+").fullmatch
+_IS_PLAIN_PATH = re.compile(rb"(?:/[A-Za-z0-9_.-]+)+").fullmatch
+#: RFC 9112, 3.2: uri-host and port, both of which may be empty.
+_IS_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?").fullmatch
+#: Methods whose requests have a body, so that without a length nobody knows where it ends.
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
 def protocol(connections: Connections) -> type[asyncio.Protocol]:
     """What uvicorn is given as ``http``."""
 
-    class Bounded(Connection):
+    class Bounded(HttpConnection):
         all = connections
 
     return Bounded
 
 
-class Connection(HttpToolsProtocol):
+class _Stop(Exception):
+    """Raised out of the parser's callbacks: nothing more is read."""
+
+
+class HttpConnection(asyncio.Protocol):
     """One connection; ``all`` is where it is kept with the others."""
 
     all: ClassVar[Connections]
-    cycle: Exchange
-    pipeline: deque[tuple[Exchange, Any]]  # type: ignore[assignment]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._answering: Exchange | None = None
-        self._refusal: Refusal | None = None
-        self._scope_of_all: dict[str, Any] = {}
-        self._head: Head | None = None  # of the request before
+    def __init__(
+        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None
+    ) -> None:
+        self.loop: asyncio.AbstractEventLoop = _loop or asyncio.get_running_loop()
+        self.is_full = False
+        """The client takes what is written more slowly than it comes."""
+        self._app: Application = config.loaded_app
+        self._server = server_state
+        self.all.keep_alive_seconds = config.timeout_keep_alive
+        self._cycles: deque[RequestCycle] = deque()
+        """Requests that have begun and are not answered; the first one is being answered."""
+        self._reading: RequestCycle | None = None
+        """The request whose body is arriving, answered or not."""
+        self._is_done = False
+        """Nothing that arrives is read any more."""
+        self._rejection: Rejection | None = None
+        """The last word, once all requests before it are answered."""
+        self._is_paused = False
+        self._drained: asyncio.Event | None = None
+        self._scope: Scope = {}  # what all requests of the connection share
+        self._host = b""  # the one that was looked at last
         self._unplaced = 0  # bytes since a piece of a body or the end of a request
-        self._head_bytes = 0
+        self._parser = httptools.HttpRequestParser(self)
+        self._begin_head(is_open=False)
 
-    # ---- the connection --------------------------------------------------------------------------------
+    def _begin_head(self, *, is_open: bool) -> None:
+        self._is_open = is_open
+        """A request has begun and has not come to its end."""
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_bytes = self._head_fields = 0
+        self._without_upgrade: bytes | None = None
+
+    # ---- the transport's callbacks ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.all.keep_alive_seconds = self.timeout_keep_alive
-        self._scope_of_all = {
+        self._transport = transport
+        self._scope = {
             "type": "http",
-            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
-            "server": self.server,
-            "client": self.client,
-            "scheme": self.scheme,
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
+            "server": _address(transport.get_extra_info("sockname")),
+            "client": _address(transport.get_extra_info("peername")),
             "root_path": "",
         }
+        self._server.connections.add(self)  # type: ignore[arg-type]  # uvicorn calls shutdown() of each
         self.all.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn tells only the newest request; the one that is being answered may be another.
-        if self._answering is not None:
-            self._answering.disconnected = True
-        super().connection_lost(exc)
+        self._server.connections.discard(self)
+        self._is_done = True
+        self._drop_requests()
         self.all.closed(self)
-        for exchange in self._exchanges():
-            if exchange is not self._answering:
-                self._release(exchange)
+        self.resume_writing()
+        del self._parser  # it refers to this object
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_done:
             return
-        before = self.cycle
-        is_between = self in self.all.idle  # else a request is arriving, or being answered
-        if is_between and self._head is not None:
-            known = self._head.read(data)
-            if known is not None:
-                headers, body = known
-                del self.all.idle[self]
-                self.all.arriving[self] = self.loop.time()  # it may be the one body too many
-                self._begin(self._head.scope | {"headers": headers, "state": self.app_state.copy()})
-                self.on_body(body)
-                self.on_message_complete()
-                return
         self._unplaced += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Answered as if the client had not asked for another protocol; what follows it would be in that one.
-            self.cycle.keep_alive = False
+            self._feed(data)
         except httptools.HttpParserError:
-            self.refuse(self._refusal or NOT_HTTP)
-        if self._unplaced > HEAD_BYTES_MAX:
-            self.refuse(HEAD)
-        elif is_between and self.cycle is not before and not self.cycle.more_body and self.cycle.keep_alive:
-            self._head = head_of(data, self.cycle.scope, self.headers)
+            if not self._is_done:
+                self.reject(NOT_HTTP)
+        else:
+            if self._unplaced > HEAD_BYTES_MAX and not self._is_done:
+                self.reject(HEAD)
+
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as stopped:
+                # The parser takes what follows for another protocol. RFC 9110, 7.8: a server may ignore an Upgrade.
+                assert self._without_upgrade is not None
+                data = self._without_upgrade + data[stopped.args[0] :]
+                self._parser = httptools.HttpRequestParser(self)
+            else:
+                return
 
     def pause_writing(self) -> None:
-        super().pause_writing()
-        self.all.unread[self] = self.loop.time()
+        self.is_full = True
+        self.all.unread.setdefault(self, self.loop.time())
 
     def resume_writing(self) -> None:
-        super().resume_writing()
-        if not self.transport.is_closing():
+        self.is_full = False
+        if not self._transport.is_closing():
             self.all.unread.pop(self, None)
-
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self.all.closing(self)
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Cut, with an answer if the client has begun a request and no other is being answered."""
-        if self.transport.is_closing():
-            return
-        self.all.count_cut(refusal.why)
-        exchange = self.cycle
-        if exchange is None or exchange.response_complete:
-            has_begun = self._unplaced > 0 or refusal is CONNECTIONS
-        else:
-            has_begun = exchange.more_body and not exchange.response_started and not self.pipeline
-        if has_begun:
-            self.transport.write(refusal.answer)
-        self.transport.close()
-        self.all.closing(self)
-        for exchange in self._exchanges():
-            self._release(exchange)
+        if self._drained is not None:
+            self._drained.set()
 
     # ---- the parser's callbacks ------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self.url = b""
-        self.headers = []
-        self.expect_100_continue = False
-        self._head_bytes = 0
+        if self._is_done:
+            raise _Stop  # the request before was the last one
+        self._begin_head(is_open=True)
         self.all.idle.pop(self, None)
-        self.all.arriving.setdefault(self, self.loop.time())
+        if not self._cycles:
+            self.all.arriving.setdefault(self, self.loop.time())
 
     def on_url(self, url: bytes) -> None:
         self._head_bytes += len(url)
         if self._head_bytes > HEAD_BYTES_MAX:
             self._stop(HEAD)
-        self.url += url
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_fields += 1
         self._head_bytes += len(name) + len(value)
-        name = name.lower()
-        self.headers.append((name, value))
-        if self._head_bytes > HEAD_BYTES_MAX or len(self.headers) > HEAD_FIELDS_MAX:
+        if self._head_fields > HEAD_FIELDS_MAX or self._head_bytes > HEAD_BYTES_MAX:
             self._stop(HEAD)
-        if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
+        if self._reading is None:
+            self._headers.append((name.lower(), value))
+        else:  # behind the body: nobody has asked for it, and it must not pass for a part of the head
+            self.all.count_trailer_field()
 
     def on_headers_complete(self) -> None:
-        version = self.parser.get_http_version()
-        url = self.url
-        scope = self._scope_of_all | {
-            "http_version": version,
-            "method": self.parser.get_method().decode("ascii"),
-            "headers": self.headers,
-            "state": self.app_state.copy(),
-        }
-        if _PLAIN_PATH(url):
+        parser, url, headers = self._parser, self._url, self._headers
+        method, version = parser.get_method().decode("ascii"), parser.get_http_version()
+        named = dict(headers)
+        self._check(method, version, named)
+        if parser.should_upgrade():
+            lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
+            start = b"%b %b HTTP/%b\r\n" % (method.encode(), url, version.encode())
+            self._without_upgrade = b"".join((start, *lines, b"\r\n"))
+            return
+        scope = self._scope.copy()
+        scope["method"], scope["http_version"], scope["headers"] = method, version, headers
+        if _IS_PLAIN_PATH(url):
             scope["path"], scope["raw_path"], scope["query_string"] = url.decode("ascii"), url, b""
         else:
             target = httptools.parse_url(url)
-            scope["path"], scope["raw_path"] = unquote(target.path.decode("ascii")), target.path
+            path = target.path or b"/"
+            scope["path"], scope["raw_path"] = unquote(path.decode("ascii")), path
             scope["query_string"] = target.query or b""
-        keep_alive = version != "1.0" and self.parser.should_keep_alive()
-        self._begin(scope, keep_alive=keep_alive, expects_continue=self.expect_100_continue)
-
-    def _begin(self, scope: dict[str, Any], *, keep_alive: bool = True, expects_continue: bool = False) -> None:
-        before = self.cycle
-        defaults = self.server_state.default_headers
-        self.cycle = exchange = Exchange(
+        is_new = version == "1.1"
+        self._reading = cycle = RequestCycle(
+            self,
             scope,
-            self.transport,
-            self.flow,
-            default_headers=defaults,
-            default_lines=self.all.default_lines(defaults),
-            keep_alive=keep_alive,
-            expects_continue=expects_continue,
-            on_response=self.on_response_complete,
-            on_end=self._ended,
+            keep_alive=is_new and parser.should_keep_alive(),
+            expects_continue=is_new and named.get(b"expect", b"").lower() == b"100-continue",
         )
-        if before is None or before.response_complete:
-            self._start_asgi_task(exchange, self.app)
+        self._cycles.append(cycle)
+        if len(self._cycles) == 1:
+            self._start(cycle)
             return
-        self.flow.pause_reading()
-        self.pipeline.appendleft((exchange, self.app))
-        if len(self.pipeline) > AHEAD_MAX:
+        self.pause_reading()
+        if len(self._cycles) > AHEAD_MAX + 1:
             self._stop(AHEAD)
+
+    def _check(self, method: str, version: str, named: dict[bytes, bytes]) -> None:
+        """Refuse a head that the parser has let pass; ``named`` has the last value of each of its fields."""
+        if version not in ("1.1", "1.0") or method == "CONNECT":
+            self._stop(NOT_HTTP)
+        host = named.get(b"host")
+        if host is None:
+            if version == "1.1":
+                self._stop(HOST)
+        elif host != self._host:
+            if _IS_HOST(host) is None:
+                self._stop(HOST)
+            self._host = host
+        if len(named) != len(self._headers) and sum(name == b"host" for name, _ in self._headers) > 1:
+            self._stop(HOST)
+        if b"transfer-encoding" in named:
+            codings = [value.lower() for name, value in self._headers if name == b"transfer-encoding"]
+            if codings != [b"chunked"] or version == "1.0":
+                self._stop(TRANSFER_CODING)
+        elif method in _WITH_BODY and b"content-length" not in named:
+            self._stop(LENGTH)
 
     def on_body(self, body: bytes) -> None:
         self._unplaced = 0
-        if not self.cycle.response_complete:
-            self.cycle.take(body)
-            self.all.take_body(len(body))
+        cycle = self._reading
+        if cycle is None:
+            raise _Stop  # rejected within these bytes
+        if not cycle.is_answered:
+            cycle.take(body)
+            self.all.take_body(self, len(body))
 
     def on_message_complete(self) -> None:
+        if self._without_upgrade is not None:
+            return  # its body is still to be read
+        cycle, self._reading = self._reading, None
+        if cycle is None:
+            raise _Stop
         self._unplaced = 0
+        self._is_open = False
+        self._is_done = not cycle.keep_alive
         self.all.arriving.pop(self, None)
-        if not self.cycle.response_complete:
-            self.cycle.end_body()
-        elif not self.transport.is_closing():
-            self.all.idle[self] = self.loop.time()  # answered before it was whole
+        if not cycle.is_answered:
+            cycle.end_body()
+        elif not self._transport.is_closing():
+            self.all.idle[self] = self.loop.time()
 
-    def _stop(self, refusal: Refusal) -> None:
-        """End the parser's work; its caller finds the refusal."""
-        self._refusal = refusal
-        raise ValueError(refusal.why)
+    def _stop(self, rejection: Rejection) -> None:
+        self.reject(rejection)
+        raise _Stop
 
     # ---- requests and answers --------------------------------------------------------------------------
 
-    @property
-    def held(self) -> int:
-        """Bytes of bodies whose requests have not been answered."""
-        return sum(exchange.held for exchange in self._exchanges())
+    def _start(self, cycle: RequestCycle) -> None:
+        cycle.task = self.loop.create_task(cycle.run(self._app))
+        self._server.tasks.add(cycle.task)
 
-    def _exchanges(self) -> list[Exchange]:
-        """Those that may hold something: being answered, waiting for it, arriving."""
-        known = [self._answering, *(exchange for exchange, _ in self.pipeline), self.cycle]
-        return [exchange for exchange in known if exchange is not None]
-
-    def _start_asgi_task(self, cycle: Exchange, app: Any) -> None:  # type: ignore[override]
-        self._answering = cycle
-        cycle.task = self.loop.create_task(cycle.run(app))
-        self.tasks.add(cycle.task)
-
-    def _ended(self, exchange: Exchange) -> None:
-        if exchange.task is not None:
-            self.tasks.discard(exchange.task)
-        self._release(exchange)
-
-    def _release(self, exchange: Exchange) -> None:
-        self.all.bodies_bytes -= exchange.held
-        exchange.held = 0
-
-    def on_response_complete(self) -> None:
-        # As uvicorn's, but without a timer for each answer: there is one for all connections.
-        self.server_state.total_requests += 1
-        if not self.transport.is_closing():
-            self.flow.resume_reading()
-            if self.pipeline:
-                self._start_asgi_task(*self.pipeline.pop())
-        if self.transport.is_closing():
-            self.all.closing(self)
-        elif not self.pipeline and self not in self.all.arriving:
+    def answered(self, cycle: RequestCycle) -> None:
+        """The whole answer of the first request has been written."""
+        self._server.total_requests += 1
+        self._cycles.popleft()
+        if not cycle.keep_alive:
+            self._drop_requests()
+            self._part()
+            return
+        if self._cycles:
+            self._start(self._cycles[0])
+        elif self._is_done:
+            self._part()
+            return
+        else:
+            self.resume_reading()
+        if self._is_open:
+            if len(self._cycles) <= (self._reading is not None):
+                self.all.arriving.setdefault(self, self.loop.time())
+        elif not self._cycles:
             self.all.idle[self] = self.loop.time()
+
+    def ended(self, cycle: RequestCycle) -> None:
+        """The application is done with the request."""
+        if cycle.task is not None:
+            self._server.tasks.discard(cycle.task)
+            cycle.task = None
+        self._release(cycle)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether it holds bytes of a body that is not whole."""
+        return self._reading is not None and self._reading.held > 0
+
+    def _release(self, cycle: RequestCycle) -> None:
+        self.all.bodies_bytes -= cycle.held
+        cycle.held = 0
+
+    def _drop_requests(self) -> None:
+        """Nobody waits for the answers of those that have begun."""
+        for cycle in self._cycles:
+            cycle.disconnect()
+            if cycle.task is None:
+                self._release(cycle)
+        self._cycles.clear()
+        self._reading = None
+
+    # ---- the ends of a connection ----------------------------------------------------------------------
+
+    def reject(self, rejection: Rejection) -> None:
+        """Answer the requests that are whole, say why no more is read, and close."""
+        if self._is_done:
+            return
+        self._is_done = True
+        self.all.count_cut(rejection.why)
+        reading, self._reading = self._reading, None
+        if reading is None:
+            # Where nothing has come there is nothing to answer; a client that is turned away is told so all the same.
+            is_owed = self._is_open or self._unplaced > 0 or rejection is not SLOW
+        else:
+            is_owed = not (reading.is_answered or reading.is_on_wire)
+            if not reading.is_answered:
+                self._cycles.pop()
+                reading.disconnect()
+                self._release(reading)
+        if is_owed:
+            self._rejection = rejection
+        if not self._cycles:
+            self._part()
+
+    def _part(self) -> None:
+        """Say the last word, if there is one, and close."""
+        self._is_done = True
+        if self._rejection is not None:
+            self.write(self._rejection.answer(self.default_lines))
+        # A connection that makes room is closed at once, whatever its client is sending.
+        may_be_sending = self._rejection is not CONNECTIONS and (self._is_open or self._rejection is not None)
+        if may_be_sending and self._transport.can_write_eof() and not self._transport.is_closing():
+            self.resume_reading()
+            self._transport.write_eof()
+            self.all.linger(self)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Close; what has been written is still sent."""
+        self._is_done = True
+        self._drop_requests()
+        if not self._transport.is_closing():
+            self._transport.close()
+            self.all.closing(self)
+
+    def abort(self) -> None:
+        """Close; what has been written and not been taken is thrown away."""
+        self._transport.abort()
+
+    def shutdown(self) -> None:
+        """End after what has begun is answered; uvicorn calls it when the process ends."""
+        if self._cycles:
+            self._cycles[-1].keep_alive = False
+        else:
+            self.close()
+
+    # ---- the flow of bytes -----------------------------------------------------------------------------
+
+    @property
+    def default_lines(self) -> bytes:
+        """The lines of every answer."""
+        return self.all.default_lines(self._server.default_headers)
+
+    def write(self, piece: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(piece)
+
+    async def drain(self) -> None:
+        """Until the client has taken enough of what was written."""
+        while self.is_full:
+            self._drained = self._drained or asyncio.Event()
+            self._drained.clear()
+            await self._drained.wait()
+
+    def pause_reading(self) -> None:
+        if not (self._is_paused or self._transport.is_closing()):
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._is_paused and not self._transport.is_closing():
+            self._is_paused = False
+            self._transport.resume_reading()
+
+
+def _address(name: Any) -> tuple[str, int] | None:
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from starlette.types import Receive, Scope, Send
 
-from tests.api.test_answers import USUAL, request, served
-from tests.conftest import wait_until
-from tests.patience import within
-from waymark.metrics import Metrics
+from tests.patience import wait_until, within
+from tests.serving.test_answers import USUAL
+from tests.serving.wire import connections as bounded
+from tests.serving.wire import post, served
 from waymark.serving.connection import protocol
-from waymark.serving.connections import Bounds, Connections
-
-pytestmark = pytest.mark.outside
-
-
-def post(path: str, body: bytes) -> bytes:
-    return request(path, "POST", f"content-length: {len(body)}") + body
 
 
 async def test_one_that_was_answered_before_its_body_had_come_is_idle() -> None:
-    connections = Connections(Bounds(30, 100, 2**20), Metrics())
+    connections = bounded()
 
     async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
         for message in USUAL:
             await send(message)
 
-    async with served(protocol(connections), refuses) as port:
+    async with served(refuses, protocol(connections)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            writer.write(post("/x", b"12")[:-2])
+            writer.write(post(b"12")[:-2])
             async with within(20):
                 await reader.readuntil(b"ok")
             assert len(connections.arriving) == 1
@@ -42,8 +34,8 @@ async def test_one_that_was_answered_before_its_body_had_come_is_idle() -> None:
             writer.close()
 
 
-async def test_a_body_behind_a_known_head_is_under_the_ceiling_too() -> None:
-    connections = Connections(Bounds(30, 100, 1000), Metrics())
+async def test_a_body_that_comes_with_its_head_is_under_the_ceiling_too() -> None:
+    connections = bounded(bodies_max_bytes=1000)
     may_go_on = asyncio.Event()
 
     async def waits(scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,17 +45,17 @@ async def test_a_body_behind_a_known_head_is_under_the_ceiling_too() -> None:
         for message in USUAL:
             await send(message)
 
-    async with served(protocol(connections), waits) as port:
+    async with served(waits, protocol(connections)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         other_reader, other = await asyncio.open_connection("127.0.0.1", port)
         try:
             async with within(20):
                 for _ in range(2):
-                    writer.write(post("/x", b"12"))
+                    writer.write(post(b"12"))
                     assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
-                other.write(post("/waits", b"x" * 600))
+                other.write(post(b"x" * 600, path="/waits"))
                 await wait_until(lambda: connections.bodies_bytes == 600, "the other's body is held")
-                writer.write(post("/x", b"x" * 600))
+                writer.write(post(b"x" * 600))
                 assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 503")
                 assert b"WAYMARK_BODIES_MAX_BYTES" in await reader.read()
                 may_go_on.set()
@@ -76,7 +68,7 @@ async def test_a_body_behind_a_known_head_is_under_the_ceiling_too() -> None:
 
 
 def test_what_all_answers_begin_with_is_never_that_of_a_second_before() -> None:
-    connections = Connections(Bounds(30, 100, 2**20), Metrics())
+    connections = bounded()
     before, now = [(b"date", b"one")], [(b"date", b"two"), (b"x-of-all", b"1")]
     for _ in range(2):
         assert connections.default_lines(before) == b"date: one\r\n"

@@ -1,0 +1,238 @@
+"""One request and its answer: ``receive`` and ``send`` of an ASGI application.
+
+An answer is one write wherever it can be: the head waits for the first piece of the body. So an application that
+fails between the two has its request answered with 500 all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from waymark.logs import failure, fields
+from waymark.serving.limits import FAULT
+
+if TYPE_CHECKING:
+    from waymark.serving.connection import HttpConnection
+
+log = logging.getLogger(__name__)
+
+Scope: TypeAlias = dict[str, Any]
+Message: TypeAlias = dict[str, Any]
+Application: TypeAlias = Callable[
+    [Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
+
+#: Bytes of a body that wait for the application before the client is no longer read.
+_BODY_BYTES_MAX = 65536
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_WITHOUT_BODY = frozenset({204, 304})
+#: Lines of a head as RFC 9110 (5.1, 5.5) has them.
+_ARE_LINES = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+: [\t\x20-\x7e\x80-\xff]*\r\n)*").fullmatch
+
+
+class RequestCycle:
+    """A request as it arrives, and its answer as it is given."""
+
+    __slots__ = (
+        "_body",
+        "_changed",
+        "_connection",
+        "_expects_continue",
+        "_head",
+        "_is_chunked",
+        "_is_due",
+        "_left",
+        "held",
+        "is_answered",
+        "is_disconnected",
+        "is_on_wire",
+        "is_whole",
+        "keep_alive",
+        "scope",
+        "task",
+    )
+
+    def __init__(
+        self, connection: HttpConnection, scope: Scope, *, keep_alive: bool, expects_continue: bool = False
+    ) -> None:
+        self.scope = scope
+        self.keep_alive = keep_alive
+        self.is_whole = False
+        """The request has arrived to its end."""
+        self.is_disconnected = False
+        """Nobody waits for the answer any more."""
+        self.is_on_wire = False
+        """A part of the answer has been written."""
+        self.is_answered = False
+        self.held = 0
+        """Bytes of the body, from their arrival until the application is done."""
+        self.task: asyncio.Task[None] | None = None
+        self._connection = connection
+        self._expects_continue = expects_continue
+        self._body: bytes | bytearray = b""
+        self._is_due = False  # there is something to receive
+        self._changed: asyncio.Event | None = None  # made when the application has to wait
+        self._head: bytes | None = None  # of the answer; empty once it is on the wire
+        self._left: int | None = None  # bytes of the answer's body by its Content-Length
+        self._is_chunked = False
+
+    # ---- the request -----------------------------------------------------------------------------------
+
+    def take(self, piece: bytes) -> None:
+        """Keep a piece of the body; the application is not woken for one that will soon be whole."""
+        # Mostly it is all, and need not be copied.
+        if not self._body:
+            self._body = piece
+        elif isinstance(self._body, bytearray):
+            self._body += piece
+        else:
+            self._body = bytearray(self._body) + piece
+        self.held += len(piece)
+        if len(self._body) > _BODY_BYTES_MAX:
+            self._connection.pause_reading()
+            self._wake()
+
+    def end_body(self) -> None:
+        """The request is whole."""
+        self.is_whole = True
+        self._wake()
+
+    def disconnect(self) -> None:
+        """The answer has nowhere to go."""
+        self.is_disconnected = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._is_due = True
+        if self._changed is not None:
+            self._changed.set()
+
+    async def receive(self) -> Message:
+        if self._expects_continue and not self.is_on_wire:
+            self._expects_continue = False
+            if not self._is_due:  # else the client has not waited for it
+                self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while not (self.is_disconnected or self.is_answered):
+            if self._is_due:
+                self._is_due = False
+                body, self._body = bytes(self._body), b""
+                return {"type": "http.request", "body": body, "more_body": not self.is_whole}
+            self._connection.resume_reading()
+            if self._changed is None:
+                self._changed = asyncio.Event()
+            await self._changed.wait()
+            self._changed.clear()
+        return {"type": "http.disconnect"}
+
+    # ---- the answer ------------------------------------------------------------------------------------
+
+    async def run(self, app: Application) -> None:
+        """Have the request answered, whatever the application does."""
+        try:
+            await app(self.scope, self.receive, self.send)
+            if not (self.is_answered or self.is_disconnected):
+                raise RuntimeError("the application has ended without a whole answer")
+        except asyncio.CancelledError:  # the process ends, and has waited for long enough
+            self._connection.close()
+            raise
+        except Exception as exc:
+            log.error("request failed", extra=fields(request_id=self.scope.get("request_id", "none"), **failure(exc)))
+            self._fail()
+        finally:
+            self._connection.ended(self)
+
+    def _fail(self) -> None:
+        if self.is_answered or self.is_disconnected:
+            return
+        if self.is_on_wire:
+            self._connection.close()  # what is missing cannot be told in another way
+            return
+        self.keep_alive = False
+        self._write(FAULT.answer(self._connection.default_lines, has_body=self.scope["method"] != "HEAD"))
+        self._end()
+
+    async def send(self, message: Message) -> None:
+        """Take a message of the answer; ``RuntimeError`` where it breaks the rules of ASGI or HTTP."""
+        if self._connection.is_full:
+            await self._connection.drain()
+        if self.is_disconnected:
+            return
+        if self._head is None:
+            self._start(message)
+        else:
+            self._go_on(message)
+
+    def _start(self, message: Message) -> None:
+        if message["type"] != "http.response.start":
+            raise RuntimeError(f"an answer begins with http.response.start, not with {message['type']}")
+        headers: Iterable[tuple[bytes, bytes]] = message.get("headers", ())
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        head = b"".join(lines)
+        # A line break in a value would begin a line of its own.
+        if _ARE_LINES(head) is None or head.count(b"\n") != len(lines):
+            raise RuntimeError("a header of the answer has a name or a value that is none")
+        for name, value in headers:
+            if name == b"content-length":
+                self._left = int(value)
+            elif name == b"transfer-encoding":
+                raise RuntimeError("the server decides how an answer is framed; leave out transfer-encoding")
+            elif name == b"connection":
+                self.keep_alive = False
+                head = head.replace(b"connection: %b\r\n" % value, b"")
+        status: int = message["status"]
+        if status in _WITHOUT_BODY or self.scope["method"] == "HEAD":
+            self._left = 0
+        status_line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        self._head = b"".join((status_line, self._connection.default_lines, head))
+
+    def _go_on(self, message: Message) -> None:
+        if self.is_answered or message["type"] != "http.response.body":
+            raise RuntimeError(f"{message['type']} cannot follow what has been sent of the answer")
+        body: bytes = message.get("body", b"")
+        is_last = not message.get("more_body", False)
+        if self.scope["method"] == "HEAD":
+            body = b""
+        if not self.is_on_wire:
+            self._frame(len(body), is_last=is_last)
+        if self._left is not None:
+            self._left -= len(body)
+            if self._left < 0 or (is_last and self._left):
+                raise RuntimeError("the body of the answer is longer or shorter than its content-length")
+        elif self._is_chunked:
+            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"0\r\n\r\n" if is_last else b"")
+        self._write(self._head + body if self._head else body)
+        self._head = b""
+        if is_last:
+            self._end()
+
+    def _frame(self, length: int, *, is_last: bool) -> None:
+        """Say in the head how long the answer is, and whether it is the last one on this connection."""
+        assert self._head is not None
+        if self._left is None:
+            if is_last:
+                self._left = length
+                self._head += b"content-length: %d\r\n" % length
+            elif self.scope["http_version"] == "1.0":
+                self.keep_alive = False  # its end is that of the connection
+            else:
+                self._is_chunked = True
+                self._head += b"transfer-encoding: chunked\r\n"
+        if self._expects_continue and not self.is_whole:
+            self.keep_alive = False  # whether the client sends the body now, nobody knows
+        self._head += b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+
+    def _write(self, piece: bytes) -> None:
+        self.is_on_wire = True
+        self._connection.write(piece)
+
+    def _end(self) -> None:
+        self.is_answered = True
+        if self._changed is not None:
+            self._changed.set()
+        self._connection.answered(self)

@@ -1,0 +1,235 @@
+"""What one client can keep from the server, and what all clients can keep together.
+
+A request has a time to arrive whole, an answer has a time to be taken, a head has a size, and connections and bytes
+of bodies have a ceiling. At a ceiling the server does not turn the newcomer away but the connection that has kept it
+waiting longest: a client that sends its request at once is served while others hold what they can.
+
+A client whose connection is cut is told why wherever that answer cannot be taken for another one, and each is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import resource
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import orjson
+
+from waymark.logs import fields
+from waymark.metrics import Metrics
+
+if TYPE_CHECKING:
+    from waymark.serving.connection import HttpConnection
+
+log = logging.getLogger(__name__)
+
+#: Bytes and lines of a request's head, or of what comes between pieces of its body.
+HEAD_BYTES_MAX = 32 * 1024
+HEAD_FIELDS_MAX = 100
+#: Requests that may be sent ahead on one connection while an earlier one is answered.
+AHEAD_MAX = 16
+#: How long a client may go on sending after the server has said its last word. Closed at once, with bytes of the
+#: client still on their way, the connection would be reset, and the client could lose that word.
+_LINGER_SECONDS = 2.0
+#: File descriptors for everything but HTTP connections: Redis, engines, logs.
+_OTHER_FILES = 256
+
+
+class Bounds(NamedTuple):
+    """What a server holds at most."""
+
+    request_seconds: float
+    connections_max: int
+    bodies_max_bytes: int
+
+
+class Rejection:
+    """Why a connection is closed by the server, and the answer that says so."""
+
+    def __init__(self, why: str, status: str, reason: str, sentence: str, *lines: str) -> None:
+        self.why = why
+        """Label of the metric."""
+        self._status_line = f"HTTP/1.1 {status}\r\n".encode()
+        self._body = orjson.dumps({"error": sentence, "reason": reason})
+        own = ["content-type: application/json", f"content-length: {len(self._body)}", *lines, "connection: close"]
+        self._lines = "\r\n".join([*own, "", ""]).encode()
+
+    def answer(self, default_lines: bytes, *, has_body: bool = True) -> bytes:
+        """The answer on the wire; ``default_lines`` are those of all answers."""
+        return b"".join((self._status_line, default_lines, self._lines, self._body if has_body else b""))
+
+
+def _bad_request(sentence: str, status: str = "400 Bad Request", reason: str = "invalid_value") -> Rejection:
+    return Rejection("not_http", status, reason, sentence)
+
+
+NOT_HTTP = _bad_request("this is not an HTTP request that can be read; send HTTP/1.1")
+HOST = _bad_request("the request needs one Host header, as host or host:port; send exactly one")
+TRANSFER_CODING = _bad_request(
+    "the Transfer-Encoding is not chunked, or the request is HTTP/1.0; send chunked over HTTP/1.1, or a Content-Length",
+    "501 Not Implemented",
+)
+LENGTH = Rejection(
+    "length",
+    "411 Length Required",
+    "missing",
+    "the request says nothing of the length of its body; send Content-Length, or Transfer-Encoding: chunked",
+)
+HEAD = Rejection(
+    "head",
+    "431 Request Header Fields Too Large",
+    "too_large",
+    f"the head of the request has more than {HEAD_BYTES_MAX} bytes or {HEAD_FIELDS_MAX} fields; send less",
+)
+SLOW = Rejection(
+    "slow",
+    "408 Request Timeout",
+    "unavailable",
+    "the request did not arrive within WAYMARK_REQUEST_SECONDS; send it faster",
+)
+FAULT = Rejection("fault", "500 Internal Server Error", "internal", "a fault of this service; its log has it")
+
+
+def _busy(why: str, sentence: str) -> Rejection:
+    return Rejection(why, "503 Service Unavailable", "unavailable", sentence, "retry-after: 1")
+
+
+AHEAD = _busy("ahead", f"more than {AHEAD_MAX} requests were sent ahead of their answers; wait for answers")
+CONNECTIONS = _busy("connections", "more connections came than WAYMARK_CONNECTIONS_MAX; try again in a moment")
+BODIES = _busy("bodies", "more is being sent at once than WAYMARK_BODIES_MAX_BYTES; try again in a moment")
+
+
+class Connections:
+    """All connections of one server, by what each is waiting for. The dictionaries are in order of time."""
+
+    def __init__(self, bounds: Bounds, metrics: Metrics) -> None:
+        self.bounds = bounds
+        self.keep_alive_seconds = math.inf
+        """uvicorn's setting, known with the first connection."""
+        self.bodies_bytes = 0
+        self.arriving: dict[HttpConnection, float] = {}
+        """A request is due or has begun, is not whole, and no other is being answered."""
+        self.idle: dict[HttpConnection, float] = {}
+        """Answered, and kept for a next request."""
+        self.unread: dict[HttpConnection, float] = {}
+        """More was written than the client has taken, or the end of it has been written."""
+        self.lingering: dict[HttpConnection, float] = {}
+        """The last word has been written; what still comes is thrown away."""
+        self._waits = (self.arriving, self.idle, self.unread, self.lingering)
+        self._open: set[HttpConnection] = set()
+        self._defaults: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
+        self._metrics = metrics
+        self._metrics.http_bodies_bytes.set_function(lambda: self.bodies_bytes)
+        self._is_polling = False
+
+    # ---- where a connection stands ---------------------------------------------------------------------
+
+    def opened(self, connection: HttpConnection) -> None:
+        self._open.add(connection)
+        self._metrics.http_connections.set(len(self._open))
+        self.arriving[connection] = connection.loop.time()
+        if len(self._open) > self.bounds.connections_max:
+            self._make_room()
+        if not self._is_polling:
+            self._is_polling = True
+            self._poll_later(connection.loop)
+
+    def closed(self, connection: HttpConnection) -> None:
+        self._open.discard(connection)
+        self._metrics.http_connections.set(len(self._open))
+        self._forget(connection)
+
+    def linger(self, connection: HttpConnection) -> None:
+        """The last word has been written, and the client may still be sending."""
+        self._forget(connection)
+        self.lingering[connection] = connection.loop.time()
+
+    def closing(self, connection: HttpConnection) -> None:
+        """The transport closes; if the client does not take the last bytes the connection is thrown away."""
+        self._forget(connection)
+        self.unread[connection] = connection.loop.time()
+
+    def _forget(self, connection: HttpConnection) -> None:
+        for waiting in self._waits:
+            waiting.pop(connection, None)
+
+    # ---- ceilings --------------------------------------------------------------------------------------
+
+    def take_body(self, connection: HttpConnection, length: int) -> None:
+        """Count bytes of a body that have arrived; bodies that have been arriving longest make room for them."""
+        self.bodies_bytes += length
+        if self.bodies_bytes <= self.bounds.bodies_max_bytes:
+            return
+        for other in [*(other for other in self.arriving if other.is_holding), connection]:
+            other.reject(BODIES)
+            if self.bodies_bytes <= self.bounds.bodies_max_bytes:
+                break
+
+    def _make_room(self) -> None:
+        """Close the connection that has been waiting longest; the newest one is among those that wait."""
+        if self.lingering:
+            next(iter(self.lingering)).close()
+            return
+        firsts = [next(iter(waiting.items())) for waiting in (self.arriving, self.idle) if waiting]
+        min(firsts, key=itemgetter(1))[0].reject(CONNECTIONS)
+
+    # ---- time ------------------------------------------------------------------------------------------
+
+    def _poll_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_later(min(1.0, self.bounds.request_seconds / 4), self._poll, loop)
+
+    def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close what is late. One timer for all, since there may be thousands."""
+        now = loop.time()
+        for connection in _until(self.arriving, now - self.bounds.request_seconds):
+            connection.reject(SLOW)
+        for connection in _until(self.unread, now - self.bounds.request_seconds):
+            self.count_cut("unread")
+            connection.abort()
+        for waiting, seconds in ((self.idle, self.keep_alive_seconds), (self.lingering, _LINGER_SECONDS)):
+            for connection in _until(waiting, now - seconds):
+                connection.close()
+        if self._open or self.unread:
+            self._poll_later(loop)
+        else:
+            self._is_polling = False
+
+    # ---- what all answers share, and what is counted ---------------------------------------------------
+
+    def default_lines(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """uvicorn's headers of every answer, as lines; uvicorn makes a new list each second."""
+        if headers is not self._defaults[0]:
+            self._defaults = headers, b"".join([b"%b: %b\r\n" % header for header in headers])
+        return self._defaults[1]
+
+    def count_cut(self, why: str) -> None:
+        self._metrics.http_connections_cut.labels(reason=why).inc()
+
+    def count_trailer_field(self) -> None:
+        self._metrics.http_trailer_fields_dropped.inc()
+
+
+def _until(waiting: dict[HttpConnection, float], moment: float) -> list[HttpConnection]:
+    late = []
+    for connection, since in waiting.items():
+        if since > moment:
+            break
+        late.append(connection)
+    return late
+
+
+def files_for(connections_max: int) -> int:
+    """How many connections the limit of open files allows, at most those asked for; raises the soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections_max + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections_max
+    allowed = max(1, soft - _OTHER_FILES)
+    log.warning("fewer connections than set: the limit of open files", extra=fields(connections=allowed, files=soft))
+    return allowed
