@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test chaos conformance bench lint redis-server nginx clean
+.PHONY: help demo check test chaos sanitize fuzz conformance bench lint redis-server nginx clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,12 @@ test: $(VENV)/.installed-dev redis-server nginx lint ## check everything: style,
 
 chaos: $(VENV)/.installed-dev redis-server ## break anything in the middle of anything; SEED=1 SECONDS=75 CHAOS='--cluster --seeds 10'
 	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(CHAOS)
+
+sanitize: $(VENV)/.installed-dev redis-server ## run the tests of the C module with the address and undefined-behaviour sanitizers (gcc)
+	@$(BIN)/python -m tests.sanitize
+
+fuzz: $(VENV)/.installed-dev ## change the inputs of each function of the C module, with sanitizers; SECONDS=60 SEED=1 FUZZ='--only cut'
+	@$(BIN)/python -m tests.sanitize.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
 conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer, which is downloaded; writes docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tests.conformance.compare --output docs/conformance.md

@@ -1,7 +1,7 @@
 /* The bytes of an argument, for as long as a call lasts.
  *
- * With WAYMARK_EXACT_INPUT they are a copy in memory of just that size. A sanitizer then reports a read before the first
- * byte too: in a bytes object that byte follows the object's own header, which may be read.
+ * With WAYMARK_EXACT_INPUT they are a copy in memory of just that size, for a sanitizer: it then reports a read before
+ * the first byte too, where a bytes object has its own header.
  */
 
 #ifndef WAYMARK_INPUT_H
@@ -21,15 +21,21 @@ typedef struct {
 #endif
 } Input;
 
+/* `size` bytes of `input` and `terminator` after them, aligned as they were. 0 with an exception. */
 static inline int copy_exactly(Input *input, size_t terminator)
 {
 #ifdef WAYMARK_EXACT_INPUT
-    input->copy = malloc((size_t)input->size + terminator);
-    if (input->copy == NULL && (size_t)input->size + terminator > 0)
+    const size_t size = (size_t)input->size + terminator, before = (uintptr_t)input->start % 16;
+    input->copy = malloc(before + size);
+    if (input->copy == NULL) {
+        if (input->view.obj != NULL)
+            PyBuffer_Release(&input->view);
+        PyErr_NoMemory();
         return 0;
-    if ((size_t)input->size + terminator > 0)
-        memcpy(input->copy, input->start, (size_t)input->size + terminator);
-    input->start = input->copy;
+    }
+    if (size > 0)
+        memcpy(input->copy + before, input->start, size);
+    input->start = input->copy + before;
 #else
     (void)input, (void)terminator;
 #endif

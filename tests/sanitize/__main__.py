@@ -1,0 +1,30 @@
+"""``python -m tests.sanitize``: every test of the C module, with the address and undefined-behaviour sanitizers.
+
+The tests run once with the code for this machine and once with that for machines without SSE2. Arguments go to pytest.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from tests.sanitize.build import ROOT, Variant, build, run
+
+#: A test that runs with each implementation, or selects one.
+USES_THE_MODULE = re.compile(r"\bimplementation: str|implementation_kept|native\.select")
+
+
+def main() -> int:
+    paths = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if USES_THE_MODULE.search(path.read_text())]
+    names = [str(path.relative_to(ROOT)) for path in paths]
+    for variant in Variant:
+        print(f"{variant.value}: {' '.join(names)}", flush=True)
+        pytest = ["-m", "pytest", "-q", "-p", "tests.sanitize.plugin", "-p", "no:cacheprovider"]
+        done = run(build(variant), [*pytest, *sys.argv[1:], *names])
+        if done.returncode != 0:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""What is fuzzed: each function of the C module, with first inputs, and what it has to answer, in plain Python.
+
+A reference is written for clearness, not speed, and shares nothing with the implementations of Waymark. Where it
+raises, the function has to raise too.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+Arguments = tuple[Any, ...]
+
+U64_MAX = 2**64 - 1
+#: Numbers at which something changes, for arguments that are numbers of 64 bits.
+EDGES = [-1, 0, 1, 1337, 2**32, 2**63 - 1, 2**63, U64_MAX, 2**64]
+COUNTS = [-1, 0, 1, 2, 3, 4, 16, 17, 64, 1000, 2**31, 2**62]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One function, what it is first called with, and what it answers."""
+
+    reference: Callable[..., object]
+    seeds: list[Arguments]
+    words: list[bytes] = field(default_factory=list)
+    """What inputs are made of, besides single bytes."""
+    numbers: dict[int, list[int | None]] = field(default_factory=dict)
+    """Of an argument, by its place: the numbers it is set to."""
+    kept: frozenset[int] = frozenset()
+    """The places of arguments that stay as they are in the first inputs."""
+
+
+# ---- lists in JSON ---------------------------------------------------------------------------------
+
+BLANKS = rb"[ \n\r\t]*"
+TOKEN = re.compile(BLANKS + rb"(0|[1-9][0-9]{0,9})" + BLANKS)
+HASH = re.compile(BLANKS + rb'("?)(-?(?:0|[1-9][0-9]*))\1' + BLANKS)
+#: Quotes that the C module looks at before it leaves a text to the parser.
+QUOTES_MAX = 256
+
+
+def _find_list(body: bytes, name: bytes) -> tuple[int, int] | None:
+    """Where the list under ``name`` stands, brackets included; None where the text is not plain."""
+    at = body.find(name)
+    opened = re.compile(BLANKS + b":" + BLANKS + rb"\[").match(body, at + len(name)) if at >= 0 else None
+    if opened is None:
+        return None
+    start, close = opened.end() - 1, body.find(b"]", opened.end())
+    if close < 0 or name in body[close:] or b"\\" in body[:start] + body[close:]:
+        return None
+    # A quote that is nearer to the end than the name is long begins none.
+    behind = body[close : len(body) - len(name) + 1]
+    if body[:at].count(b'"') >= QUOTES_MAX or behind.count(b'"') >= QUOTES_MAX:
+        return None
+    return start, close + 1
+
+
+def _cut(
+    body: bytes, name: bytes, count_max: int, read: Callable[[bytes], bytes | None]
+) -> tuple[int, int, bytes] | None:
+    if (found := _find_list(body, name)) is None:
+        return None
+    inside = body[found[0] + 1 : found[1] - 1]
+    items = inside.split(b",") if inside.strip(b" \n\r\t") else []
+    numbers = [read(item) for item in items]
+    return None if None in numbers or len(items) > count_max else (*found, b"".join(filter(None, numbers)))
+
+
+def _token(item: bytes) -> bytes | None:
+    found = TOKEN.fullmatch(item)
+    return struct.pack("<I", int(found[1])) if found and int(found[1]) < 2**32 else None
+
+
+def _hash(item: bytes) -> bytes | None:
+    found = HASH.fullmatch(item)
+    if found is None or found[2] == b"-0" or not -(2**63) <= int(found[2]) <= U64_MAX:
+        return None
+    return struct.pack("<Q", int(found[2]) & U64_MAX)
+
+
+def cut(body: bytes, name: bytes, count_max: int) -> object:
+    return _cut(body, name, count_max, _token)
+
+
+def cut_hashes(body: bytes, name: bytes, count_max: int) -> object:
+    return _cut(body, name, count_max, _hash)
+
+
+#: A name is a key in its quotes; it comes from the program, not from a client.
+NAME = frozenset({1})
+
+LISTS: list[Arguments] = [
+    (b'{"t":[1,2,3]}', b'"t"', 9),
+    (b'"t":[7]', b'"t"', 9),
+    (b'"t":[', b'"t"', 9),
+    (b' "t":[12345678,0]', b'"t"', 9),
+    (b'   "t":[,1]', b'"t"', 9),
+    (b'"":[,1]', b'""', 9),
+    (b'  "":[,1]', b'""', 9),
+    (
+        b'{"model":"m","token_ids":[1,22,333,4444,55555,666666,7777777,88888888,999999999,4294967295]}',
+        b'"token_ids"',
+        99,
+    ),
+    (b'{"token_ids": [1, 22, 333, 4444, 55555, 666666, 7777777, 88888888], "model": "m"}', b'"token_ids"', 99),
+    (b'{"token_ids":[' + b",".join(b"%d" % (i * i) for i in range(300)) + b"]}", b'"token_ids"', 300),
+    (b'{"token_ids":[' + b", ".join(b"%d" % i for i in range(90)) + b"]", b'"token_ids"', 90),
+    (b'{"t" :\n[ 1 ,\t2 ] , "u":[]}', b'"t"', 2),
+    (b'{"t":[]}', b'"t"', 0),
+    (b'{"h":[1,"2",-3,"-4",18446744073709551615,"-9223372036854775808"]}', b'"h"', 9),
+    (b'{"h":["12345678","1234567812345678",-12345678]', b'"h"', 9),
+    (b'{"h":[' + b",".join(b"%d" % (i * 0x9E3779B97F4A7C15 % 2**64) for i in range(80)) + b"]}", b'"h"', 99),
+    (b'{"a":1,' * 260 + b'"t":[1]}', b'"t"', 9),
+    (b'{"t":[1]}' + b'"' * 260, b'"t"', 9),
+]
+JSON = [
+    *(
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b'"',
+        b":",
+        b",",
+        b" ",
+        b", ",
+        b"\n",
+        b"\\",
+        b"-",
+        b"-0",
+        b"0",
+        b"1",
+        b"00",
+        b".5",
+        b"e1",
+    ),
+    *(b'"t"', b'"h"', b'"token_ids"', b'"token_ids":[', b'"":[', b"null", b"4294967295", b"4294967296", b"12345678"),
+    *(
+        b"18446744073709551615",
+        b"18446744073709551616",
+        b"9223372036854775808",
+        b"99999999999999999999",
+        b"\0",
+        b"\xff",
+    ),
+]
+
+
+# ---- hashing ---------------------------------------------------------------------------------------
+
+
+def _check_u64(*numbers: int | None) -> None:
+    for number in numbers:
+        if number is not None and not 0 <= number <= U64_MAX:
+            raise OverflowError
+
+
+def digest(payload: bytes, seed: int) -> object:
+    _check_u64(seed)
+    return xxh3_64_intdigest(payload, seed)
+
+
+def chain(local_hashes: bytes, seed: int, parent: int | None) -> bytes:
+    _check_u64(seed, parent)
+    keys = []
+    for (local,) in struct.iter_unpack("<Q", local_hashes[: len(local_hashes) // 8 * 8]):
+        parent = local if parent is None else xxh3_64_intdigest(struct.pack("<QQ", parent, local), seed)
+        keys.append(struct.pack(">Q", parent))
+    return b"".join(keys)
+
+
+def hash_blocks(tokens: bytes, block_size: int, seed: int, parent: int | None, namespace: int) -> object:
+    if not 1 <= block_size < 2**61:
+        raise ValueError
+    _check_u64(seed, parent, namespace)
+    mask = namespace.to_bytes(8, "big")
+    width = 4 * block_size
+    blocks = [tokens[at : at + width] for at in range(0, len(tokens) - width + 1, width)]
+    keys = chain(b"".join(struct.pack("<Q", xxh3_64_intdigest(block, seed)) for block in blocks), seed, parent)
+    return bytes(key ^ mask[i % 8] for i, key in enumerate(keys))
+
+
+LENGTHS = [0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 96, 97, 128, 129, 143, 144, 160, 239, 240, 241, 256]
+LENGTHS += [257, 319, 320, 321, 1023, 1024, 1025, 1088, 1089, 2048, 2049]
+CONTENT = bytes(i * i % 251 for i in range(3000))
+
+
+# ---- Redis -----------------------------------------------------------------------------------------
+
+
+def pack_keys(before: bytes, prefix: bytes, keys: bytes) -> object:
+    names = [prefix + keys[at : at + 8].hex().encode() for at in range(0, len(keys) - 7, 8)]
+    return before + b"".join(b"$%d\r\n%b\r\n" % (len(name), name) for name in names)
+
+
+def scan(reply: bytes, count: int, with_version: bool) -> object:
+    at = 0
+    values: list[bytes | None] = []
+    with_version = bool(with_version)
+    if count > 0:
+        head = b"*%d\r\n" % count
+        if not reply.startswith(head):
+            return None
+        at = len(head)
+    # Every bulk string takes five bytes at least: no reply holds more of them than this.
+    for _ in range(min(max(count, 0) + with_version, len(reply) + 1)):
+        length = re.compile(rb"\$(-1|0|[1-9][0-9]{0,9})\r\n").match(reply, at)
+        if length is None:
+            return None
+        at = length.end()
+        if length[1] == b"-1":
+            values.append(None)
+            continue
+        value = reply[at : at + int(length[1])]
+        at += int(length[1]) + 2
+        if reply[at - 2 : at] != b"\r\n":
+            return None
+        values.append(value)
+    if at != len(reply):
+        return None
+    version = values.pop() if with_version else None
+    found = runs(values)
+    return version, found, sum(length for _, length in found)
+
+
+def runs(values: list[Any]) -> list[tuple[bytes, int]]:
+    found: list[tuple[bytes, int]] = []
+    for value, equal in groupby(values):
+        if value is None:
+            break
+        if not isinstance(value, bytes):
+            raise TypeError
+        found.append((value, len(list(equal))))
+    return found
+
+
+def _reply(*values: bytes | None) -> bytes:
+    return b"".join(b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value) for value in values)
+
+
+REPLIES: list[Arguments] = [
+    (b"*2\r\n" + _reply(b"17", b"17", b"v"), 2, True),
+    (b"*4\r\n" + _reply(b"17", b"17", None, b"18"), 4, False),
+    (b"*1\r\n" + _reply(b""), 1, False),
+    (_reply(b"version"), 0, True),
+    (_reply(None), 0, True),
+    (b"", 0, False),
+    (b"*40\r\n" + _reply(*[b"17 18"] * 21, *[b"17"] * 16, *[None] * 3, b"v"), 40, True),
+    (b"*3\r\n" + _reply(b"x" * 300, b"x" * 300, b"$-1\r\n", None), 3, True),
+    (b"*1\r\n$-1\r", 1, False),
+    (b"*1\r\n$-1", 1, False),
+    (b"*1\r\n$1\r\n", 1, False),
+    (b"*1\r\n$9999999999\r\n1\r\n", 1, False),
+]
+VALUES: list[Arguments] = [
+    ([],),
+    ([b"1", b"12"[:1], b"2", None, b"3"],),
+    ([b"x" * 99] * 5 + [bytes(bytearray(b"x" * 99))],),
+    ([b"1", 5],),
+    ([None],),
+]
+
+TARGETS: dict[str, Target] = {
+    "cut": Target(cut, LISTS, JSON, {2: [*COUNTS]}, NAME),
+    "cut_hashes": Target(cut_hashes, LISTS, JSON, {2: [*COUNTS]}, NAME),
+    "digest": Target(digest, [(CONTENT[:length], 1337) for length in LENGTHS], [], {1: [*EDGES]}),
+    "hash_blocks": Target(
+        hash_blocks,
+        [(CONTENT[: 4 * size * 3 + 2], size, 1337, None, 5) for size in (1, 2, 3, 4, 5, 16, 32, 33, 60, 61, 128)],
+        [],
+        {1: [*COUNTS, 5, 15, 32, 33, 60, 61, 2**61], 2: [*EDGES], 3: [None, *EDGES], 4: [*EDGES]},
+    ),
+    "chain": Target(
+        chain, [(CONTENT[: 8 * count + count % 8], 7, None) for count in range(9)], [], {1: [*EDGES], 2: [None, *EDGES]}
+    ),
+    "pack_keys": Target(
+        pack_keys,
+        [(b"*3\r\n$4\r\nMGET\r\n", b"wm:{7}:", CONTENT[:24]), (b"", b"", b""), (b"x", b"p" * 300, CONTENT[:17])],
+        [b"\r\n", b"wm:{4294967295.255}:"],
+    ),
+    "scan": Target(
+        scan,
+        REPLIES,
+        [
+            b"$",
+            b"-1",
+            b"\r\n",
+            b"$-1\r\n",
+            b"$0\r\n\r\n",
+            b"*1\r\n",
+            b"*2\r\n",
+            b"0",
+            b"9",
+            b"-ERR no\r\n",
+            b":1\r\n",
+            b"_\r\n",
+        ],
+        {1: [*COUNTS], 2: [0, 1]},
+    ),
+    "runs": Target(runs, VALUES),
+}
