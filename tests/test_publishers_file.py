@@ -154,6 +154,14 @@ def test_an_entry_of_the_conductor_is_called_by_its_name(tmp_path: Path) -> None
     assert 'kvevent_instance "pod-1": type is missing' in told
 
 
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
+@pytest.mark.parametrize("path", ["/run/engines/../x", "/run/engines/./x", "/run//x", "@x"])
+def test_paths_must_be_normalized_here_too(tmp_path: Path, field: str, path: str) -> None:
+    told = complaint(written(tmp_path, [POD | {field: f"ipc://{path}"}]), "ipc://*", "tcp://*")
+    assert f"{field} is" in told
+    assert "ipc://path" in told
+
+
 def test_endpoints_must_be_allowed_here_too(tmp_path: Path) -> None:
     path = written(tmp_path, [POD])
     assert len(read_publishers(path, ["10.0.0.0/8"])) == 1

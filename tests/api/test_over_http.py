@@ -163,3 +163,11 @@ async def test_sockets_are_opened_to_allowed_endpoints_only(redis_url: str, tmp_
             if not is_allowed:
                 assert "WAYMARK_ALLOWED_ENDPOINTS" in answer.json()["error"]
         assert (await client.get("/services")).json()["count"] == 6
+        for wrong in ("ipc:///run/engines/../../var/run/x", "ipc:///run/engines//x", "ipc:///run/engines/@x"):
+            for endpoint, replay in ((wrong, None), ("tcp://10.1.2.3:1", wrong)):
+                fields = body | {"instance_id": "1", "dp_rank": 99, "endpoint": endpoint, "replay_endpoint": replay}
+                for path in ("/register", "/dynamo/register"):
+                    more = {"instance_id": 2, "model_name": "m"} if path != "/register" else {}
+                    answer = await client.post(path, json=fields | more)
+                    assert (answer.status_code, "ipc://path" in answer.json()["error"]) == (400, True), wrong
+        assert (await client.get("/services")).json()["count"] == 6

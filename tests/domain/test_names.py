@@ -53,6 +53,8 @@ def test_letters_that_are_not_ascii_make_no_known_medium(spelling: str) -> None:
         "tcp://[fe80::1%eth0]:5557",
         "ipc:///run/kv.sock",
         "ipc://relative",
+        "ipc://relative/..x/.y",
+        "ipc:///run/a..b/...",
     ],
 )
 def test_endpoints_that_may_be_opened(endpoint: str) -> None:
@@ -83,6 +85,19 @@ def test_endpoints_that_may_be_opened(endpoint: str) -> None:
         "ipc://",
         "ipc://a b",
         "ipc://a\x00b",
+        "ipc:///run/engines/../x",
+        "ipc:///run/engines/..",
+        "ipc://..",
+        "ipc://../x",
+        "ipc:///../x",
+        "ipc:///run/./x",
+        "ipc://./x",
+        "ipc:///run//x",
+        "ipc:////run/x",
+        "ipc:///run/x/",
+        "ipc:///",
+        "ipc://@abstract",
+        "ipc:///run/@x",
         "ipc://" + "x" * 101,
     ],
 )

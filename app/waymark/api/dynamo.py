@@ -23,7 +23,7 @@ from waymark.api.operations import Answer
 from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
 from waymark.domain.hashing import namespace
 from waymark.domain.match import DynamoRank, dynamo_rows
-from waymark.domain.names import DEFAULT_TENANT, U64_MASK, EngineKind, GroupName, Registration, is_endpoint
+from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, EngineKind, GroupName, Registration, is_endpoint
 from waymark.domain.table import HolderTable
 from waymark.errors import Conflict, InvalidValue, NotFound
 from waymark.metrics import Metrics
@@ -72,7 +72,7 @@ class Dynamo:
         if endpoint is None:
             return None
         if not is_endpoint(endpoint):
-            raise InvalidValue(f"{field} is {shown(endpoint)}; it must be tcp://host:port or ipc://path", field=field)
+            raise InvalidValue(f"{field} is {shown(endpoint)}; it must be {ENDPOINT}", field=field)
         self._allowed.check(endpoint, field)
         return endpoint
 

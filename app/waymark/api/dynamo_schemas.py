@@ -8,7 +8,7 @@ from pydantic import AliasChoices, BaseModel, Field, RootModel
 
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
 from waymark.api.schemas import Hashes, Rank, TokenIds
-from waymark.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
+from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U32_MAX, U64_MASK
 
 _GROUP = f"{OPTIONAL_NAME}; empty is '{DEFAULT_TENANT}'"
 _RANK = f"an integer of 0..{U32_MAX}"
@@ -32,10 +32,10 @@ class DynamoRegisterRequest(_Grouped):
     """An engine's publisher of KV events."""
 
     instance_id: InstanceId = Field(description=_ID)
-    endpoint: str = Field(description="a text, tcp://host:port or ipc://path")
+    endpoint: str = Field(description=f"a text, {ENDPOINT}")
     block_size: Annotated[int, Field(ge=0, le=U32_MAX)] = Field(description="an integer of 1..65536, tokens per block")
     dp_rank: Rank = Field(default=0, description=_RANK)
-    replay_endpoint: OptionalName = Field(default=None, description="a text, tcp://host:port or ipc://path")
+    replay_endpoint: OptionalName = Field(default=None, description=f"a text, {ENDPOINT}")
     additional_salt: OptionalName = Field(
         default=None,
         validation_alias=AliasChoices("additional_salt", "additionalsalt"),

@@ -11,6 +11,7 @@ from waymark.api.errors import Unfit
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
 from waymark.domain.names import (
     DEFAULT_TENANT,
+    ENDPOINT,
     U32_MAX,
     U64_MASK,
     Adapter,
@@ -23,7 +24,6 @@ from waymark.domain.names import (
     is_endpoint,
 )
 
-_ENDPOINT = "tcp://host:port or ipc://path"
 _BLOCK_SIZE = "an integer of 1..65536, tokens per block"
 _RANK = f"an integer of 0..{U32_MAX}"
 
@@ -80,8 +80,8 @@ EventId = Annotated[
 class RegisterRequest(Request):
     """A publisher of KV events to subscribe to."""
 
-    endpoint: Endpoint = Field(default=None, description=f"{_ENDPOINT}; only for type standard it may be absent")
-    replay_endpoint: Endpoint = Field(default=None, description=_ENDPOINT)
+    endpoint: Endpoint = Field(default=None, description=f"{ENDPOINT}; only for type standard it may be absent")
+    replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
     type: Kind = Field(description="one of vLLM, SGLang, Mooncake, standard, in any case")
     modelname: Name = Field(
         validation_alias=AliasChoices("modelname", "model_name", "model"), description=f"{NAME}, the model's name"
@@ -104,7 +104,7 @@ class RegisterRequest(Request):
         """The registration with its defaults filled in; ``Unfit`` where fields contradict each other."""
         if self.endpoint is None and self.type is not EngineKind.STANDARD:
             raise Unfit(
-                f"endpoint is missing; for type {self.type} it must be {_ENDPOINT}", reason="missing", field="endpoint"
+                f"endpoint is missing; for type {self.type} it must be {ENDPOINT}", reason="missing", field="endpoint"
             )
         if self.replay_endpoint is not None and self.endpoint is None:
             raise Unfit("replay_endpoint needs an endpoint to replay for; send both", field="replay_endpoint")

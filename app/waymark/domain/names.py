@@ -126,12 +126,21 @@ def normal_medium(spelling: str | None) -> str | None:
 
 _HOST = r"\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?\]|[A-Za-z0-9._-]+"
 _TCP = re.compile(rf"tcp://(?:{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
-_IPC = re.compile(r"ipc://[^\s\x00]{1,100}")
+_IPC = re.compile(r"ipc:///?(?P<path>[^\s\x00@]{1,100})")
+
+
+ENDPOINT = "tcp://host:port or ipc://path, where no part of the path is empty, '.' or '..' or has an '@'"
+"""What ``is_endpoint`` asks for, in an error's words."""
 
 
 def is_endpoint(text: str) -> bool:
-    """Whether a socket may be opened to ``text``: ``tcp://host:port`` or ``ipc://path``, nothing else."""
+    """Whether a socket may be opened to ``text``: ``tcp://host:port`` or ``ipc://path``, nothing else.
+
+    A path is normalized, so that a pattern for paths means what it says: no segment of it is empty, ``.`` or ``..``.
+    It has no ``@``, which ZeroMQ takes for a name outside the file system.
+    """
     tcp = _TCP.fullmatch(text)
     if tcp:
         return 0 < int(tcp["port"]) < 65536
-    return _IPC.fullmatch(text) is not None
+    ipc = _IPC.fullmatch(text)
+    return ipc is not None and {"", ".", ".."}.isdisjoint(ipc["path"].split("/"))
