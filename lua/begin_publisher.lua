@@ -2,7 +2,7 @@
 --
 -- Give a claimed publisher its record and its row in the group's table; nothing where it has them.
 --
--- KEYS  holders    hash  the group's holder table
+-- KEYS  holders    hash  the group's holder table; `incarnation` is the version it began with, and never changes
 --       record     hash  the publisher's record
 -- ARGV  publisher  its integer id
 --       name       `["instance","tenant",rank]`, to know the record by
@@ -26,5 +26,6 @@ if redis.call('HGET', KEYS[2], 'life') and redis.call('HEXISTS', KEYS[1], 'publi
   return {'applied', 0}
 end
 redis.call('HSET', KEYS[2], 'name', ARGV[2], 'life', ARGV[6], 'status', 'pending')
+if not group then redis.call('HSET', KEYS[1], 'incarnation', ARGV[5]) end
 redis.call('HSET', KEYS[1], 'group', ARGV[4], 'publisher:' .. ARGV[1], ARGV[3], 'version', ARGV[5])
 return {'applied', 0}

@@ -24,7 +24,7 @@ async def keys_of_publishers(bench: Bench) -> list[str]:
     names = [key.decode() for key in found if b"publisher:" in key or b"lease:" in key]
     for key, (_, _, value) in found.items():
         if key.endswith((b":holders", b":fence")):
-            names += [name.decode() for name in value if name not in (b"group", b"version", b"holder")]
+            names += [name.decode() for name in value if name not in (b"group", b"incarnation", b"version", b"holder")]
     return names
 
 

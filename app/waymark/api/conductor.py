@@ -36,7 +36,7 @@ class Conductor:
         self._settings = settings
         self._lookup = Lookup(store.reader, settings, metrics)
         self._allowed = AllowedEndpoints(settings.allowed_endpoints)
-        self._rows = Rows(settings.answer_cache_bytes, metrics)
+        self._rows = store.incarnation.cache(Rows(settings.answer_cache_bytes, metrics))
 
     async def register(self, body: Body) -> Answer:
         request = RegisterRequest.of(body.fields)

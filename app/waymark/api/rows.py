@@ -60,12 +60,16 @@ class Rows:
             self._keep(view, found, counted)
         return counted
 
+    def clear(self) -> None:
+        self._known.clear()
+        self.bytes = 0
+
     def _keep(self, view: View, found: tuple[tuple[bytes, int], ...], counted: Counted) -> None:
         size = _ROW_BYTES * (1 + len(counted.rows)) + sum(_RUN_BYTES + len(value) for value, _ in found)
         of_view = 0 if view in self._known else _ROW_BYTES + _HOLDER_BYTES * view.size
         if self.bytes + of_view + size > self._bytes_max:
-            self._known.clear()
-            self.bytes, of_view = 0, _ROW_BYTES + _HOLDER_BYTES * view.size
+            self.clear()
+            of_view = _ROW_BYTES + _HOLDER_BYTES * view.size
         if of_view + size <= self._bytes_max:
             self._known.setdefault(view, {})[found] = counted
             self.bytes += of_view + size

@@ -50,6 +50,8 @@ class HolderTable:
     group: GroupName
     publishers: Mapping[int, PublisherRow]
     holders: Mapping[int, Holder]
+    incarnation: bytes = b""
+    """The version that the table began with: with another one it is a table of another filling of Redis."""
     _views: dict[int, View] = field(default_factory=dict, repr=False, compare=False)
 
     @property

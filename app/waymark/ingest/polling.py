@@ -45,7 +45,7 @@ class Poller:
         self.is_away = False
         """Redis did not answer the last poll."""
         self.running: dict[PublisherName, Running] = {}
-        self._leaving: set[bytes] = set()
+        self._leaving: set[bytes] = store.incarnation.cache(set())
         self._others: set[str] = set()
         self._claims: list[Claim] = []
         """As they were at the last poll."""
@@ -113,7 +113,8 @@ class Poller:
             seen.add(claim.raw)
             if claim.raw in self._leaving:
                 await self._store.registry.finish(claim)
-        self._leaving = seen
+        self._leaving.clear()
+        self._leaving.update(seen)
 
     async def _keep_groups(self, claims: Iterable[Claim]) -> None:
         """A group whose id Redis has lost is not found by queries, while its streams go on."""

@@ -72,7 +72,7 @@ class StreamRunner:
         self.places = places
         self._errors: dict[PublisherName, str] = {}
         """Why streams stopped the last time."""
-        self._epochs: dict[str, int] = {}
+        self._epochs: dict[str, int] = store.incarnation.cache({})
 
     async def run(self, running: Running) -> None:
         """Take the lease and apply the stream until it is cancelled or the lease is lost."""
@@ -152,7 +152,8 @@ class StreamRunner:
                     continue  # unregistered just now
                 finally:
                     await self._give_back(grant)
-        self._epochs = now
+        self._epochs.clear()
+        self._epochs.update(now)
 
     async def _take(self, claim: Claim) -> Grant | None:
         """Take the lease. One that arrives just as the stream is stopped is given back, not left to run out."""

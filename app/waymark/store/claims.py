@@ -97,4 +97,6 @@ def decode_table(fields: dict[bytes, bytes]) -> HolderTable | None:
         elif name.isdigit():
             record = orjson.loads(value)
             holders[int(name)] = Holder(id=int(name), **{key: record[key] for key in _HOLDER_FIELDS})
-    return HolderTable(fields[b"version"], GroupName(tenant_id, model_name), publishers, holders)
+    return HolderTable(
+        fields[b"version"], GroupName(tenant_id, model_name), publishers, holders, fields.get(b"incarnation", b"")
+    )

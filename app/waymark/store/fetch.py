@@ -22,6 +22,7 @@ from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import Client
 from waymark.store.hot import HotBlocks
+from waymark.store.incarnation import Incarnation
 from waymark.store.line import Replies
 from waymark.store.registry import GroupEntry
 from waymark.store.wire import mget, scan
@@ -103,8 +104,9 @@ class _Question(NamedTuple):
 class Fetcher:
     """Asks Redis for blocks, except for those that are hot."""
 
-    def __init__(self, client: Client, hot: HotBlocks, metrics: Metrics) -> None:
+    def __init__(self, client: Client, incarnation: Incarnation, hot: HotBlocks, metrics: Metrics) -> None:
         self._client = client
+        self._incarnation = incarnation
         self._hot = hot
         self._metrics = metrics
 
@@ -114,6 +116,7 @@ class Fetcher:
         TimeoutError at ``until``, by the loop's clock.
         """
         began = time.monotonic()
+        changes = self._incarnation.changes
         kept = self._hot.find(entry.group_id, wanted, began)
         questions = _questions(entry, wanted, kept, with_version=with_version)
         if not questions:
@@ -137,12 +140,9 @@ class Fetcher:
             fetched = _together(len(wanted) // KEY_BYTES, kept, questions, replies)
         ended = time.monotonic()
         self._metrics.fetch_duration_seconds.observe(ended - began)
-        self._hot.keep(entry.group_id, wanted, fetched.runs, ended)
+        if changes == self._incarnation.changes:
+            self._hot.keep(entry.group_id, wanted, fetched.runs, ended)
         return fetched, 1
-
-    def forget(self) -> None:
-        """Forget what is hot."""
-        self._hot.clear()
 
     async def _ask(self, group_id: int, questions: list[_Question], until: float) -> list[list[Any]]:
         """The replies to each question; ``StoreUnavailable`` where any of them is an error."""

@@ -22,6 +22,7 @@ from waymark.store.claims import decode_table
 from waymark.store.client import Client
 from waymark.store.fetch import Fetcher
 from waymark.store.hot import HotBlocks
+from waymark.store.incarnation import Incarnation
 from waymark.store.registry import GroupEntry, Registry
 
 KeySource = Callable[[int], bytes]
@@ -36,6 +37,8 @@ _CHUNK = 512
 #: How much one query counts in the average.
 _WEIGHT = 1 / 8
 
+#: How often a query starts over because Redis has come back empty, the first time included.
+_STARTS_MAX = 3
 #: Groups and tables remembered; beyond it the oldest is forgotten.
 _GROUPS_MAX = 1024
 
@@ -93,14 +96,22 @@ class _Query:
 
 
 class Reader:
-    def __init__(self, client: Client, registry: Registry, hot: HotBlocks, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        registry: Registry,
+        incarnation: Incarnation,
+        hot: HotBlocks,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._client = client
-        self._fetcher = Fetcher(client, hot, metrics or Metrics())
+        self._fetcher = Fetcher(client, incarnation, hot, metrics or Metrics())
         self._registry = registry
-        self._groups: dict[GroupName, GroupEntry] = {}
-        self._tables: dict[int, HolderTable] = {}
+        self._incarnation = incarnation
+        self._groups: dict[GroupName, GroupEntry] = incarnation.cache({})
+        self._tables: dict[int, HolderTable] = incarnation.cache({})
         # By group id: how many blocks queries found lately, on average, of up to 128.
-        self._usual: dict[int, float] = {}
+        self._usual: dict[int, float] = incarnation.cache({})
 
     async def read(
         self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
@@ -112,18 +123,20 @@ class Reader:
         query = _Query(block_size, source)
         until = asyncio.get_running_loop().time() + deadline_seconds
         try:
-            for _ in range(2):
-                entry = self._groups.get(group) or await self._find(group, until)
+            for _ in range(_STARTS_MAX):
+                changes = self._incarnation.changes
+                known = self._groups.get(group)
+                entry = known or await self._find(group, until)
                 if entry is None:
                     return None
-                if await self._walk(group, entry, query, until):
+                if await self._walk(group, entry, query, until, changes):
                     self._remember(entry, query)
                     return query.reading(is_partial=False)
-                # The id is another group's: this Redis has come back empty, so nothing known of it holds.
-                self._fetcher.forget()
-                self._groups.clear()
-                self._tables.clear()
-                self._usual.clear()
+                if changes == self._incarnation.changes:
+                    if known is None:
+                        return None
+                    # The id is another group's now: this Redis has come back empty.
+                    self._incarnation.forget()
                 query.restart()
             return None
         except TimeoutError:
@@ -162,9 +175,10 @@ class Reader:
             raise self._silent(deadline_seconds) from None
 
     async def _find(self, group: GroupName, until: float) -> GroupEntry | None:
+        changes = self._incarnation.changes
         async with asyncio.timeout_at(until):
             entry = await self._registry.group(group)
-        if entry is not None:
+        if entry is not None and changes == self._incarnation.changes:
             if len(self._groups) >= _GROUPS_MAX:
                 oldest = next(iter(self._groups))
                 group_id = self._groups.pop(oldest).group_id
@@ -173,8 +187,8 @@ class Reader:
             self._groups[group] = entry
         return entry
 
-    async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float) -> bool:
-        """Walk to the end; False where ``entry`` is not this group's id (any more). TimeoutError at ``until``."""
+    async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float, changes: int) -> bool:
+        """Walk to the end; False where what is remembered of the group does not hold. TimeoutError at ``until``."""
         usual = self._usual.get(entry.group_id, 0.0)
         chunk = next((blocks for bound, blocks in _FIRST_CHUNKS if usual < bound), _CHUNK)
         is_fresh = False
@@ -190,7 +204,7 @@ class Reader:
                 if table is None or table.version != fetched.version:
                     table, is_fresh = await self._read_table(entry.group_id, until), True
                     query.round_trips += 1
-                if table is None or table.group != group:
+                if table is None or table.group != group or changes != self._incarnation.changes:
                     return False
                 walk = query.begin(table)
             query.runs += fetched.runs
@@ -204,7 +218,7 @@ class Reader:
                 # A block names a holder that began after the table was read: read it again, once, and walk anew.
                 table, is_fresh = await self._read_table(entry.group_id, until), True
                 query.round_trips += 1
-                if table is None or table.group != group:
+                if table is None or table.group != group or changes != self._incarnation.changes:
                     return False
                 if not query.begin(table).feed_runs(query.runs) or not is_whole:
                     return True
@@ -219,10 +233,13 @@ class Reader:
             self._usual[entry.group_id] = usual + _WEIGHT * (found - usual)
 
     async def _read_table(self, group_id: int, until: float | None) -> HolderTable | None:
+        changes = self._incarnation.changes
         async with asyncio.timeout_at(until):
             table = decode_table(await self._client.hgetall(keys.holders(group_id)))
         if table is None:
             self._tables.pop(group_id, None)
-        else:
+            return None
+        if changes == self._incarnation.changes:
+            self._incarnation.saw(group_id, table.incarnation)
             self._tables[group_id] = table
         return table

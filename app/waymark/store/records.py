@@ -15,6 +15,7 @@ from waymark.domain.names import Holder, Registration
 from waymark.store import keys
 from waymark.store.claims import Claim, encode_holder
 from waymark.store.client import Client
+from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_word
 from waymark.store.scripts import Scripts
 
@@ -88,9 +89,10 @@ class Begin:
 
 
 class Records:
-    def __init__(self, client: Client, scripts: Scripts) -> None:
+    def __init__(self, client: Client, scripts: Scripts, incarnation: Incarnation | None = None) -> None:
         self._client = client
         self._scripts = scripts
+        self._incarnation = incarnation or Incarnation()
 
     async def read(self, grant: Grant) -> StreamState | None:
         """The record; None where it is gone or names another token."""
@@ -222,7 +224,9 @@ class Records:
 
     async def incarnation(self) -> str:
         """The random word of this filling of Redis; another one means that it came back empty."""
-        return await self._scripts.name_birth(keys.BIRTH, random_word())
+        word = await self._scripts.name_birth(keys.BIRTH, random_word())
+        self._incarnation.saw(keys.BIRTH, word.encode())
+        return word
 
 
 def _decode_reply(reply: list[bytes] | dict[bytes, bytes]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from waymark.store.access import Access
 from waymark.store.client import Client, Subscription
 from waymark.store.health import HealthWatch
 from waymark.store.hot import HotBlocks
+from waymark.store.incarnation import Incarnation
 from waymark.store.index import Index
 from waymark.store.leases import Leases
 from waymark.store.reader import Reader
@@ -37,6 +38,8 @@ class Store:
         for each in (client, read_client):
             if each is not None:
                 each.metrics = metrics
+        self.incarnation = Incarnation()
+        """Every cache of the process is made by it."""
         self._client = client
         self._read_client = read_client
         self.health = HealthWatch(client, are_shards_set=are_shards_set, hash_seed=hash_seed)
@@ -44,14 +47,15 @@ class Store:
         self.leases = Leases(client, self.scripts)
         self.registry = Registry(client, self.scripts, self.leases, shards=shards, hash_seed=hash_seed)
         self.index = Index(client, self.scripts)
-        self.records = Records(client, self.scripts)
+        self.records = Records(client, self.scripts, self.incarnation)
         self.sweeper = Sweeper(client, self.scripts, metrics)
         reading = read_client or client
         read_scripts = Scripts(reading, metrics)
         self.reader = Reader(
             reading,
             Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards, hash_seed=hash_seed),
-            HotBlocks(0, 0) if hot is None else hot,
+            self.incarnation,
+            self.incarnation.cache(HotBlocks(0, 0) if hot is None else hot),
             metrics,
         )
 

@@ -1,0 +1,163 @@
+"""Whatever a process remembers is bound to what it was learned from: every container that lives on is named here.
+
+A cache of what Redis has answered is made by the ``Incarnation`` of its store, which empties it when Redis has come
+back empty. Any other container that outlives a call stands in the table below, with the reason why nothing of another
+Redis can be in it. A new one that does neither fails.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from waymark.api.conductor import Conductor
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.hot import HotBlocks
+from waymark.store.store import Store
+
+ROOT = Path(__file__).parents[1] / "app" / "waymark"
+#: The parts that see what Redis answers; `domain` and `serving` keep what these hand them.
+PARTS = ("api", "ingest", "store")
+CONTAINERS = {
+    "dict", "set", "list", "deque", "defaultdict", "Counter", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary",
+    "WeakSet",
+}  # fmt: skip
+DECORATORS = {"cache", "lru_cache", "cached_property"}
+
+#: A container, or a class whose containers all have the same reason; and the reason.
+ELSEWHERE = {
+    "api.access:AllowedEndpoints": "settings",
+    "api.dynamo_views:DynamoViews": "what clients have said of their peers",
+    "api.fields:Request": "names of fields",
+    "api.operations:Answer": "one answer",
+    "api.operations:Doc": "documentation",
+    "api.operations:Operation": "children of a counter",
+    "api.query_counts:QueryCounts": "children of a counter",
+    "api.rows:Rows": "made by the incarnation, and bound to views of tables",
+    "api.rows:_NONE_KNOWN": "always empty",
+    "api.texts:Texts": "what texts of requests say, by their bytes",
+    "api.turns:Turns": "requests that wait",
+    "ingest.keeper:RegistrationKeeper": "publishers of the file whose refusal is in the log",
+    "ingest.lanes:Lanes": "one stream, under one grant",
+    "ingest.life:Life": "one stream, under one grant",
+    "ingest.polling:Poller._claims": "registrations to restore where Redis has come back empty",
+    "ingest.polling:Poller._others": "workers that lived before Redis came back empty, to wait for",
+    "ingest.polling:Poller.running": "streams under way, each under its grant",
+    "ingest.replay_places:ReplayPlaces": "replays under way",
+    "ingest.running:StreamRunner._errors": "what the log says already",
+    "ingest.shares:RegisteredRanks": "one poll",
+    "ingest.shares:Shares": "computed from ids and names alone",
+    "ingest.subscriber:Subscriber": "frames that wait to be applied",
+    "ingest.sweeping:Pace": "how long steps have taken",
+    "ingest.teller:Teller": "one stream, under one grant",
+    "store.cluster:Cluster": "nodes and slots, which MOVED corrects",
+    "store.health:Health": "one answer",
+    "store.hot:HotBlocks": "made by the incarnation",
+    "store.incarnation:Incarnation": "the mechanism itself",
+    "store.leases:Grant": "under one grant, which a Redis that came back empty does not know",
+    "store.lending:_kept": "connections",
+    "store.line:Replies": "one answer",
+    "store.reader:_Query": "one query",
+}
+
+
+def is_container(value: ast.expr | None) -> bool:
+    match value:
+        case ast.Dict(keys=[]) | ast.List(elts=[]):
+            return True
+        case ast.Call(func=ast.Subscript(value=ast.Name(id=name)) | ast.Name(id=name) | ast.Attribute(attr=name)):
+            factories = [keyword.value for keyword in value.keywords if keyword.arg == "default_factory"]
+            return name in CONTAINERS or any(isinstance(each, ast.Name) and each.id in CONTAINERS for each in factories)
+        case ast.IfExp():
+            return is_container(value.body) or is_container(value.orelse)
+        case ast.BoolOp():
+            return any(map(is_container, value.values))
+    return False
+
+
+def containers(tree: ast.Module, module: str) -> Iterator[str]:
+    """``module:Class.attribute`` of each that outlives the call which makes it, and of each remembering function."""
+
+    def of_body(body: list[ast.stmt], name: str) -> Iterator[str]:
+        for statement in body:
+            match statement:
+                case ast.ClassDef():
+                    yield from of_body(statement.body, f"{module}:{statement.name}.")
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    for decorator in statement.decorator_list:
+                        words = {node.id for node in ast.walk(decorator) if isinstance(node, ast.Name)}
+                        words |= {node.attr for node in ast.walk(decorator) if isinstance(node, ast.Attribute)}
+                        if words & DECORATORS:
+                            yield name + statement.name
+                    yield from of_self(statement, name)
+                case ast.Assign(targets=targets, value=value) if is_container(value):
+                    yield from (name + target.id for target in targets if isinstance(target, ast.Name))
+                case ast.AnnAssign(target=ast.Name(id=target), value=value) if is_container(value):
+                    yield name + target
+
+    def of_self(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[str]:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and is_container(node.value):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    match target:
+                        case ast.Attribute(value=ast.Name(id="self"), attr=attribute):
+                            yield name + attribute
+
+    yield from of_body(tree.body, f"{module}:")
+
+
+def found() -> set[str]:
+    names: set[str] = set()
+    for part in PARTS:
+        for path in sorted((ROOT / part).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            names.update(containers(ast.parse(path.read_text(encoding="utf-8")), module))
+    return names
+
+
+def reason_of(name: str) -> str | None:
+    return ELSEWHERE.get(name) or ELSEWHERE.get(name.rpartition(".")[0])
+
+
+def test_every_container_is_made_by_the_incarnation_or_has_a_reason() -> None:
+    strangers = sorted(name for name in found() if reason_of(name) is None)
+    assert not strangers, (
+        f"{strangers}: make a cache of what Redis answers by Incarnation.cache, so that it ends with that Redis; "
+        "anything else needs its reason in ELSEWHERE"
+    )
+
+
+def test_every_reason_is_of_something_that_is_there() -> None:
+    names = found()
+    known = names | {name.rpartition(".")[0] for name in names}
+    assert sorted(ELSEWHERE.keys() - known) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        pytest.param("class A:\n def __init__(self):\n  self._known: dict[int, int] = {}", {"m:A._known"}, id="a dict"),
+        pytest.param("class A:\n def keep(self):\n  self.all = set[int]()", {"m:A.all"}, id="made late"),
+        pytest.param("class A:\n seen = deque(maxlen=3)", {"m:A.seen"}, id="of the class"),
+        pytest.param("class A:\n seen: X = field(default_factory=dict)", {"m:A.seen"}, id="of a dataclass"),
+        pytest.param("_known: X = WeakKeyDictionary()", {"m:_known"}, id="of the module"),
+        pytest.param("@functools.lru_cache(9)\ndef table(): ...", {"m:table"}, id="a remembering function"),
+        pytest.param("class A:\n def f(self, x):\n  self.x = x or {}", {"m:A.x"}, id="a default"),
+        pytest.param("class A:\n def f(self, i):\n  self.x = i.cache({})\n  y = {}", set(), id="made by it"),
+    ],
+)
+def test_a_container_is_found(text: str, names: set[str]) -> None:
+    assert set(containers(ast.parse(text), "m")) == names
+
+
+def test_hot_blocks_and_answers_are_emptied_by_it() -> None:
+    hot = HotBlocks(60.0, 1 << 20)
+    store = Store.open("memory://", hot=hot)
+    conductor = Conductor(store, Settings(), Metrics())
+    emptied = store.incarnation._caches
+    assert any(each is hot for each in emptied)
+    assert any(each is conductor._rows for each in emptied)
