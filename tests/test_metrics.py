@@ -68,6 +68,8 @@ EXPORTED = [
     "waymark_script_duration_seconds{script}",
     "waymark_script_replies_total{script,verdict}",
     "waymark_stale_batches_total",
+    "waymark_streams_left",
+    "waymark_streams_max",
     "waymark_streams{status}",
     "waymark_sweep_blocks_total",
     "waymark_sweeps_total",

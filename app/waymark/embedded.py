@@ -10,6 +10,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -17,6 +18,7 @@ import uvicorn
 from waymark import native
 from waymark.api.application import create_app, create_probes
 from waymark.apply.options import ApplyOptions
+from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
@@ -70,6 +72,12 @@ def worker_options(settings: Settings) -> WorkerOptions:
 async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
     """One process, until a signal ends it; ``SettingsError`` where the file of publishers is wrong."""
     options = worker_options(settings) if has_worker else None
+    worker_files = 0
+    if options is not None:
+        # Where both are in one process, HTTP connections get the other half.
+        room = room_for(options.streams_max, options.replays_max, part=0.5 if has_api else 1.0)
+        options = replace(options, streams_max=room.streams, replays_max=room.replays)
+        worker_files = room.files
     role = "serve" if has_api and has_worker else "query" if has_api else "ingest"
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role=role, is_native=is_native, models_max=settings.metrics_models_max)
@@ -84,7 +92,9 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         hot=HotBlocks(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
         metrics=metrics,
     )
-    bounds = Bounds(settings.request_seconds, files_for(settings.connections_max), settings.bodies_max_bytes)
+    bounds = Bounds(
+        settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
+    )
     port = settings.port if has_api else settings.ingest_port
     server = _Server(
         uvicorn.Config(

@@ -230,6 +230,14 @@ class Metrics:
         )
         self.groups = gauge("groups", "How many groups have a publisher, as an ingest worker sees it.", over="max")
         self.streams = gauge("streams", "How many streams this worker has, by status.", "status")
+        self.streams_max = gauge(
+            "streams_max", "How many streams this worker takes at most, by its limit of open files."
+        )
+        self.streams_left = gauge(
+            "streams_left",
+            "How many streams no ingest worker has room for, as an ingest worker sees it.",
+            over="max",
+        )
         self.holders = gauge("holders", "How many live holders the streams of this worker have.")
         self.leases_taken = counter("leases_taken", "How many times this worker took the lease of a stream.")
         self.leases_lost = counter("leases_lost", "How many times a stream of this worker turned out to be another's.")

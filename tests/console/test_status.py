@@ -316,3 +316,15 @@ def test_the_embedded_redis_of_another_process_cannot_be_looked_at(
     assert "memory://" in error
     assert "--redis-url" in error
     assert "/workers" in error
+
+
+async def test_a_stream_for_which_no_worker_has_room_says_so(streams: list[Stream], store: Store, waymark: Run) -> None:
+    await store.registry.register(registration("pod-9"))
+    await store.records.alive("worker-1", keep_seconds=60, is_leaving=True)
+    await store.records.heartbeat("worker-1", keep_seconds=60, streams_max=3)
+    text = await waymark("status")
+    (worker,) = table(text, "WORKER")
+    assert (worker["WORKER"], worker["STREAMS"]) == ("worker-1", "3 of 3")
+    complaints = {row["INSTANCE"]: row["COMPLAINT"] for row in table(text, "TENANT")}
+    assert complaints["pod-9"] == "no live ingest worker has room for it: add one, or raise their limit of open files"
+    assert "room" not in complaints["pod-1"]

@@ -122,7 +122,9 @@ async def settle(ask: Callable[[], Awaitable[Any]], expected: object, seconds: f
 
 
 class Start(Protocol):
-    async def __call__(self, role: str, redis_url: str, **settings: object) -> Service: ...
+    async def __call__(
+        self, role: str, redis_url: str, *, open_files: int | None = None, **settings: object
+    ) -> Service: ...
 
 
 def free_port() -> int:
@@ -132,12 +134,14 @@ def free_port() -> int:
         return port
 
 
-def spawn(role: str, environ: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def spawn(role: str, environ: dict[str, str], log: Path, open_files: int | None = None) -> subprocess.Popen[bytes]:
+    """``open_files`` is its limit of file descriptors, which it cannot raise."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    command = [sys.executable, "-m", "waymark", role]
+    if open_files is not None:
+        command = ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh", *command]
     with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "waymark", role], cwd=ROOT, env=clean | environ, stdout=output, stderr=output
-        )
+        return subprocess.Popen(command, cwd=ROOT, env=clean | environ, stdout=output, stderr=output)
 
 
 @asynccontextmanager
@@ -146,12 +150,12 @@ async def starting(directory: Path) -> AsyncIterator[Start]:
     services: list[Service] = []
     async with AsyncExitStack() as stack:
 
-        async def start(role: str, redis_url: str, **settings: object) -> Service:
+        async def start(role: str, redis_url: str, *, open_files: int | None = None, **settings: object) -> Service:
             port = str(settings.pop("port", free_port()))
             environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in settings.items()}
             environ |= {"WAYMARK_REDIS_URL": redis_url, "WAYMARK_HOST": "127.0.0.1"}
             environ["WAYMARK_INGEST_PORT" if role == "ingest" else "WAYMARK_PORT"] = port
-            process = spawn(role, environ, directory / f"{role}-{len(services)}.log")
+            process = spawn(role, environ, directory / f"{role}-{len(services)}.log", open_files)
             stack.callback(process.wait)
             stack.callback(process.kill)
             client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(30.0), trust_env=False)

@@ -15,6 +15,7 @@ from typing import Any
 from waymark.console.look import Look
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
+from waymark.store.heartbeats import Heartbeat
 from waymark.store.records import PublisherState
 
 #: A worker that has been silent for longer is taken for dead, as ``/workers`` does.
@@ -54,6 +55,12 @@ class WorkerState:
     id: str
     streams: int
     silent_seconds: float
+    streams_max: int | None = None
+    """How many it takes at most; None: no limit."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.streams_max is not None and self.streams >= self.streams_max
 
     @property
     def is_alive(self) -> bool:
@@ -90,6 +97,9 @@ class Status:
     def complaint(self, state: PublisherState) -> str:
         """What is not as it should be with a stream, in words; empty where nothing is seen."""
         if self.is_orphan(state):
+            alive = [worker for worker in self.workers if worker.is_alive]
+            if alive and all(worker.is_full for worker in alive):
+                return "no live ingest worker has room for it: add one, or raise their limit of open files"
             return f"no live ingest worker has it{', the last was ' + state.worker if state.worker else ''}"
         return complaint(state)
 
@@ -169,8 +179,11 @@ def _now(infos: Sequence[Mapping[str, Any]]) -> float:
 
 def _workers(beats: Sequence[bytes], streams: Counter[str], now: float) -> tuple[WorkerState, ...]:
     """``ZRANGE WITHSCORES``: id, score, id, score."""
-    silent = {beats[i].decode(): max(0.0, now - float(beats[i + 1])) for i in range(0, len(beats), 2)}
-    return tuple(WorkerState(worker, streams[worker], seconds) for worker, seconds in sorted(silent.items()))
+    silent = {Heartbeat.of(beats[i].decode()): max(0.0, now - float(beats[i + 1])) for i in range(0, len(beats), 2)}
+    return tuple(
+        WorkerState(beat.worker, streams[beat.worker], seconds, beat.streams_max)
+        for beat, seconds in sorted(silent.items(), key=lambda item: item[0].member)
+    )
 
 
 def as_json(status: Status) -> dict[str, Any]:

@@ -95,7 +95,10 @@ def _workers(status: Status) -> Part:
     rows = [
         (
             text(worker.id),
-            text(str(worker.streams)),
+            text(
+                f"{worker.streams} of {worker.streams_max}" if worker.is_full else str(worker.streams),
+                "bold red" if worker.is_full else "",
+            ),
             text(seconds_text(worker.silent_seconds)),
             text("alive", "green") if worker.is_alive else text("silent", "bold red"),
         )

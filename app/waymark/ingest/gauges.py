@@ -27,6 +27,7 @@ class Gauges:
         streams: Callable[[], Iterable[Served]],
         places: ReplayPlaces,
         *,
+        streams_max: int,
         statuses: Sequence[str],
     ) -> None:
         self._metrics = metrics
@@ -35,6 +36,7 @@ class Gauges:
         metrics.buffer_frames.set_function(partial(self._sum, lambda stream, _: stream.buffered[1]))
         metrics.waiting_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.waiting.blocks))
         metrics.holders.set_function(partial(self._sum, lambda _, resolver: len(resolver.holders)))
+        metrics.streams_max.set(streams_max)
         metrics.replays_running.set_function(lambda: places.running)
         metrics.replays_waiting.set_function(lambda: places.waiting)
         for status in statuses:

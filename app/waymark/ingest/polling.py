@@ -40,11 +40,12 @@ class Poller:
         self._runner = runner
         self._keeper = RegistrationKeeper(store, metrics, options.publishers)
         self._shares = Shares(options.worker_id)
-        self._gauges = Gauges(metrics, self._served, runner.places, statuses=STATUSES)
+        self._gauges = Gauges(metrics, self._served, runner.places, streams_max=options.streams_max, statuses=STATUSES)
         self.hint = asyncio.Event()
         self.is_away = False
         """Redis did not answer the last poll."""
         self.running: dict[PublisherName, Running] = {}
+        self._are_some_left = False
         self._leaving: set[bytes] = store.incarnation.cache(set())
         self._others: set[str] = set()
         self._claims: list[Claim] = []
@@ -73,8 +74,10 @@ class Poller:
                 continue
 
     async def _poll(self, tasks: asyncio.TaskGroup) -> None:
-        workers = await self._store.records.alive(
-            self._options.worker_id, keep_seconds=max(2, int(self._options.stream.lease_seconds))
+        workers = await self._store.records.heartbeat(
+            self._options.worker_id,
+            keep_seconds=max(2, int(self._options.stream.lease_seconds)),
+            streams_max=self._options.streams_max,
         )
         claims = await self._claims_and_lost()
         is_another = await self._keeper.restore(running.claim.registration for running in self.running.values())
@@ -91,9 +94,10 @@ class Poller:
         await self._keep_groups(staying)
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
+        self._say_left(self._shares.left)
         self._start(wanted, RegisteredRanks(claims), tasks)
         self._runner.forget_errors(name for name in wanted if name not in self.running or self.running[name].is_idle)
-        self._gauges.saw(workers, [claim.registration for claim in staying])
+        self._gauges.saw(list(workers), [claim.registration for claim in staying])
 
     async def _claims_and_lost(self) -> list[Claim]:
         """All claims; one that was there at the last poll and that Redis has lost since is put back first."""
@@ -134,7 +138,10 @@ class Poller:
         self.running = {name: running for name, running in self.running.items() if not running.is_done}
 
     def _start(self, wanted: Mapping[PublisherName, Claim], ranks: RegisteredRanks, tasks: asyncio.TaskGroup) -> None:
-        """Start what is wanted and does not run, as far as there is room; tell the rest which ranks are registered."""
+        """Start what is wanted and does not run, as far as there is room beside what still runs.
+
+        The streams that run learn which ranks are registered.
+        """
         for name, claim in wanted.items():
             running = self.running.get(name)
             if running is not None:
@@ -142,6 +149,16 @@ class Poller:
             elif len(self.running) < self._options.streams_max:
                 running = self.running[name] = Running(claim, ranks.beside(name))
                 running.task = tasks.create_task(self._runner.run(running))
+
+    def _say_left(self, left: int) -> None:
+        """Log it when streams begin and cease to have no worker."""
+        self._metrics.streams_left.set(left)
+        if bool(left) != self._are_some_left:
+            self._are_some_left = bool(left)
+            if left:
+                log.warning("no ingest worker has room for more streams", extra=fields(streams=left))
+            else:
+                log.info("every stream has an ingest worker again")
 
     def _served(self) -> list[Served]:
         """The streams that run, each with what it resolves by."""

@@ -6,7 +6,7 @@ Every worker sees the same publishers and the same live workers, and computes it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 from xxhash import xxh3_64_intdigest
 
@@ -15,32 +15,48 @@ from waymark.store.claims import Claim
 
 
 class Shares:
-    """The share of ``worker_id``; remembers whose a publisher is for as long as the same workers live."""
+    """The share of ``worker_id``; remembers the order of workers for a publisher while the same workers live."""
 
     def __init__(self, worker_id: str) -> None:
+        self.left = 0
+        """Streams for which no worker had room."""
         self._worker_id = worker_id
         self._workers: tuple[str, ...] = ()
-        self._mine: dict[int, bool] = {}
+        self._orders: dict[int, list[str]] = {}
 
-    def of(self, claims: Iterable[Claim], workers: Sequence[str]) -> list[Claim]:
-        """Those of ``claims`` that are this worker's while ``workers`` live."""
-        known = self._mine if self._workers == tuple(workers) else {}
-        self._workers, self._mine = tuple(workers), {}
+    def of(self, claims: Iterable[Claim], workers: Mapping[str, int | None]) -> list[Claim]:
+        """Those of ``claims`` that are this worker's while ``workers`` live; of each, how many streams it takes.
+
+        A stream is for the worker with the largest hash of its name and the publisher's id that has room for it. A
+        claim without a stream needs no room.
+        """
+        names = tuple(workers) or (self._worker_id,)
+        known = self._orders if self._workers == names else {}
+        self._workers, self._orders = names, {}
+        rooms = {worker: room for worker, room in workers.items() if room is not None}
         mine: list[Claim] = []
-        for claim in claims:
+        self.left = 0
+        # All workers go through them in the same order, whatever Redis lists first.
+        for claim in sorted(claims, key=lambda claim: claim.publisher) if rooms else claims:
             publisher = claim.publisher
-            is_mine = known[publisher] if publisher in known else self._is_mine(publisher)
-            self._mine[publisher] = is_mine
-            if is_mine:
+            order = self._orders[publisher] = known.get(publisher) or self._order(publisher)
+            if claim.registration.endpoint is None:
+                worker: str | None = order[0]
+            else:
+                worker = next((name for name in order if rooms.get(name, 1)), None)
+                self.left += worker is None
+                if worker in rooms:
+                    rooms[worker] -= 1
+            if worker == self._worker_id:
                 mine.append(claim)
         return mine
 
-    def _is_mine(self, publisher: int) -> bool:
-        """Whether this worker is the live one with the largest hash of its name and the publisher's id."""
-        return self._worker_id == max(
+    def _order(self, publisher: int) -> list[str]:
+        """All workers, the first choice first."""
+        return sorted(
             self._workers,
             key=lambda worker: (xxh3_64_intdigest(f"{worker} {publisher}".encode()), worker),
-            default=self._worker_id,
+            reverse=True,
         )
 
 

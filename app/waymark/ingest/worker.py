@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 #: How long to wait for a hint, and before the channel is subscribed to again.
 _HINT_SECONDS = 2.0
 _SOCKETS_PER_STREAM = 4
+#: Closed sockets that libzmq has not taken back yet while their successors are opened.
+_CLOSING_SOCKETS = 64
 
 
 class Worker:
@@ -38,7 +40,7 @@ class Worker:
         """Until cancelled; then leases are given back at once."""
         context: Context = zmq.Context(io_threads=2)
         # One subscriber is a socket and both ends of its monitor; a replay is one more.
-        context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_STREAM * self._options.streams_max)
+        context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_STREAM * self._options.streams_max + _CLOSING_SOCKETS)
         self._runner.context = context
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -58,7 +60,12 @@ class Worker:
 
     async def _leave(self) -> None:
         try:
-            await self._store.records.alive(self._options.worker_id, keep_seconds=60, is_leaving=True)
+            await self._store.records.heartbeat(
+                self._options.worker_id,
+                keep_seconds=60,
+                streams_max=self._options.streams_max,
+                is_leaving=True,
+            )
         except StoreUnavailable as exc:
             log.debug("not signed off", extra=fields(error=exc.sentence))
 

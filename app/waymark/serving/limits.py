@@ -221,15 +221,18 @@ def _until(waiting: dict[HttpConnection, float], moment: float) -> list[HttpConn
     return late
 
 
-def files_for(connections_max: int) -> int:
-    """How many connections the limit of open files allows, at most those asked for; raises the soft limit."""
+def files_for(connections_max: int, others: int = 0) -> int:
+    """How many connections the limit of open files allows, at most those asked for; raises the soft limit.
+
+    ``others`` is how many files of this process are for something that has counted them itself.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections_max + _OTHER_FILES
+    wanted = connections_max + others + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections_max
-    allowed = max(1, soft - _OTHER_FILES)
+    allowed = max(1, soft - others - _OTHER_FILES)
     log.warning("fewer connections than set: the limit of open files", extra=fields(connections=allowed, files=soft))
     return allowed

@@ -15,6 +15,7 @@ from waymark.domain.names import Holder, Registration
 from waymark.store import keys
 from waymark.store.claims import Claim, encode_holder
 from waymark.store.client import Client
+from waymark.store.heartbeats import Heartbeat
 from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_word
 from waymark.store.scripts import Scripts
@@ -218,9 +219,20 @@ class Records:
             )
         return states
 
+    async def heartbeat(
+        self, worker: str, *, keep_seconds: int, streams_max: int | None = None, is_leaving: bool = False
+    ) -> dict[str, int | None]:
+        """Say that ``worker`` is alive (or leaves; '' only asks); of all that are, how many streams each takes.
+
+        None is no limit. A worker says the same ``streams_max`` for as long as it lives.
+        """
+        member = Heartbeat(worker, streams_max).member
+        members = await self._scripts.beat(keys.WORKERS, member, keep_seconds, "1" if is_leaving else "")
+        return dict(map(Heartbeat.of, members))
+
     async def alive(self, worker: str, *, keep_seconds: int, is_leaving: bool = False) -> list[str]:
-        """Say that ``worker`` is alive (or leaves; '' only asks); the ids of all that are."""
-        return await self._scripts.beat(keys.WORKERS, worker, keep_seconds, "1" if is_leaving else "")
+        """As ``heartbeat``, of a worker without a limit; the ids alone."""
+        return list(await self.heartbeat(worker, keep_seconds=keep_seconds, is_leaving=is_leaving))
 
     async def incarnation(self) -> str:
         """The random word of this filling of Redis; another one means that it came back empty."""

@@ -1,0 +1,86 @@
+"""How many streams fit into the limit of open files of this process.
+
+libzmq gives every socket a descriptor to wake its owner by, besides the one of its connection. Where descriptors run
+out a stream cannot connect, a replay cannot ask and Redis cannot be reached, so a worker takes only as many streams
+as it can serve and leaves the others to workers with room for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from typing import NamedTuple
+
+from waymark.logs import fields
+from waymark.store.client import CONNECTIONS
+
+log = logging.getLogger(__name__)
+
+#: A SUB socket, both ends of its monitor, the connection.
+FILES_PER_STREAM = 4
+#: A DEALER socket and its connection.
+FILES_PER_REPLAY = 2
+#: libzmq's threads, polling, sweeping, hints, the port of the probes, and a few to spare.
+OTHER_FILES = 24
+#: Where files are few, a sixteenth of them may be replays.
+_FREE_PER_REPLAY = 16
+
+
+class Room(NamedTuple):
+    """What a worker may take at most."""
+
+    streams: int
+    replays: int
+    files: int
+    """The descriptors that all of it needs."""
+    is_limited: bool
+    """It is less than was asked for."""
+
+
+def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Room:
+    """The room within ``part`` of what the limit of open files leaves; raises the soft limit as far as that helps."""
+    wanted = _files(streams_max, replays_max)
+    already = _open_files()
+    limit = _raised(already + int(wanted / part))
+    room = fit(streams_max, replays_max, int((limit - already) * part))
+    if room.is_limited:
+        about = fields(streams=room.streams, wanted=streams_max, replays=room.replays, files=limit)
+        log.warning("the limit of open files leaves room for fewer streams", extra=about)
+    return room
+
+
+def fit(streams_max: int, replays_max: int, files: int) -> Room:
+    """The room that so many descriptors are; at least one stream and one replay, whatever they are."""
+    wanted = _files(streams_max, replays_max)
+    if wanted <= files:
+        return Room(streams_max, replays_max, wanted, is_limited=False)
+    free = files - OTHER_FILES
+    replays = max(1, min(replays_max, free // _FREE_PER_REPLAY))
+    free -= FILES_PER_REPLAY * replays
+    # Each stream may have a call to Redis under way, over a connection of its own, up to those that there are.
+    streams = free // (FILES_PER_STREAM + 1)
+    if streams > CONNECTIONS:
+        streams = (free - CONNECTIONS) // FILES_PER_STREAM
+    streams = max(1, min(streams_max, streams))
+    return Room(streams, replays, _files(streams, replays), is_limited=True)
+
+
+def _files(streams: int, replays: int) -> int:
+    calls = min(streams, CONNECTIONS)
+    return FILES_PER_STREAM * streams + calls + FILES_PER_REPLAY * replays + OTHER_FILES
+
+
+def _open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def _raised(wanted: int) -> int:
+    """The limit of open files, raised to what is wanted where that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
