@@ -301,6 +301,11 @@ def is_cluster_ok(node: Server) -> bool:
     return _state(node)["cluster_state"] == "ok"
 
 
+def migrate(source: Server, target: Server, names: Sequence[Any]) -> None:
+    """Keys of a slot that is on its way go ahead of it."""
+    source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *names)
+
+
 @contextmanager
 def moving(cluster: Cluster, keys: Sequence[str], source: Server, target: Server) -> Iterator[Callable[[], None]]:
     """The slots of ``keys`` on their way from one primary to another; call it to let them arrive. All goes back."""
@@ -314,7 +319,7 @@ def moving(cluster: Cluster, keys: Sequence[str], source: Server, target: Server
     def arrive(giver: Server, taker: Server) -> None:
         for slot in slots:
             while names := giver.ask("CLUSTER", "GETKEYSINSLOT", slot, 1000):
-                giver.ask("MIGRATE", "127.0.0.1", taker.port, "", 0, 5000, "KEYS", *names)
+                migrate(giver, taker, names)
             for node in (taker, giver, *cluster.primaries):
                 node.ask("CLUSTER", "SETSLOT", slot, "NODE", _id(taker))
 

@@ -14,6 +14,7 @@ from collections import deque
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.store.registry import GroupEntry
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -52,25 +53,33 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
     """Until cancelled."""
     pace = Pace(blocks_per_second)
     while True:
-        left = 0
+        left = swept = 0
         try:
             entries = list((await store.registry.groups()).values())
             for entry in entries:
                 left += await store.sweeper.left(entry)
             metrics.dead_holders.set(left)
             for entry in entries:
-                holder = await store.sweeper.pick(entry)
-                if holder is None:
-                    continue
-                began = time.perf_counter()
-                pace.start(began)
-                async for blocks in store.sweeper.steps(entry, holder):
-                    await asyncio.sleep(pace.pause(blocks, began, time.perf_counter()))
-                    began = time.perf_counter()
-                left -= 1
-            metrics.dead_holders.set(left)
+                swept += await _sweep_one(store, entry, pace)
+            metrics.dead_holders.set(left - swept)
         except StoreUnavailable as exc:
             log.debug("sweeping waits for redis", extra=fields(error=exc.sentence))
-            left = 0
-        if left <= 0:
+        if left <= swept or not swept:
             await asyncio.sleep(pause_seconds)
+
+
+async def _sweep_one(store: Store, entry: GroupEntry, pace: Pace) -> bool:
+    """Sweep one dead holder of a group, where there is one; a group that is not to be had holds up no other."""
+    try:
+        holder = await store.sweeper.pick(entry)
+        if holder is None:
+            return False
+        began = time.perf_counter()
+        pace.start(began)
+        async for blocks in store.sweeper.steps(entry, holder):
+            await asyncio.sleep(pace.pause(blocks, began, time.perf_counter()))
+            began = time.perf_counter()
+    except StoreUnavailable as exc:
+        log.debug("sweeping waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
+        return False
+    return True

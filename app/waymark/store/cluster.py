@@ -29,6 +29,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from waymark.store.address import Endpoint
 from waymark.store.connect import first
+from waymark.store.half_moved import read_singly
 from waymark.store.lending import Lender
 from waymark.store.line import Take
 
@@ -188,7 +189,13 @@ class Cluster:
             except TryAgainError:
                 if hop == _HOPS:
                     raise
-                await asyncio.sleep(_TRY_AGAIN_SECONDS)
+                if command[0] != "MGET":
+                    await asyncio.sleep(_TRY_AGAIN_SECONDS)
+                    continue
+                try:
+                    return await read_singly(self._pipelined, self._pick(slot), command[1:])
+                except MovedError as moved:
+                    self._learn(moved, self._pick(slot))  # it has arrived meanwhile
             except (RedisConnectionError, ClusterDownError) as exc:
                 self._failed(endpoint)
                 if isinstance(exc, AuthenticationError) or hop == _HOPS:
@@ -200,6 +207,9 @@ class Cluster:
                 self._failed(endpoint)
                 raise
         raise AssertionError("the last hop returns or raises")
+
+    async def _pipelined(self, endpoint: Endpoint, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        return await _pipelined(self._node(endpoint), commands)
 
     async def _ping(self, endpoint: Endpoint) -> None:
         try:
