@@ -12,7 +12,7 @@ RUN apt-get update \
 RUN python -m venv --without-pip /opt/waymark
 WORKDIR /src
 COPY . .
-RUN pip --python /opt/waymark/bin/python install --no-cache-dir .
+RUN pip --python /opt/waymark/bin/python install --no-cache-dir '.[demo]'
 
 FROM python:${PYTHON_VERSION}-slim
 ARG VERSION=0.1.0

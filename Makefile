@@ -51,19 +51,20 @@ nginx:
 # Editable, so that a change of the code needs no new install; a change of pyproject.toml does.
 $(VENV)/.installed: pyproject.toml | $(VENV)/.made
 	@echo 'installing Waymark into $(VENV)'
-	@$(BIN)/python -m pip install --quiet --editable .
+	@$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.made
 	@echo 'installing Waymark and what its tests need into $(VENV)'
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet --editable '.[demo]' --group dev
 	@touch $@ $(VENV)/.installed
 
 $(VENV)-conformance/.installed: pyproject.toml
 	@python="$$(sh scripts/python.sh)" && "$$python" -m venv --clear $(VENV)-conformance
 	@echo 'installing Waymark and dynamo.indexer into $(VENV)-conformance'
 	@echo '*' >$(VENV)-conformance/.gitignore
-	@$(VENV)-conformance/bin/python -m pip install --quiet --editable '.[client]' 'ai-dynamo-runtime==1.6.1'
+	@$(VENV)-conformance/bin/python -m pip install --quiet --editable '.[demo]' 'ai-dynamo-runtime==1.6.1'
 	@touch $@
 
 # Marked at the end: an environment that was left half made is made anew.

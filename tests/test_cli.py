@@ -8,16 +8,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from tests.patience import patient
 from waymark import __version__, cli, native
 from waymark.simulator import Faults, SimulateOptions
-from waymark.simulator.options import field_sentences
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("serve", "query", "ingest", "demo", "status", "inspect", "simulate", "bench")
@@ -40,7 +39,7 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     async def run(settings: Any, **roles: bool) -> None:
         ran.append({"settings": settings, **roles})
 
-    monkeypatch.setattr(cli, "run", run)
+    monkeypatch.setattr("waymark.runtime.run", run)
     return ran
 
 
@@ -53,7 +52,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[SimulateOptions]:
         on_start("engine-0: started")
         return "summary"
 
-    monkeypatch.setattr(cli, "simulate", simulate)
+    monkeypatch.setattr("waymark.simulator.simulate", simulate)
     return given
 
 
@@ -75,7 +74,7 @@ def test_help_ends_in_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(shown) >= 5
     for line in shown:
         arguments = shlex.split(line.split("waymark ")[1])
-        cli._parser().parse_args(arguments)
+        cli.parse(arguments)
 
 
 @pytest.mark.parametrize("command", ["serve", "query", "ingest", "demo", "simulate", "status", "inspect"])
@@ -110,7 +109,7 @@ def test_every_flag_of_the_console_has_words_and_every_example_fits(
     assert [flag for flag, rest in flags if not re.search(r"  \S|^ \S+$", rest)] == []
     for line in re.findall(r"^  \$ (.+)$", text, re.MULTILINE):
         example = re.split(r"  +|\|(?= jq)", line)[0].rpartition("waymark ")[2]
-        cli._parser().parse_args(shlex.split(example))
+        cli.parse(shlex.split(example))
 
 
 # ---- bench -----------------------------------------------------------------------------------------
@@ -264,17 +263,17 @@ def test_every_option_and_fault_has_a_flag(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         cli.main(["simulate", "--help"])
     text = capsys.readouterr().out
-    options = [field.name for field in fields(SimulateOptions) if field.name not in ("faults", "has_replay")]
-    flags = ["--no-replay", *(f"--{name}" for name in options), *(f"--fault-{each.name}" for each in fields(Faults))]
+    options = SimulateOptions.model_fields.keys() - {"faults", "has_replay", "register_url"}
+    flags = ["--no-replay", "--register ", *(f"--{name} " for name in options - {"stay"})]
+    flags += ["--stay ", *(f"--fault-{name}" for name in Faults.model_fields)]
     assert [flag for flag in flags if flag.replace("_", "-") not in text] == []
 
 
 def test_every_flag_of_simulate_has_a_sentence() -> None:
-    for options in (SimulateOptions, Faults):
-        sentences = field_sentences(options)
-        names = {field.name for field in fields(options)} - {"faults"}
-        assert names - sentences.keys() == set()
-        assert [name for name in names if not re.fullmatch(r"[A-Z_].+[.]", sentences[name])] == []
+    kinds: list[type[BaseModel]] = [SimulateOptions, Faults]
+    for options in kinds:
+        sentences = {name: field.description or "" for name, field in options.model_fields.items() if name != "faults"}
+        assert {name: said for name, said in sentences.items() if not re.fullmatch(r"(?s)[A-Z_].+[.]", said)} == {}
 
 
 def test_options_that_do_not_fit_end_it_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

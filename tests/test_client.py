@@ -15,7 +15,8 @@ import pytest
 from tests.conftest import wait_until
 from tests.live import start, unused_port
 from tests.patience import patient
-from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers
+from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers, seq_hashes
+from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator import Prompt, build_engine
 
 ROOT = Path(__file__).parents[1]
@@ -152,8 +153,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def wait(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr("waymark.client.time.sleep", waited.append)
-    monkeypatch.setattr("waymark.client.asyncio.sleep", wait)
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr("waymark.client.asynchronous.asyncio.sleep", wait)
     return waited
 
 
@@ -265,3 +266,13 @@ def test_it_needs_nothing_of_the_service() -> None:
     loaded = set(ast.literal_eval(done.stdout))
     assert not loaded & {"starlette", "redis", "zmq", "uvicorn", "pydantic", "fakeredis"}
     assert (ROOT / "app" / "waymark" / "py.typed").is_file()
+
+
+def test_hashes_are_those_of_the_service_and_tokens_are_checked() -> None:
+    assert seq_hashes([1, 2, 3, 4, 5], 2) == extend(None, token_bytes([1, 2, 3, 4]), 2)
+    assert seq_hashes([1, 2, 3, 4], 2, seed=1) != seq_hashes([1, 2, 3, 4], 2)
+    with pytest.raises(ValueError, match="block_size is 0; it is at least 1"):
+        seq_hashes([1], 0)
+    for wrong in (-1, 2**32, "1", 1.0):
+        with pytest.raises(ValueError, match=r"token_ids contains .+; a token id is an integer within 0..4294967295"):
+            seq_hashes([1, wrong], 1)  # type: ignore[list-item]

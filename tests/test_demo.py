@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import pytest
 from tests.live import start, unused_port
 from tests.patience import patient
 from waymark import cli, demo
-from waymark.demo import DemoFailed, Line, run_demo, table
+from waymark.console.demo_view import parts
+from waymark.console.screen import Screen
+from waymark.demo import DemoFailed, Line, run_demo
 
 pytestmark = pytest.mark.outside
 
@@ -27,10 +30,10 @@ def test_the_demo_ends_well_and_shows_what_each_engine_has() -> None:
     shown = [tuple(cell.strip() for cell in row if cell.strip())[:6] for row in rows]
     assert len(shown) == 10
     # 160 tokens of system prompt and 96 of the chat; the second engine has worked on the system prompt only.
-    assert shown[0] == ("chat A", "engine-0", "256", "256 tokens", "256", "0")
-    assert shown[1] == ("chat A", "engine-1", "160", "256 tokens", "160", "0")
+    assert shown[0] == ("chat A", "engine-0", "256", "256", "256", "0")
+    assert shown[1] == ("chat A", "engine-1", "160", "256", "160", "0")
     # The first engine's GPU has room for 24 blocks; what did not fit is on its CPU.
-    assert shown[2] == ("chat A, next turn", "engine-0", "320", "320 tokens", "256", "64")
+    assert shown[2] == ("chat A, next turn", "engine-0", "320", "320", "256", "64")
     assert {row[2] for row in shown if row[0] == "another topic"} == {"0"}
     assert "Traceback" not in done.stderr
 
@@ -80,18 +83,19 @@ async def test_a_service_that_goes_on_is_asked_with_its_token_and_forgets_the_en
     redis_url: str, tmp_path: Path
 ) -> None:
     async with start("serve", redis_url, tmp_path / "log", api_token="secret") as live:
-        with pytest.raises(DemoFailed, match=r"/register answered 401"):
+        with pytest.raises(DemoFailed, match=r"the service answered 401: "):
             await run_demo(live.url)
         assert len(await run_demo(f"{live.url}/", "secret")) == 10
         async with live.client() as client:
             assert (await client.get("/services")).json()["count"] == 0
 
 
-def test_a_table_is_aligned_and_has_a_bar_of_what_is_matched() -> None:
+def test_the_table_has_a_bar_of_what_is_matched() -> None:
     lines = [Line("a", 64, "engine-0", 32, 16, 16), Line("longer", 8, "e", 0, 0, 0)]
-    assert table(lines).splitlines() == [
-        "prompt  engine    has  of         on GPU  on CPU",
-        "------  --------  ---  ---------  ------  ------",
-        "a       engine-0  32   64 tokens  16      16      ##########",
-        "longer  e         0    8 tokens   0       0",
+    output = io.StringIO()
+    Screen(output).show(parts(lines))
+    assert output.getvalue().splitlines()[2:5] == [
+        "prompt  engine    has  of  on GPU  on CPU  share",
+        "a       engine-0   32  64      16      16  ##########",
+        "longer  e           0   8       0       0  -",
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOP = {"__main__", "cli", "demo", "embedded", "publishers_file"}
+TOP = {"__main__", "cli", "demo", "runtime", "publishers_file"}
 LEAVES = {"errors", "settings", "metrics", "logs", "native"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
 
@@ -26,11 +26,11 @@ PARTS: dict[str, set[str]] = {
     "routing": {"domain", "errors"},
     "ingest": BELOW_ROLES,
     "api": BELOW_ROLES,
-    "simulator": {"domain", "errors"},
-    "client": {"errors"},
+    "simulator": {"client", "domain", "errors"},
+    "client": {"domain", "native"},
     "serving": LEAVES,
     "console": LEAVES | {"domain", "store"},
-    **{top: BELOW_ROLES | TOP | {"api", "serving", "console", "ingest", "simulator"} for top in TOP},
+    **{top: BELOW_ROLES | TOP | {"api", "serving", "console", "client", "ingest", "simulator"} for top in TOP},
 }
 
 # The parts that write lines of a protocol themselves.
@@ -46,14 +46,14 @@ LIBRARIES: dict[str, set[str]] = {
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
     "orjson": {"store", "ingest", "api", "serving", *TOP},
     "prometheus_client": {"metrics"},
-    "pydantic": {"settings", "api"},
+    "pydantic": {"settings", "api", "simulator"},
     "pydantic_core": {"api"},
     "pydantic_settings": {"settings"},
     "redis": {"store"},
     "rich": {"console"},
     "starlette": {"api"},
-    "uvicorn": {"cli", "serving", "embedded"},
-    "uvloop": {"cli", "embedded"},
+    "uvicorn": {"cli", "serving", "runtime"},
+    "uvloop": {"cli", "runtime"},
     "xxhash": {"domain.hashing", "ingest"},
     "yaml": {"publishers_file", "routing.picker_config"},
     "zmq": {"ingest", "simulator"},

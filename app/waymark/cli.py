@@ -1,6 +1,7 @@
 """The ``waymark`` command: arguments and environment to one role. Beside ``console``, the only module that prints.
 
-Settings come from the environment, once, here; the few flags are for what one changes by hand.
+Settings come from the environment, once, here; the few flags are for what one changes by hand. A command's modules
+are imported when the command is chosen, so that ``--help`` needs none of them, and neither does another command.
 """
 
 from __future__ import annotations
@@ -11,24 +12,13 @@ import os
 import signal
 import subprocess
 import sys
-import typing
-from collections.abc import Coroutine, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import uvloop
+from typing import Any, NamedTuple
 
 from waymark import __version__, logs, native
-from waymark.console.arguments import add_commands
-from waymark.console.run import run_inspect, run_status
-from waymark.console.screen import Screen
-from waymark.demo import DemoFailed, run_demo, table
-from waymark.embedded import run
 from waymark.errors import NotFound, StoreUnavailable, WaymarkError
-from waymark.settings import PREFIX, Settings
-from waymark.simulator import Faults, SimulateOptions, simulate
-from waymark.simulator.options import field_sentences
 
 EXIT_OK = 0
 """It did what it was asked for."""
@@ -73,11 +63,21 @@ exit codes:
 Settings are environment variables; docs/configuration.md lists them all.
 """
 
-_ROLES = {
-    "serve": ("the HTTP API and an ingest worker in one process", True, True),
-    "query": ("a query replica: the HTTP API", True, False),
-    "ingest": ("an ingest worker: subscribes to publishers and applies their events", False, True),
-}
+#: A role -> whether it has the HTTP API, whether it has an ingest worker.
+_ROLES = {"serve": (True, True), "query": (True, False), "ingest": (False, True)}
+
+#: A command that only needs to be tried -> the extra that has what it needs; every other one needs ``server``.
+_EXTRAS = {"demo": "demo"}
+#: A package that only a trial needs.
+_TRIAL_PACKAGES = {"fakeredis", "lupa"}
+
+
+class _Command(NamedTuple):
+    """One word after ``waymark``."""
+
+    sentence: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,55 +85,71 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["bench"]:  # all its words, options too, are the benchmarks' own
         return _bench(words[1:])
-    parser = _parser()
-    arguments = parser.parse_args(words)
+    command = words[0] if words else ""
     try:
-        if arguments.command in ("status", "inspect"):
-            return _console(arguments)
-        if arguments.command == "demo":
-            return _demo(arguments)
-        if arguments.command == "simulate":
-            return _simulate(arguments)
-        return _role(arguments)
+        arguments = parse(words)
+        return _COMMANDS[arguments.command].run(arguments)
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package in ("", "waymark"):
+            raise
+        extra = "demo" if package in _TRIAL_PACKAGES else _EXTRAS.get(command, "server")
+        print(f"waymark {command}: {package} is not installed; pip install 'waymark[{extra}]'", file=sys.stderr)
+        return EXIT_USAGE
     except WaymarkError as exc:
-        print(f"waymark {arguments.command}: {exc}", file=sys.stderr)
+        print(f"waymark {command}: {exc}", file=sys.stderr)
         if isinstance(exc, StoreUnavailable):
             return EXIT_NO_REDIS
         return EXIT_FAILED if isinstance(exc, NotFound) else EXIT_USAGE
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command's arguments; ends the process with the usage where they do not fit."""
+    return _parser(words[0] if words else "").parse_args(words)
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    """The parser, with the flags of one command; of the others only the sentence."""
     parser = argparse.ArgumentParser(
         prog="waymark",
         description="Which engine already holds a prompt's KV cache: an index in Redis, fed by the engines' events.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"waymark {__version__} ({native.implementation()})")
+    version = f"waymark {__version__} ({native.implementation()})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, (sentence, has_api, _) in _ROLES.items():
-        role = commands.add_parser(name, help=sentence, description=sentence)
-        role.add_argument("--redis-url", help="instead of WAYMARK_REDIS_URL")
-        if has_api:
-            role.add_argument("--host", help="instead of WAYMARK_HOST")
-            role.add_argument("--port", help="instead of WAYMARK_PORT")
-    sentence = "see the whole service work on this machine, in a table"
-    demo = commands.add_parser("demo", help=sentence, description=sentence)
-    demo.add_argument("--url", help="show the Waymark that runs there, instead of starting one")
-    demo.add_argument("--api-token", help="the token that Waymark asks for")
-    add_commands(commands)
-    _add_simulate(commands)
+    for name, each in _COMMANDS.items():
+        form = argparse.RawDescriptionHelpFormatter
+        of_command = commands.add_parser(name, help=each.sentence, description=each.sentence, formatter_class=form)
+        if name == command:
+            each.add_flags(of_command)
     commands.add_parser("bench", help="the benchmarks, from a checkout: 'waymark bench --help' says more")
     return parser
 
 
 def _run(main_coroutine: Coroutine[Any, Any, Any]) -> Any:
+    import uvloop
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main_coroutine)
 
 
+# ---- roles -----------------------------------------------------------------------------------------
+
+
+def _add_role(parser: argparse.ArgumentParser, *, has_api: bool) -> None:
+    parser.add_argument("--redis-url", help="instead of WAYMARK_REDIS_URL")
+    if has_api:
+        parser.add_argument("--host", help="instead of WAYMARK_HOST")
+        parser.add_argument("--port", help="instead of WAYMARK_PORT")
+
+
 def _role(arguments: argparse.Namespace) -> int:
-    _, has_api, has_worker = _ROLES[arguments.command]
+    from waymark import runtime
+    from waymark.settings import PREFIX, Settings
+
+    has_api, has_worker = _ROLES[arguments.command]
     flags = {name: getattr(arguments, name, None) for name in ("redis_url", "host", "port")}
     given = {PREFIX + name.upper(): value for name, value in flags.items() if value is not None}
     settings = Settings.from_env(dict(os.environ) | given)
@@ -151,26 +167,52 @@ def _role(arguments: argparse.Namespace) -> int:
             f"about nine times slower than a real one. Listening on port {settings.port}.",
             file=sys.stderr,
         )
-    _run(run(settings, has_api=has_api, has_worker=has_worker))
+    _run(runtime.run(settings, has_api=has_api, has_worker=has_worker))
     return EXIT_OK
 
 
+# ---- demo ------------------------------------------------------------------------------------------
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="show the Waymark that runs there, instead of starting one")
+    parser.add_argument("--api-token", help="the token that Waymark asks for")
+
+
 def _demo(arguments: argparse.Namespace) -> int:
+    from waymark.console.demo_view import parts
+    from waymark.console.screen import Screen
+    from waymark.demo import DemoFailed, run_demo
+
     try:
         lines = _run(run_demo(arguments.url, arguments.api_token))
     except DemoFailed as exc:
         print(f"waymark demo: {exc}", file=sys.stderr)
         return EXIT_FAILED
-    print("Two simulated engines, one shared system prompt. What /query says each of them has:\n")
-    print(table(lines))
-    print("\nEvery number is what the engines' own caches hold.")
+    Screen().show(parts(lines))
     return EXIT_OK
 
 
 # ---- looking -----------------------------------------------------------------------------------------
 
 
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    from waymark.console.arguments import add_status
+
+    add_status(parser)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    from waymark.console.arguments import add_inspect
+
+    add_inspect(parser)
+
+
 def _console(arguments: argparse.Namespace) -> int:
+    from waymark.console.run import run_inspect, run_status
+    from waymark.console.screen import Screen
+    from waymark.settings import PREFIX, Settings
+
     given = {PREFIX + "REDIS_URL": url} if (url := getattr(arguments, "redis_url", None)) is not None else {}
     settings = Settings.from_env(dict(os.environ) | given)
     logs.configure("error", "text")
@@ -212,50 +254,37 @@ def _bench(words: Sequence[str]) -> int:
 # ---- simulate --------------------------------------------------------------------------------------
 
 
-def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """One flag per field of the options, and of the faults."""
-    sentence = "simulated engines that publish what real ones would"
-    parser = commands.add_parser("simulate", help=sentence, description=sentence)
-    faults = parser.add_argument_group("faults", "What goes wrong on purpose. Numbers count batches; 0 is never.")
-    for options, prefix, group in ((SimulateOptions, "", parser), (Faults, "fault-", faults)):
-        kinds, sentences = typing.get_type_hints(options), field_sentences(options)
-        for field in fields(options):
-            kind, flag = kinds[field.name], f"--{prefix}{field.name.replace('_', '-')}"
-            sentence = sentences.get(field.name, "").replace("%", "%%")
-            if kind is bool and field.default is True:
-                flag = flag.replace("--has-", "--no-")
-                group.add_argument(flag, dest=field.name, action="store_false", default=None, help=sentence)
-            elif kind is bool:
-                group.add_argument(flag, dest=field.name, action="store_true", default=None, help=sentence)
-            elif kind is not Faults:
-                shown = "" if field.default in (None, "", ()) else f" ({field.default})"
-                group.add_argument(
-                    flag, dest=field.name, type=_reader(kind), metavar=field.name.upper(), help=sentence + shown
-                )
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    from waymark.simulator.flags import add_flags
 
-
-def _reader(kind: Any) -> Any:
-    """What turns a flag's text into a field's value."""
-    kinds = typing.get_args(kind) or (kind,)
-    if typing.get_origin(kind) is tuple:
-        return lambda text: tuple(text.split(","))
-    return next((each for each in (Path, int, float) if each in kinds), str)
+    add_flags(parser)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
+    from waymark import simulator
+    from waymark.simulator.flags import options_of
+
     logs.configure("warning", "text")
-
-    def given(options: Any) -> dict[str, Any]:
-        values = {field.name: getattr(arguments, field.name, None) for field in fields(options)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    options = SimulateOptions(**given(SimulateOptions), faults=Faults(**given(Faults)))
+    options = options_of(arguments)
 
     async def until_stopped() -> str:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        return str(await simulate(options, stop=stop, on_start=lambda engine: print(engine, flush=True)))
+        return str(await simulator.simulate(options, stop=stop, on_start=lambda engine: print(engine, flush=True)))
 
     print(_run(until_stopped()))
     return EXIT_OK
+
+
+_COMMANDS = {
+    "serve": _Command("the HTTP API and an ingest worker in one process", partial(_add_role, has_api=True), _role),
+    "query": _Command("a query replica: the HTTP API", partial(_add_role, has_api=True), _role),
+    "ingest": _Command(
+        "an ingest worker: subscribes to publishers and applies their events", partial(_add_role, has_api=False), _role
+    ),
+    "demo": _Command("see the whole service work on this machine, in a table", _add_demo, _demo),
+    "status": _Command("publishers, their streams and workers, and the state of Redis", _add_status, _console),
+    "inspect": _Command("who has a prompt's blocks, and what stands in Redis", _add_inspect, _console),
+    "simulate": _Command("simulated engines that publish what real ones would", _add_simulate, _simulate),
+}

@@ -9,20 +9,17 @@ sentence. In a service that goes on the engines have a tenant of their own, and 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import socket
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.simulator import Prompt, SimulatedEngine, build_engine
 
 TENANT = "demo"
@@ -61,58 +58,40 @@ class _Service:
     """The Waymark that is shown; ``process`` is None where it ran before and goes on afterwards."""
 
     base: str
-    api_token: str | None = None
+    client: AsyncClient
     process: asyncio.subprocess.Process | None = None
 
 
 async def run_demo(url: str | None = None, api_token: str | None = None) -> list[Line]:
     """All of it, with the Waymark at ``url`` or with one of its own; the lines of the table, or DemoFailed."""
     async with _started_service() if url is None else _running_service(url, api_token) as service:
-        await _until(lambda: _is_ready(service), "the service to become ready", service)
-        host = await asyncio.to_thread(_own_address, service.base)
-        engines = [
-            build_engine(
-                f"tcp://{host}:0",
-                f"tcp://{host}:0",
-                block_size=BLOCK_SIZE,
-                gpu_blocks=24,
-                cpu_blocks=64,
-                seed=seed,
-            )
-            for seed in range(2)
-        ]
-        async with engines[0].publisher, engines[1].publisher, _registered(service, engines):
-            questions = list(_questions())
-            for question in questions:
-                for i in question.engines:
-                    await engines[i].prefill(question.prompt)
-            lines: list[Line] = []
-            for question in questions:
-                lines += await _ask(service, question, engines)
-            return lines
+        with _sentences():
+            return await _show(service)
 
 
-def table(lines: list[Line]) -> str:
-    """The lines as text a person reads at a glance."""
-    head = ("prompt", "engine", "has", "of", "on GPU", "on CPU", "")
-    rows = [
-        (
-            line.label,
-            line.instance,
-            str(line.matched),
-            f"{line.tokens} tokens",
-            str(line.gpu),
-            str(line.cpu),
-            "#" * round(20 * line.matched / line.tokens),
+async def _show(service: _Service) -> list[Line]:
+    await _until(service.client.ready, "the service to become ready", service)
+    host = await asyncio.to_thread(_own_address, service.base)
+    engines = [
+        build_engine(
+            f"tcp://{host}:0",
+            f"tcp://{host}:0",
+            block_size=BLOCK_SIZE,
+            gpu_blocks=24,
+            cpu_blocks=64,
+            seed=seed,
         )
-        for line in lines
+        for seed in range(2)
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    ]
-    text.insert(1, "  ".join("-" * width for width in widths[:-1]))
-    return "\n".join(text)
+    async with engines[0].publisher, engines[1].publisher, _registered(service, engines):
+        questions = list(_questions())
+        for question in questions:
+            for i in question.engines:
+                await engines[i].prefill(question.prompt)
+        lines: list[Line] = []
+        for question in questions:
+            lines += await _ask(service, question, engines)
+        return lines
 
 
 def _questions() -> Iterator[Question]:
@@ -130,22 +109,19 @@ async def _ask(service: _Service, question: Question, engines: list[SimulatedEng
     """The answer to one question, once it is what the caches say; DemoFailed if it never is."""
     tokens = question.prompt.tokens
     expected = {f"engine-{i}": _held(engine, tokens) for i, engine in enumerate(engines)}
-    body = {"model": MODEL, "tenant_id": TENANT, "token_ids": list(tokens), "block_size": BLOCK_SIZE}
-    last: dict[str, Any] = {}
+    last: dict[str, tuple[int, int, int]] = {}
 
     async def is_right() -> bool:
         last.clear()
-        last.update((await _post(service, "/query", body)).get(TENANT, {}))
-        return {name: (row["longest_matched"], row["GPU"], row["CPU"]) for name, row in last.items()} == expected
+        matches = await service.client.query(MODEL, tokens, BLOCK_SIZE, tenant_id=TENANT)
+        last.update({name: (match.longest_matched, match.gpu, match.media["CPU"]) for name, match in matches.items()})
+        return last == expected
 
     try:
         await _until(is_right, f"the right answer for '{question.label}'", service)
     except DemoFailed as exc:
         raise DemoFailed(f"{exc}: /query says {last}, the engines' caches say {expected}") from None
-    return [
-        Line(question.label, len(tokens), name, row["longest_matched"], row["GPU"], row["CPU"])
-        for name, row in sorted(last.items())
-    ]
+    return [Line(question.label, len(tokens), name, *counted) for name, counted in sorted(last.items())]
 
 
 def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, int]:
@@ -164,29 +140,34 @@ def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, i
 async def _registered(service: _Service, engines: list[SimulatedEngine]) -> AsyncIterator[None]:
     """The engines are known to the service inside; a service that goes on forgets them afterwards."""
     for i, engine in enumerate(engines):
-        await _post(service, "/register", _registration(i, engine))
+        await service.client.register(
+            f"engine-{i}",
+            engine.publisher.endpoint,
+            replay_endpoint=engine.publisher.replay_endpoint,
+            model=MODEL,
+            tenant_id=TENANT,
+            block_size=BLOCK_SIZE,
+        )
     try:
         yield
     finally:
         if service.process is None:
-            for i, engine in enumerate(engines):
-                await _post(service, "/unregister", _registration(i, engine))
-
-
-def _registration(i: int, engine: SimulatedEngine) -> dict[str, Any]:
-    return {
-        "endpoint": engine.publisher.endpoint,
-        "replay_endpoint": engine.publisher.replay_endpoint,
-        "type": "vLLM",
-        "modelname": MODEL,
-        "tenant_id": TENANT,
-        "instance_id": f"engine-{i}",
-        "block_size": BLOCK_SIZE,
-        "dp_rank": 0,
-    }
+            for i in range(len(engines)):
+                await service.client.unregister(f"engine-{i}", tenant_id=TENANT)
 
 
 # ---- the service, and talking to it ----------------------------------------------------------------
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """What the service answers badly ends the demo with its sentence."""
+    try:
+        yield
+    except Refused as exc:
+        raise DemoFailed(f"the service answered {exc.status}: {exc}") from None
+    except Unavailable as exc:
+        raise DemoFailed(str(exc)) from None
 
 
 @asynccontextmanager
@@ -194,7 +175,8 @@ async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_Se
     base = url.rstrip("/")
     if not re.fullmatch(r"https?://[^/@:]+(:\d{1,5})?(/.*)?", base):
         raise DemoFailed(f"url is {url!r}; it is a URL such as http://127.0.0.1:13333")
-    yield _Service(base, api_token)
+    async with AsyncClient(base, api_token=api_token) as client:
+        yield _Service(base, client)
 
 
 @asynccontextmanager
@@ -203,8 +185,10 @@ async def _started_service() -> AsyncIterator[_Service]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
     environ |= {"WAYMARK_HOST": "127.0.0.1", "WAYMARK_PORT": str(port), "WAYMARK_LOG_LEVEL": "warning"}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "waymark", "serve", env=environ)
+    base = f"http://127.0.0.1:{port}"
     try:
-        yield _Service(f"http://127.0.0.1:{port}", process=process)
+        async with AsyncClient(base, trust_env=False) as client:  # a proxy of the environment is not asked
+            yield _Service(base, client, process)
     finally:
         if process.returncode is None:
             process.terminate()
@@ -216,7 +200,7 @@ async def _started_service() -> AsyncIterator[_Service]:
                 await process.wait()
 
 
-async def _until(is_so: Any, what: str, service: _Service) -> None:
+async def _until(is_so: Callable[[], Awaitable[bool]], what: str, service: _Service) -> None:
     deadline = time.monotonic() + _DEADLINE_SECONDS
     while not await is_so():
         if service.process is not None and service.process.returncode is not None:
@@ -226,36 +210,6 @@ async def _until(is_so: Any, what: str, service: _Service) -> None:
         if time.monotonic() > deadline:
             raise DemoFailed(f"waited {_DEADLINE_SECONDS:g} s for {what}")
         await asyncio.sleep(0.05)
-
-
-async def _is_ready(service: _Service) -> bool:
-    def ask() -> bool:
-        try:
-            with urllib.request.urlopen(f"{service.base}/ready", timeout=5) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
-
-    return await asyncio.to_thread(ask)
-
-
-async def _post(service: _Service, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    if service.api_token is not None:
-        headers["Authorization"] = f"Bearer {service.api_token}"
-
-    def send() -> dict[str, Any]:
-        request = urllib.request.Request(service.base + path, json.dumps(body).encode(), headers, method="POST")
-        try:
-            with urllib.request.urlopen(request, timeout=10) as response:
-                answer: dict[str, Any] = json.load(response)
-                return answer
-        except urllib.error.HTTPError as exc:
-            raise DemoFailed(f"{path} answered {exc.code}: {exc.read().decode(errors='replace')}") from None
-        except OSError as exc:
-            raise DemoFailed(f"{path} could not be reached: {exc}") from None
-
-    return await asyncio.to_thread(send)
 
 
 def _own_address(base: str) -> str:

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for, and print it. 0: it was measured, whatever holds."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "--simulate" in words:  # all other words are the simulation's own
-        if find_spec("httpx") is None:
-            print("--simulate needs httpx: pip install 'waymark[client]'", file=sys.stderr)
-            return 2
         from tests.benchmarks import simulate  # the only part that needs it
 
         return simulate.main([word for word in words if word != "--simulate"])

@@ -54,7 +54,7 @@ def waymark(redis_url: str) -> Run:
 
     async def run(*words: str, seed: int = 1337, width: int | None = None, url: str = redis_url) -> str:
         output = StringIO()
-        arguments = cli._parser().parse_args(words)
+        arguments = cli.parse(words)
         run_command = run_status if arguments.command == "status" else run_inspect
         settings = Settings(redis_url=url, hash_seed=seed)
         await run_command(arguments, settings, Screen(output, width=width))

@@ -65,7 +65,7 @@ def test_every_command_of_the_page_can_be_typed() -> None:
     commands += [f"status {flags}".strip() for flags in re.findall(r"`waymark status( [^`]+)?`", PAGE)]
     assert len(commands) > 12
     for command in commands:
-        assert cli._parser().parse_args(shlex.split(command)).command in ("status", "inspect")
+        assert cli.parse(shlex.split(command)).command in ("status", "inspect")
 
 
 def test_every_metric_of_the_page_is_there_with_its_labels() -> None:

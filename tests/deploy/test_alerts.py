@@ -78,7 +78,7 @@ def test_a_rule_has_a_runbook(rule: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`waymark ([^`]+)`", PAGE))))
 def test_a_command_of_a_runbook_is_one(command: str) -> None:
-    cli._parser().parse_args(shlex.split(command))
+    cli.parse(shlex.split(command))
 
 
 def test_no_runbook_is_for_an_alert_that_is_not_there() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -244,17 +243,19 @@ async def ask(service: Service, engines: Engines, known: Prompt) -> None:
 
 async def misbehave(engine: SimulatedEngine, prompts: Any) -> None:
     """Frames and payloads that are none."""
-    engine.publisher.faults = replace(engine.publisher.faults, garbage_every=1, malformed_every=1, unknown_every=1)
+    wrong = dict.fromkeys(("garbage_every", "malformed_every", "unknown_every"), 1)
+    engine.publisher.faults = engine.publisher.faults.model_copy(update=wrong)
     await engine.prefill(next(prompts))
-    engine.publisher.faults = replace(engine.publisher.faults, garbage_every=0, malformed_every=0, unknown_every=0)
+    wrong = dict.fromkeys(("garbage_every", "malformed_every", "unknown_every"), 0)
+    engine.publisher.faults = engine.publisher.faults.model_copy(update=wrong)
 
 
 async def overtake(engine: SimulatedEngine, prompts: Any, watched: Watched) -> None:
     """A gap, and frames behind it that its replay overtakes, unless they are slow: then once more."""
     for _ in range(20):
-        engine.publisher.faults = replace(engine.publisher.faults, drop_every=1)
+        engine.publisher.faults = engine.publisher.faults.model_copy(update={"drop_every": 1})
         await engine.prefill(next(prompts))
-        engine.publisher.faults = replace(engine.publisher.faults, drop_every=0)
+        engine.publisher.faults = engine.publisher.faults.model_copy(update={"drop_every": 0})
         for _ in range(10):
             await engine.prefill(next(prompts))
         await watched.look()
@@ -266,10 +267,10 @@ async def lose(engine: SimulatedEngine, prompts: Any) -> None:
     """Batches that are lost for good: what follows them has no parent, or removes what nobody knows."""
     await has_subscriber(engine)
     await engine.prefill(next(prompts))
-    engine.publisher.faults = replace(engine.publisher.faults, replay_silent=True, drop_every=1)
+    engine.publisher.faults = engine.publisher.faults.model_copy(update={"replay_silent": True, "drop_every": 1})
     lost = next(prompts)
     await engine.prefill(lost)
-    engine.publisher.faults = replace(engine.publisher.faults, drop_every=0)
+    engine.publisher.faults = engine.publisher.faults.model_copy(update={"drop_every": 0})
     for length in (2, 4, 6):
         await engine.prefill(Prompt(lost.tokens + tuple(range(length * BLOCK_SIZE))))
     for _ in range(4):

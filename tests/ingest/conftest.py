@@ -105,13 +105,13 @@ class Pod:
     def dropping(self) -> Iterator[None]:
         """What is sent meanwhile is lost on the way; a replay has it."""
         before = self.publisher.faults
-        self.publisher.faults = replace(before, drop_every=1)
+        self.publisher.faults = before.model_copy(update={"drop_every": 1})
         yield
         self.publisher.faults = before
 
     def fault(self, **faults: Any) -> None:
         """From now on."""
-        self.publisher.faults = replace(self.publisher.faults, **faults)
+        self.publisher.faults = self.publisher.faults.model_copy(update=faults)
 
     def truth(self) -> Held:
         held: Held = {}

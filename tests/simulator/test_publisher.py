@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -181,7 +180,7 @@ async def test_a_silent_engine_sends_nothing_and_answers_nothing_until_it_wakes(
         assert await peer.seqs(2) == [0, 1]
         request = [b"", bytes(8)]
         assert await peer.answers_within(publisher.replay_endpoint, request, NEVER_SECONDS) == 0
-        publisher.faults = replace(publisher.faults, silent_after=0)
+        publisher.faults = publisher.faults.model_copy(update={"silent_after": 0})
         publish(publisher, 1)
         assert await peer.seqs(1) == [4]
 

@@ -149,7 +149,7 @@ async def test_engines_are_registered_once_waymark_is_up(waymark: str, monkeypat
         "endpoint": lines[0].endpoint.replace("127.0.0.1", "pod-1"),
         "replay_endpoint": (lines[0].replay_endpoint or "").replace("127.0.0.1", "pod-1"),
         "type": "SGLang",
-        "modelname": "demo",
+        "model": "demo",
         "instance_id": "engine-0",
         "tenant_id": "default",
         "block_size": 16,

@@ -32,13 +32,9 @@ Each but namespace takes --keys: it prints the redis-cli commands for the same, 
 """
 
 
-def add_commands(commands: Commands) -> None:
-    """Add ``status`` and ``inspect`` to the command's parser."""
-    form = argparse.RawDescriptionHelpFormatter
-    sentence = "publishers, their streams and workers, and the state of Redis"
-    parser = commands.add_parser(
-        "status", help=sentence, description=sentence, epilog=_STATUS_EXAMPLES, formatter_class=form
-    )
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``status``."""
+    parser.epilog = _STATUS_EXAMPLES
     _add_redis(parser)
     parser.add_argument("--tenant", help="only publishers of this tenant")
     parser.add_argument("--model", help="only publishers of this model")
@@ -54,10 +50,11 @@ def add_commands(commands: Commands) -> None:
         "--watch", nargs="?", type=_seconds, const=2.0, metavar="SECONDS",
         help="draw again every so many seconds (2), until Ctrl-C",
     )  # fmt: skip
-    sentence = "who has a prompt's blocks, and what stands in Redis"
-    parser = commands.add_parser(
-        "inspect", help=sentence, description=sentence, epilog=_INSPECT_EXAMPLES, formatter_class=form
-    )
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    """The kinds of ``inspect``, and their flags."""
+    parser.epilog = _INSPECT_EXAMPLES
     _add_inspections(parser.add_subparsers(dest="what", required=True, metavar="what"))
 
 

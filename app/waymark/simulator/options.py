@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from waymark.errors import InvalidValue
 from waymark.simulator.encode import DIALECTS
-from waymark.simulator.faults import Faults
+from waymark.simulator.faults import Faults, Options
 from waymark.simulator.publisher import ReplayFraming
 
 PORT_MAX = 65535
 
 
-@dataclass(frozen=True, slots=True)
-class SimulateOptions:
+class SimulateOptions(Options):
     """All of it, with defaults; ``InvalidValue`` names the field that does not fit."""
 
-    engines: int = 1
+    engines: int = Field(1, ge=1)
     """How many engines."""
-    ranks: int = 1
+    ranks: int = Field(1, ge=1)
     """Data-parallel ranks per engine, all on the engine's one socket."""
     dialect: str = "vllm-map"
     """How events are written, such as vllm-map, sglang-map, standard; an unknown one is answered with all there are."""
@@ -30,13 +28,13 @@ class SimulateOptions:
     """What the sockets are bound to."""
     advertised_host: str | None = None
     """What a registration names instead of ``host``; needed where that is ``0.0.0.0``."""
-    base_port: int = 5557
+    base_port: int = Field(5557, ge=0)
     """Engine i publishes on ``base_port + 2 i`` and replays on the port above; 0: any free ports."""
     has_replay: bool = True
     """A replay endpoint; --no-replay opens none."""
     replay_framing: ReplayFraming = "topic"
     """What replies of a replay look like: with a topic before the seq, or seq alone as older vLLMs send."""
-    buffer_batches: int = 10_000
+    buffer_batches: int = Field(10_000, ge=1)
     """How many batches a replay can go back."""
     topic: str = ""
     """The topic in front of each frame."""
@@ -46,29 +44,29 @@ class SimulateOptions:
     """The tenant that is served."""
     instance_prefix: str = "engine"
     """Engine i is instance ``<prefix>-<i>``."""
-    block_size: int = 16
+    block_size: int = Field(16, ge=1)
     """Tokens per block."""
-    gpu_blocks: int = 4096
+    gpu_blocks: int = Field(4096, ge=1)
     """Blocks that fit on a rank's GPU."""
-    cpu_blocks: int = 0
+    cpu_blocks: int = Field(0, ge=0)
     """Blocks that fit in a rank's host memory, which takes what the GPU evicts."""
-    disk_blocks: int = 0
+    disk_blocks: int = Field(0, ge=0)
     """Blocks that fit on a rank's disk, which takes what host memory evicts."""
-    repeat_rate: float = 0.05
+    repeat_rate: float = Field(0.05, ge=0, le=1)
     """Chance that a prompt with a hit is stored again in part, as a second physical copy."""
     seed: int = 0
     """Decides prompts, their order and who gets them."""
-    prompts: int | None = None
+    prompts: int | None = Field(None, ge=0)
     """Stop after so many prompts in all; None: only by time, by the end of the trace, or when told."""
-    duration_seconds: float | None = None
+    duration_seconds: float | None = Field(None, ge=0)
     """Stop after so long."""
-    prompts_per_second: float | None = None
+    prompts_per_second: float | None = Field(None, ge=0)
     """Over all engines; 0: as fast as they go; None: 10, or a trace's own times."""
-    blocks_per_second: float | None = None
+    blocks_per_second: float | None = Field(None, ge=0)
     """Blocks of prompts, over all engines, instead of ``prompts_per_second``."""
     trace: Path | None = None
     """A file of recorded prompts, instead of made-up conversations."""
-    trace_speed: float = 1.0
+    trace_speed: float = Field(1.0, ge=0)
     """How much faster than recorded a trace runs, where no rate is given; 0: as fast as it goes."""
     lora_names: tuple[str, ...] = ()
     """Adapters that conversations use, by commas."""
@@ -76,24 +74,17 @@ class SimulateOptions:
     """Cache salts that conversations use, by commas."""
     stay: bool = False
     """After the last prompt keep the sockets open, until told to stop or the duration is over."""
-    faults: Faults = field(default_factory=Faults)
-    register: str | None = None
+    faults: Faults = Field(default_factory=Faults)
+    register_url: str | None = Field(None, alias="register")
     """Base URL of a running Waymark to register the engines with, such as ``http://127.0.0.1:13333``."""
-    register_within_seconds: float = 30.0
+    register_within_seconds: float = Field(30.0, ge=0)
     """How long to wait for that Waymark to come up."""
-    api_token: str | None = field(default=None, repr=False)
+    api_token: str | None = Field(None, repr=False)
     """The token that Waymark asks for."""
 
-    def __post_init__(self) -> None:
-        at_least = {"engines": 1, "ranks": 1, "block_size": 1, "gpu_blocks": 1, "buffer_batches": 1}
-        at_least |= dict.fromkeys(("cpu_blocks", "disk_blocks", "prompts", "duration_seconds", "prompts_per_second"), 0)
-        at_least |= dict.fromkeys(("blocks_per_second", "trace_speed", "register_within_seconds", "base_port"), 0)
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            _require(value is None or value >= least, name, f"is {value}; it is at least {least}")
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
         _require(self.dialect in DIALECTS, "dialect", f"is {self.dialect!r}; it is one of {', '.join(DIALECTS)}")
-        _require(0 <= self.repeat_rate <= 1, "repeat_rate", f"is {self.repeat_rate}; it is a chance, 0 to 1")
-        _require(self.replay_framing in ("seq", "topic"), "replay_framing", f"is {self.replay_framing!r}; seq or topic")
         _require(not self.disk_blocks or self.cpu_blocks > 0, "disk_blocks", "needs cpu_blocks: blocks come from there")
         _require(
             self.prompts_per_second is None or self.blocks_per_second is None,
@@ -108,27 +99,16 @@ class SimulateOptions:
             self.trace is None or self.trace.is_file(), "trace", f"{self.trace} is no file; give the path of a trace"
         )
         _require(
-            self.register is None or self.register.startswith(("http://", "https://")),
-            "register", f"is {self.register!r}; it is a URL such as http://127.0.0.1:13333",
+            self.register_url is None or self.register_url.startswith(("http://", "https://")),
+            "register", f"is {self.register_url!r}; it is a URL such as http://127.0.0.1:13333",
         )  # fmt: skip
         _require(
-            self.register is None or self.host not in ("0.0.0.0", "*") or self.advertised_host is not None,
+            self.register_url is None or self.host not in ("0.0.0.0", "*") or self.advertised_host is not None,
             "advertised_host", f"is needed to register engines bound to {self.host}: no one can connect to that",
         )  # fmt: skip
+        return self
 
 
 def _require(is_met: bool, name: str, complaint: str) -> None:
     if not is_met:
         raise InvalidValue(f"{name} {complaint}", field=name)
-
-
-def field_sentences(options: type) -> dict[str, str]:
-    """What stands below each field of a dataclass, in one line: the words of its flag."""
-    (declared,) = ast.parse(textwrap.dedent(inspect.getsource(options))).body
-    assert isinstance(declared, ast.ClassDef)
-    return {
-        before.target.id: " ".join(after.value.value.replace("``", "").split())
-        for before, after in zip(declared.body, declared.body[1:], strict=False)
-        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
-    }

@@ -103,8 +103,8 @@ async def simulate(
     async with AsyncExitStack() as stack:
         for i, engine in enumerate(engines):
             await stack.enter_async_context(engine.publisher)
-            if options.register is not None:
-                await _register(options, options.register, i, engine)
+            if options.register_url is not None:
+                await _register(options, options.register_url, i, engine)
             if on_start is not None:
                 on_start(_started(options, i, engine))
         for engine in engines:
@@ -198,7 +198,7 @@ async def _register(options: SimulateOptions, base_url: str, i: int, engine: Sim
         "endpoint": _advertised(options, engine.publisher.endpoint),
         "replay_endpoint": _advertised(options, engine.publisher.replay_endpoint),
         "type": kind,
-        "modelname": options.model_name,
+        "model": options.model_name,
         "instance_id": _instance(options, i),
         "tenant_id": options.tenant_id,
         "block_size": options.block_size,
@@ -220,7 +220,7 @@ def _started(options: SimulateOptions, i: int, engine: SimulatedEngine) -> Engin
         publisher.endpoint,
         publisher.replay_endpoint,
         options.dialect,
-        options.register is not None,
+        options.register_url is not None,
     )
 
 

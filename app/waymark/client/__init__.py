@@ -1,0 +1,34 @@
+"""A client of Waymark, synchronous and asynchronous, for routers and controllers: ``pip install waymark``.
+
+    with Client("http://waymark:13333") as waymark:
+        waymark.register("engine-0", "tcp://10.0.0.7:5557", model="llama", block_size=16)
+        matches = waymark.query("llama", token_ids, block_size=16)
+        best = max(matches, key=lambda name: matches[name].longest_matched)
+
+All numbers are in tokens. A request that Waymark rejects raises ``Refused`` with Waymark's own sentence. A request that
+gets no answer within a bounded time raises ``Unavailable``; a router then sends its prompt to any engine.
+
+The package needs none of the server's dependencies.
+"""
+
+from __future__ import annotations
+
+from waymark.client.answers import Match, Matches, Publisher, Service, Workers
+from waymark.client.asynchronous import AsyncClient
+from waymark.client.blocking import Client
+from waymark.client.errors import ClientError, Refused, Unavailable
+from waymark.client.hashes import seq_hashes
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "ClientError",
+    "Match",
+    "Matches",
+    "Publisher",
+    "Refused",
+    "Service",
+    "Unavailable",
+    "Workers",
+    "seq_hashes",
+]

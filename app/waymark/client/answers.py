@@ -1,0 +1,128 @@
+"""What the clients return, and how it is read from the contract's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What one instance has of a prompt, in tokens."""
+
+    longest_matched: int
+    """Unbroken prefix on any medium and rank."""
+    media: Mapping[str, int]
+    """Of those, how many are on ``GPU``, ``CPU``, ``DISK`` and any further medium."""
+    ranks: Mapping[int, int]
+    """Of those, how many each rank has."""
+
+    @property
+    def gpu(self) -> int:
+        return self.media["GPU"]
+
+
+@dataclass(frozen=True)
+class Matches(Mapping[str, Match]):
+    """A query's answer: matches by instance, one for every instance of the model."""
+
+    instances: Mapping[str, Match]
+    is_partial: bool = False
+    """The service's deadline came first; there may be more than this."""
+
+    def __getitem__(self, instance_id: str) -> Match:
+        return self.instances[instance_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.instances)
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One registration. What was not given is empty."""
+
+    endpoint: str
+    replay_endpoint: str
+    type: str
+    model: str
+    lora_name: str
+    tenant_id: str
+    instance_id: str
+    block_size: int
+    dp_rank: int
+    additional_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """One registered event socket, and how its stream does."""
+
+    instance_id: str
+    tenant_id: str
+    dp_rank: int
+    model: str
+    status: str
+    """``pending``, ``active``, ``replaying``, ``degraded``, ``lost`` or ``failed``."""
+    watermark: int | None
+    lag_seconds: float | None
+    gaps: int
+    restarts: int
+    blocks: Mapping[str, int]
+    """By medium."""
+    last_error: str | None
+    worker: str | None
+    """The ingest worker that applies it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Publishers, and the ingest workers that are alive with how many streams each has."""
+
+    publishers: Sequence[Publisher] = field(default_factory=list)
+    workers: Mapping[str, int] = field(default_factory=dict)
+
+
+def read_matches(answer: httpx.Response) -> Matches:
+    instances = {
+        instance_id: Match(
+            longest_matched=row.pop("longest_matched"),
+            ranks={int(rank): tokens for rank, tokens in row.pop("DP").items()},
+            media=row,
+        )
+        for rows in answer.json().values()
+        for instance_id, row in rows.items()
+    }
+    return Matches(instances, "x-waymark-partial" in answer.headers)
+
+
+def read_services(answer: httpx.Response) -> list[Service]:
+    return [
+        Service(
+            endpoint=service["Endpoint"],
+            replay_endpoint=service["ReplayEndpoint"],
+            type=service["Type"],
+            model=service["ModelName"],
+            lora_name=service["LoraName"],
+            tenant_id=service["TenantID"],
+            instance_id=service["InstanceID"],
+            block_size=service["BlockSize"],
+            dp_rank=service["DPRank"],
+            additional_salt=service["AdditionalSalt"],
+        )
+        for service in answer.json()["services"]
+    ]
+
+
+def read_workers(answer: httpx.Response) -> Workers:
+    content = answer.json()
+    names = [name for name in Publisher.__slots__ if name != "model"]
+    publishers = [
+        Publisher(model=publisher["model_name"], **{name: publisher[name] for name in names})
+        for publisher in content["publishers"]
+    ]
+    return Workers(publishers, {worker["id"]: worker["streams"] for worker in content["workers"]})

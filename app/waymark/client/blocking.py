@@ -1,0 +1,87 @@
+"""The client for threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from waymark.client import calls
+from waymark.client.answers import Matches, Service, Workers
+from waymark.client.errors import Unavailable
+
+T = TypeVar("T")
+
+
+class Client:
+    """Blocking. ``timeout`` is per try, ``retry_seconds`` what may be spent waiting between tries, both in seconds.
+
+    Further arguments go to ``httpx.Client``. ``query`` and ``query_by_hash`` take ``tenant_id``, ``instance_id``,
+    ``lora_name``, ``lora_id``, ``cache_salt`` and ``additional_salt``; ``register`` takes every field of the contract.
+    """
+
+    def __init__(
+        self, url: str, *, api_token: str | None = None, timeout: float = 5.0, retry_seconds: float = 5.0, **httpx_: Any
+    ) -> None:
+        self._http = httpx.Client(base_url=url, timeout=timeout, **calls.with_token(api_token, httpx_))
+        self._retry_seconds = retry_seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def register(
+        self, instance_id: str, endpoint: str, *, model: str, block_size: int, type: str = "vLLM", **options: Any
+    ) -> None:
+        """Have a publisher's events indexed; the same registration again changes nothing."""
+        self._send(calls.register(instance_id, endpoint, model, block_size, options | {"type": type}))
+
+    def unregister(self, instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> list[str]:
+        """Take a rank out, or all ranks; ``inst|tenant|rank`` of each. ``Refused`` (404) where there is none."""
+        return self._send(calls.unregister(instance_id, tenant_id, dp_rank))
+
+    def query(self, model: str, token_ids: Iterable[int], block_size: int, **options: Any) -> Matches:
+        """How much of a prompt each instance has."""
+        return self._send(calls.query("token_ids", token_ids, model, block_size, options))
+
+    def query_by_hash(self, model: str, seq_hashes: Iterable[int], block_size: int, **options: Any) -> Matches:
+        """The same, by rolling hashes."""
+        return self._send(calls.query("seq_hashes", seq_hashes, model, block_size, options))
+
+    def services(self) -> list[Service]:
+        """Every registration."""
+        return self._send(calls.SERVICES)
+
+    def workers(self) -> Workers:
+        """How every publisher's stream does, and who applies them."""
+        return self._send(calls.WORKERS)
+
+    def ready(self) -> bool:
+        """Whether queries can be answered now; asked once, never raises for a service that is not there."""
+        try:
+            return self._send(calls.READY)
+        except Unavailable:
+            return False
+
+    def _send(self, call: calls.Call[T]) -> T:
+        waited = 0.0
+        while True:
+            try:
+                answer = self._http.request(call.method, call.path, json=call.body)
+            except httpx.TransportError as error:
+                calls.unreachable(call, error)
+            pause = calls.pause(call, answer, waited, self._retry_seconds)
+            if pause is None:
+                return calls.result(call, answer)
+            time.sleep(pause)
+            waited += pause

@@ -1,0 +1,94 @@
+"""The requests of the contract, and what their answers mean; the same for both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+import httpx
+
+from waymark.client.answers import Matches, Service, Workers, read_matches, read_services, read_workers
+from waymark.client.errors import Refused, Unavailable
+
+T = TypeVar("T")
+
+#: Between two tries, whatever the service says: so a bound on time is a bound on tries too.
+_PAUSE_SECONDS_MIN = 0.25
+#: Between two tries where the service says nothing.
+_PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request, and the function that reads its answer."""
+
+    method: str
+    path: str
+    read: Callable[[httpx.Response], T]
+    body: dict[str, Any] | None = None
+    is_retried: bool = True
+
+
+def register(instance_id: str, endpoint: str, model: str, block_size: int, options: dict[str, Any]) -> Call[None]:
+    body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size}
+    return Call("POST", "/register", lambda _: None, body | options)
+
+
+def unregister(instance_id: str, tenant_id: str | None, dp_rank: int | None) -> Call[list[str]]:
+    body = {"instance_id": instance_id, "tenant_id": tenant_id, "dp_rank": dp_rank}
+    return Call("POST", "/unregister", lambda answer: list(answer.json()["removed_instances"]), body)
+
+
+def query(field: str, prompt: Iterable[int], model: str, block_size: int, options: dict[str, Any]) -> Call[Matches]:
+    """``field`` is ``token_ids`` or ``seq_hashes``; it decides the path."""
+    body = {"model": model, "block_size": block_size, field: list(prompt)} | options
+    path = "/query" if field == "token_ids" else "/query_by_hash"
+    return Call("POST", path, read_matches, body)
+
+
+SERVICES: Call[list[Service]] = Call("GET", "/services", read_services)
+WORKERS: Call[Workers] = Call("GET", "/workers", read_workers)
+READY: Call[bool] = Call("GET", "/ready", lambda _: True, is_retried=False)
+
+
+def pause(call: Call[Any], answer: httpx.Response, waited: float, retry_seconds: float) -> float | None:
+    """How many seconds to wait before another try; None where this answer is the last.
+
+    A 503 is asked again after its ``Retry-After``, as long as the waiting adds up to at most ``retry_seconds``.
+    """
+    if answer.status_code != 503 or not call.is_retried:
+        return None
+    given = answer.headers.get("retry-after", "")
+    seconds = max(float(given), _PAUSE_SECONDS_MIN) if given.isascii() and given.isdigit() else _PAUSE_SECONDS
+    return seconds if waited + seconds <= retry_seconds else None
+
+
+def result(call: Call[T], answer: httpx.Response) -> T:
+    """What the answer says; ``Refused`` or ``Unavailable`` where it is no success."""
+    if answer.is_success:
+        try:
+            return call.read(answer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Unavailable(f"{call.path} was answered by something that is not Waymark") from error
+    try:
+        content = answer.json()
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        content = {}  # a proxy between this client and Waymark answered
+    sentence = content.get("error") or f"{call.path} was answered with {answer.status_code}"
+    if answer.is_client_error:
+        raise Refused(answer.status_code, sentence, content.get("reason"), content.get("field"))
+    raise Unavailable(sentence)
+
+
+def unreachable(call: Call[Any], error: httpx.TransportError) -> NoReturn:
+    raise Unavailable(f"{call.path} could not be asked: {type(error).__name__}: {error}") from error
+
+
+def with_token(api_token: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """httpx's own arguments, with the token among the headers."""
+    if api_token is not None:
+        options["headers"] = {**options.get("headers", {}), "Authorization": f"Bearer {api_token}"}
+    return options

@@ -1,0 +1,49 @@
+"""How ``waymark demo`` looks: a table of what each engine has of each prompt, with a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from waymark.console.screen import Grid, Part, text
+
+_BAR = 20
+
+
+class Counted(Protocol):
+    """What one engine has of one prompt; numbers are tokens."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def instance(self) -> str: ...
+    @property
+    def matched(self) -> int: ...
+    @property
+    def gpu(self) -> int: ...
+    @property
+    def cpu(self) -> int: ...
+
+
+def parts(lines: Sequence[Counted]) -> list[Part]:
+    """The sentences and the table."""
+    rows = [
+        (line.label, line.instance, line.matched, line.tokens, line.gpu, line.cpu, "#" * _bar(line)) for line in lines
+    ]
+    return [
+        text("Two simulated engines, one shared system prompt. What /query says each of them has, in tokens:"),
+        text(""),
+        Grid(
+            ("prompt", "engine", "has", "of", "on GPU", "on CPU", "share"),
+            [tuple(text(cell) for cell in row) for row in rows],
+            numbers=frozenset({"has", "of", "on GPU", "on CPU"}),
+        ),
+        text(""),
+        text("Every number is what the engines' own caches hold."),
+    ]
+
+
+def _bar(line: Counted) -> int:
+    return round(_BAR * line.matched / line.tokens)

@@ -1,0 +1,144 @@
+"""The package as it is installed: the base is a client, an extra is the server, and nothing else comes along."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.live import start
+from tests.patience import patient
+
+pytestmark = pytest.mark.outside
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def run(*command: str | Path, cwd: Path = ROOT, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=patient(300))
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheel and the sdist of the checkout."""
+    directory = tmp_path_factory.mktemp("built")
+    run(sys.executable, "-m", "hatchling", "build", "-d", directory)
+    return directory
+
+
+def needed(names: set[str]) -> set[str]:
+    """The distributions that these need, themselves included, as they are installed here."""
+    found: set[str] = set()
+    while names:
+        name = names.pop()
+        found.add(name)
+        for line in requires(name) or ():
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                names |= {requirement.name.lower()} - found
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the wheel and its base dependencies; these are linked, not downloaded."""
+    directory = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", directory)
+    python = directory / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    here = Path(pytest.__file__).parents[1]
+    for name in needed({Requirement(line).name for line in PROJECT["dependencies"]}):
+        module = name.replace("-", "_")
+        for pattern in (module, f"{module}.py", f"{module}-*.dist-info"):
+            for path in here.glob(pattern):
+                (site / path.name).symlink_to(path)
+    return python
+
+
+def test_wheel_and_sdist_hold_the_package_and_no_other(built: Path) -> None:
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"waymark"}
+    assert {"waymark/lua/apply_batch.lua", "waymark/py.typed"} <= set(names)
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {path.split("/")[1] for path in inside if path.startswith("app/")} == {"waymark"}
+    assert not [name for name in inside if name.startswith("tests") or name.endswith(".so")]
+
+
+def test_a_wheel_of_the_sdist_is_the_wheel_of_the_checkout(built: Path, tmp_path: Path) -> None:
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (root,) = tmp_path.iterdir()
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / "again", cwd=root)
+    (again,) = (tmp_path / "again").glob("*.whl")
+    assert again.name == wheel.name
+    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_client_needs_none_of_the_servers_packages(installed: Path, tmp_path: Path) -> None:
+    server = {Requirement(line).name.replace("-", "_") for line in PROJECT["optional-dependencies"]["server"]}
+    server |= {"prometheus_client", "yaml", "zmq"} - {"pyyaml", "pyzmq"}
+    code = "import sys, json, waymark.client as c; print(json.dumps([c.__file__, sorted(sys.modules)]))"
+    path, modules = json.loads(run(installed, "-c", code, cwd=tmp_path).stdout)
+    assert Path(path).is_relative_to(installed.parents[1])
+    assert not {name.partition(".")[0] for name in modules} & server
+    for name in sorted(server - {"annotated_types", "pyyaml", "pyzmq"}):
+        run(installed, "-c", f"import {name}", cwd=tmp_path, code=1)
+
+
+async def test_the_installed_client_asks_a_live_service(installed: Path, redis_url: str, tmp_path: Path) -> None:
+    code = """
+import asyncio, sys
+from waymark.client import AsyncClient, Client, Unavailable, seq_hashes
+async def ask(url):
+    async with AsyncClient(url) as waymark:
+        return await waymark.ready()
+url = sys.argv[1]
+with Client(url) as waymark:
+    waymark.register("i", "tcp://127.0.0.1:9", model="m", block_size=2)
+    by_tokens, by_hash = waymark.query("m", [1, 2, 3, 4], 2), waymark.query_by_hash("m", seq_hashes([1, 2, 3, 4], 2), 2)
+    assert by_tokens == by_hash
+    print([asyncio.run(ask(url)), sorted(by_tokens), [service.model for service in waymark.services()]])
+"""
+    async with start("serve", redis_url, tmp_path / "log") as live:
+        process = await asyncio.create_subprocess_exec(
+            installed, "-c", code, live.url, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        printed, complaints = await process.communicate()
+    assert complaints == b""
+    assert ast.literal_eval(printed.decode()) == [True, ["i"], ["m"]]
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [("serve", "server"), ("query", "server"), ("status", "server"), ("simulate", "server"), ("demo", "demo")],
+)
+def test_a_command_of_the_server_says_what_to_install(installed: Path, command: str, extra: str) -> None:
+    done = run(installed, "-m", "waymark", command, code=2)
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"waymark {command}: ")
+    assert done.stderr.endswith(f" is not installed; pip install 'waymark[{extra}]'\n")
+
+
+def test_help_and_version_need_nothing(installed: Path, tmp_path: Path) -> None:
+    assert "waymark serve" in run(installed, "-m", "waymark", "--help", cwd=tmp_path).stdout
+    assert run(installed, "-m", "waymark", "--version", cwd=tmp_path).stdout.startswith("waymark ")
