@@ -48,7 +48,7 @@ def test_a_service_with_other_answers_than_the_caches_fails_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "_held", lambda engine, tokens: (16, 16, 0))
-    monkeypatch.setattr(demo, "_DEADLINE_SECONDS", 3.0)
+    monkeypatch.setattr(demo, "_DEADLINE_SECONDS", patient(3.0))
     assert cli.main(["demo"]) == cli.EXIT_FAILED
     printed = capsys.readouterr()
     assert "the right answer for 'chat A'" in printed.err
