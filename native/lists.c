@@ -44,10 +44,7 @@ static int read_tokens(const char *at, const char *close, const char *end, Py_ss
         const int64_t token = end - at >= 8 ? read_short_number(&at) : read_number(&at);
         if (token < 0 || token > UINT32_MAX || (*first == '0' && at - first > 1))
             return 0;
-        out[4 * i] = (unsigned char)token;
-        out[4 * i + 1] = (unsigned char)(token >> 8);
-        out[4 * i + 2] = (unsigned char)(token >> 16);
-        out[4 * i + 3] = (unsigned char)(token >> 24);
+        store_little32(out + 4 * i, (uint32_t)token);
         at = skip_blanks(at, close);
         if (i + 1 < count && *at++ != ',')
             return 0;
@@ -85,8 +82,7 @@ static int read_hashes(const char *at, const char *close, const char *end, Py_ss
         at = skip_blanks(at, close);
         if (!read_hash(&at, end, &hash))
             return 0;
-        for (int byte = 0; byte < 8; byte++)
-            out[8 * i + byte] = (unsigned char)(hash >> 8 * byte);
+        store_little64(out + 8 * i, hash);
         at = skip_blanks(at, close);
         if (i + 1 < count && *at++ != ',')
             return 0;

@@ -117,30 +117,28 @@ def fuzz(name: str, seconds: float, seed: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sanitize.fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="for all functions together (default: %(default)g)")
+    parser.add_argument("--seconds", type=float, default=60, help="for everything together (default: %(default)g)")
     parser.add_argument("--seed", type=int, default=1, help="of the changes (default: %(default)d)")
     parser.add_argument("--only", choices=TARGETS, help="one function instead of all")
-    parser.add_argument(
-        "--variant", type=Variant, default=Variant.NATURAL, choices=Variant, metavar="{natural,portable}"
-    )
+    parser.add_argument("--variant", choices=[each.value for each in Variant], help="one variant instead of both")
     options = parser.parse_args()
     names = [options.only] if options.only else list(TARGETS)
+    variants = [Variant(options.variant)] if options.variant else list(Variant)
     if VARIABLE in os.environ:
         preload()
         check_preloaded()
         for name in names:
-            fuzz(name, options.seconds / len(names), options.seed)
+            fuzz(name, options.seconds / len(variants) / len(names), options.seed)
         return 0
-    module = build(options.variant)
-    LAST.write_bytes(bytes(LAST_BYTES))
-    done = run(module, ["-m", "tests.sanitize.fuzz", *sys.argv[1:]])
-    if done.returncode != 0:
-        text = LAST.read_bytes().partition(b"\0")[0].decode()
-        print(
-            f"the input was {text}\nonce it is mended, put it among the seeds of tests/sanitize/targets.py",
-            file=sys.stderr,
-        )
-        return 1
+    for variant in variants:
+        module = build(variant)
+        LAST.write_bytes(bytes(LAST_BYTES))
+        print(variant.value, flush=True)
+        done = run(module, ["-m", "tests.sanitize.fuzz", *sys.argv[1:]])
+        if done.returncode != 0:
+            text = LAST.read_bytes().partition(b"\0")[0].decode()
+            print(f"the input was {text}\nput it among the first inputs of tests/sanitize/targets.py", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -114,6 +114,12 @@ LISTS: list[Arguments] = [
     (b'{"token_ids":[' + b", ".join(b"%d" % i for i in range(90)) + b"]", b'"token_ids"', 90),
     (b'{"t" :\n[ 1 ,\t2 ] , "u":[]}', b'"t"', 2),
     (b'{"t":[]}', b'"t"', 0),
+    (b'{"token_ids":[' + b"," * 300 + b"]}", b'"token_ids"', 1000),
+    (b'{"token_ids":[123456789]}', b'"token_ids"', 9),
+    (b'{"token_ids":[1234567890,1]}', b'"token_ids"', 9),
+    (b'{"token_ids":[0,01]}', b'"token_ids"', 9),
+    (b'{"t":[01]}', b'"t"', 9),
+    (b'{"h":[0,01]}', b'"h"', 9),
     (b'{"h":[1,"2",-3,"-4",18446744073709551615,"-9223372036854775808"]}', b'"h"', 9),
     (b'{"h":["12345678","1234567812345678",-12345678]', b'"h"', 9),
     (b'{"h":[' + b",".join(b"%d" % (i * 0x9E3779B97F4A7C15 % 2**64) for i in range(80)) + b"]}", b'"h"', 99),
@@ -257,6 +263,9 @@ REPLIES: list[Arguments] = [
     (b"*1\r\n$-1\r", 1, False),
     (b"*1\r\n$-1", 1, False),
     (b"*1\r\n$1\r\n", 1, False),
+    (b"*1\r\n$01\r\n1\r\n", 1, False),
+    (b"*01\r\n$1\r\n1\r\n", 1, False),
+    (b"*1\r\n$10\r\n0123456789\r\n", 1, False),
     (b"*1\r\n$9999999999\r\n1\r\n", 1, False),
 ]
 VALUES: list[Arguments] = [
