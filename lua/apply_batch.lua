@@ -34,7 +34,8 @@
 --                       64 KiB of values were read: call again with the rest
 -- {'stale', watermark}  the watermark is there already; nothing written
 -- {'fenced', 0}         somebody else has the stream, it is gone, or has lost writes; nothing written
--- {'lost', 0}           this shard, which has no record, has lost writes; nothing written
+-- {'lost', 0}           this shard, which has no record, has lost writes, or cannot tell how far a holder is counted;
+--                       nothing written
 --
 -- `applied` in an engine hash is `<seq> <position>`: everything of this holder on this shard up to there is
 -- counted. It is written last, in this same call, so what a lost reply or a crash makes come again is skipped.
@@ -75,7 +76,7 @@ if record then
   if commit ~= '' and watermark and watermark >= tonumber(commit) then return {'stale', watermark} end
 end
 
-if not record and ARGV[7] ~= '' and tonumber(seen[3] or -1) < tonumber(ARGV[7]) then return {'lost', 0} end
+if not record and ARGV[7] ~= '' and (tonumber(seen[3] or -1) or -1) < tonumber(ARGV[7]) then return {'lost', 0} end
 
 -- A write that changes nothing, before all others: where Redis refuses writes (out of memory, read-only), it
 -- refuses this one, and nothing has been done by halves.
@@ -87,6 +88,7 @@ for h = 1, holders do
   local id, mark = ARGV[7 + 2 * h], {seq = -1, position = 0}
   if applied then
     local seq, position = applied:match('^(%d+) (%d+)$')
+    if not seq then return {'lost', 0} end
     mark.seq, mark.position = tonumber(seq), tonumber(position)
   elseif tonumber(id) > tonumber(seen[2] or 0) then
     redis.call('HSET', fence, 'holder', id)
@@ -104,6 +106,7 @@ local with_id, without_id = {}, {}
 local function insert(value, id)
   local known = with_id[id] or {}
   with_id[id] = known
+  if known[value] == nil and value:find('[^%d ]') then known[value] = id end -- nothing of ours wrote that
   if known[value] == nil then
     local ids, number, placed = {}, tonumber(id), false
     for each in value:gmatch('%d+') do
@@ -160,7 +163,10 @@ end
 
 -- `*` says how many fields of the hash are no blocks: it keeps HLEN telling how many blocks a holder has.
 local function count_copied(engine, change)
-  if change ~= 0 then redis.call('HINCRBY', engine, '*', change) end
+  if change == 0 then return end
+  -- Entries are written by now, so what stands there and is no number gives way; HINCRBY would fail.
+  local count = tonumber(redis.call('HGET', engine, '*') or 0) or 0
+  redis.call('HSET', engine, '*', string.format('%.0f', count + change))
 end
 
 local function stored(run, from, to, engine, id, mode)
@@ -189,7 +195,7 @@ local function stored(run, from, to, engine, id, mode)
     for i, name in ipairs(copied) do
       if not counts[i] then first_copies = first_copies + 1 end
       entries[#entries + 1] = name
-      entries[#entries + 1] = tostring(tonumber(counts[i] or 1) + 1)
+      entries[#entries + 1] = tostring((tonumber(counts[i] or 1) or 1) + 1)
     end
   end
   write_values(engine, pairs_)
@@ -209,7 +215,7 @@ local function removed(run, from, to, engine, id, mode)
   local empty, rest, gone, fewer, single = {}, {}, {}, {}, {}
   for i = from, to do
     local value, key = values[i - from + 1], KEYS[run.keys + i]
-    local count = tonumber(counts[i - from + 1] or 1)
+    local count = tonumber(counts[i - from + 1] or 1) or 1
     if value then bytes_read = bytes_read + #value end
     if count > 2 then
       fewer[#fewer + 1] = '*' .. key:sub(-16)

@@ -11,6 +11,8 @@
 
 local now = tonumber(redis.call('TIME')[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
+-- Of a clock that was ahead, or nobody's: it would be alive for ever, and its share of the streams nobody's.
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. (now + tonumber(ARGV[2])), '+inf')
 if ARGV[3] == '1' then
   redis.call('ZREM', KEYS[1], ARGV[1])
 elseif ARGV[1] ~= '' then

@@ -25,7 +25,7 @@ if name and name ~= ARGV[2] then return {'other', 1} end
 if redis.call('HGET', KEYS[2], 'life') and redis.call('HEXISTS', KEYS[1], 'publisher:' .. ARGV[1]) == 1 then
   return {'applied', 0}
 end
-redis.call('HSET', KEYS[2], 'name', ARGV[2], 'life', ARGV[6], 'status', 'pending')
+redis.call('HSET', KEYS[2], 'name', ARGV[2], 'life', ARGV[6], 'status', 'pending', 'format', '1')
 if not group then redis.call('HSET', KEYS[1], 'incarnation', ARGV[5]) end
 redis.call('HSET', KEYS[1], 'group', ARGV[4], 'publisher:' .. ARGV[1], ARGV[3], 'version', ARGV[5])
 return {'applied', 0}

@@ -8,16 +8,22 @@
 --       publisher  the publisher's id
 --
 -- {'applied', id}  they are known
--- {'other', id}    the group has been given this other id meanwhile; nothing written
+-- {'other', id}    the group has been given this other id meanwhile; nothing written. 0: its entry is of a form that
+--                  this release does not know
 
 local known = redis.call('HGET', KEYS[1], ARGV[1])
+if known and not known:match('^%d+ %d+$') then return {'other', 0} end
 local id = known and known:match('^%d+') or ARGV[2]
 if id ~= ARGV[2] then return {'other', tonumber(id)} end
 
 local last = redis.call('HMGET', KEYS[1], 'last_group', 'last_publisher')
-local highest = math.max(tonumber(last[1] or 0), tonumber(ARGV[2]))
-local publisher = math.max(tonumber(last[2] or 0), tonumber(ARGV[4]))
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
-redis.call('HSET', KEYS[1], 'last_group', string.format('%.0f', highest))
-redis.call('HSET', KEYS[1], 'last_publisher', string.format('%.0f', publisher))
-return {'applied', highest}
+for i, field in ipairs({'last_group', 'last_publisher'}) do
+  local given = ARGV[2 * i]
+  local known_last = last[i] or '0'
+  -- One that cannot be read is left: the next new ids begin far above.
+  if known_last:match('^%d+$') and tonumber(known_last) < tonumber(given) then
+    redis.call('HSET', KEYS[1], field, given)
+  end
+end
+return {'applied', tonumber(ARGV[2])}

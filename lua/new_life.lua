@@ -31,6 +31,9 @@ local function first_id()
   return math.max(0, (tonumber(now[1]) - 1767225600) * 1000000 + tonumber(now[2]))
 end
 
+-- A count as a script has written it, nil for anything else.
+local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
+
 local holders, record, fence, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local unit = ARGV[5]
 
@@ -71,7 +74,7 @@ if ARGV[6] ~= '' then
 end
 
 local known = redis.call('HGET', fence, 'holder')
-local ids, highest = {}, math.max(known and tonumber(known) or first_id(), tonumber(ARGV[4]))
+local ids, highest = {}, math.max(integer(known) or first_id(), tonumber(ARGV[4]))
 for i = 7, #ARGV, 2 do
   local id = live[ARGV[i]]
   if not id then

@@ -6,13 +6,32 @@
 -- ARGV  publisher  its integer id
 --       token      `<counter>.<random>`: the larger counter wins, the same one with another random part loses
 --
+-- A mark of the highest holder id that cannot be read may stand for any id: a larger one takes its place.
+--
 -- {'applied', counter, holder}  the fence stands at this token; `holder` is the highest holder id seen here
 -- {'fenced', counter, holder}   a token with this counter was here before; nothing written
 
-local function counter_of(token) return tonumber(token:match('^%d+')) end
+-- A count as a script has written it, nil for anything else.
+local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
+
+-- What no Redis with this clock has come to, one id a microsecond (new_life).
+local function first_id()
+  local now = redis.call('TIME')
+  return math.max(0, (tonumber(now[1]) - 1767225600) * 1000000 + tonumber(now[2]))
+end
+
+-- A token that cannot be read lets nobody in, so it need not be kept out.
+local function counter_of(token)
+  local digits = token:match('^(%d+)%.')
+  return digits and #digits < 16 and tonumber(digits) or 0
+end
 
 local seen = redis.call('HMGET', KEYS[1], ARGV[1], 'holder')
-local holder = tonumber(seen[2] or 0)
+local holder = integer(seen[2] or '0')
+if not holder then
+  holder = first_id()
+  redis.call('HSET', KEYS[1], 'holder', string.format('%.0f', holder))
+end
 if seen[1] and seen[1] ~= ARGV[2] and counter_of(seen[1]) >= counter_of(ARGV[2]) then
   return {'fenced', counter_of(seen[1]), holder}
 end

@@ -20,7 +20,8 @@ if not state[1] then return {'gone', 0} end
 local holding = redis.call('GET', KEYS[1])
 if holding and holding ~= ARGV[1] and ARGV[6] ~= '1' then return {'held', 0} end
 
-local last = state[2] and tonumber(state[2]:match('^%d+')) or 0
+local digits = state[2] and state[2]:match('^(%d+)%.') or '0'
+local last = #digits < 16 and tonumber(digits) or 0 -- the fences know more than a token that cannot be read
 local counter = math.max(last, tonumber(ARGV[5])) + 1
 local token = string.format('%.0f.%s', counter, ARGV[2])
 redis.call('SET', KEYS[1], token, 'PX', ARGV[4])

@@ -54,6 +54,7 @@ EXPORTED = [
     "waymark_query_matched_blocks",
     "waymark_query_partial_total",
     "waymark_query_round_trips",
+    "waymark_records_unreadable{kind}",
     "waymark_redis_errors_total{kind}",
     "waymark_redis_evicted_keys{primary}",
     "waymark_redis_memory_bytes{primary}",

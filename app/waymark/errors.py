@@ -5,6 +5,7 @@
       Conflict            it fits, but something else is already there        -> 409
       NotFound            the thing named does not exist                      -> 404
       StoreUnavailable    Redis cannot be reached, or refuses                 -> 503
+        RecordDamaged     it answers, and what one key holds cannot be used   -> 503
       Undecodable         a payload that is no batch of events
       SettingsError       the process cannot start with these settings
 
@@ -61,6 +62,10 @@ class StoreUnavailable(WaymarkError):
         super().__init__(sentence)
         self.sentence = sentence
         self.retry_after_seconds = retry_after_seconds
+
+
+class RecordDamaged(StoreUnavailable):
+    """Redis answers, and what it holds under the keys of one call cannot be used. Other keys are not concerned."""
 
 
 class Undecodable(WaymarkError):

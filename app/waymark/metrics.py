@@ -247,6 +247,12 @@ class Metrics:
         self.publishers_refused = gauge(
             "publishers_refused", "How many publishers of the file are registered otherwise than it says.", over="max"
         )
+        self.records_unreadable = gauge(
+            "records_unreadable",
+            "How many records in Redis this process cannot read, by what they are.",
+            "kind",
+            over="max",
+        )
         self.redis_errors = counter("redis_errors", "How many times Redis did not answer as it should, by how.", "kind")
         self.redis_misconfigured = gauge(
             "redis_misconfigured",

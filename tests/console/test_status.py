@@ -172,10 +172,10 @@ async def test_many_publishers_are_read_in_pieces(
     sizes: list[int] = []
     several = client.several
 
-    async def counted(commands: Any) -> list[Any]:
+    async def counted(commands: Any, **options: Any) -> list[Any]:
         listed = list(commands)
         sizes.append(len(listed))
-        return await several(listed)
+        return await several(listed, **options)
 
     monkeypatch.setattr(client, "several", counted)
     status = await gather(Look(client), Wanted())

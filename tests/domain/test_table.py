@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table
-from waymark.domain.table import HolderTable, newest_id
+from waymark.domain.table import HolderTable, holder_ids
 
 
 def seen(of: HolderTable, value: bytes, block_size: int = BLOCK_SIZE) -> dict[tuple[str, int], set[str]]:
@@ -89,4 +89,4 @@ def test_a_view_is_made_once_per_block_size_but_never_very_many() -> None:
 def test_the_newest_holder_of_a_table_and_of_a_value() -> None:
     assert table({}).newest == 0
     assert table({1: publisher("a")}, holder(40, 1), holder(9, 1, medium="CPU")).newest == 40
-    assert (newest_id(b"17"), newest_id(b"17 21 140")) == (17, 140)
+    assert (holder_ids(b"17"), holder_ids(b"17 21 140")) == ([17], [17, 21, 140])

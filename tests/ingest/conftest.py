@@ -27,6 +27,7 @@ from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import EngineKind, GroupName, PublisherName, Registration
+from waymark.domain.table import holder_ids
 from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
@@ -224,9 +225,9 @@ class Mortal(Client):
         self._check()
         return await super().run(name, keys, args)
 
-    async def several(self, commands: Any) -> list[Any]:
+    async def several(self, commands: Any, *, is_lenient: bool = False) -> list[Any]:
         self._check()
-        return await super().several(commands)
+        return await super().several(commands, is_lenient=is_lenient)
 
     async def hgetall(self, key: str) -> dict[bytes, bytes]:
         self._check()
@@ -329,7 +330,7 @@ class Bench:
         client, metrics = Mortal(redis, url), Metrics()
         of_worker = {name: changes.pop(name) for name in ("replays_max", "publishers", "apply") if name in changes}
         worker = Worker(
-            Store(client),
+            Store(client, metrics=metrics),
             metrics,
             WorkerOptions(worker_id, replace(options, **changes), **of_worker),
         )
@@ -353,23 +354,24 @@ class Bench:
     async def blocks(self) -> dict[int, bytes]:
         """Every block of the group, by key."""
         pattern = b"wm:{1*}:" + b"[0-9a-f]" * 16  # of every shard
-        names = [cast("bytes", key) async for key in self.redis.scan_iter(match=pattern, count=1000)]
+        found = [cast("bytes", key) async for key in self.redis.scan_iter(match=pattern, count=1000)]
+        names = [key for key in found if key.startswith((b"wm:{1}", b"wm:{1."))]
         values = cast("list[bytes | None]", await self.redis.mget(names) if names else [])
         return {int(key[-16:], 16): value for key, value in zip(names, values, strict=True) if value}
 
     async def held(self, name: PublisherName) -> Held:
         """What the index says of a publisher, block by block, by its live holders."""
         claims = [claim for claim in await self.store.registry.claims() if claim.registration.name == name]
-        table = decode_table(await self._client.hgetall(keys.holders(1)))
+        table = decode_table(await self._client.hgetall(keys.holders(1)), self.store.parser, keys.holders(1))
         if not claims or table is None:
             return {}
         publisher = claims[0].publisher
         of = {h.id: (h.dp_rank, h.medium) for h in table.holders.values() if h.publisher == publisher}
         held: Held = {}
         for key, value in (await self.blocks()).items():
-            for word in value.split():
-                if int(word) in of:
-                    held.setdefault(of[int(word)], set()).add(key)
+            for holder in holder_ids(value):
+                if holder in of:
+                    held.setdefault(of[holder], set()).add(key)
         return held
 
     async def row(self, pod: Pod, prompt: Prompt) -> Answer:
@@ -388,7 +390,7 @@ class Bench:
 
     async def strangers(self) -> set[int]:
         """Ids in blocks that are neither of a live holder nor still to be swept."""
-        table = decode_table(await self._client.hgetall(keys.holders(1)))
+        table = decode_table(await self._client.hgetall(keys.holders(1)), self.store.parser, keys.holders(1))
         assert table is not None
         ids = {int(word) for value in (await self.blocks()).values() for word in value.split()}
         return ids - set(table.holders) - {int(word) for word in await self.redis.smembers(keys.dead(1))}

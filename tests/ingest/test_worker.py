@@ -14,8 +14,8 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Pod, Server
 from tests.patience import patient, within
 from waymark.domain.names import EngineKind
+from waymark.domain.status import StreamStatus
 from waymark.errors import StoreUnavailable
-from waymark.ingest.polling import STATUSES
 from waymark.store import keys
 from waymark.store.client import Client
 from waymark.store.leases import Grant, Leases
@@ -469,7 +469,7 @@ async def test_who_was_unregistered_does_not_come_back_with_an_empty_redis(bench
         await pod.caught_up()
     await bench.store.registry.unregister([gone.name])
     await wait_until(lambda: gone.publisher.subscribers == 0, "nobody listens to it", PATIENCE_SECONDS)
-    await wait_until(lambda: sum(hand.metric("streams", status=s) for s in STATUSES) == 1, "one stream is left")
+    await wait_until(lambda: sum(hand.metric("streams", status=s) for s in StreamStatus) == 1, "one stream is left")
     await bench.redis.flushall()
     await stays.work(2)
     await stays.agrees()

@@ -114,9 +114,9 @@ class Meeting(Client):
         await self._meet(name)
         return await super().run(name, keys, args)
 
-    async def several(self, commands: Any) -> list[Any]:
+    async def several(self, commands: Any, *, is_lenient: bool = False) -> list[Any]:
         await self._meet("several")
-        return await super().several(commands)
+        return await super().several(commands, is_lenient=is_lenient)
 
     async def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> T:
         await self._meet("ask")

@@ -13,6 +13,7 @@ from waymark.api.dynamo import is_worker_id
 from waymark.api.dynamo_schemas import PeerRequest
 from waymark.api.operations import Answer
 from waymark.api.views import publisher_states
+from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue, NotFound
 from waymark.store.records import PublisherState
 from waymark.store.store import Store
@@ -24,12 +25,12 @@ PEERS_MAX = 1024
 
 # Ours to Dynamo's; the order of its values is the order in which they win over a worker's listeners.
 _STATUS = {
-    "failed": "failed",
-    "pending": "pending",
-    "lost": "pending",
-    "active": "active",
-    "replaying": "active",
-    "degraded": "active",
+    StreamStatus.FAILED: "failed",
+    StreamStatus.PENDING: "pending",
+    StreamStatus.LOST: "pending",
+    StreamStatus.ACTIVE: "active",
+    StreamStatus.REPLAYING: "active",
+    StreamStatus.DEGRADED: "active",
 }
 _PRIORITY = ("failed", "pending", "active")
 
@@ -99,7 +100,7 @@ class DynamoViews:
 
 
 def _listener(state: PublisherState, endpoint: str) -> dict[str, str]:
-    listener = {"endpoint": endpoint, "status": _STATUS.get(state.status, "pending")}
+    listener = {"endpoint": endpoint, "status": _STATUS[state.status]}
     if state.last_error:
         listener["last_error"] = state.last_error
     return listener

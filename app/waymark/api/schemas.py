@@ -23,6 +23,8 @@ from waymark.domain.names import (
     Sequence,
     is_endpoint,
 )
+from waymark.domain.status import StreamStatus
+from waymark.store.parsing import RecordKind
 
 _BLOCK_SIZE = "an integer of 1..65536, tokens per block"
 _RANK = f"an integer of 0..{U32_MAX}"
@@ -284,7 +286,7 @@ class Publisher(BaseModel):
     type: EngineKind
     scope: Scope
     endpoint: str | None = Field(description="null where its events come by HTTP")
-    status: Literal["pending", "active", "replaying", "degraded", "lost", "failed"]
+    status: StreamStatus
     watermark: int | None = Field(description="number of the last frame that was applied")
     lag_seconds: float | None = Field(description="age of the newest applied batch, by its publisher's clock")
     gaps: int
@@ -303,11 +305,23 @@ class IngestWorker(BaseModel):
     streams: int = Field(description="publishers that it has")
 
 
+class UnreadableRecord(BaseModel):
+    """A record in Redis that cannot be read."""
+
+    kind: RecordKind
+    key: str
+    field: str = Field(description="of a hash or a set; empty where it is the whole key")
+    reason: str
+
+
 class WorkersAnswer(BaseModel):
     """Publishers in order of registration, and the ingest workers."""
 
     publishers: list[Publisher]
     workers: list[IngestWorker]
+    unreadable: list[UnreadableRecord] = Field(
+        description="records that this release cannot read and skips: of a newer release, or damaged"
+    )
 
 
 class Context(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from waymark.api.bodies import Body
@@ -32,7 +33,11 @@ class Views:
             {"id": worker, "streams": streams[worker]}
             for worker in await self._store.records.alive("", keep_seconds=WORKER_SECONDS)
         ]
-        return Answer({"publishers": [_publisher(state) for state in states], "workers": workers})
+        await self._store.registry.groups()  # for those that cannot be read
+        unreadable = [asdict(record) for record in self._store.parser.unreadable]
+        return Answer(
+            {"publishers": [_publisher(state) for state in states], "workers": workers, "unreadable": unreadable}
+        )
 
     async def global_view(self, _: Body) -> Answer:
         """Contexts: publishers that agree on model, tenant, block size, adapter and salt."""

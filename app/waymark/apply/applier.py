@@ -32,7 +32,7 @@ from waymark.domain.names import Holder
 from waymark.domain.plan import epochs
 from waymark.domain.resolver import Resolver
 from waymark.domain.runs import Commit
-from waymark.errors import StoreUnavailable
+from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.leases import Grant, random_word
@@ -99,6 +99,8 @@ class Applier:
                 if self.last_error is not None:
                     await self._check_holders()
                 reply = await call()
+            except RecordDamaged:
+                raise  # as often as it is asked; whoever takes the stream up again may mend it
             except StoreUnavailable as exc:
                 if not self._is_patient:
                     raise
@@ -256,5 +258,13 @@ async def resumed(
     counters["waiting_lost"] += counters["waiting"]
     counters["waiting"] = 0
     applier = Applier(grant, store, resolver, metrics, counters, medium_ttl=options.medium_ttl, is_patient=is_patient)
+    if state.is_damaged:
+        log.warning("record of a stream is damaged", extra=fields(stream=str(grant.claim.registration.name)))
+        await store.records.adopt(grant, state)
+        await applier.new_life()
+        resolver.resume({}, frozenset(), None, {})
+        state = await store.records.read(grant)
+        if state is None:
+            raise Fenced
     await applier.turn_epochs()
     return applier, state

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from waymark.console.status import STATUSES
 from waymark.domain.names import DEFAULT_TENANT
+from waymark.domain.status import StreamStatus
 
 Commands = Any
 """What ``add_subparsers`` returns; argparse has no public name for it."""
@@ -42,7 +42,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
         "--status",
         action="append",
         default=[],
-        choices=STATUSES,
+        choices=tuple(StreamStatus),
         help="only streams with this status; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")

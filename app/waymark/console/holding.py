@@ -12,7 +12,7 @@ from waymark.console.look import Group, Look
 from waymark.console.prompts import Asked
 from waymark.domain.match import Walk, conductor_rows
 from waymark.domain.names import Holder
-from waymark.domain.table import HolderTable
+from waymark.domain.table import HolderTable, holder_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ async def hold(look: Look, group: Group, table: HolderTable, asked: Asked, block
     rows = conductor_rows(walk)
     positions: dict[int, list[int]] = {}
     for i, value in enumerate(values):
-        for holder_id in (value or b"").split():
-            positions.setdefault(int(holder_id), []).append(i)
+        for holder_id in holder_ids(value or b""):
+            positions.setdefault(holder_id, []).append(i)
     # Every registered instance has a place, also one that holds nothing at all.
     lines: dict[tuple[bool, str], list[HolderLine]] = {
         (row.scope == "shared", row.instance_id): [] for row in table.publishers.values()

@@ -87,7 +87,8 @@ class Look:
 
     async def table(self, group: Group) -> HolderTable | None:
         """Who is who among the holder ids of a group; None where nobody was registered yet."""
-        return decode_table(await self.client.hgetall(keys.holders(group.id)))
+        key = keys.holders(group.id)
+        return decode_table(await self.client.hgetall(key), self.store.parser, key)
 
     async def several(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
         return await self.client.several(commands)

@@ -10,8 +10,10 @@ from waymark.console.screen import Grid, Part, joined, text
 from waymark.console.status_view import STATUS_STYLE, seconds_text
 from waymark.domain.hashing import namespace
 from waymark.domain.names import Adapter
+from waymark.domain.table import holder_ids
 from waymark.errors import NotFound
 from waymark.store import keys
+from waymark.store.parsing import lenient_text
 
 
 async def block(look: Look, groups: Sequence[Group], key: int) -> list[Part]:
@@ -23,9 +25,9 @@ async def block(look: Look, groups: Sequence[Group], key: int) -> list[Part]:
         if value is None or table is None:
             continue
         name = group.block_key(key).decode()
-        drawn += [joined(text(name, "bold"), f" = {value.decode()!r}, a block of {shown(group.name)}")]
+        drawn += [joined(text(name, "bold"), f" = {lenient_text(value)!r}, a block of {shown(group.name)}")]
         rows = []
-        for holder_id in map(int, value.split()):
+        for holder_id in holder_ids(value):
             holder = table.holders.get(holder_id)
             if holder is None:
                 state = text("ended, to be swept", "yellow")
@@ -105,9 +107,10 @@ async def _entries(look: Look, group: Group, holder_id: int) -> Part:
     rows = []
     for engine, length, copied, applied in zip(engines, replies[::3], replies[1::3], replies[2::3], strict=True):
         # Not entries: the mark, the fields that count copies, and the number of these.
-        others = (applied is not None) + (0 if copied is None else 1 + int(copied))
-        seq, _, ops = ("" if applied is None else applied.decode()).partition(" ")
-        rows.append((text(engine), text(length - others), text(int(copied or 0)), text(seq or "none"), text(ops)))
+        copies = 0 if copied is None or not copied.isdigit() or len(copied) > 16 else int(copied)
+        others = (applied is not None) + (0 if copied is None else 1 + copies)
+        seq, _, ops = ("" if applied is None else lenient_text(applied)).partition(" ")
+        rows.append((text(engine), text(length - others), text(copies), text(seq or "none"), text(ops)))
     head = ("KEY", "ENTRIES", "WITH COPIES", "APPLIED SEQ", "OPS OF IT")
     return Grid(head, rows, frozenset(head[1:]))
 

@@ -13,16 +13,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from waymark.console.look import Look
+from waymark.domain.status import StreamStatus
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.heartbeats import Heartbeat
+from waymark.store.parsing import Unreadable, lenient_text
 from waymark.store.records import PublisherState
 
 #: A worker that has been silent for longer is taken for dead, as ``/workers`` does.
 WORKER_SECONDS = 10
-
-#: Statuses of a stream, the best first.
-STATUSES = ("active", "replaying", "pending", "degraded", "lost", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +77,17 @@ class Status:
     publishers: tuple[PublisherState, ...]
     """The wanted ones, by group, instance and rank."""
     registered: int
-    """All publishers, wanted or not."""
+    """All publishers that can be read, wanted or not."""
+    unreadable: tuple[Unreadable, ...]
+    """Records that this release cannot read, of all publishers and groups."""
     is_whole: bool
     """Nothing was left out for its tenant or model, so workers' streams are all of theirs."""
 
     @property
-    def by_status(self) -> dict[str, int]:
+    def by_status(self) -> dict[StreamStatus, int]:
         """Shown publishers by status, the best first."""
         count = Counter(state.status for state in self.publishers)
-        known = {status: count[status] for status in STATUSES if status in count}
-        return known | {status: count[status] for status in sorted(count.keys() - known.keys())}
+        return {status: count[status] for status in StreamStatus if status in count}
 
     def is_orphan(self, state: PublisherState) -> bool:
         """Its stream is nobody's: it has a socket, and no live worker has it."""
@@ -107,6 +107,7 @@ class Status:
 async def gather(look: Look, wanted: Wanted) -> Status:
     """Read it; ``StoreUnavailable`` where Redis is away."""
     infos, warnings = await _about_redis(look)
+    await look.groups()  # for those that cannot be read
     claims = await look.claims()
     states = await look.states(
         [
@@ -129,6 +130,7 @@ async def gather(look: Look, wanted: Wanted) -> Status:
             )
         ),
         registered=len(claims),
+        unreadable=tuple(look.store.parser.unreadable),
         is_whole=wanted.tenant is None and wanted.model is None,
     )
 
@@ -179,7 +181,9 @@ def _now(infos: Sequence[Mapping[str, Any]]) -> float:
 
 def _workers(beats: Sequence[bytes], streams: Counter[str], now: float) -> tuple[WorkerState, ...]:
     """``ZRANGE WITHSCORES``: id, score, id, score."""
-    silent = {Heartbeat.of(beats[i].decode()): max(0.0, now - float(beats[i + 1])) for i in range(0, len(beats), 2)}
+    silent = {
+        Heartbeat.of(lenient_text(beats[i])): max(0.0, now - float(beats[i + 1])) for i in range(0, len(beats), 2)
+    }
     return tuple(
         WorkerState(beat.worker, streams[beat.worker], seconds, beat.streams_max)
         for beat, seconds in sorted(silent.items(), key=lambda item: item[0].member)
@@ -193,6 +197,7 @@ def as_json(status: Status) -> dict[str, Any]:
         "warnings": list(status.warnings),
         "workers": [asdict(worker) | {"alive": worker.is_alive} for worker in status.workers],
         "registered": status.registered,
+        "unreadable": [asdict(record) for record in status.unreadable],
         "by_status": status.by_status,
         "publishers": [
             {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.text import Text
@@ -10,15 +10,17 @@ from rich.text import Text
 from waymark.console.look import shown
 from waymark.console.screen import Grid, Part, joined, text
 from waymark.console.status import Server, Status, count, replays
+from waymark.domain.status import StreamStatus
+from waymark.store.parsing import Unreadable
 from waymark.store.records import PublisherState
 
 STATUS_STYLE = {
-    "active": "green",
-    "replaying": "cyan",
-    "pending": "yellow",
-    "degraded": "yellow",
-    "lost": "bold red",
-    "failed": "bold red",
+    StreamStatus.ACTIVE: "green",
+    StreamStatus.REPLAYING: "cyan",
+    StreamStatus.PENDING: "yellow",
+    StreamStatus.DEGRADED: "yellow",
+    StreamStatus.LOST: "bold red",
+    StreamStatus.FAILED: "bold red",
 }
 
 _HEAD = (
@@ -31,12 +33,14 @@ _PLAIN_ONLY = ("TENANT", "MODEL", "COMPLAINT")
 _SPARE = ("TYPE", "REPLAYS", "WATERMARK", "WORKER", "RESTARTS", "GAPS", "LOST")
 
 _NAMES_MAX = 5
+_UNREADABLE_MAX = 10
 _KIB = 1024
 
 
 def parts(status: Status, *, is_plain: bool) -> list[Part]:
     """Everything, in the order of drawing; a plain table is one, so that its columns can be cut."""
     drawn: list[Part] = [_server(status.server), *(text(f"warning: {line}", "bold red") for line in status.warnings)]
+    drawn += [text(line, "bold red") for line in _unreadable(status.unreadable)]
     drawn += [_streams(status), text("")]
     drawn.append(_workers(status))
     if not status.publishers:
@@ -77,6 +81,14 @@ def _server(server: Server | None) -> Text:
     policy = text(f"policy {server.policy}", "" if server.policy == "noeviction" else "bold red")
     memory = f"memory {bytes_text(server.memory_bytes)} of {limit}"
     return joined(f"{server.version}{primaries}", memory, policy, evicted, f"{server.keys} keys", by=", ")
+
+
+def _unreadable(records: Sequence[Unreadable]) -> Iterator[str]:
+    for record in records[:_UNREADABLE_MAX]:
+        where = f"{record.key} {record.field}".rstrip()
+        yield f"unreadable {record.kind} in {where}: {record.reason}"
+    if len(records) > _UNREADABLE_MAX:
+        yield f"and {len(records) - _UNREADABLE_MAX} more that cannot be read; --json lists them"
 
 
 def _streams(status: Status) -> Text:

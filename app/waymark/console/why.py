@@ -18,7 +18,7 @@ from waymark.console.prompts import Asked
 from waymark.console.status import complaint
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import GroupName, Registration
-from waymark.domain.table import HolderTable
+from waymark.domain.table import HolderTable, holder_ids
 from waymark.store import keys
 from waymark.store.index import parse_entry
 from waymark.store.records import PublisherState
@@ -102,7 +102,7 @@ async def of_other_readings(look: Look, asked: Asked, holding: Holding, groups: 
         first = other.block_keys(block_size)[:1]
         if first and (value := (await look.values(group, first))[0]):
             table = await look.table(group)
-            live = set() if table is None else table.holders.keys() & set(map(int, value.split()))
+            live = set() if table is None else table.holders.keys() & set(holder_ids(value))
             if table is not None and live:
                 owners = _names(sorted({table.holders[holder].instance_id for holder in live}))
                 found.append(f"{sentence} it is held by {owners}")
@@ -159,7 +159,10 @@ async def of_other_namespaces(look: Look, asked: Asked, holding: Holding, table:
                 engine = keys.engine(holding.group.id, shard, holder.id)
                 cursor, entries = await look.client.hscan(engine, cursor or 0, _STEP_ENTRIES)
                 for name, value in entries.items():
-                    ns, seq_hash = parse_entry(int(name, 16), value) if len(name) == 16 else (0, 0)
+                    try:
+                        ns, seq_hash = parse_entry(int(name, 16), value) if len(name) == 16 else (0, 0)
+                    except ValueError:
+                        continue  # not an entry of ours
                     if ns != asked.namespace and seq_hash == first:
                         return (
                             f"Its first block is held by {holder.instance_id!r} in namespace {ns:016x}, and the one "

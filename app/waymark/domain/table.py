@@ -14,6 +14,8 @@ from waymark.domain.names import GroupName, Holder, Scope
 
 #: Holder ids in all block values that a view remembers, some 10 MB; a chain has few values, so this is a ceiling.
 _REMEMBERED_IDS_MAX = 65_536
+#: An id is below 2^53.
+_ID_DIGITS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,13 @@ class View:
             publisher = table.publishers.get(holder.publisher)
             if publisher is None or publisher.is_lost or holder.block_size != block_size:
                 continue
-            instance = -1 if holder.scope == "shared" else index[holder.instance_id]
-            self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
+            instance = -1 if holder.scope == "shared" else index.get(holder.instance_id)
+            if instance is not None:  # else its publisher's row is another instance's: nothing of ours wrote that
+                self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
         self._presences: dict[bytes, Presence] = {}
         self._remembered_ids = 0
+        self.has_junk = False
+        """A value had words that are no holder ids."""
 
     @property
     def size(self) -> int:
@@ -116,8 +121,10 @@ class View:
     def _compute(self, value: bytes) -> Presence:
         ranks: dict[tuple[int, int], set[str]] = {}
         pool: set[str] = set()
-        for text in value.split():
-            place = self._places.get(int(text))
+        ids = holder_ids(value)
+        self.has_junk = self.has_junk or len(ids) != value.count(b" ") + 1
+        for holder in ids:
+            place = self._places.get(holder)
             if place is None:
                 continue
             instance, dp_rank, medium = place
@@ -132,10 +139,10 @@ class View:
             ranks=tuple((instance, rank, frozenset(media)) for (instance, rank), media in ranks.items()),
             instances=instances,
             pool_media=frozenset(pool),
-            newest=newest_id(value),
+            newest=max(ids, default=0),
         )
 
 
-def newest_id(value: bytes) -> int:
-    """The largest holder id in a value: its last, since ids ascend."""
-    return int(value[value.rfind(b" ") + 1 :])
+def holder_ids(value: bytes) -> list[int]:
+    """The holder ids of a block's value; words that are none, which no release writes, are left out."""
+    return [int(word) for word in value.split(b" ") if len(word) <= _ID_DIGITS_MAX and word.isdigit()]

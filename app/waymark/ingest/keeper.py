@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from waymark.domain.names import PublisherName, Registration
-from waymark.errors import Conflict
+from waymark.errors import Conflict, RecordDamaged
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.store import Store
@@ -54,7 +54,7 @@ class RegistrationKeeper:
     async def _register(self, registration: Registration) -> None:
         try:
             await self._store.registry.register(registration)
-        except Conflict as exc:
+        except (Conflict, RecordDamaged) as exc:  # it says which of the two it is
             if registration.name not in self._refused:
                 self._refused.add(registration.name)
                 log.error("publisher is registered otherwise", extra=fields(error=exc.sentence))

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
 
 from waymark.domain.names import PublisherName
-from waymark.errors import StoreUnavailable
+from waymark.domain.plan import epochs
+from waymark.domain.status import StreamStatus
+from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.ingest.gauges import Gauges, Served
 from waymark.ingest.keeper import RegistrationKeeper
 from waymark.ingest.options import WorkerOptions
@@ -23,8 +27,6 @@ from waymark.store.claims import Claim
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
-
-STATUSES = ("pending", "active", "replaying", "degraded", "lost", "failed")
 
 #: How long a poll waits for streams that it has stopped.
 _STOP_SECONDS = 2.0
@@ -40,14 +42,21 @@ class Poller:
         self._runner = runner
         self._keeper = RegistrationKeeper(store, metrics, options.publishers)
         self._shares = Shares(options.worker_id)
-        self._gauges = Gauges(metrics, self._served, runner.places, streams_max=options.streams_max, statuses=STATUSES)
+        self._gauges = Gauges(
+            metrics, self._served, runner.places, streams_max=options.streams_max, statuses=tuple(StreamStatus)
+        )
         self.hint = asyncio.Event()
         self.is_away = False
         """Redis did not answer the last poll."""
         self.running: dict[PublisherName, Running] = {}
         self._are_some_left = False
+        self._epochs: dict[str, int] = store.incarnation.cache({})
         self._leaving: set[bytes] = store.incarnation.cache(set())
         self._others: set[str] = set()
+        self._error: str | None = None
+        """Why the last poll failed."""
+        self._faults: dict[tuple[str, int], str] = {}
+        """Of steps for one claim: by step and publisher."""
         self._claims: list[Claim] = []
         """As they were at the last poll."""
 
@@ -56,14 +65,12 @@ class Poller:
         while True:
             try:
                 await self._poll(tasks)
+                self._failed(None)
             except StoreUnavailable as exc:
-                if not self.is_away:
-                    log.warning("cannot look for streams", extra=fields(error=exc.sentence))
-                self.is_away = True
-            else:
-                if self.is_away:
-                    log.info("streams are looked for again")
-                self.is_away = False
+                self._failed(exc.sentence)
+            except Exception as exc:
+                # A defect of one round must not end the worker and its streams: the next round may be better.
+                self._failed(repr(exc), is_defect=True)
             self._metrics.redis_up.set(not self.is_away)
             self.hint.clear()
             pause = self._options.poll_seconds
@@ -72,6 +79,36 @@ class Poller:
                     await self.hint.wait()
             except TimeoutError:
                 continue
+
+    def _failed(self, error: str | None, *, is_defect: bool = False) -> None:
+        """Remember how a round ended, None for well; what is as it was in the round before is not logged again."""
+        if error is None and self._error is not None:
+            log.info("streams are looked for again")
+        elif error is not None and self._error is None:
+            log.warning("cannot look for streams", extra=fields(error=error), exc_info=is_defect)
+        self._error = error
+        self.is_away = error is not None and not is_defect
+
+    async def _for_each(self, what: str, claims: Iterable[Claim], step: Callable[[Claim], Awaitable[Any]]) -> list[Any]:
+        """Do a step for each of the claims. One that fails is logged once, and holds no other up; what came out.
+
+        Raises StoreUnavailable where Redis does not answer, since then it does not for the others either.
+        """
+        outcomes: list[Any] = []
+        for claim in claims:
+            name = what, claim.publisher
+            try:
+                outcomes.append(await step(claim))
+            except Exception as exc:
+                if isinstance(exc, StoreUnavailable) and not isinstance(exc, RecordDamaged):
+                    raise
+                if self._faults.get(name) != repr(exc):
+                    about = fields(publisher=str(claim.registration.name), step=what, error=repr(exc))
+                    log.error("registration cannot be worked on", extra=about)
+                    self._faults[name] = repr(exc)
+            else:
+                self._faults.pop(name, None)
+        return outcomes
 
     async def _poll(self, tasks: asyncio.TaskGroup) -> None:
         workers = await self._store.records.heartbeat(
@@ -90,7 +127,8 @@ class Poller:
         await self._finish(claim for claim in claims if claim.is_leaving)
         staying = [claim for claim in claims if not claim.is_leaving]
         mine = self._shares.of(staying, workers)
-        await self._runner.turn_epochs([claim for claim in mine if claim.registration.endpoint is None])
+        by_http = [claim for claim in mine if claim.registration.endpoint is None]
+        await self._turn_epochs(by_http)
         await self._keep_groups(staying)
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
@@ -104,27 +142,34 @@ class Poller:
         claims = await self._store.registry.claims()
         there = {claim.publisher for claim in claims}
         lost = [claim for claim in self._claims if claim.publisher not in there]
-        if any([await self._store.registry.put_back(claim) for claim in lost]):
+        if any(await self._for_each("put_back", lost, self._store.registry.put_back)):
             log.warning("redis has lost registrations", extra=fields(publishers=len(lost)))
             claims = await self._store.registry.claims()
         self._claims = claims
+        there = {claim.publisher for claim in claims}
+        self._faults = {name: fault for name, fault in self._faults.items() if name[1] in there}
         return claims
 
     async def _finish(self, leaving: Iterable[Claim]) -> None:
         """Whoever marked a claim as leaving is at work on it; one that is still there a poll later was left behind."""
-        seen: set[bytes] = set()
-        for claim in leaving:
-            seen.add(claim.raw)
-            if claim.raw in self._leaving:
-                await self._store.registry.finish(claim)
+        claims = list(leaving)
+        left = [claim for claim in claims if claim.raw in self._leaving]
         self._leaving.clear()
-        self._leaving.update(seen)
+        self._leaving.update(claim.raw for claim in claims)
+        await self._for_each("finish", left, self._store.registry.finish)
+
+    async def _turn_epochs(self, by_http: Iterable[Claim]) -> None:
+        now = epochs(self._options.apply.medium_ttl, time.time())
+        if now != self._epochs:
+            await self._for_each("turn_epochs", by_http, self._runner.turn_epochs)
+            self._epochs.clear()
+            self._epochs.update(now)
 
     async def _keep_groups(self, claims: Iterable[Claim]) -> None:
         """A group whose id Redis has lost is not found by queries, while its streams go on."""
         groups = await self._store.registry.groups()
-        for claim in {claim.group_id: claim for claim in claims if claim.registration.group not in groups}.values():
-            await self._store.registry.begin(claim)
+        lost = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
+        await self._for_each("keep_group", lost.values(), self._store.registry.begin)
 
     async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:
         """Stop what is not this worker's any more, or is registered anew; forget what has stopped."""

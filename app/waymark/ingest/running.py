@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from waymark.apply.applier import Applier, Fenced, resumed
 from waymark.domain.names import PublisherName
-from waymark.domain.plan import epochs
 from waymark.domain.resolver import Resolver
 from waymark.engines import decoder
 from waymark.errors import InvalidValue, StoreUnavailable
@@ -72,7 +70,6 @@ class StreamRunner:
         self.places = places
         self._errors: dict[PublisherName, str] = {}
         """Why streams stopped the last time."""
-        self._epochs: dict[str, int] = store.incarnation.cache({})
 
     async def run(self, running: Running) -> None:
         """Take the lease and apply the stream until it is cancelled or the lease is lost."""
@@ -138,22 +135,17 @@ class StreamRunner:
             is_patient=is_patient,
         )
 
-    async def turn_epochs(self, claims: Sequence[Claim]) -> None:
-        """End what is over at publishers that have no stream here, because their events come by HTTP."""
-        now = epochs(self._options.apply.medium_ttl, time.time())
-        if now == self._epochs:
+    async def turn_epochs(self, claim: Claim) -> None:
+        """End what is over at a publisher that has no stream here, because its events come by HTTP."""
+        grant = await self._take(claim)
+        if grant is None:
             return
-        for claim in claims:
-            grant = await self._take(claim)
-            if grant is not None:
-                try:
-                    await self._resumed(grant, frozenset(), is_patient=False)
-                except Fenced:
-                    continue  # unregistered just now
-                finally:
-                    await self._give_back(grant)
-        self._epochs.clear()
-        self._epochs.update(now)
+        try:
+            await self._resumed(grant, frozenset(), is_patient=False)
+        except Fenced:
+            log.debug("publisher is unregistered just now", extra=fields(stream=str(claim.registration.name)))
+        finally:
+            await self._give_back(grant)
 
     async def _take(self, claim: Claim) -> Grant | None:
         """Take the lease. One that arrives just as the stream is stopped is given back, not left to run out."""

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Coroutine
 
-from waymark.errors import StoreUnavailable
+from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.registry import GroupEntry
@@ -57,13 +58,17 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
         try:
             entries = list((await store.registry.groups()).values())
             for entry in entries:
-                left += await store.sweeper.left(entry)
+                left += await _unless_damaged(store.sweeper.left(entry))
             metrics.dead_holders.set(left)
             for entry in entries:
                 swept += await _sweep_one(store, entry, pace)
             metrics.dead_holders.set(left - swept)
         except StoreUnavailable as exc:
             log.debug("sweeping waits for redis", extra=fields(error=exc.sentence))
+        except Exception:
+            # A defect met in what a dead holder left must not end the worker.
+            log.exception("sweeping failed, will be tried again")
+            swept = 0
         if left <= swept or not swept:
             await asyncio.sleep(pause_seconds)
 
@@ -83,3 +88,12 @@ async def _sweep_one(store: Store, entry: GroupEntry, pace: Pace) -> bool:
         log.debug("sweeping waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
         return False
     return True
+
+
+async def _unless_damaged(step: Coroutine[None, None, int]) -> int:
+    """What a step for one group gives; 0 where what Redis holds of that group cannot be used."""
+    try:
+        return await step
+    except RecordDamaged as exc:
+        log.debug("a group cannot be swept", extra=fields(error=exc.sentence))
+        return 0

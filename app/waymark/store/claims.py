@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 
-from waymark.domain.names import EngineKind, GroupName, Holder, Registration
+from waymark.domain.names import U32_MAX, Copies, EngineKind, GroupName, Holder, Registration, Scope, Sequence
 from waymark.domain.table import HolderTable, PublisherRow
+from waymark.store import keys
+from waymark.store.parsing import FORMAT, Document, Malformed, RecordKind, RecordParser, integer_of, names_of
+
+#: Shards of a group; the setting allows fewer. Each costs commands, so a junk number would cost many.
+SHARDS_MAX = 4096
+
+_SCOPES: tuple[Scope, ...] = get_args(Scope)
+_COPIES: tuple[Copies, ...] = get_args(Copies)
+_SEQUENCES: tuple[Sequence, ...] = get_args(Sequence)
 
 #: ``Holder`` fields as they stand in the table; its id is the field.
 _HOLDER_FIELDS = ("publisher", "instance_id", "dp_rank", "medium", "block_size", "backend_id", "scope")
@@ -33,39 +42,49 @@ class Claim:
         ids: dict[str, Any] = {"publisher": self.publisher, "group": self.group_id, "shards": self.shards}
         if self.is_leaving:
             ids["leaving"] = True
-        return orjson.dumps(registration | ids)
+        return orjson.dumps({"format": FORMAT} | registration | ids)
 
     @classmethod
     def decode(cls, raw: bytes) -> Claim:
-        fields = orjson.loads(raw)
+        """Raises ``Malformed``."""
+        of = Document(raw)
         registration = Registration(
-            kind=EngineKind(fields["kind"]),
-            instance_id=fields["instance_id"],
-            tenant_id=fields["tenant_id"],
-            dp_rank=fields["dp_rank"],
-            model_name=fields["model_name"],
-            block_size=fields["block_size"],
-            endpoint=fields.get("endpoint"),
-            replay_endpoint=fields.get("replay_endpoint"),
-            lora_name=fields.get("lora_name"),
-            additional_salt=fields.get("additional_salt"),
-            scope=fields["scope"],
-            copies=fields["copies"],
-            sequence=fields["sequence"],
+            kind=of.one_of("kind", tuple(EngineKind)),
+            instance_id=of.text("instance_id"),
+            tenant_id=of.text("tenant_id"),
+            dp_rank=of.integer("dp_rank", 0, U32_MAX),
+            model_name=of.text("model_name"),
+            block_size=of.integer("block_size", 1, U32_MAX),
+            endpoint=of.optional_text("endpoint"),
+            replay_endpoint=of.optional_text("replay_endpoint"),
+            lora_name=of.optional_text("lora_name"),
+            additional_salt=of.optional_text("additional_salt"),
+            scope=of.one_of("scope", _SCOPES),
+            copies=of.one_of("copies", _COPIES),
+            sequence=of.one_of("sequence", _SEQUENCES),
         )
         return cls(
             registration,
-            fields["publisher"],
-            fields["group"],
-            fields["shards"],
-            is_leaving=fields.get("leaving", False),
+            of.integer("publisher", 1),
+            of.integer("group", 1),
+            of.integer("shards", 1, SHARDS_MAX),
+            is_leaving=of.flag("leaving"),
             raw=raw,
         )
+
+    @classmethod
+    def decode_field(cls, field: bytes, raw: bytes) -> Claim:
+        """A claim as it stands under ``field``. One under another publisher's name would be ended with that one."""
+        claim = cls.decode(raw)
+        if keys.publisher_field(claim.registration.name) != field:
+            raise Malformed("it stands under another publisher's name")
+        return claim
 
     def row(self, *, is_lost: bool = False) -> bytes:
         """The publisher's row in its group's table."""
         registration = self.registration
         row: dict[str, Any] = {
+            "format": FORMAT,
             "instance_id": registration.instance_id,
             "dp_rank": registration.dp_rank,
             "block_size": registration.block_size,
@@ -78,25 +97,63 @@ class Claim:
 
 def encode_holder(holder: Holder) -> bytes:
     """A holder's record; its ``id`` is not in it, for it is not known yet."""
-    return orjson.dumps({name: getattr(holder, name) for name in _HOLDER_FIELDS})
+    return orjson.dumps({"format": FORMAT} | {name: getattr(holder, name) for name in _HOLDER_FIELDS})
 
 
-def decode_table(fields: dict[bytes, bytes]) -> HolderTable | None:
-    """``wm:{g}:holders``; None where there is no such table."""
+def decode_table(fields: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
+    """The table ``wm:{g}:holders`` that ``key`` holds; None where there is no such table, or it names no group.
+
+    A row that cannot be read is left out: its holders count for nobody.
+    """
+    parser.forget(key, fields.keys())
     if b"group" not in fields:
         return None
-    tenant_id, model_name = orjson.loads(fields[b"group"])
+    group = parser.parse(RecordKind.TABLE, key, "group", decode_group, fields[b"group"])
+    if group is None:
+        return None
     publishers: dict[int, PublisherRow] = {}
     holders: dict[int, Holder] = {}
     for name, value in fields.items():
         if name.startswith(b"publisher:"):
-            row = orjson.loads(value)
-            publishers[int(name[10:])] = PublisherRow(
-                row["instance_id"], row["dp_rank"], row["block_size"], row["scope"], row.get("state") == "lost"
-            )
-        elif name.isdigit():
-            record = orjson.loads(value)
-            holders[int(name)] = Holder(id=int(name), **{key: record[key] for key in _HOLDER_FIELDS})
-    return HolderTable(
-        fields[b"version"], GroupName(tenant_id, model_name), publishers, holders, fields.get(b"incarnation", b"")
+            row = parser.parse(RecordKind.PUBLISHER, key, name, _row, name, value)
+            if row is not None:
+                publishers[row[0]] = row[1]
+        elif name not in (b"group", b"version", b"incarnation"):
+            holder = parser.parse(RecordKind.HOLDER, key, name, _holder, name, value)
+            if holder is not None:
+                holders[holder.id] = holder
+    return HolderTable(fields.get(b"version", b""), group, publishers, holders, fields.get(b"incarnation", b""))
+
+
+def decode_group(raw: bytes) -> GroupName:
+    """A group's name, ``["<tenant>","<model>"]``; raises ``Malformed``."""
+    tenant_id, model_name = names_of(raw, 2, "the group's name")
+    if not isinstance(tenant_id, str) or not isinstance(model_name, str):
+        raise Malformed("the group's name is no list of two texts")
+    return GroupName(tenant_id, model_name)
+
+
+def _row(name: bytes, raw: bytes) -> tuple[int, PublisherRow]:
+    of = Document(raw)
+    row = PublisherRow(
+        of.text("instance_id"),
+        of.integer("dp_rank", 0, U32_MAX),
+        of.integer("block_size", 1, U32_MAX),
+        of.one_of("scope", _SCOPES),
+        of.optional_text("state") == "lost",
+    )
+    return integer_of(name.removeprefix(b"publisher:"), "the publisher's id"), row
+
+
+def _holder(name: bytes, raw: bytes) -> Holder:
+    of = Document(raw)
+    return Holder(
+        id=integer_of(name, "the holder's id"),
+        publisher=of.integer("publisher", 1),
+        instance_id=of.text("instance_id"),
+        dp_rank=of.integer("dp_rank", 0, U32_MAX),
+        medium=of.text("medium"),
+        block_size=of.integer("block_size", 1, U32_MAX),
+        backend_id=of.text("backend_id"),
+        scope=of.one_of("scope", _SCOPES),
     )

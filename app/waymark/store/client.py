@@ -21,7 +21,7 @@ from waymark.store.access import Access
 from waymark.store.address import Address, Endpoint, parse
 from waymark.store.cluster import Cluster
 from waymark.store.connect import server
-from waymark.store.failures import kind_of, unavailable
+from waymark.store.failures import is_damage, kind_of, unavailable
 from waymark.store.lending import Lender
 from waymark.store.line import Take
 from waymark.store.lua import SCRIPTS, Script
@@ -165,18 +165,28 @@ class Client:
             reply = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", count)
             return cast("tuple[int, dict[bytes, bytes]]", reply)
 
-    async def several(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+    async def several(self, commands: Iterable[Sequence[Any]], *, is_lenient: bool = False) -> list[Any]:
         """Commands that do not depend on each other, in one round trip (of a Cluster: to each of its nodes at once).
 
-        One failing fails them all.
+        One failing fails them all; where ``is_lenient``, a key of another type is as good as none, and fails nothing.
         """
         with self._translated():
-            if isinstance(self._redis, Cluster):
-                return await self._redis.several(commands)
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                return await pipeline.execute()
+            replies = await self._replies(commands)
+            for i, reply in enumerate(replies):
+                if isinstance(reply, BaseException):
+                    if not (is_lenient and is_damage(reply)):
+                        raise reply
+                    replies[i] = None
+            return replies
+
+    async def _replies(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """Each command's reply, or its error."""
+        if isinstance(self._redis, Cluster):
+            return await self._redis.several(commands)
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            return await pipeline.execute(raise_on_error=False)
 
     def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> Awaitable[T]:
         """What ``take`` makes of the reply to commands that are packed already, of the server that has ``key``.

@@ -92,7 +92,7 @@ class Cluster:
             return await self._follow(command)
 
     async def several(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """Commands in one pipeline per node, all nodes at once; the first error, where there is one, is raised."""
+        """Commands in one pipeline per node, all nodes at once: each one's reply, or its error."""
         listed = list(commands)
         async with asyncio.timeout(self._bound_seconds):
             await self._read_map()
@@ -117,9 +117,6 @@ class Cluster:
             answers = await asyncio.gather(*(self._follow(listed[i]) for i in again), return_exceptions=True)
             for i, answer in zip(again, answers, strict=True):
                 replies[i] = answer
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
         return replies
 
     async def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> T:

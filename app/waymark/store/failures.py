@@ -13,12 +13,18 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
+    ResponseError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from waymark.errors import StoreUnavailable
+from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.store.access import SecretUnreadable
+
+#: What Redis 6.2 to 8, Valkey and the emulation say where a value has another type, or a script meets one that it
+#: cannot use.
+_DAMAGE = ("WRONGTYPE", "user_script", "unning script", "not an integer", "not a valid float")
+_REFUSALS = ("OOM", "READONLY", "MISCONF", "LOADING", "NOREPLICAS", "CLUSTERDOWN", "MASTERDOWN", "NOPERM", "unknown")
 
 
 def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
@@ -43,7 +49,23 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
                 f"Redis at {url} has no TLS that can be trusted ({cause}): check WAYMARK_REDIS_TLS_CA_FILE, "
                 f"WAYMARK_REDIS_TLS_CERT_FILE, WAYMARK_REDIS_TLS_VERIFY, and whether {variable} has the right scheme"
             )
+    if is_damage(exc):
+        return RecordDamaged(
+            f"Redis at {url} holds something that cannot be used ({exc}): another type or value than lua/README.md says"
+        )
     return StoreUnavailable(f"Redis at {url} does not answer as it should ({_kind(exc)}: {exc}); try again in a moment")
+
+
+def is_damage(exc: BaseException) -> bool:
+    """Whether a command was refused for what its own keys hold. Redis does not say it by a code, but by its text.
+
+    Of refusals that concern every key (out of memory, read-only, loading) the driver makes types of their own, or a
+    script repeats their word.
+    """
+    if type(exc) is not ResponseError:
+        return False
+    text = str(exc)
+    return any(word in text for word in _DAMAGE) and not any(word in text for word in _REFUSALS)
 
 
 def kind_of(exc: Exception) -> str:
@@ -58,6 +80,8 @@ def kind_of(exc: Exception) -> str:
         "no_primary": (MasterDownError, ClusterDownError),
         "connection": (RedisConnectionError, OSError),
     }
+    if is_damage(exc):
+        return "damaged"
     causes = list(_causes(exc))
     found = (kind for kind, types in kinds.items() if any(isinstance(cause, types) for cause in causes))
     return next(found, "other")

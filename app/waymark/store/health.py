@@ -18,10 +18,12 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from waymark.domain.hashing import DEFAULT_SEED
+from waymark.domain.names import U64_MASK
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.store import keys
 from waymark.store.client import Client
+from waymark.store.parsing import Malformed, RecordKind, RecordParser
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +74,14 @@ class HealthWatch:
     def __init__(
         self,
         client: Client,
+        parser: RecordParser | None = None,
         *,
         are_shards_set: bool = True,
         hash_seed: int = DEFAULT_SEED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
+        self._parser = parser or RecordParser()
         self._are_shards_set = are_shards_set
         self._hash_seed = hash_seed
         self._clock = clock
@@ -116,13 +120,25 @@ class HealthWatch:
         for info in infos:
             for reason, sentence in self._complaints(info):
                 warnings.setdefault(reason, sentence)
-        if seed is not None and int(seed) != self._hash_seed:
-            warnings[Reason.HASH_SEED] = (
-                f"blocks in this Redis are hashed with WAYMARK_HASH_SEED {int(seed)}, here it is {self._hash_seed}: "
-                "what one of the two writes the other never finds; give all processes the same"
-            )
+        warnings |= self._seed_warning(seed)
         is_loading = any(_number(info, "loading") for info in infos)
         return Health(not is_loading, tuple(map(_primary, infos)), warnings)
+
+    def _seed_warning(self, raw: bytes | None) -> dict[Reason, str]:
+        if raw is None:
+            return {}
+        seed = self._parser.parse(RecordKind.HASH_SEED, keys.GROUPS, "hash_seed", seed_of, raw)
+        if seed is None:
+            return {
+                Reason.HASH_SEED: f"{keys.GROUPS} has a hash_seed that cannot be read, so nothing tells whether blocks "
+                f"in this Redis are hashed with WAYMARK_HASH_SEED {self._hash_seed}; set the field to what they are"
+            }
+        if seed == self._hash_seed:
+            return {}
+        return {
+            Reason.HASH_SEED: f"blocks in this Redis are hashed with WAYMARK_HASH_SEED {seed}, here it is "
+            f"{self._hash_seed}: what one of the two writes the other never finds; give all processes the same"
+        }
 
     async def _infos(self) -> list[dict[str, Any]]:
         try:
@@ -177,6 +193,13 @@ class HealthWatch:
                 f"Redis uses {used} of {most} bytes and refuses writes: queries are answered, nothing is indexed or "
                 "registered; raise maxmemory, or spread the blocks over a Cluster",
             )
+
+
+def seed_of(raw: bytes) -> int:
+    """A hash seed, 0..2^64-1; raises ``Malformed``."""
+    if not (raw.isdigit() and len(raw) <= 20) or int(raw) > U64_MASK:
+        raise Malformed("the hash seed is no integer of 64 bits")
+    return int(raw)
 
 
 def _primary(info: Mapping[str, Any]) -> Primary:

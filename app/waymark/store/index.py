@@ -7,21 +7,26 @@ runs as a whole and that can all come twice.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.store import keys
 from waymark.store.client import Client
 from waymark.store.leases import Grant
+from waymark.store.parsing import Malformed, RecordKind, RecordParser
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
+
+_ENTRY = re.compile(rb"[0-9a-f]{16}(?::[0-9a-f]{16})?")
 
 #: Blocks in one call: about a millisecond of Redis where they are new, and every reader waits meanwhile.
 CALL_BLOCKS = 512
 
 
 class Index:
-    def __init__(self, client: Client, scripts: Scripts) -> None:
+    def __init__(self, client: Client, scripts: Scripts, parser: RecordParser | None = None) -> None:
         self._client = client
+        self._parser = parser or RecordParser()
         self._scripts = scripts
 
     async def apply(
@@ -174,19 +179,27 @@ class Index:
             ("HMGET", keys.engine(grant.group_id, shard, holder), *(b"%016x" % h for h in hashes))
             for holder, shard, hashes in asked
         )
-        for (holder, _, hashes), values in zip(asked, replies, strict=True):
+        for (holder, shard, hashes), values in zip(asked, replies, strict=True):
             for engine_hash, value in zip(hashes, values, strict=True):
                 if value is not None:
-                    found[holder][engine_hash] = parse_entry(engine_hash, value)
+                    try:
+                        found[holder][engine_hash] = parse_entry(engine_hash, value)
+                    except Malformed as exc:
+                        key = keys.engine(grant.group_id, shard, holder)
+                        self._parser.reject(RecordKind.ENTRY, key, f"{engine_hash:016x}", str(exc))
         return found
 
 
 def parse_entry(engine_hash: int, value: bytes) -> tuple[int, int]:
-    """(namespace, seq_hash) of an entry: ``seq_hash``, ``ns:seq_hash``, or empty where the hash is its own."""
+    """(namespace, seq_hash) of an entry: ``seq_hash``, ``ns:seq_hash``, or empty where the hash is its own.
+
+    Raises ``Malformed``.
+    """
     if not value:
         return 0, engine_hash
-    head, colon, tail = value.partition(b":")
-    return (int(head, 16), int(tail, 16)) if colon else (0, int(head, 16))
+    if _ENTRY.fullmatch(value) is None:
+        raise Malformed("it is no 16 hex digits, nor two of them with a colon between")
+    return (int(value[:16], 16), int(value[17:], 16)) if len(value) > 16 else (0, int(value, 16))
 
 
 def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:

@@ -52,14 +52,14 @@ def block_prefix(group_id: int, shard: int) -> bytes:
     return f"wm:{_tag(group_id, shard)}:".encode()
 
 
+def blocks(group_id: int) -> str:
+    """All blocks of a group, for people."""
+    return f"wm:{{{group_id}}}:<block>"
+
+
 def group_field(group: GroupName) -> bytes:
     return orjson.dumps([group.tenant_id, group.model_name])
 
 
 def publisher_field(name: PublisherName) -> bytes:
     return orjson.dumps([name.instance_id, name.tenant_id, name.dp_rank])
-
-
-def parse_group_field(field: bytes) -> GroupName:
-    tenant_id, model_name = orjson.loads(field)
-    return GroupName(tenant_id, model_name)

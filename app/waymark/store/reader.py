@@ -23,6 +23,7 @@ from waymark.store.client import Client
 from waymark.store.fetch import Fetcher
 from waymark.store.hot import HotBlocks
 from waymark.store.incarnation import Incarnation
+from waymark.store.parsing import RecordKind, RecordParser
 from waymark.store.registry import GroupEntry, Registry
 
 KeySource = Callable[[int], bytes]
@@ -39,6 +40,8 @@ _WEIGHT = 1 / 8
 
 #: How often a query starts over because Redis has come back empty, the first time included.
 _STARTS_MAX = 3
+
+_JUNK = "the value of a block, or of several, has words that are no holder ids"
 #: Groups and tables remembered; beyond it the oldest is forgotten.
 _GROUPS_MAX = 1024
 
@@ -102,9 +105,11 @@ class Reader:
         registry: Registry,
         incarnation: Incarnation,
         hot: HotBlocks,
+        parser: RecordParser,
         metrics: Metrics | None = None,
     ) -> None:
         self._client = client
+        self._parser = parser
         self._fetcher = Fetcher(client, incarnation, hot, metrics or Metrics())
         self._registry = registry
         self._incarnation = incarnation
@@ -131,6 +136,8 @@ class Reader:
                     return None
                 if await self._walk(group, entry, query, until, changes):
                     self._remember(entry, query)
+                    if query.walk is not None and query.walk.view.has_junk:
+                        self._parser.reject(RecordKind.BLOCK, keys.blocks(entry.group_id), "", _JUNK)
                     return query.reading(is_partial=False)
                 if changes == self._incarnation.changes:
                     if known is None:
@@ -235,7 +242,8 @@ class Reader:
     async def _read_table(self, group_id: int, until: float | None) -> HolderTable | None:
         changes = self._incarnation.changes
         async with asyncio.timeout_at(until):
-            table = decode_table(await self._client.hgetall(keys.holders(group_id)))
+            key = keys.holders(group_id)
+            table = decode_table(await self._client.hgetall(key), self._parser, key)
         if table is None:
             self._tables.pop(group_id, None)
             return None

@@ -6,22 +6,33 @@ believed of the stream.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from waymark.domain.names import Holder, Registration
+from waymark.domain.status import StreamStatus
+from waymark.errors import RecordDamaged
 from waymark.store import keys
-from waymark.store.claims import Claim, encode_holder
+from waymark.store.claims import Claim, decode_table, encode_holder
 from waymark.store.client import Client
 from waymark.store.heartbeats import Heartbeat
 from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_word
+from waymark.store.parsing import Malformed, RecordKind, RecordParser, check_format, integer_of, lenient_text, number_of
 from waymark.store.scripts import Scripts
+
+T = TypeVar("T")
 
 #: Record fields that are counters begin with this.
 _COUNTER = "count:"
+
+#: The rest of the names of some of its fields: rank, medium, digest of further dimensions; a holder id.
+_HOLDER_NAME = re.compile(r"[0-9]{1,10} [^ ]+( [^ ]+)?")
+_HOLDER_ID = re.compile(r"[0-9]{1,16}")
+_ANY = re.compile(r"(?s).*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +51,11 @@ class StreamState:
     event_ids: Mapping[int, int]
     """Standard events: the last event_id per holder."""
     counters: Mapping[str, int]
-    status: str
+    status: StreamStatus
     turn: str
     """The word of the last change of holders under the present token; '' for none."""
+    is_damaged: bool = False
+    """Where the stream stands, or which holders it has, cannot be read: its life has to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +65,7 @@ class PublisherState:
     registration: Registration
     id: int
     group_id: int
-    status: str
+    status: StreamStatus
     watermark: int | None
     lag_seconds: float | None
     """Age of the newest applied batch, by its publisher's clock."""
@@ -90,36 +103,69 @@ class Begin:
 
 
 class Records:
-    def __init__(self, client: Client, scripts: Scripts, incarnation: Incarnation | None = None) -> None:
+    def __init__(
+        self, client: Client, scripts: Scripts, parser: RecordParser, incarnation: Incarnation | None = None
+    ) -> None:
         self._client = client
+        self._parser = parser
         self._scripts = scripts
         self._incarnation = incarnation or Incarnation()
 
     async def read(self, grant: Grant) -> StreamState | None:
-        """The record; None where it is gone or names another token."""
-        fields = {name.decode(): value.decode() for name, value in (await self._client.hgetall(grant.record)).items()}
-        if fields.get("token") != grant.token:
+        """The record; None where it is gone or names another token.
+
+        Raises RecordDamaged where it is of a version that this release does not read.
+        """
+        held = await self._client.hgetall(grant.record)
+        if held.get(b"token") != grant.token.encode():
             return None
-        by, _, turn = fields.get("turn", "").partition(" ")
+        fields = _StreamFields(self._parser, grant.record, held)
+        if not fields.is_of_this_format():
+            raise RecordDamaged(
+                f"the record {grant.record} is of another release; run its stream with that one, or unregister "
+                f"publisher {grant.claim.registration.name} there"
+            )
+        by, _, turn = fields.text("turn").partition(" ")
+        holders = fields.integers("holder:", _HOLDER_NAME)
+        event_ids = fields.integers("event:", _HOLDER_ID)
+        watermark, main_group = fields.integer("watermark"), fields.integer("main_groups")
         return StreamState(
-            life=fields["life"],
-            watermark=_integer(fields.get("watermark")),
-            ts=_number(fields.get("ts")),
-            newest_ts=_number(fields.get("newest_ts")),
-            digest=fields.get("digest", ""),
-            flags=frozenset(fields.get("flags", "").split()),
-            main_groups=fields.get("main_groups", ""),
-            holders={name[7:]: int(value) for name, value in fields.items() if name.startswith("holder:")},
-            event_ids={int(name[6:]): int(value) for name, value in fields.items() if name.startswith("event:")},
-            counters=_counters(fields),
-            status=fields.get("status", "pending"),
+            life=fields.text("life"),
+            watermark=watermark,
+            ts=fields.number("ts"),
+            newest_ts=fields.number("newest_ts"),
+            digest=fields.text("digest"),
+            flags=frozenset(fields.text("flags").split()),
+            main_groups="" if main_group is None else str(main_group),
+            holders=holders,
+            event_ids={int(holder): event_id for holder, event_id in event_ids.items()},
+            counters=fields.integers(_COUNTER),
+            status=fields.status(),
             turn=turn if by == grant.token else "",
+            is_damaged=fields.is_damaged(("watermark", "main_groups", "holder:", "event:")),
         )
+
+    async def adopt(self, grant: Grant, state: StreamState) -> None:
+        """Write into a damaged record the live holders of the publisher that it does not name, so that they can end."""
+        key = keys.holders(grant.group_id)
+        table = decode_table(await self._client.hgetall(key), self._parser, key)
+        known = set(state.holders.values())
+        lost = [] if table is None else [each for each in table.holders.values() if each.publisher == grant.publisher]
+        words: list[str] = []
+        for holder in lost:
+            if holder.id not in known:
+                words += (f"holder:{holder.dp_rank} {holder.medium} {holder.id}", str(holder.id))
+        if words:
+            await self._scripts.write_record(grant.record, grant.token, words)
 
     async def watermark(self, grant: Grant) -> int | None:
         """As it stands now; only who has the stream moves it, so another one than his is that of an older Redis."""
         found = await self._client.hget(grant.record, "watermark")
-        return None if found is None else int(found)
+        return (
+            None
+            if found is None
+            else self._parser.parse(RecordKind.STREAM, grant.record, "watermark", integer_of, found, "watermark")
+        )
 
     async def new_life(
         self,
@@ -179,45 +225,50 @@ class Records:
         return outcome.is_applied
 
     async def publisher_states(self, claims: Sequence[Claim]) -> list[PublisherState]:
-        """What the records of ``claims`` say, in their order."""
+        """What the records of ``claims`` say, in their order; of one that cannot be read, what the claim says."""
         now = time.time()
-        records = await self._client.several(
-            ("HGETALL", keys.record(claim.group_id, claim.publisher)) for claim in claims
-        )
-        decoded = [_decode_reply(record) for record in records]
-        asked: list[tuple[int, str]] = []
-        lengths: list[tuple[str, ...]] = []
-        for i, (claim, fields) in enumerate(zip(claims, decoded, strict=True)):
-            for name, holder in fields.items():
-                if name.startswith("holder:"):
-                    for shard in range(claim.shards):
-                        asked.append((i, name.split()[1]))
-                        engine = keys.engine(claim.group_id, shard, int(holder))
-                        lengths += (("HLEN", engine), ("HGET", engine, "*"))
-        blocks: list[dict[str, int]] = [{} for _ in claims]
-        replies = await self._client.several(lengths)
-        for (i, medium), length, copied in zip(asked, replies[::2], replies[1::2], strict=True):
-            # Fields of an engine hash that are no blocks: its mark, those that count copies, and how many these are.
-            others = 1 + (0 if copied is None else 1 + int(copied))
-            blocks[i][medium] = blocks[i].get(medium, 0) + max(0, length - others)
+        names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
+        replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
+        records = [_StreamFields(self._parser, name, _pairs(reply)) for name, reply in zip(names, replies, strict=True)]
+        blocks = await self._blocks(claims, records)
         states: list[PublisherState] = []
-        for claim, fields, held in zip(claims, decoded, blocks, strict=True):
-            ts = _number(fields.get("ts"))
+        for claim, fields, held in zip(claims, records, blocks, strict=True):
+            fields.is_of_this_format()
+            ts = fields.number("ts")
             states.append(
                 PublisherState(
                     registration=claim.registration,
                     id=claim.publisher,
                     group_id=claim.group_id,
-                    status=fields.get("status", "pending"),
-                    watermark=_integer(fields.get("watermark")),
+                    status=fields.status(),
+                    watermark=fields.integer("watermark"),
                     lag_seconds=None if ts is None else max(0.0, now - ts),
-                    counters=_counters(fields),
+                    counters=fields.integers(_COUNTER),
                     blocks=held,
-                    last_error=fields.get("last_error"),
-                    worker=fields.get("worker"),
+                    last_error=fields.text("last_error") or None,
+                    worker=fields.text("worker") if fields.has("worker") else None,
                 )
             )
         return states
+
+    async def _blocks(self, claims: Sequence[Claim], records: Sequence[_StreamFields]) -> list[dict[str, int]]:
+        """How many blocks each publisher holds, by medium."""
+        asked: list[tuple[int, str]] = []
+        lengths: list[tuple[str, ...]] = []
+        for i, (claim, fields) in enumerate(zip(claims, records, strict=True)):
+            for name, holder in fields.integers("holder:", _HOLDER_NAME).items():
+                for shard in range(claim.shards):
+                    asked.append((i, name.split(" ")[1]))
+                    engine = keys.engine(claim.group_id, shard, holder)
+                    lengths += (("HLEN", engine), ("HGET", engine, "*"))
+        blocks: list[dict[str, int]] = [{} for _ in claims]
+        replies = await self._client.several(lengths, is_lenient=True)
+        for (i, medium), length, copied in zip(asked, replies[::2], replies[1::2], strict=True):
+            # Fields of an engine hash that are no blocks: its mark, those that count copies, and how many these are.
+            copies = int(copied) if copied is not None and copied.isdigit() and len(copied) <= 16 else 0
+            others = 1 + (0 if copied is None else 1 + copies)
+            blocks[i][medium] = blocks[i].get(medium, 0) + max(0, (length or 0) - others)
+        return blocks
 
     async def heartbeat(
         self, worker: str, *, keep_seconds: int, streams_max: int | None = None, is_leaving: bool = False
@@ -241,21 +292,81 @@ class Records:
         return word
 
 
-def _decode_reply(reply: list[bytes] | dict[bytes, bytes]) -> dict[str, str]:
+class _StreamFields:
+    """A publisher's record, field by field. What cannot be read is as good as not there, and is counted."""
+
+    def __init__(self, parser: RecordParser, key: str, held: Mapping[bytes, bytes] | None) -> None:
+        self._parser = parser
+        self._key = key
+        self._fields = {lenient_text(name): value for name, value in (held or {}).items()}
+        self._damaged: set[str] = set()
+        parser.forget(key, (held or {}).keys())
+        if held is None:
+            parser.reject(RecordKind.STREAM, key, "", "it is no hash")
+
+    def has(self, name: str) -> bool:
+        return name in self._fields
+
+    def is_of_this_format(self) -> bool:
+        return not self.has("format") or self._parsed("format", _format_of, self._fields["format"]) is not None
+
+    def is_damaged(self, beginnings: tuple[str, ...]) -> bool:
+        """Whether a field that was read, and whose name begins so, could not be."""
+        return any(name.startswith(beginnings) for name in self._damaged)
+
+    def text(self, name: str) -> str:
+        return lenient_text(self._fields.get(name, b""))
+
+    def status(self) -> StreamStatus:
+        raw = self._fields.get("status")
+        return (raw and self._parsed("status", _status_of, raw)) or StreamStatus.PENDING
+
+    def integer(self, name: str) -> int | None:
+        raw = self._fields.get(name)
+        return self._parsed(name, integer_of, raw, name) if raw else None
+
+    def number(self, name: str) -> float | None:
+        raw = self._fields.get(name)
+        return self._parsed(name, number_of, raw, name) if raw else None
+
+    def integers(self, beginning: str, form: re.Pattern[str] = _ANY) -> dict[str, int]:
+        """Integers of the fields whose names begin so, by the rest of their names, which have the ``form``."""
+        found: dict[str, int] = {}
+        for name, raw in self._fields.items():
+            if name.startswith(beginning):
+                value = self._parsed(name, _named_integer, form, name[len(beginning) :], raw)
+                if value is not None:
+                    found[name[len(beginning) :]] = value
+        return found
+
+    def _parsed(self, name: str, parse: Callable[..., T], *parts: Any) -> T | None:
+        found = self._parser.parse(RecordKind.STREAM, self._key, name, parse, *parts)
+        if found is None:
+            self._damaged.add(name)
+        return found
+
+
+def _named_integer(form: re.Pattern[str], name: str, raw: bytes) -> int:
+    if form.fullmatch(name) is None:
+        raise Malformed("its name is not as it should be")
+    return integer_of(raw, "it")
+
+
+def _status_of(raw: bytes) -> StreamStatus:
+    try:
+        return StreamStatus(lenient_text(raw))
+    except ValueError:
+        raise Malformed("status is none that this release knows") from None
+
+
+def _format_of(raw: bytes) -> int:
+    version = integer_of(raw, "format")
+    check_format(version)
+    return version
+
+
+def _pairs(reply: list[bytes] | dict[bytes, bytes] | None) -> Mapping[bytes, bytes] | None:
     """HGETALL through a pipeline of raw commands: a flat list, or a dict where the client has made one."""
-    if isinstance(reply, dict):
-        return {name.decode(): value.decode() for name, value in reply.items()}
-    words = [word.decode() for word in reply]
-    return dict(zip(words[::2], words[1::2], strict=True))
-
-
-def _counters(fields: Mapping[str, str]) -> dict[str, int]:
-    return {name[len(_COUNTER) :]: int(value) for name, value in fields.items() if name.startswith(_COUNTER)}
-
-
-def _integer(text: str | None) -> int | None:
-    return int(text) if text else None
-
-
-def _number(text: str | None) -> float | None:
-    return float(text) if text else None
+    if reply is None or isinstance(reply, dict):
+        return reply
+    return dict(zip(reply[::2], reply[1::2], strict=True))

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import orjson
-
 from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.errors import Conflict, StoreUnavailable
 from waymark.store import keys
-from waymark.store.claims import Claim
+from waymark.store.claims import SHARDS_MAX, Claim, decode_group
 from waymark.store.client import Client
 from waymark.store.leases import Leases, random_word
+from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of, names_of
 from waymark.store.scripts import Scripts, Verdict
 
 #: How often a registration is tried against others that change the same publisher at the same time.
@@ -46,18 +45,24 @@ class GroupEntry:
 
 
 class Registry:
-    def __init__(self, client: Client, scripts: Scripts, leases: Leases, *, shards: int, hash_seed: int) -> None:
+    def __init__(
+        self, client: Client, scripts: Scripts, leases: Leases, parser: RecordParser, *, shards: int, hash_seed: int
+    ) -> None:
         self._client = client
+        self._parser = parser
         self._scripts = scripts
         self._leases = leases
         self._shards = shards
         self._hash_seed = hash_seed
+        self._decoded: dict[bytes, Claim] = {}
+        """The claims of the last list, each good for as long as Redis has the same bytes."""
+        self._tenants = _Tenants()
 
     async def register(self, registration: Registration) -> bool:
         """Claim a publisher. True: it is new, or moved to a new address; False: it was there just so.
 
         Raises Conflict, naming the field, where its name is taken by another model, block size, type, adapter,
-        salt or scope; nothing is changed then.
+        salt or scope, or by a registration that cannot be read; nothing is changed then.
         """
         above = publisher_above = 0
         for _ in range(_ATTEMPTS):
@@ -79,6 +84,12 @@ class Registry:
                 publisher_above,
                 self._hash_seed,
             )
+            if not ids.is_applied:
+                raise Conflict(
+                    f"model {_show(registration.model_name)} of tenant {_show(registration.tenant_id)} has an entry in "
+                    f"{keys.GROUPS} that this release cannot read; register with the release that wrote it",
+                    field="modelname",
+                )
             group_id, shards, publisher = ids.numbers
             claim = Claim(registration, publisher, group_id, shards)
             claimed = await self._replace(registration.name, b"", claim)
@@ -148,14 +159,14 @@ class Registry:
         return True
 
     async def unregister(self, names: Sequence[PublisherName]) -> list[PublisherName]:
-        """Take publishers out; what they held is gone from answers when this returns. Those that were there."""
-        taken: list[PublisherName] = []
-        for name in names:
-            claim = await self._claim(name)
-            if claim is not None:
-                await self._leave(claim)
-                taken.append(name)
-        return taken
+        """Take publishers out; what they held is gone from answers when this returns. Those that were there.
+
+        Raises Conflict where a registration cannot be read; nothing is changed then.
+        """
+        claims = [claim for name in names if (claim := await self._claim(name)) is not None]
+        for claim in claims:
+            await self._leave(claim)
+        return [claim.registration.name for claim in claims]
 
     async def _leave(self, claim: Claim) -> None:
         if not claim.is_leaving:
@@ -185,8 +196,22 @@ class Registry:
         )
 
     async def _claim(self, name: PublisherName) -> Claim | None:
-        raw = await self._client.hget(keys.PUBLISHERS, keys.publisher_field(name))
-        return None if raw is None else Claim.decode(raw)
+        """The publisher's claim, None where it has none; Conflict where it has one that cannot be read."""
+        field = keys.publisher_field(name)
+        raw = await self._client.hget(keys.PUBLISHERS, field)
+        if raw is None:
+            return None
+        claim = self._decode(field, raw)
+        if claim is None:
+            raise Conflict(
+                f"publisher {_show(name)} has a registration that this release cannot read; change it with the release "
+                f"that wrote it, or delete its field of {keys.PUBLISHERS}",
+                field="instance_id",
+            )
+        return claim
+
+    def _decode(self, field: bytes, raw: bytes) -> Claim | None:
+        return self._parser.parse(RecordKind.REGISTRATION, keys.PUBLISHERS, field, Claim.decode_field, field, raw)
 
     async def _replace(self, name: PublisherName, expected: bytes, claim: Claim) -> Claim | None:
         """Compare and set; the claim as it stands now, or None where something else stood there."""
@@ -200,35 +225,86 @@ class Registry:
         return (await self._scripts.claim_publisher(keys.PUBLISHERS, field, claim.raw, b"")).is_applied
 
     async def claims(self) -> list[Claim]:
-        """Every claim, leaving ones too, in order of registration."""
-        claims = [Claim.decode(raw) for raw in (await self._client.hgetall(keys.PUBLISHERS)).values()]
-        return sorted(claims, key=lambda claim: claim.publisher)
+        """Every claim that can be read, leaving ones too, in order of registration."""
+        held = await self._client.hgetall(keys.PUBLISHERS)
+        self._parser.forget(keys.PUBLISHERS, held.keys())
+        known, self._decoded = self._decoded, {}
+        for field, raw in held.items():
+            claim = known.get(field)
+            if claim is None or claim.raw != raw:
+                claim = self._decode(field, raw)
+            if claim is not None:
+                self._decoded[field] = claim
+        return sorted(self._decoded.values(), key=lambda claim: claim.publisher)
 
     async def registrations(self) -> list[Registration]:
         """Every registration, in order."""
         return [claim.registration for claim in await self.claims() if not claim.is_leaving]
 
     async def is_tenant_known(self, tenant_id: str) -> bool:
-        """Whether the tenant has a registration, of any model."""
-        fields = await self._client.hkeys(keys.PUBLISHERS)
-        return any(orjson.loads(field)[1] == tenant_id for field in fields)
+        """Whether the tenant has a registration, of any model.
+
+        The list of tenants is read only where registrations have changed since it was read: a query for an unknown
+        tenant, which anybody may send, does not grow with others' registrations.
+        """
+        state = await self._client.several(
+            (("GET", keys.BIRTH), ("HGET", keys.GROUPS, "last_publisher"), ("HLEN", keys.PUBLISHERS))
+        )
+        if self._tenants.state != state:
+            fields = await self._client.hkeys(keys.PUBLISHERS)
+            self._tenants = _Tenants(state, frozenset(filter(None, map(_tenant_of, fields))))
+        return tenant_id in self._tenants.ids
 
     async def group(self, group: GroupName) -> GroupEntry | None:
-        """The group's id and shards; None where nothing was ever registered for it."""
-        value = await self._client.hget(keys.GROUPS, keys.group_field(group))
-        if value is None:
-            return None
-        group_id, shards = value.split()
-        return GroupEntry(int(group_id), int(shards))
+        """The group's id and shards; None where nothing was ever registered for it, or its entry cannot be read."""
+        field = keys.group_field(group)
+        value = await self._client.hget(keys.GROUPS, field)
+        return None if value is None else self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _entry, value)
 
     async def groups(self) -> dict[GroupName, GroupEntry]:
-        fields = await self._client.hgetall(keys.GROUPS)
+        """Every group whose entry can be read."""
+        held = await self._client.hgetall(keys.GROUPS)
+        self._parser.forget(keys.GROUPS, held.keys())
         found: dict[GroupName, GroupEntry] = {}
-        for field, value in fields.items():
-            if field.startswith(b"["):
-                group_id, shards = value.split()
-                found[keys.parse_group_field(field)] = GroupEntry(int(group_id), int(shards))
+        for field, value in held.items():
+            if field not in _COUNTERS:
+                named = self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _named_entry, field, value)
+                if named is not None:
+                    found[named[0]] = named[1]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Tenants:
+    """Who had a registration while Redis was in a state: its incarnation, the last id given out, how many there are."""
+
+    state: list[bytes | int | None] | None = None
+    ids: frozenset[str] = frozenset()
+
+
+#: Fields of ``wm:groups`` that are no groups.
+_COUNTERS = frozenset({b"last_group", b"last_publisher", b"hash_seed"})
+
+
+def _entry(value: bytes) -> GroupEntry:
+    group_id, _, shards = value.partition(b" ")
+    entry = GroupEntry(integer_of(group_id, "the group's id"), integer_of(shards, "the number of shards"))
+    if not (entry.group_id and 1 <= entry.shards <= SHARDS_MAX):
+        raise Malformed(f"the group's id is 0, or it has not 1..{SHARDS_MAX} shards")
+    return entry
+
+
+def _tenant_of(field: bytes) -> str | None:
+    """The tenant in a publisher's field; None where it is no such field, which counts where its value is read."""
+    try:
+        tenant_id = names_of(field, 3, "it")[1]
+    except Malformed:
+        return None
+    return tenant_id if isinstance(tenant_id, str) else None
+
+
+def _named_entry(field: bytes, value: bytes) -> tuple[GroupName, GroupEntry]:
+    return decode_group(field), _entry(value)
 
 
 def _check_same(old: Registration, new: Registration) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from waymark.metrics import Metrics
 from waymark.store.client import Client, Reply
+from waymark.store.parsing import lenient_text
 
 Arg = str | bytes | int
 
@@ -171,14 +172,14 @@ class Scripts:
             keys.append(dead)
         return await self._run("sweep_holder", keys, [holder, *engine_hash])
 
-    async def forget_dead(self, dead: str, holder: int) -> Outcome:
+    async def forget_dead(self, dead: str, holder: Arg) -> Outcome:
         return await self._run("forget_dead", [dead], [holder])
 
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """Who is alive; the one script whose numbers are names."""
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])
-        return [name.decode() for name in alive]
+        return [lenient_text(name) for name in alive]
 
     async def name_birth(self, birth: str, word: str) -> str:
         _, name = await self._call("name_birth", [birth], [word])
-        return str(name.decode())
+        return lenient_text(name)

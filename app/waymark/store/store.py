@@ -15,6 +15,7 @@ from waymark.store.hot import HotBlocks
 from waymark.store.incarnation import Incarnation
 from waymark.store.index import Index
 from waymark.store.leases import Leases
+from waymark.store.parsing import RecordParser
 from waymark.store.reader import Reader
 from waymark.store.records import Records
 from waymark.store.registry import Registry
@@ -42,20 +43,23 @@ class Store:
         """Every cache of the process is made by it."""
         self._client = client
         self._read_client = read_client
-        self.health = HealthWatch(client, are_shards_set=are_shards_set, hash_seed=hash_seed)
+        self.parser = RecordParser(metrics)
+        self.health = HealthWatch(client, self.parser, are_shards_set=are_shards_set, hash_seed=hash_seed)
         self.scripts = Scripts(client, metrics)
         self.leases = Leases(client, self.scripts)
-        self.registry = Registry(client, self.scripts, self.leases, shards=shards, hash_seed=hash_seed)
-        self.index = Index(client, self.scripts)
-        self.records = Records(client, self.scripts, self.incarnation)
-        self.sweeper = Sweeper(client, self.scripts, metrics)
+        self.registry = Registry(client, self.scripts, self.leases, self.parser, shards=shards, hash_seed=hash_seed)
+        self.index = Index(client, self.scripts, self.parser)
+        self.records = Records(client, self.scripts, self.parser, self.incarnation)
+        self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client
         read_scripts = Scripts(reading, metrics)
+        read_leases = Leases(reading, read_scripts)
         self.reader = Reader(
             reading,
-            Registry(reading, read_scripts, Leases(reading, read_scripts), shards=shards, hash_seed=hash_seed),
+            Registry(reading, read_scripts, read_leases, self.parser, shards=shards, hash_seed=hash_seed),
             self.incarnation,
             self.incarnation.cache(HotBlocks(0, 0) if hot is None else hot),
+            self.parser,
             metrics,
         )
 

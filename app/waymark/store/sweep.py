@@ -8,14 +8,18 @@ Redis has come back empty, and then there is nothing to sweep.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 
 from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import Client
 from waymark.store.index import parse_entry
+from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of
 from waymark.store.registry import GroupEntry
 from waymark.store.scripts import Scripts, Verdict
+
+_ENGINE_HASH = re.compile(rb"[0-9a-f]{16}")
 
 #: Blocks written in one step: some 0.3 ms of Redis, for which readers wait.
 STEP_BLOCKS = 128
@@ -24,15 +28,24 @@ SCAN_ENTRIES = 512
 
 
 class Sweeper:
-    def __init__(self, client: Client, scripts: Scripts, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, client: Client, scripts: Scripts, parser: RecordParser | None = None, metrics: Metrics | None = None
+    ) -> None:
         self._client = client
+        self._parser = parser or RecordParser()
         self._scripts = scripts
         self._metrics = metrics or Metrics()
 
     async def pick(self, entry: GroupEntry) -> int | None:
-        """A dead holder of the group, any one; None where none is left."""
-        holder = await self._client.srandmember(keys.dead(entry.group_id))
-        return None if holder is None else int(holder)
+        """A dead holder of the group, any one; None where none is left, or what is left is none, which is taken out."""
+        key = keys.dead(entry.group_id)
+        member = await self._client.srandmember(key)
+        if member is None:
+            return None
+        holder = self._parser.parse(RecordKind.DEAD_HOLDER, key, member, integer_of, member, "the holder's id")
+        if holder is None:
+            await self._scripts.forget_dead(key, member)
+        return holder
 
     async def left(self, entry: GroupEntry) -> int:
         """How many dead holders of the group are still to be swept."""
@@ -65,6 +78,7 @@ class Sweeper:
                     has_found = False
             if await self._step(entry, shard, holder, []) is None:
                 return
+            self._parser.forget(keys.engine(entry.group_id, shard, holder))
         forgotten = await self._scripts.forget_dead(keys.dead(entry.group_id), holder)
         self._metrics.sweeps.inc(forgotten.numbers[0])
 
@@ -72,12 +86,14 @@ class Sweeper:
         self, entry: GroupEntry, shard: int, holder: int, cursor: int
     ) -> tuple[int, list[tuple[bytes, bytes]]]:
         """The next cursor; engine hashes of the holder, each with the key of its block."""
-        prefix = keys.block_prefix(entry.group_id, shard)
-        cursor, fields = await self._client.hscan(keys.engine(entry.group_id, shard, holder), cursor, SCAN_ENTRIES)
+        engine, prefix = keys.engine(entry.group_id, shard, holder), keys.block_prefix(entry.group_id, shard)
+        cursor, fields = await self._client.hscan(engine, cursor, SCAN_ENTRIES)
         entries = [
-            (name, prefix + b"%016x" % _block_key(name, value))
+            (name, prefix + b"%016x" % block)
             for name, value in fields.items()
-            if name != b"applied" and not name.startswith(b"*")
+            if name != b"applied"
+            and not name.startswith(b"*")
+            and (block := self._parser.parse(RecordKind.ENTRY, engine, name, _block_key, name, value)) is not None
         ]
         return cursor, entries
 
@@ -98,5 +114,7 @@ class Sweeper:
 
 
 def _block_key(engine_hash: bytes, entry: bytes) -> int:
+    if _ENGINE_HASH.fullmatch(engine_hash) is None:
+        raise Malformed("the engine hash is no 16 hex digits")
     namespace, seq_hash = parse_entry(int(engine_hash, 16), entry)
     return namespace ^ seq_hash

@@ -1,0 +1,19 @@
+"""What a stream can be, as its record, the API and the console say it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class StreamStatus(StrEnum):
+    """The best first."""
+
+    ACTIVE = "active"
+    REPLAYING = "replaying"
+    PENDING = "pending"
+    """It has no connection to its publisher yet, or nobody applies it."""
+    DEGRADED = "degraded"
+    """Something is lost or unknown; ``last_error`` says what."""
+    LOST = "lost"
+    """Its publisher has been away for so long that its holders are not counted."""
+    FAILED = "failed"
