@@ -1,4 +1,4 @@
--- end_publisher(holders, record, lease, dead; publisher, token, version) -> {verdict, ended}
+-- end_publisher(holders, record, lease, dead, load; publisher, token, version) -> {verdict, ended}
 --
 -- The end of a publisher: its row and all its holders leave the table at once. The fence was raised before.
 --
@@ -6,6 +6,7 @@
 --       record     hash        the publisher's record
 --       lease      string, PX  who applies its stream
 --       dead       set         holder ids whose blocks are still to be swept
+--       load       hash        what each target has to do
 -- ARGV  publisher  its integer id
 --       token      the token under which the fence was raised
 --       version    a random word
@@ -27,5 +28,6 @@ for _, id in ipairs(ids) do -- one by one: a standard publisher may have more th
 end
 redis.call('HDEL', KEYS[1], 'publisher:' .. ARGV[1])
 redis.call('HSET', KEYS[1], 'version', ARGV[3])
+redis.call('HDEL', KEYS[5], ARGV[1])
 redis.call('DEL', KEYS[2], KEYS[3])
 return {'applied', #ids}

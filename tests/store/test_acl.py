@@ -101,6 +101,12 @@ async def test_every_permission_of_the_readme_is_needed_by_a_script_or_a_command
         assert word in words or f"'{word}'" in text or f'"{word}"' in text, word
 
 
+async def test_every_command_of_the_scripts_is_permitted_by_the_readme() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "lua").glob("*.lua")]
+    called = {word for text in texts for word in re.findall(r"redis\.call\('(\w+)'", text)}
+    assert called <= {word.upper() for word in re.findall(r" \+(\S+)", LINES[0])}
+
+
 async def test_the_service_runs_under_the_user_of_the_readme(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hunter2\n")

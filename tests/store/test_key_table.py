@@ -15,9 +15,12 @@ from tests.conftest import wait_until
 from tests.store.factories import Stream, registration, removed, snapshot, stored, stream_of
 from tests.store.key_table import README, KeyTable, Row, facts
 from waymark.domain.hashing import namespace
+from waymark.store import keys
 from waymark.store.client import Client, Reply
+from waymark.store.leases import Grant
 from waymark.store.lua import SCRIPTS
 from waymark.store.records import Facts
+from waymark.store.reservations import Offer, Part, Terms
 from waymark.store.store import Store
 
 NS = namespace("adapter", ["salt"])
@@ -93,6 +96,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await store.records.write(grant, {**told, "status": "degraded"}, {"gaps": 1})
     await store.records.write(grant, {"flags": "", "main_groups": "", "last_error": ""}, {})
     await store.records.mark(grant, is_lost=True)
+    await decide(store, redis, grant)
 
     await redis.pexpire(grant.lease, 1)
     await wait_until(lambda: _is_gone(redis, grant.lease), "the lease has run out")
@@ -112,6 +116,26 @@ async def publish_and_unregister(stream: Stream) -> None:
     while (holder := await store.sweeper.pick(stream.entry)) is not None:
         async for _ in store.sweeper.steps(stream.entry, holder):
             pass
+
+
+async def decide(store: Store, redis: Redis, grant: Grant) -> None:
+    """Reservations that are made, given back, and forgotten."""
+    group_id, offers = grant.group_id, [Offer(grant.publisher, 5)]
+    terms = Terms(context=9, spec_keys=[keys.spec(group_id, 0xA8)], request_id="0" * 16, spec_milliseconds=600_000)
+
+    async def forgotten(terms: Terms) -> None:
+        found = await store.reservations.reserve(group_id, offers, terms)
+        assert found.reservation is not None
+        await redis.zadd(keys.reservations(group_id), {found.reservation.member: 1})
+
+    await forgotten(terms)
+    found = await store.reservations.reserve(group_id, offers, Terms(context=9))
+    assert (found.reservation is not None, found.overdue) == (True, 1)
+    assert found.reservation is not None
+    await store.reservations.release([found.reservation], Part.PREFILL)
+    await store.reservations.release([found.reservation], Part.OK)
+    await forgotten(Terms(context=9))
+    assert await store.reservations.end_overdue(group_id) == 1
 
 
 async def _is_gone(redis: Redis, key: str) -> bool:
@@ -176,6 +200,7 @@ async def test_every_command_of_the_tour_answers_something(redis_url: str) -> No
         await stream.apply(stored(gpu, [0xCB39AC69B63E3C9C]))
         await stream.end("0 CPU")
         assert cpu == gpu + 1
+        await store.reservations.reserve(1, [Offer(stream.grant.publisher, 5)], Terms(context=9))
         for command in commands:
             (reply,) = await client.several([command])
             assert reply, command

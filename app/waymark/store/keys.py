@@ -47,6 +47,24 @@ def engine(group_id: int, shard: int, holder: int) -> str:
     return f"wm:{_tag(group_id, shard)}:engine:{holder}"
 
 
+def load(group_id: int) -> str:
+    return f"wm:{_tag(group_id)}:load"
+
+
+def reservations(group_id: int) -> str:
+    return f"wm:{_tag(group_id)}:reservations"
+
+
+def request(group_id: int, request_id: str) -> str:
+    """``request_id``: 16 hex digits."""
+    return f"wm:{_tag(group_id)}:request:{request_id}"
+
+
+def spec(group_id: int, block_key: int) -> str:
+    """A speculative entry: who will have the prompt up to this block."""
+    return f"wm:{_tag(group_id)}:spec:{block_key:016x}"
+
+
 def block_prefix(group_id: int, shard: int) -> bytes:
     """What stands before a block's 16 hex digits."""
     return f"wm:{_tag(group_id, shard)}:".encode()

@@ -151,6 +151,7 @@ class Leases:
             grant.record,
             grant.lease,
             keys.dead(group_id),
+            keys.load(group_id),
             publisher,
             grant.token,
             random_word(),

@@ -29,6 +29,9 @@ class Verdict(StrEnum):
     HELD = "held"
     GONE = "gone"
     OTHER = "other"
+    REPEATED = "repeated"
+    FULL = "full"
+    SATURATED = "saturated"
 
 
 class Outcome(NamedTuple):
@@ -160,9 +163,9 @@ class Scripts:
         return await self._run("mark_publisher", [holders, record], [publisher, token, row, version])
 
     async def end_publisher(
-        self, holders: str, record: str, lease: str, dead: str, publisher: int, token: str, version: str
+        self, holders: str, record: str, lease: str, dead: str, load: str, publisher: int, token: str, version: str
     ) -> Outcome:
-        return await self._run("end_publisher", [holders, record, lease, dead], [publisher, token, version])
+        return await self._run("end_publisher", [holders, record, lease, dead, load], [publisher, token, version])
 
     async def sweep_holder(
         self, engine: str, block: Sequence[bytes], dead: str | None, holder: int, engine_hash: Sequence[bytes]
@@ -174,6 +177,42 @@ class Scripts:
 
     async def forget_dead(self, dead: str, holder: Arg) -> Outcome:
         return await self._run("forget_dead", [dead], [holder])
+
+    async def reserve(
+        self,
+        load: str,
+        reservations: str,
+        holders: str,
+        request: str | None,
+        spec: Sequence[str],
+        milliseconds: int,
+        nonce: str,
+        context: int,
+        weight_new: str,
+        weight_active: str,
+        limit: int,
+        reservations_max: int,
+        cold: str,
+        spec_milliseconds: int,
+        repeatable: str,
+        candidate: Sequence[Arg],
+    ) -> tuple[Verdict, *tuple[int | str, ...]]:
+        """The one script that answers with a text, the nonce of a reservation that was made before."""
+        keys: list[str | bytes] = [load, reservations, holders]
+        if request is not None:
+            keys.append(request)
+        args: list[Arg] = [milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold]
+        args += (spec_milliseconds, repeatable, *candidate)
+        verdict, *rest = await self._call("reserve", [*keys, *spec], args)
+        return (Verdict(verdict.decode()), *(each.decode() if isinstance(each, bytes) else each for each in rest))
+
+    async def release(
+        self, load: str, reservations: str, reservation: str, part: str, minute: int, milliseconds: int
+    ) -> Outcome:
+        return await self._run("release", [load, reservations], [reservation, part, minute, milliseconds])
+
+    async def end_overdue(self, load: str, reservations: str, most: int) -> Outcome:
+        return await self._run("end_overdue", [load, reservations], [most])
 
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """Who is alive; the one script whose numbers are names."""

@@ -19,6 +19,7 @@ from waymark.store.parsing import RecordParser
 from waymark.store.reader import Reader
 from waymark.store.records import Records
 from waymark.store.registry import Registry
+from waymark.store.reservations import Reservations
 from waymark.store.scripts import Scripts
 from waymark.store.sweep import Sweeper
 
@@ -50,6 +51,7 @@ class Store:
         self.registry = Registry(client, self.scripts, self.leases, self.parser, shards=shards, hash_seed=hash_seed)
         self.index = Index(client, self.scripts, self.parser)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
+        self.reservations = Reservations(client, self.scripts)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client
         read_scripts = Scripts(reading, metrics)

@@ -1,0 +1,219 @@
+"""Reservations: what each target has to do, as decisions that no two replicas can make at once.
+
+A decision is one call of ``reserve``: Redis orders the calls, gives back what is overdue, ranks the candidates by
+their loads of that moment and adds the reservation to the best one. A reservation is a member of a sorted set. All that
+is ever subtracted from a load hangs on a member that was there, so a release that comes twice, too late or after the
+Redis came back empty changes nothing, and no load goes below zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from waymark.errors import InvalidValue
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.scripts import Scripts, Verdict
+
+#: Candidates that Redis ranks again; the caller has ranked all of them before.
+CANDIDATES_MAX = 8
+#: Overdue reservations that one refresh of the loads gives back.
+OVERDUE_MAX = 64
+#: Releases under way at once, of one list.
+_RELEASES_AT_ONCE = 32
+_TEXT = re.compile(r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})")
+
+
+class Part(StrEnum):
+    """What of a reservation is over."""
+
+    PREFILL = "prefill"
+    OK = "ok"
+    FAILED = "failed"
+    RENEW = "renew"
+    """Nothing is: it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A decision under way, as the caller carries it: ``<group>.<publisher>.<tokens>.<context>.<nonce>``."""
+
+    group_id: int
+    publisher: int
+    tokens: int
+    context: int
+    nonce: str
+
+    def __str__(self) -> str:
+        return f"{self.group_id}.{self.publisher}.{self.tokens}.{self.context}.{self.nonce}"
+
+    @property
+    def member(self) -> str:
+        """As it stands in Redis."""
+        return f"{self.publisher} {self.tokens} {self.context} {self.nonce}"
+
+
+def parse_reservations(text: str, field: str = "reservation") -> list[Reservation]:
+    """One reservation, or those of several stages joined by commas; ``InvalidValue`` where it is no such text."""
+    found: list[Reservation] = []
+    for part in text.split(","):
+        match = _TEXT.fullmatch(part)
+        if match is None or len(found) == CANDIDATES_MAX:
+            raise InvalidValue(f"{field} is no reservation; give back the text that /select answered", field=field)
+        group_id, publisher, tokens, context = (int(number) for number in match.groups()[:4])
+        found.append(Reservation(group_id, publisher, tokens, context, match[5]))
+    return found
+
+
+class Load(NamedTuple):
+    """What one target has to do, and how its requests ended."""
+
+    tokens: int = 0
+    """Prefill tokens still to be computed."""
+    requests: int = 0
+    context: int = 0
+    """Prompt tokens of the requests under way."""
+    ok: int = 0
+    failed: int = 0
+    """Ended requests; both are halved every minute."""
+    minute: int = 0
+    cold: int = 0
+    """Redis ms of the last request that nobody had anything of; 0: none yet."""
+
+    @property
+    def health(self) -> float:
+        """Share of requests that went well, 0 to 1, at 1 before the first."""
+        return (self.ok + 1) / (self.ok + self.failed + 1)
+
+    @classmethod
+    def parse(cls, value: bytes) -> Load:
+        """What stands in Redis; a value that somebody else wrote counts as no load."""
+        numbers = value.split()
+        if len(numbers) != len(cls._fields) or not all(number.isdigit() and len(number) < 16 for number in numbers):
+            return cls()
+        return cls(*map(int, numbers))
+
+
+class Offer(NamedTuple):
+    """A candidate as ``reserve`` ranks it: the cost is a load of its weight, and ``new`` and ``handicap`` beside it."""
+
+    publisher: int
+    new: int
+    handicap: float = 0.0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all candidates of one decision have in common."""
+
+    context: int
+    weight_new: float = 0.0
+    weight_active: float = 0.0
+    milliseconds: int = 120_000
+    limit: int = 0
+    """Requests from which a target is passed over; 0: none is."""
+    reservations_max: int = 100_000
+    is_cold: bool = False
+    spec_keys: Sequence[str] = ()
+    spec_milliseconds: int = 2_000
+    request_id: str | None = None
+    """16 hex digits: the same request again gets the same reservation."""
+
+
+class Reserved(NamedTuple):
+    """What came of it. ``verdict`` is ``applied``, ``repeated``, ``full`` or ``saturated``."""
+
+    verdict: Verdict
+    reservation: Reservation | None = None
+    tokens: int = 0
+    """Of the target before, as ``requests``."""
+    requests: int = 0
+    overdue: int = 0
+    """Reservations that nobody had released and that were given back by the way."""
+
+
+class Reservations:
+    """The loads and reservations of all groups. Always on the Redis that takes writes."""
+
+    def __init__(self, client: Client, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def reserve(self, group_id: int, offers: Sequence[Offer], terms: Terms) -> Reserved:
+        """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip."""
+        if not 1 <= len(offers) <= CANDIDATES_MAX:
+            raise ValueError(f"{len(offers)} candidates; reserve ranks 1 to {CANDIDATES_MAX}")
+        nonce = secrets.token_hex(8)
+        verdict, *numbers = await self._scripts.reserve(
+            keys.load(group_id),
+            keys.reservations(group_id),
+            keys.holders(group_id),
+            None if terms.request_id is None else keys.request(group_id, terms.request_id),
+            terms.spec_keys,
+            terms.milliseconds,
+            nonce,
+            terms.context,
+            repr(float(terms.weight_new)),
+            repr(float(terms.weight_active)),
+            terms.limit,
+            terms.reservations_max,
+            "1" if terms.is_cold else "0",
+            terms.spec_milliseconds,
+            "0" if terms.request_id is None else "1",
+            [
+                each
+                for offer in offers
+                for each in (offer.publisher, offer.new, repr(float(offer.handicap)), repr(float(offer.weight)))
+            ],
+        )
+        if verdict is Verdict.REPEATED:
+            publisher, tokens, context, earlier = numbers
+            return Reserved(verdict, Reservation(group_id, int(publisher), int(tokens), int(context), str(earlier)))
+        which, tokens, requests, overdue = map(int, numbers)
+        if verdict is not Verdict.APPLIED:
+            return Reserved(verdict, overdue=overdue)
+        offer = offers[which - 1]
+        reservation = Reservation(group_id, offer.publisher, offer.new, terms.context, nonce)
+        return Reserved(verdict, reservation, tokens, requests, overdue)
+
+    async def release(
+        self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int = 120_000
+    ) -> tuple[int, int]:
+        """End them, or a part of them; how many were there, and how many were gone."""
+        minute = int(time.time() // 60)
+
+        async def one(reservation: Reservation) -> bool:
+            outcome = await self._scripts.release(
+                keys.load(reservation.group_id),
+                keys.reservations(reservation.group_id),
+                reservation.member,
+                part.value,
+                minute,
+                milliseconds,
+            )
+            return outcome.is_applied
+
+        released = 0
+        for start in range(0, len(reservations), _RELEASES_AT_ONCE):
+            released += sum(
+                await asyncio.gather(*(one(each) for each in reservations[start : start + _RELEASES_AT_ONCE]))
+            )
+        return released, len(reservations) - released
+
+    async def end_overdue(self, group_id: int) -> int:
+        """Give back what nobody released in time; how many, at most ``OVERDUE_MAX``."""
+        outcome = await self._scripts.end_overdue(keys.load(group_id), keys.reservations(group_id), OVERDUE_MAX)
+        return outcome.numbers[0]
+
+    async def loads(self, group_id: int) -> dict[int, Load]:
+        """What every target has to do, by publisher id; one that never took a request is not in it."""
+        found = await self._client.hgetall(keys.load(group_id))
+        return {int(publisher): Load.parse(value) for publisher, value in found.items() if publisher.isdigit()}

@@ -1,0 +1,51 @@
+-- release(load, reservations; reservation, part, minute, milliseconds) -> {verdict}
+--
+-- Give back what a reservation adds to its target, or a part of it, or keep it for longer.
+--
+-- KEYS  load          hash  what each target has to do
+--       reservations  zset  decisions under way, by the Redis ms at which each is over
+-- ARGV  reservation   the member as `reserve` wrote it; found after 'prefill', too, when its tokens are 0
+--       part          'prefill' its tokens are computed; 'ok', 'failed' it is over; 'renew' it goes on
+--       minute        the caller's clock in minutes, by which outcomes are halved
+--       milliseconds  for how long from now, where it goes on
+--
+-- {'applied'}  done
+-- {'gone'}     there is no such reservation, or not any more; nothing written
+
+local member = ARGV[1]
+local due = redis.call('ZSCORE', KEYS[2], member)
+if not due then -- its prefill was given back before, by the index or by another caller
+  member = ARGV[1]:gsub('^(%d+) %d+ ', '%1 0 ', 1)
+  due = redis.call('ZSCORE', KEYS[2], member)
+end
+if not due then return {'gone'} end
+
+local part = ARGV[2]
+if part == 'renew' then
+  local time = redis.call('TIME')
+  redis.call('ZADD', KEYS[2], time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[4], member)
+  return {'applied'}
+end
+
+local publisher, tokens, context, nonce = member:match('^(%d+) (%d+) (%d+) (.+)$')
+local value = redis.call('HGET', KEYS[1], publisher)
+local load = {}
+for number in (value or '0 0 0 0 0 0 0'):gmatch('%d+') do load[#load + 1] = tonumber(number) end
+load[1] = math.max(0, load[1] - tokens)
+redis.call('ZREM', KEYS[2], member)
+if part == 'prefill' then
+  redis.call('ZADD', KEYS[2], due, string.format('%s 0 %s %s', publisher, context, nonce))
+else
+  load[2], load[3] = math.max(0, load[2] - 1), math.max(0, load[3] - context)
+  for _ = 1, math.min(6, ARGV[3] - load[6]) do
+    load[4], load[5] = math.floor(load[4] / 2), math.floor(load[5] / 2)
+  end
+  load[6] = math.max(load[6], tonumber(ARGV[3]))
+  local outcome = part == 'ok' and 4 or 5
+  load[outcome] = load[outcome] + 1
+end
+-- A target that was unregistered meanwhile has no load any more, and gets none.
+if value then
+  redis.call('HSET', KEYS[1], publisher, string.format('%.0f %.0f %.0f %.0f %.0f %.0f %.0f', unpack(load)))
+end
+return {'applied'}

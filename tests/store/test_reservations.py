@@ -1,0 +1,364 @@
+"""Reservations: loads that any number of callers share, against a model that is a few lines of Python."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.conftest import wait_until
+from tests.store.factories import Stream, claim_of, registration, snapshot, stream_of
+from waymark.errors import InvalidValue
+from waymark.store import keys
+from waymark.store.client import Client
+from waymark.store.reservations import (
+    CANDIDATES_MAX,
+    Load,
+    Offer,
+    Part,
+    Reservation,
+    Reservations,
+    Reserved,
+    Terms,
+    parse_reservations,
+)
+from waymark.store.scripts import Scripts, Verdict
+from waymark.store.store import Store
+
+LEAST_WORK = {"weight_new": 3.0, "weight_active": 512.0}
+
+
+@dataclass
+class Fleet:
+    """Targets of one group, and who decides."""
+
+    store: Store
+    redis: Redis
+    group_id: int
+    publishers: list[int]
+    reservations: Reservations = field(init=False)
+
+    def __post_init__(self) -> None:
+        client = Client(self.redis, "redis://test")
+        self.reservations = Reservations(client, Scripts(client))
+
+    async def reserve(self, *new: int, **terms: object) -> Reserved:
+        offers = [Offer(publisher, tokens) for publisher, tokens in zip(self.publishers, new, strict=False)]
+        return await self.reservations.reserve(self.group_id, offers, Terms(**({"context": 100} | terms)))  # type: ignore[arg-type]
+
+    async def taken(self, *new: int, **terms: object) -> Reservation:
+        found = await self.reserve(*new, **terms)
+        assert found.reservation is not None, found
+        return found.reservation
+
+    async def loads(self) -> list[Load]:
+        found = await self.reservations.loads(self.group_id)
+        return [found.get(publisher, Load()) for publisher in self.publishers]
+
+    async def overdue(self, reservation: Reservation) -> None:
+        """As if its time had come."""
+        await self.redis.zadd(keys.reservations(self.group_id), {reservation.member: 1})
+
+
+async def fleet_of(store: Store, redis: Redis, count: int = 3) -> Fleet:
+    streams: list[Stream] = [await stream_of(store, redis, registration(f"pod-{n}")) for n in range(count)]
+    claims = [stream.grant.claim for stream in streams]
+    return Fleet(store, redis, claims[0].group_id, [claim.publisher for claim in claims])
+
+
+@pytest.fixture
+async def fleet(store: Store, redis: Redis) -> Fleet:
+    return await fleet_of(store, redis)
+
+
+# ---- one decision ----------------------------------------------------------------------------------
+
+
+async def test_the_least_cost_is_reserved_and_adds_to_its_load(fleet: Fleet) -> None:
+    found = await fleet.reserve(900, 100, 400, **LEAST_WORK)
+
+    assert found.verdict is Verdict.APPLIED
+    assert found.reservation is not None
+    assert (found.reservation.publisher, found.reservation.tokens) == (fleet.publishers[1], 100)
+    assert await fleet.loads() == [Load(), Load(100, 1, 100), Load()]
+
+
+async def test_the_second_decision_sees_the_first(fleet: Fleet) -> None:
+    picked = [(await fleet.taken(100, 100, 100, **LEAST_WORK)).publisher for _ in range(6)]
+
+    assert sorted(picked) == sorted(fleet.publishers * 2)
+
+
+async def test_decisions_at_one_instant_are_ordered_by_redis(fleet: Fleet) -> None:
+    found = await asyncio.gather(*(fleet.taken(100, 100, 100, **LEAST_WORK) for _ in range(30)))
+
+    assert [load.requests for load in await fleet.loads()] == [10, 10, 10]
+    assert len({each.nonce for each in found}) == 30
+
+
+async def test_a_target_of_twice_the_weight_takes_twice_as_much(fleet: Fleet) -> None:
+    offers = [Offer(publisher, 100, weight=weight) for publisher, weight in zip(fleet.publishers, (2.0, 1.0, 1.0))]  # noqa: B905
+    for _ in range(40):
+        await fleet.reservations.reserve(fleet.group_id, offers, Terms(context=1, weight_active=1.0))
+
+    assert [load.requests for load in await fleet.loads()] == [20, 10, 10]
+
+
+async def test_a_target_at_the_limit_is_passed_over_and_all_of_them_is_saturated(fleet: Fleet) -> None:
+    for _ in range(3):
+        await fleet.taken(1, 1, 1, limit=1)
+    before = await snapshot(fleet.redis)
+
+    assert (await fleet.reserve(1, 1, 1, limit=1)).verdict is Verdict.SATURATED
+    assert await snapshot(fleet.redis) == before
+
+
+async def test_a_group_with_too_many_reservations_is_full(fleet: Fleet) -> None:
+    for _ in range(4):
+        await fleet.taken(1, reservations_max=4)
+    before = await snapshot(fleet.redis)
+
+    assert (await fleet.reserve(1, reservations_max=4)).verdict is Verdict.FULL
+    assert await snapshot(fleet.redis) == before
+
+
+async def test_a_target_that_was_unregistered_meanwhile_is_not_taken(fleet: Fleet) -> None:
+    gone = (await claim_of(fleet.store, registration("pod-0"))).registration.name
+    held = await fleet.taken(1)
+    assert held.publisher == fleet.publishers[0]
+
+    await fleet.store.registry.unregister([gone])
+
+    assert (await fleet.loads())[0] == Load()
+    assert (await fleet.taken(1, 900, 900, **LEAST_WORK)).publisher != fleet.publishers[0]
+    assert (await fleet.reserve(1)).verdict is Verdict.SATURATED
+    assert await fleet.reservations.release([held], Part.OK) == (1, 0)
+    assert fleet.publishers[0] not in await fleet.reservations.loads(fleet.group_id)
+
+
+async def test_the_same_request_again_gets_the_same_reservation(fleet: Fleet) -> None:
+    first = await fleet.reserve(5, 9, 9, request_id="00000000000000aa")
+    again = await fleet.reserve(900, 1, 1, request_id="00000000000000aa")
+
+    assert (again.verdict, again.reservation) == (Verdict.REPEATED, first.reservation)
+    assert sum(load.requests for load in await fleet.loads()) == 1
+    other = await fleet.reserve(900, 1, 1, request_id="00000000000000ab")
+    assert other.verdict is Verdict.APPLIED
+
+
+async def test_speculative_entries_name_the_target_and_end_by_themselves(fleet: Fleet) -> None:
+    names = [keys.spec(fleet.group_id, block) for block in (0xA8, 0xAC)]
+    found = await fleet.taken(1, spec_keys=names, spec_milliseconds=60_000)
+
+    assert await fleet.redis.mget(names) == [b"%d" % found.publisher] * 2
+    assert all([0 < await fleet.redis.pttl(name) <= 60_000 for name in names])
+    assert await fleet.redis.exists(keys.spec(fleet.group_id, 0xB0)) == 0
+
+
+async def test_a_cold_pick_is_remembered(fleet: Fleet) -> None:
+    await fleet.taken(1, is_cold=True)
+
+    assert (await fleet.loads())[0].cold > 1_700_000_000_000
+
+
+# ---- its end ---------------------------------------------------------------------------------------
+
+
+async def test_prefill_is_given_back_before_the_rest(fleet: Fleet) -> None:
+    found = await fleet.taken(500)
+
+    assert await fleet.reservations.release([found], Part.PREFILL) == (1, 0)
+    assert (await fleet.loads())[0] == Load(0, 1, 100)
+    # The caller still names it as it was written, and so may whoever gave the prefill back.
+    assert await fleet.reservations.release([found], Part.PREFILL) == (1, 0)
+    assert await fleet.reservations.release([found], Part.OK) == (1, 0)
+    load = (await fleet.loads())[0]
+    assert load[:5] == (0, 0, 0, 1, 0)
+
+
+@pytest.mark.parametrize("part", [Part.PREFILL, Part.OK, Part.FAILED, Part.RENEW])
+async def test_what_is_gone_changes_nothing(fleet: Fleet, part: Part) -> None:
+    found = await fleet.taken(500)
+    await fleet.reservations.release([found], Part.OK)
+    before = await snapshot(fleet.redis)
+
+    assert await fleet.reservations.release([found], part) == (0, 1)
+    assert await snapshot(fleet.redis) == before
+
+
+async def test_after_flushall_an_older_release_changes_nothing(fleet: Fleet) -> None:
+    found = await fleet.taken(500)
+    await fleet.redis.flushall()
+
+    assert await fleet.reservations.release([found], Part.OK) == (0, 1)
+    assert await snapshot(fleet.redis) == {}
+
+
+async def test_outcomes_are_halved_every_minute(fleet: Fleet) -> None:
+    for part in (Part.OK, Part.OK, Part.OK, Part.FAILED):
+        await fleet.reservations.release([await fleet.taken(1)], part)
+    load = (await fleet.loads())[0]
+    assert (load.ok, load.failed, load.health) == (3, 1, 0.8)
+
+    field, value = str(fleet.publishers[0]), f"0 0 0 8 4 {load.minute - 2} 0"
+    await fleet.redis.hset(keys.load(fleet.group_id), field, value)
+    await fleet.reservations.release([await fleet.taken(1)], Part.OK)
+    assert (await fleet.loads())[0][3:5] == (3, 1)
+
+
+async def test_what_nobody_releases_is_given_back_by_the_next_decision(fleet: Fleet) -> None:
+    forgotten = [await fleet.taken(100) for _ in range(10)]
+    for each in forgotten:
+        await fleet.overdue(each)
+
+    found = await fleet.reserve(1, 9, 9)
+    assert found.overdue == 8
+    assert sum(load.requests for load in await fleet.loads()) == 3
+    assert await fleet.reservations.end_overdue(fleet.group_id) == 2
+    assert [load.requests for load in await fleet.loads()] == [0, 1, 0]
+
+
+async def test_a_renewed_reservation_stays(fleet: Fleet) -> None:
+    found = await fleet.taken(100, milliseconds=50)
+    assert await fleet.reservations.release([found], Part.RENEW, milliseconds=60_000) == (1, 0)
+    other = await fleet.taken(9, 1, milliseconds=1)
+
+    async def other_is_over() -> bool:
+        await fleet.reservations.end_overdue(fleet.group_id)
+        return await fleet.redis.zscore(keys.reservations(fleet.group_id), other.member) is None
+
+    await wait_until(other_is_over, "the other one's time is over")
+    assert (await fleet.loads())[0].requests == 1
+
+
+async def test_a_list_is_released_at_once(fleet: Fleet) -> None:
+    found = [await fleet.taken(1, 1, 1) for _ in range(70)]
+    strangers = [Reservation(fleet.group_id, 1, 1, 1, "f" * 16)]
+
+    assert await fleet.reservations.release([*found, *strangers], Part.OK) == (70, 1)
+    assert [load.requests for load in await fleet.loads()] == [0, 0, 0]
+
+
+# ---- texts and values of strangers -----------------------------------------------------------------
+
+
+def test_a_reservation_is_a_text_and_back() -> None:
+    first, second = Reservation(3, 17, 4096, 8192, "5f0c2a9e11d04b7c"), Reservation(3, 18, 0, 8192, "0" * 16)
+
+    assert str(first) == "3.17.4096.8192.5f0c2a9e11d04b7c"
+    assert parse_reservations(f"{first},{second}") == [first, second]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "3", "3.17.1.1", "3.17.-1.1." + "0" * 16, "3.0.1.1." + "0" * 16, "3.17.1.1." + "G" * 16, "3.17.1.1.0*,"],
+)
+def test_a_text_that_is_no_reservation_is_refused(text: str) -> None:
+    with pytest.raises(InvalidValue, match="reservation is no reservation; give back the text"):
+        parse_reservations(text)
+
+
+@pytest.mark.parametrize("value", [b"", b"abc", b"1 2", b"1 2 3 4 5 6 7.5", b"-1 0 0 0 0 0 0", b"9" * 5000])
+async def test_a_load_that_cannot_be_read_counts_as_none(fleet: Fleet, value: bytes) -> None:
+    assert Load.parse(value) == Load()
+
+
+async def test_too_many_candidates_are_the_callers_mistake(fleet: Fleet) -> None:
+    with pytest.raises(ValueError, match="9 candidates"):
+        await fleet.reservations.reserve(1, [Offer(1, 1)] * (CANDIDATES_MAX + 1), Terms(context=1))
+
+
+# ---- against a model -------------------------------------------------------------------------------
+
+
+class Model:
+    """The same in Python."""
+
+    def __init__(self, publishers: list[int]) -> None:
+        self.loads = {publisher: [0, 0, 0] for publisher in publishers}
+        self.held: dict[str, tuple[int, int, int]] = {}
+
+    def cost(self, offer: Offer, terms: Terms) -> float:
+        tokens, requests, _ = self.loads[offer.publisher]
+        load = (tokens + terms.weight_active * requests) / offer.weight
+        return load + terms.weight_new * offer.new + offer.handicap
+
+    def reserve(self, offers: list[Offer], terms: Terms) -> Offer | None:
+        if len(self.held) >= terms.reservations_max:
+            return None
+        free = [each for each in offers if not terms.limit or self.loads[each.publisher][1] < terms.limit]
+        return min(free, key=lambda each: self.cost(each, terms)) if free else None
+
+    def add(self, reservation: Reservation) -> None:
+        self.held[reservation.nonce] = (reservation.publisher, reservation.tokens, reservation.context)
+        self._change(reservation.publisher, reservation.tokens, 1, reservation.context)
+
+    def end(self, nonce: str, part: Part) -> bool:
+        if nonce not in self.held:
+            return False
+        publisher, tokens, context = self.held[nonce]
+        if part is Part.PREFILL:
+            self._change(publisher, -tokens, 0, 0)
+            self.held[nonce] = (publisher, 0, context)
+        elif part is not Part.RENEW:
+            self._change(publisher, -tokens, -1, -context)
+            del self.held[nonce]
+        return True
+
+    def _change(self, publisher: int, *amounts: int) -> None:
+        self.loads[publisher] = [old + amount for old, amount in zip(self.loads[publisher], amounts, strict=True)]
+        assert min(self.loads[publisher]) >= 0
+
+
+async def history(fleet: Fleet, seed: int, steps: int) -> None:
+    """Random decisions and ends, some of them repeated, unknown or too late; the loads are the model's after each."""
+    random, model = Random(seed), Model(fleet.publishers)
+    known: list[Reservation] = []
+    for _ in range(steps):
+        step = random.random()
+        if step < 0.5:
+            some = random.sample(fleet.publishers, random.randint(1, len(fleet.publishers)))
+            offers = [
+                Offer(each, random.randint(0, 9000), random.choice((0.0, -50.5, 900.0)), random.choice((0.5, 1.0, 2.0)))
+                for each in some
+            ]
+            terms = Terms(
+                context=random.randint(0, 9000),
+                weight_new=random.choice((0.0, 1.0, 3.0)),
+                weight_active=random.choice((0.0, 512.0)),
+                limit=random.choice((0, 0, 2, 5)),
+                reservations_max=random.choice((8, 100)),
+            )
+            expected = model.reserve(offers, terms)
+            found = await fleet.reservations.reserve(fleet.group_id, offers, terms)
+            assert (found.reservation is None) == (expected is None), found
+            if found.reservation is not None and expected is not None:
+                picked = next(each for each in offers if each.publisher == found.reservation.publisher)
+                assert model.cost(picked, terms) == pytest.approx(model.cost(expected, terms))
+                assert [found.tokens, found.requests] == model.loads[picked.publisher][:2]
+                model.add(found.reservation)
+                known.append(found.reservation)
+        elif step < 0.95 and known:
+            reservation, part = random.choice(known), random.choice(list(Part))
+            there = model.end(reservation.nonce, part)
+            assert await fleet.reservations.release([reservation], part) == (int(there), int(not there))
+        elif model.held:
+            nonce = random.choice(list(model.held))
+            publisher, tokens, context = model.held[nonce]
+            await fleet.overdue(Reservation(fleet.group_id, publisher, tokens, context, nonce))
+            assert await fleet.reservations.end_overdue(fleet.group_id) == 1
+            model.end(nonce, Part.OK)
+        assert [list(load[:3]) for load in await fleet.loads()] == list(model.loads.values())
+    for reservation in known:
+        await fleet.reservations.release([reservation], Part.OK)
+    assert [load[:3] for load in await fleet.loads()] == [(0, 0, 0)] * len(fleet.publishers)
+    assert await fleet.redis.zcard(keys.reservations(fleet.group_id)) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_random_histories_agree_with_the_model(store: Store, redis: Redis, seed: int) -> None:
+    fleet = await fleet_of(store, redis, Random(seed).randint(1, CANDIDATES_MAX))
+    await history(fleet, seed, 150)
