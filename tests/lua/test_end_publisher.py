@@ -25,6 +25,7 @@ async def test_a_publisher_begins_with_a_record_and_a_row(redis: Redis, scripts:
         b"group": b'["t","m"]',
         b"publisher:1": b'{"row":1}',
         b"version": b"a" * 16,
+        b"incarnation": b"a" * 16,
     }
 
 
@@ -79,7 +80,12 @@ async def test_an_end_takes_row_holders_record_and_lease_and_leaves_the_neighbou
     assert await store.leases.end(stream.grant)
     left = await snapshot(redis)
     assert left[keys.dead(1).encode()][2] == {b"1", b"2"}
-    assert left[keys.holders(1).encode()][2].keys() == {b"group", b"version", b"publisher:%d" % neighbour}
+    assert left[keys.holders(1).encode()][2].keys() == {
+        b"group",
+        b"version",
+        b"incarnation",
+        b"publisher:%d" % neighbour,
+    }
     assert stream.grant.record.encode() not in left
     assert stream.grant.lease.encode() not in left
     assert left[keys.fence(1, 0).encode()][2] == {b"holder": b"2"}
@@ -90,4 +96,4 @@ async def test_more_holders_than_one_unpack_can_hold_end(redis: Redis, stream: S
         await stream.begin(*(f"0 GPU {number:016x}" for number in range(start, start + 900)))
     assert await store.leases.end(stream.grant)
     assert await redis.scard(keys.dead(1)) == 8100
-    assert (await hgetall(redis, keys.holders(1))).keys() == {b"group", b"version"}
+    assert (await hgetall(redis, keys.holders(1))).keys() == {b"group", b"version", b"incarnation"}

@@ -225,5 +225,5 @@ async def test_more_holders_than_one_unpack_can_hold_begin_and_end(redis: Redis,
     await stream.apply(watermark=7, event_ids=dict.fromkeys(range(1, 8101), 1))
     await stream.end("0 GPU", is_restart=True)
     assert len(await dead_of(redis)) == 8100
-    assert (await hgetall(redis, keys.holders(1))).keys() == {b"group", b"version", b"publisher:1"}
+    assert (await hgetall(redis, keys.holders(1))).keys() == {b"group", b"version", b"incarnation", b"publisher:1"}
     assert (await state_of(stream)).event_ids == {}
