@@ -19,7 +19,8 @@ def main() -> int:
     names = [str(path.relative_to(ROOT)) for path in paths]
     for variant in Variant:
         print(f"{variant.value}: {' '.join(names)}", flush=True)
-        pytest = ["-m", "pytest", "-q", "-p", "tests.sanitize.plugin", "-p", "no:cacheprovider"]
+        # A sanitizer ends the process: what it reports must not be with pytest then.
+        pytest = ["-m", "pytest", "-q", "--capture=sys", "-p", "tests.sanitize.plugin", "-p", "no:cacheprovider"]
         done = run(build(variant), [*pytest, *sys.argv[1:], *names])
         if done.returncode != 0:
             return 1
