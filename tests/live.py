@@ -43,14 +43,13 @@ class Live:
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=patient(ANSWER_SECONDS), trust_env=False)
 
     async def metric(self, name: str, **labels: str) -> float:
-        """One sample of ``/metrics``; 0 where there is none."""
+        """One sample of ``/metrics``; 0 where a series has counted nothing yet."""
         async with self.client() as client:
             text = (await client.get("/metrics")).raise_for_status().text
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == name and sample.labels == labels:
-                    return sample.value
-        return 0.0
+        families = list(text_string_to_metric_families(text))
+        assert any(name.startswith(family.name) for family in families), f"there is no metric {name}"
+        samples = (sample for family in families for sample in family.samples)
+        return next((sample.value for sample in samples if (sample.name, sample.labels) == (name, labels)), 0.0)
 
     def said(self) -> str:
         """What it has logged."""

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOP = {"__main__", "cli", "demo", "runtime", "publishers_file"}
-LEAVES = {"errors", "settings", "metrics", "logs", "native"}
+LEAVES = {"errors", "instruments", "settings", "metrics", "logs", "native"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
 
 # Part of waymark -> the other parts of it that it may import. The version in app/waymark/__init__.py is free for all.
@@ -18,6 +18,7 @@ PARTS: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     **{leaf: {"errors"} for leaf in LEAVES - {"errors", "native"}},
+    "metrics": {"instruments"},
     "native": {"_native"},
     "domain": {"errors", "native"},
     "store": LEAVES | {"domain"},
@@ -45,7 +46,7 @@ LIBRARIES: dict[str, set[str]] = {
     "hiredis": {"store"},
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
     "orjson": {"store", "ingest", "api", "serving", *TOP},
-    "prometheus_client": {"metrics"},
+    "prometheus_client": {"instruments", "metrics"},
     "pydantic": {"settings", "api", "simulator"},
     "pydantic_core": {"api"},
     "pydantic_settings": {"settings"},

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from waymark import __version__
+from waymark.instruments import Row, rows
 from waymark.metrics import Metrics
 
 EXPORTED = [
@@ -83,38 +87,25 @@ EXPORTED = [
 ]
 
 
-def declared(metrics: Metrics) -> dict[str, Counter | Gauge | Histogram]:
-    return {name: value for name, value in vars(metrics).items() if isinstance(value, (Counter, Gauge, Histogram))}
-
-
-def touch(metric: Counter | Gauge | Histogram) -> None:
+def touch(row: Row[Any], metrics: Metrics) -> None:
     """Make a metric with labels appear, by one series."""
-    series = metric.labels(*(["x"] * len(metric._labelnames))) if metric._labelnames else metric
-    if isinstance(series, Histogram):
+    series = getattr(metrics, row.name)
+    if row.labels:
+        series = series.labels(**dict.fromkeys(row.labels, "x"))
+    if row.kind == "histogram":
         series.observe(0.001)
     else:
         series.inc()
 
 
 def test_names_and_labels_are_as_listed() -> None:
-    exported = []
-    for metric in declared(Metrics()).values():
-        (family,) = metric.describe()
-        name = family.name + ("_total" if family.type == "counter" else "")
-        exported.append(name + (f"{{{','.join(metric._labelnames)}}}" if metric._labelnames else ""))
+    exported = [row.full_name + (f"{{{','.join(row.labels)}}}" if row.labels else "") for row in rows(Metrics)]
     assert sorted(exported) == EXPORTED
 
 
-def test_an_attribute_is_called_as_its_metric() -> None:
-    for attribute, metric in declared(Metrics()).items():
-        (family,) = metric.describe()
-        assert family.name == f"waymark_{attribute}"
-
-
 def test_help_is_a_sentence_that_says_how_many_or_how_long() -> None:
-    for attribute, metric in declared(Metrics()).items():
-        (family,) = metric.describe()
-        assert re.fullmatch(r"(How many|How long|Whether|Which) .+\.", family.documentation), attribute
+    for row in rows(Metrics):
+        assert re.fullmatch(r"(How many|How long|Whether|Which) .+\.", row.help), row.name
 
 
 def test_the_page_of_operations_holds_their_table() -> None:
@@ -126,8 +117,8 @@ def test_the_page_of_operations_holds_their_table() -> None:
 
 def test_what_is_rendered_can_be_read_by_prometheus() -> None:
     metrics = Metrics()
-    for metric in declared(metrics).values():
-        touch(metric)
+    for row in rows(Metrics):
+        touch(row, metrics)
     body, content_type = metrics.render()
     assert content_type.startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
@@ -150,7 +141,7 @@ def test_observations_are_rendered_as_the_library_would() -> None:
     metrics, library = Metrics(), CollectorRegistry()
     ours = metrics.query_blocks
     bounds = [float(line.split('"')[1]) for line in _lines(metrics.registry, "waymark_query_blocks_bucket")]
-    theirs = Histogram("waymark_query_blocks", "x", buckets=bounds, registry=library)
+    theirs = prometheus_client.Histogram("waymark_query_blocks", "x", buckets=bounds, registry=library)
     for rounds in range(2):
         for amount in (-1.0, 0.0, 0.5, 1.0, 511.9, 512.0, 512.1, 1e9, 7 * rounds):
             ours.observe(amount)
@@ -160,7 +151,11 @@ def test_observations_are_rendered_as_the_library_would() -> None:
 
 
 def _lines(registry: CollectorRegistry, name: str) -> list[str]:
-    return [line for line in generate_latest(registry).decode().splitlines() if line.startswith(name)]
+    return [
+        line
+        for line in generate_latest(registry).decode().splitlines()
+        if line.startswith(name) and "_created" not in line
+    ]
 
 
 def test_a_model_has_a_label_of_its_own_up_to_the_ceiling() -> None:
@@ -174,3 +169,49 @@ def test_two_roles_in_one_process_do_not_meet() -> None:
     one.gaps.inc()
     assert b"waymark_gaps_total 1.0" in one.render()[0]
     assert b"waymark_gaps_total 0.0" in other.render()[0]
+
+
+@pytest.mark.parametrize(
+    "labels", [{"mdel": "m", "result": "hit"}, {"model": "m"}, {"model": "m", "result": "x", "y": 1}, {}]
+)
+def test_a_misspelt_label_is_an_error(labels: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="the labels are model, result; given were"):
+        Metrics().queries.labels(**labels)
+
+
+def test_a_misspelt_metric_is_an_error() -> None:
+    metrics = Metrics()
+    with pytest.raises(AttributeError):
+        metrics.gasp.inc()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        metrics.queries.inc()  # type: ignore[attr-defined]  # it has labels
+    with pytest.raises(AttributeError):
+        metrics.gaps.observe(1)  # type: ignore[attr-defined]
+
+
+def test_a_counter_only_rises() -> None:
+    metrics = Metrics()
+    with pytest.raises(ValueError, match="a counter only rises, and -1 is less than 0"):
+        metrics.gaps.inc(-1)
+    assert metrics.gaps.value == 0
+
+
+def test_a_gauge_is_what_was_set_or_what_its_function_says() -> None:
+    metrics = Metrics()
+    metrics.holders.set(3)
+    metrics.holders.inc(2)
+    metrics.holders.dec()
+    assert b"\nwaymark_holders 4.0\n" in metrics.render()[0]
+    metrics.holders.set_function(lambda: 7)
+    assert b"\nwaymark_holders 7.0\n" in metrics.render()[0]
+    metrics.redis_memory_bytes.labels(primary=0).set(1)
+    metrics.redis_memory_bytes.clear()
+    assert b"waymark_redis_memory_bytes{" not in metrics.render()[0]
+
+
+def test_every_metric_without_labels_is_there_from_the_start() -> None:
+    text = Metrics().render()[0].decode()
+    for row in rows(Metrics):
+        assert f"# TYPE {row.full_name} {row.kind}\n" in text
+        if not row.labels:
+            assert re.search(rf"^{row.full_name}(_count)? 0\.0$", text, re.MULTILINE), row.name

@@ -1,6 +1,7 @@
-"""Every metric, declared once.
+"""Every metric, as one table.
 
-An attribute is called as its metric, without ``waymark_`` and without ``_total``. Names and labels are an API for
+A line is a metric: its name (without ``waymark_`` and ``_total``), kind, help and labels. A name or a label that is not
+in the table is an error wherever it is counted. Names and labels are an API for
 dashboards: ``tests/test_metrics.py`` holds the list, ``docs/operations.md`` says how each is added up over processes.
 Labels are bounded: a matched route, never a path; a status, a kind, a reason, never an instance, a holder, a hash, a
 tenant or an endpoint. A model is one only where it is registered, and only up to a ceiling.
@@ -12,26 +13,11 @@ Each ``Metrics`` owns its registry, so several roles in one process, or several 
 from __future__ import annotations
 
 import platform
-from bisect import bisect_left
-from collections.abc import Iterable
-from typing import Literal
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.samples import Sample
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
 from waymark import __version__
-
-# Without this every counter comes with a second series that says when the process began.
-disable_created_metrics()  # type: ignore[no-untyped-call]
+from waymark.instruments import Exposition, counter, gauge, histogram, rows, table
 
 # In seconds. Literals: 100 * 1e-6 would be exported as 9.999999999999999e-05.
 _REQUEST_BUCKETS = (
@@ -48,46 +34,7 @@ _ROUND_TRIP_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 OTHER_MODELS, NO_MODEL = "other", "none"
 
 
-class _Counter(Counter):
-    """The library's, which takes a lock for each number.
-
-    A query counts some ten times, always in the loop's thread. So numbers are only added up here, and told to the
-    library when it is asked for them.
-    """
-
-    def _metric_init(self) -> None:
-        super()._metric_init()
-        self._total = 0.0
-
-    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        if amount < 0:
-            raise ValueError(f"a counter only rises, and {amount:g} is less than 0")
-        self._total += amount
-
-    def _child_samples(self) -> Iterable[Sample]:
-        self._value.set(self._total)
-        return super()._child_samples()
-
-
-class _Histogram(Histogram):
-    """As ``_Counter``; the library's also looks at one bucket after the other."""
-
-    def _metric_init(self) -> None:
-        super()._metric_init()
-        self._seen = [0] * len(self._upper_bounds)
-        self._total = 0.0
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        self._total += amount
-        self._seen[bisect_left(self._upper_bounds, amount)] += 1
-
-    def _child_samples(self) -> Iterable[Sample]:
-        self._sum.set(self._total)
-        for bucket, seen in zip(self._buckets, self._seen, strict=True):
-            bucket.set(seen)
-        return super()._child_samples()
-
-
+@table
 class Metrics:
     """The metrics of one process; all are zero until something happens.
 
@@ -95,194 +42,116 @@ class Metrics:
     label of their own.
     """
 
+    # ---- the HTTP API
+    http_requests = counter("How many HTTP requests were answered.", "route", "method", "status")
+    http_request_duration_seconds = histogram("How long an HTTP request took.", _REQUEST_BUCKETS, "route")
+    http_connections = gauge("How many HTTP connections are open.")
+    http_connections_cut = counter("How many HTTP connections were cut before their time, by why.", "reason")
+    http_trailer_fields_dropped = counter("How many fields behind the body of a request were dropped.")
+    http_bodies_bytes = gauge("How many bytes of request bodies are held.")
+
+    # ---- queries
+    queries = counter("How many queries were answered, by registered model and by what was found.", "model", "result")
+    query_blocks = histogram("How many complete blocks a query asked about.", _BLOCK_BUCKETS)
+    query_matched_blocks = histogram("How many blocks the best instance of a query already had.", _BLOCK_BUCKETS)
+    query_looked_up_blocks = counter("How many blocks queries looked up, in Redis or among the hot ones.")
+    hot_block_hits = counter("How many of the blocks that queries looked up were at hand, as hot ones.")
+    hot_block_bytes = gauge("How many bytes of hot blocks are kept.")
+    answer_cache_hits = counter("How many answers had been counted for the same blocks.")
+    answer_cache_bytes = gauge("How many bytes of answers are remembered.")
+    text_cache_hits = counter("How many queries said the same as one before them, but for the prompt.")
+    text_cache_bytes = gauge("How many bytes of texts of queries are remembered.")
+    query_round_trips = histogram("How many times a query waited for Redis.", _ROUND_TRIP_BUCKETS)
+    fetch_duration_seconds = histogram("How long a query waited for Redis, each time.", _SCRIPT_BUCKETS)
+    query_partial = counter("How many queries were answered at their deadline with what was found by then.")
+
+    # ---- what publishers send
+    frames = counter("How many frames were received, live or by replay.")
+    frame_bytes = counter("How many bytes of payload were received, live or by replay.")
+    events = counter("How many events were decoded.", "type")
+    batches = counter("How many batches were applied.")
+    frames_malformed = counter("How many frames did not have the form of a frame.")
+    decode_errors = counter("How many events or payloads could not be decoded.", "kind")
+    events_ignored = counter("How many events were understood and not applied.", "reason")
+
+    # ---- order
+    gaps = counter("How many times a frame came with batches missing before it.")
+    batches_lost = counter("How many missing batches could not be had again.")
+    replays = counter("How many replays ended, by how they ended.", "outcome")
+    replays_running = gauge("How many replays run now.")
+    replays_waiting = gauge("How many streams wait for a place to replay.")
+    replay_places_yielded = counter("How many times a replay gave its place to another stream, by why.", "reason")
+    restarts = counter("How many times a publisher began a new life.")
+    stale_batches = counter("How many batches had been applied before.")
+    lag_seconds = histogram("How long it took from a batch's own time until it was applied.", _LAG_BUCKETS)
+    last_batch_timestamp_seconds = gauge(
+        "Which Unix time it was when a batch was last applied; 0 before the first.", over="max"
+    )
+
+    # ---- the index
+    blocks_applied = counter("How many blocks were added to or taken from the index, by model.", "op", "model")
+    apply_duration_seconds = histogram("How long it took Redis to apply what was sent to it at once.", _REQUEST_BUCKETS)
+    script_duration_seconds = histogram(
+        "How long a call of a script took, the way there and back included.", _SCRIPT_BUCKETS, "script"
+    )
+    script_replies = counter("How many calls of scripts were answered, by script and verdict.", "script", "verdict")
+    waiting_blocks = gauge("How many blocks wait for their parent.")
+    waiting_dropped = counter("How many blocks were dropped while they waited for their parent.")
+    unresolved = counter("How many engine hashes of events named no block that is known.")
+    buffer_bytes = gauge("How many bytes of frames wait in streams' buffers.")
+    buffer_frames = gauge("How many frames wait in streams' buffers.")
+    buffer_dropped = counter("How many frames did not fit into a stream's buffer and became a gap.")
+    sweep_blocks = counter("How many blocks a dead holder was taken out of.")
+    sweeps = counter("How many dead holders were swept to their end.")
+    dead_holders = gauge("How many dead holders are still to be swept.", over="max")
+
+    # ---- who does what
+    workers = gauge("How many ingest workers are alive, as an ingest worker sees it.", over="max")
+    publishers = gauge(
+        "How many publishers are registered, by how they tell, as an ingest worker sees it.", "feed", over="max"
+    )
+    instances = gauge("How many instances are registered, as an ingest worker sees it.", over="max")
+    groups = gauge("How many groups have a publisher, as an ingest worker sees it.", over="max")
+    streams = gauge("How many streams this worker has, by status.", "status")
+    streams_max = gauge("How many streams this worker takes at most, by its limit of open files.")
+    streams_left = gauge("How many streams no ingest worker has room for, as an ingest worker sees it.", over="max")
+    holders = gauge("How many live holders the streams of this worker have.")
+    leases_taken = counter("How many times this worker took the lease of a stream.")
+    leases_lost = counter("How many times a stream of this worker turned out to be another's.")
+
+    # ---- the process
+    redis_up = gauge("Whether Redis answered when last asked: 1 or 0.", over="min")
+    publishers_refused = gauge("How many publishers of the file are registered otherwise than it says.", over="max")
+    records_unreadable = gauge(
+        "How many records in Redis this process cannot read, by what they are.", "kind", over="max"
+    )
+    redis_errors = counter("How many times Redis did not answer as it should, by how.", "kind")
+    redis_misconfigured = gauge(
+        "Whether something is wrong with a Redis that answers, by what: 1 or 0.", "reason", over="max"
+    )
+    redis_memory_bytes = gauge("How many bytes each primary of Redis uses.", "primary", over="max")
+    redis_memory_max_bytes = gauge(
+        "How many bytes each primary of Redis may use; 0 is no limit.", "primary", over="max"
+    )
+    redis_evicted_keys = gauge(
+        "How many keys each primary of Redis has evicted since it started.", "primary", over="max"
+    )
+    build_info = gauge(
+        "Which version runs, and as what; the value is always 1.",
+        "version",
+        "python",
+        "role",
+        "native",
+    )
+
     def __init__(self, *, role: str = "none", is_native: bool = False, models_max: int = 100) -> None:
-        self.over: dict[str, str] = {}
-        """How the gauges of several processes make one number; counters and histograms are summed."""
+        for row in rows(Metrics):
+            vars(self)[row.name] = row.instrument()
         self._models: set[str] = set()
         self._models_max = models_max
-        self.registry = CollectorRegistry(auto_describe=True)
+        self.registry = CollectorRegistry()
+        self.registry.register(Exposition(self))
         ProcessCollector(registry=self.registry)
-
-        def counter(name: str, sentence: str, *labels: str) -> Counter:
-            return _Counter(f"waymark_{name}", sentence, labels, registry=self.registry)
-
-        def gauge(name: str, sentence: str, *labels: str, over: Literal["sum", "max", "min"] = "sum") -> Gauge:
-            self.over[name] = over
-            return Gauge(f"waymark_{name}", sentence, labels, registry=self.registry)
-
-        def histogram(name: str, sentence: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return _Histogram(f"waymark_{name}", sentence, labels, buckets=buckets, registry=self.registry)
-
-        # ---- the HTTP API
-        self.http_requests = counter(
-            "http_requests", "How many HTTP requests were answered.", "route", "method", "status"
-        )
-        self.http_request_duration_seconds = histogram(
-            "http_request_duration_seconds", "How long an HTTP request took.", _REQUEST_BUCKETS, "route"
-        )
-        self.http_connections = gauge("http_connections", "How many HTTP connections are open.")
-        self.http_connections_cut = counter(
-            "http_connections_cut", "How many HTTP connections were cut before their time, by why.", "reason"
-        )
-        self.http_trailer_fields_dropped = counter(
-            "http_trailer_fields_dropped", "How many fields behind the body of a request were dropped."
-        )
-        self.http_bodies_bytes = gauge("http_bodies_bytes", "How many bytes of request bodies are held.")
-
-        # ---- queries
-        self.queries = counter(
-            "queries", "How many queries were answered, by registered model and by what was found.", "model", "result"
-        )
-        self.query_blocks = histogram("query_blocks", "How many complete blocks a query asked about.", _BLOCK_BUCKETS)
-        self.query_matched_blocks = histogram(
-            "query_matched_blocks", "How many blocks the best instance of a query already had.", _BLOCK_BUCKETS
-        )
-        self.query_looked_up_blocks = counter(
-            "query_looked_up_blocks", "How many blocks queries looked up, in Redis or among the hot ones."
-        )
-        self.hot_block_hits = counter(
-            "hot_block_hits", "How many of the blocks that queries looked up were at hand, as hot ones."
-        )
-        self.hot_block_bytes = gauge("hot_block_bytes", "How many bytes of hot blocks are kept.")
-        self.answer_cache_hits = counter("answer_cache_hits", "How many answers had been counted for the same blocks.")
-        self.answer_cache_bytes = gauge("answer_cache_bytes", "How many bytes of answers are remembered.")
-        self.text_cache_hits = counter(
-            "text_cache_hits", "How many queries said the same as one before them, but for the prompt."
-        )
-        self.text_cache_bytes = gauge("text_cache_bytes", "How many bytes of texts of queries are remembered.")
-        self.query_round_trips = histogram(
-            "query_round_trips", "How many times a query waited for Redis.", _ROUND_TRIP_BUCKETS
-        )
-        self.fetch_duration_seconds = histogram(
-            "fetch_duration_seconds", "How long a query waited for Redis, each time.", _SCRIPT_BUCKETS
-        )
-        self.query_partial = counter(
-            "query_partial", "How many queries were answered at their deadline with what was found by then."
-        )
-
-        # ---- what publishers send
-        self.frames = counter("frames", "How many frames were received, live or by replay.")
-        self.frame_bytes = counter("frame_bytes", "How many bytes of payload were received, live or by replay.")
-        self.events = counter("events", "How many events were decoded.", "type")
-        self.batches = counter("batches", "How many batches were applied.")
-        self.frames_malformed = counter("frames_malformed", "How many frames did not have the form of a frame.")
-        self.decode_errors = counter("decode_errors", "How many events or payloads could not be decoded.", "kind")
-        self.events_ignored = counter("events_ignored", "How many events were understood and not applied.", "reason")
-
-        # ---- order
-        self.gaps = counter("gaps", "How many times a frame came with batches missing before it.")
-        self.batches_lost = counter("batches_lost", "How many missing batches could not be had again.")
-        self.replays = counter("replays", "How many replays ended, by how they ended.", "outcome")
-        self.replays_running = gauge("replays_running", "How many replays run now.")
-        self.replays_waiting = gauge("replays_waiting", "How many streams wait for a place to replay.")
-        self.replay_places_yielded = counter(
-            "replay_places_yielded", "How many times a replay gave its place to another stream, by why.", "reason"
-        )
-        self.restarts = counter("restarts", "How many times a publisher began a new life.")
-        self.stale_batches = counter("stale_batches", "How many batches had been applied before.")
-        self.lag_seconds = histogram(
-            "lag_seconds", "How long it took from a batch's own time until it was applied.", _LAG_BUCKETS
-        )
-        self.last_batch_timestamp_seconds = gauge(
-            "last_batch_timestamp_seconds",
-            "Which Unix time it was when a batch was last applied; 0 before the first.",
-            over="max",
-        )
-
-        # ---- the index
-        self.blocks_applied = counter(
-            "blocks_applied", "How many blocks were added to or taken from the index, by model.", "op", "model"
-        )
-        self.apply_duration_seconds = histogram(
-            "apply_duration_seconds", "How long it took Redis to apply what was sent to it at once.", _REQUEST_BUCKETS
-        )
-        self.script_duration_seconds = histogram(
-            "script_duration_seconds", "How long a call of a script took, the way there and back included.",
-            _SCRIPT_BUCKETS, "script",
-        )  # fmt: skip
-        self.script_replies = counter(
-            "script_replies", "How many calls of scripts were answered, by script and verdict.", "script", "verdict"
-        )
-        self.waiting_blocks = gauge("waiting_blocks", "How many blocks wait for their parent.")
-        self.waiting_dropped = counter(
-            "waiting_dropped", "How many blocks were dropped while they waited for their parent."
-        )
-        self.unresolved = counter("unresolved", "How many engine hashes of events named no block that is known.")
-        self.buffer_bytes = gauge("buffer_bytes", "How many bytes of frames wait in streams' buffers.")
-        self.buffer_frames = gauge("buffer_frames", "How many frames wait in streams' buffers.")
-        self.buffer_dropped = counter(
-            "buffer_dropped", "How many frames did not fit into a stream's buffer and became a gap."
-        )
-        self.sweep_blocks = counter("sweep_blocks", "How many blocks a dead holder was taken out of.")
-        self.sweeps = counter("sweeps", "How many dead holders were swept to their end.")
-        self.dead_holders = gauge("dead_holders", "How many dead holders are still to be swept.", over="max")
-
-        # ---- who does what
-        self.workers = gauge("workers", "How many ingest workers are alive, as an ingest worker sees it.", over="max")
-        self.publishers = gauge(
-            "publishers",
-            "How many publishers are registered, by how they tell, as an ingest worker sees it.",
-            "feed",
-            over="max",
-        )
-        self.instances = gauge(
-            "instances", "How many instances are registered, as an ingest worker sees it.", over="max"
-        )
-        self.groups = gauge("groups", "How many groups have a publisher, as an ingest worker sees it.", over="max")
-        self.streams = gauge("streams", "How many streams this worker has, by status.", "status")
-        self.streams_max = gauge(
-            "streams_max", "How many streams this worker takes at most, by its limit of open files."
-        )
-        self.streams_left = gauge(
-            "streams_left",
-            "How many streams no ingest worker has room for, as an ingest worker sees it.",
-            over="max",
-        )
-        self.holders = gauge("holders", "How many live holders the streams of this worker have.")
-        self.leases_taken = counter("leases_taken", "How many times this worker took the lease of a stream.")
-        self.leases_lost = counter("leases_lost", "How many times a stream of this worker turned out to be another's.")
-
-        # ---- the process
-        self.redis_up = gauge("redis_up", "Whether Redis answered when last asked: 1 or 0.", over="min")
-        self.publishers_refused = gauge(
-            "publishers_refused", "How many publishers of the file are registered otherwise than it says.", over="max"
-        )
-        self.records_unreadable = gauge(
-            "records_unreadable",
-            "How many records in Redis this process cannot read, by what they are.",
-            "kind",
-            over="max",
-        )
-        self.redis_errors = counter("redis_errors", "How many times Redis did not answer as it should, by how.", "kind")
-        self.redis_misconfigured = gauge(
-            "redis_misconfigured",
-            "Whether something is wrong with a Redis that answers, by what: 1 or 0.",
-            "reason",
-            over="max",
-        )
-        self.redis_memory_bytes = gauge(
-            "redis_memory_bytes", "How many bytes each primary of Redis uses.", "primary", over="max"
-        )
-        self.redis_memory_max_bytes = gauge(
-            "redis_memory_max_bytes",
-            "How many bytes each primary of Redis may use; 0 is no limit.",
-            "primary",
-            over="max",
-        )
-        self.redis_evicted_keys = gauge(
-            "redis_evicted_keys",
-            "How many keys each primary of Redis has evicted since it started.",
-            "primary",
-            over="max",
-        )
-        self.build_info = gauge(
-            "build_info",
-            "Which version runs, and as what; the value is always 1.",
-            "version",
-            "python",
-            "role",
-            "native",
-        )
         self.build_info.labels(
             version=__version__, python=platform.python_version(), role=role, native=str(is_native).lower()
         ).set(1)
@@ -295,16 +164,13 @@ class Metrics:
             self._models.add(name)
         return name
 
-    def markdown_table(self) -> str:
+    @staticmethod
+    def markdown_table() -> str:
         """Every metric in a line: what it is, and how those of several processes make one number."""
         lines = ["| Metric | Labels | Over processes | What it is |", "|---|---|---|---|"]
-        for metric in vars(self).values():
-            if isinstance(metric, (Counter, Gauge, Histogram)):
-                (family,) = metric.describe()
-                name = family.name.removeprefix("waymark_")
-                full = f"waymark_{name}" + ("_total" if family.type == "counter" else "")
-                labels = ", ".join(f"`{label}`" for label in metric._labelnames)
-                lines.append(f"| `{full}` | {labels} | {self.over.get(name, 'sum')} | {family.documentation} |")
+        for row in rows(Metrics):
+            labels = ", ".join(f"`{label}`" for label in row.labels)
+            lines.append(f"| `{row.full_name}` | {labels} | {row.over} | {row.help} |")
         return "\n".join(lines)
 
     def render(self) -> tuple[bytes, str]:

@@ -29,8 +29,7 @@ async def hold_tokens(client: httpx.AsyncClient, instance_id: str) -> None:
 
 def counted(metrics: Metrics) -> dict[tuple[str, str], float]:
     """Queries by model and result."""
-    (family,) = metrics.queries.collect()
-    return {(sample.labels["model"], sample.labels["result"]): sample.value for sample in family.samples}
+    return {(model, result): series.value for (model, result), series in metrics.queries.series.items()}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
@@ -16,6 +15,7 @@ from tests.store.factories import registration, stored, stream_of
 from waymark import cli
 from waymark.domain.names import EngineKind
 from waymark.ingest.life import REASONS
+from waymark.instruments import rows
 from waymark.metrics import Metrics
 from waymark.settings import describe
 from waymark.store.store import Store
@@ -75,11 +75,7 @@ def test_every_metric_of_the_page_is_there_with_its_labels() -> None:
         for family in text_string_to_metric_families(metrics.render()[0].decode())
         for sample in family.samples
     }
-    declared = {
-        f"waymark_{name}{'_total' if isinstance(metric, Counter) else ''}": metric._labelnames
-        for name, metric in vars(metrics).items()
-        if hasattr(metric, "_labelnames")
-    }
+    declared = {row.full_name: row.labels for row in rows(Metrics)}
     named = set(re.findall(r"`(waymark_\w+)", PAGE))
     assert len(named) > 12
     assert named - declared.keys() - families == set()

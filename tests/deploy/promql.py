@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from promql_parser import AggregateExpr, BinaryExpr, Call, Expr, MatrixSelector, VectorSelector, parse, walk
 
-from tests.test_metrics import declared
+from waymark.instruments import rows
 from waymark.metrics import Metrics
 
 #: Labels that a scrape puts on every sample.
@@ -23,13 +23,10 @@ def exported() -> dict[str, frozenset[str]]:
     """Every sample's name to its labels, those of the target included."""
     labels = {"up": TARGET}
     metrics = Metrics()
-    for metric in declared(metrics).values():
-        (family,) = metric.describe()
-        of = TARGET | frozenset(metric._labelnames)
-        if family.type == "histogram":
-            labels |= {f"{family.name}_bucket": of | {"le"}, f"{family.name}_sum": of, f"{family.name}_count": of}
-        else:
-            labels[family.name + ("_total" if family.type == "counter" else "")] = of
+    for row in rows(Metrics):
+        of = TARGET | frozenset(row.labels)
+        suffixes = {"_bucket": of | {"le"}, "_sum": of, "_count": of} if row.kind == "histogram" else {"": of}
+        labels |= {row.full_name + suffix: names for suffix, names in suffixes.items()}
     for family in metrics.registry.collect():
         if family.name.startswith("process_"):
             labels |= {sample.name: TARGET for sample in family.samples}

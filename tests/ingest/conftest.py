@@ -32,6 +32,7 @@ from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
+from waymark.instruments import rows
 from waymark.metrics import Metrics
 from waymark.simulator import Prompt, SimulatedEngine, build_engine
 from waymark.store import keys
@@ -245,6 +246,8 @@ class Hand:
     client: Mortal
 
     def metric(self, name: str, **labels: str) -> float:
+        """A sample; 0 where a series has counted nothing yet. A name that is no metric's fails the test."""
+        assert any(row.full_name == f"waymark_{name}" for row in rows(Metrics)), f"there is no metric {name}"
         return self.metrics.registry.get_sample_value(f"waymark_{name}", labels) or 0.0
 
     @contextlib.contextmanager

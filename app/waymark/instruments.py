@@ -1,0 +1,244 @@
+"""Counters, gauges and histograms, and how Prometheus reads them.
+
+A class with the decorator ``table`` is a table of metrics: each attribute is a ``Row``, and its name is the metric's.
+Numbers are only added up here, by the loop's thread and without a lock; ``Exposition`` hands them to the Prometheus
+library when it is asked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+PREFIX = "waymark_"
+_ROWS = "__rows__"
+
+Over = Literal["sum", "max", "min"]
+"""How the numbers of several processes make one."""
+
+
+class Counter:
+    """A number that only rises."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        if amount < 0:
+            raise ValueError(f"a counter only rises, and {amount:g} is less than 0")
+        self.value += amount
+
+
+class Gauge:
+    """A number as it is now: the last that was set, or what a function returns when it is read."""
+
+    __slots__ = ("_function", "_value")
+
+    def __init__(self) -> None:
+        self._value = 0.0
+        self._function: Callable[[], float] | None = None
+
+    @property
+    def value(self) -> float:
+        return self._value if self._function is None else float(self._function())
+
+    def set(self, value: float) -> None:
+        self._value = float(value)
+
+    def inc(self, amount: float = 1) -> None:
+        self._value += amount
+
+    def dec(self, amount: float = 1) -> None:
+        self._value -= amount
+
+    def set_function(self, function: Callable[[], float]) -> None:
+        """From now on the number is what ``function`` returns."""
+        self._function = function
+
+
+class Histogram:
+    """How many observations were at most as large as each bound, and their sum."""
+
+    __slots__ = ("_bounds", "seen", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.seen = [0] * (len(bounds) + 1)
+        """Observations by bucket, each in one only; the last is beyond every bound."""
+        self.sum = 0.0
+
+    def observe(self, amount: float) -> None:
+        self.sum += amount
+        self.seen[bisect_left(self._bounds, amount)] += 1
+
+
+Series = TypeVar("Series", Counter, Gauge, Histogram)
+
+
+class Labelled(Generic[Series]):
+    """A metric with labels: one series for each combination of values that has been asked for."""
+
+    __slots__ = ("_make", "_names", "series")
+
+    def __init__(self, names: Sequence[str], make: Callable[[], Series]) -> None:
+        self._names = tuple(names)
+        self._make: Callable[[], Series] = make
+        self.series: dict[tuple[str, ...], Series] = {}
+
+    def labels(self, **values: object) -> Series:
+        """The series of these values; ``ValueError`` where the names are not exactly the metric's labels."""
+        try:
+            key = tuple([str(values[name]) for name in self._names])
+        except KeyError:
+            key = ()
+        if len(key) != len(values) or not key:
+            raise ValueError(f"the labels are {', '.join(self._names)}; given were {', '.join(values) or 'none'}")
+        series = self.series.get(key)
+        if series is None:
+            series = self.series[key] = self._make()
+        return series
+
+    def clear(self) -> None:
+        """Forget every series."""
+        self.series.clear()
+
+
+Instrument = Counter | Gauge | Histogram | Labelled[Counter] | Labelled[Gauge] | Labelled[Histogram]
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Row(Generic[T_co]):
+    """One line of the table: kind, labels, help, and how several processes make one number.
+
+    The metric is called as the attribute. On an instance of the table the attribute is the instrument itself.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["counter", "gauge", "histogram"],
+        help: str,
+        labels: Sequence[str],
+        over: Over = "sum",
+        buckets: Sequence[float] = (),
+    ) -> None:
+        self.kind = kind
+        self.help = help
+        self.labels = tuple(labels)
+        self.over = over
+        self.buckets = tuple(buckets)
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T_co: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | T_co:
+        return self  # for the type checker: ``table`` leaves the attribute to the instances
+
+    @property
+    def full_name(self) -> str:
+        """As it is exported."""
+        return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
+
+    def instrument(self) -> T_co:
+        """A new one, at zero."""
+        kinds: dict[str, Callable[[], Any]] = {"counter": Counter, "gauge": Gauge}
+        make = kinds.get(self.kind) or (lambda: Histogram(self.buckets))
+        return cast(T_co, Labelled(self.labels, make) if self.labels else make())
+
+    def family(self, instrument: Instrument | None = None) -> Metric:
+        """What Prometheus reads: without an instrument, no samples."""
+        name, found = PREFIX + self.name, dict(_series(instrument))
+        if self.kind == "histogram":
+            histograms = HistogramMetricFamily(name, self.help, labels=self.labels)
+            bounds = [*map(floatToGoString, self.buckets), "+Inf"]
+            for values, series in found.items():
+                counted = list(zip(bounds, accumulate(series.seen), strict=True))
+                histograms.add_metric(values, counted, series.sum)
+            return histograms
+        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        family = kind(name, self.help, labels=self.labels)
+        for values, series in found.items():
+            family.add_metric(values, series.value)
+        return family
+
+
+def _series(instrument: Instrument | None) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(instrument, Labelled):
+        yield from list(instrument.series.items())
+    elif instrument is not None:
+        yield (), instrument
+
+
+@overload
+def counter(help: str, /) -> Row[Counter]: ...
+@overload
+def counter(help: str, /, *labels: str) -> Row[Labelled[Counter]]: ...
+def counter(help: str, /, *labels: str) -> Row[Any]:
+    """A line of the table for a counter."""
+    return Row("counter", help, labels)
+
+
+@overload
+def gauge(help: str, /, *, over: Over = "sum") -> Row[Gauge]: ...
+@overload
+def gauge(help: str, /, *labels: str, over: Over = "sum") -> Row[Labelled[Gauge]]: ...
+def gauge(help: str, /, *labels: str, over: Over = "sum") -> Row[Any]:
+    """A line of the table for a gauge; ``over`` says how those of several processes make one number."""
+    return Row("gauge", help, labels, over)
+
+
+@overload
+def histogram(help: str, buckets: Sequence[float], /) -> Row[Histogram]: ...
+@overload
+def histogram(help: str, buckets: Sequence[float], /, *labels: str) -> Row[Labelled[Histogram]]: ...
+def histogram(help: str, buckets: Sequence[float], /, *labels: str) -> Row[Any]:
+    """A line of the table for a histogram with these upper bounds."""
+    return Row("histogram", help, labels, buckets=buckets)
+
+
+C = TypeVar("C")
+
+
+def table(declared: type[C]) -> type[C]:
+    """Class decorator: the class's rows are ``rows`` of it, and only its instances have the attributes.
+
+    An attribute that the class has too is found more slowly on an instance.
+    """
+    found = [row for row in vars(declared).values() if isinstance(row, Row)]
+    for row in found:
+        delattr(declared, row.name)
+    setattr(declared, _ROWS, tuple(found))
+    return declared
+
+
+def rows(table: type[object]) -> tuple[Row[Any], ...]:
+    """The lines of a table, in their order."""
+    found: tuple[Row[Any], ...] = getattr(table, _ROWS)
+    return found
+
+
+class Exposition(Collector):
+    """What the Prometheus library asks for the numbers of one table."""
+
+    def __init__(self, table: object) -> None:
+        self._table = table
+
+    def collect(self) -> Iterable[Metric]:
+        for row in rows(type(self._table)):
+            yield row.family(getattr(self._table, row.name))
+
+    def describe(self) -> Iterable[Metric]:
+        for row in rows(type(self._table)):
+            yield row.family()
