@@ -25,6 +25,7 @@ PARTS: dict[str, set[str]] = {
     "apply": LEAVES | {"domain", "store"},
     "engines": {"domain", "errors"},
     "routing": {"domain", "errors"},
+    "chat": {"domain", "errors"},
     "ingest": BELOW_ROLES,
     "api": BELOW_ROLES,
     "simulator": {"client", "domain", "errors"},

@@ -1,0 +1,1 @@
+"""What a chat request says, as far as routing needs it. Pure."""
