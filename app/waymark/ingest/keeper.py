@@ -28,11 +28,12 @@ class RegistrationKeeper:
         self._incarnation = ""
         self._refused: set[PublisherName] = set()
 
-    async def restore(self, heard: Iterable[Registration]) -> bool:
+    async def restore(self, seen: Iterable[Registration]) -> bool:
         """Register what is missing; whether this Redis is another one than before.
 
-        ``heard`` is what this worker has streams of. A caller that believes a list of claims must have read it before
-        this call: then a list that is empty because Redis is cannot be taken for one of publishers that have left.
+        ``seen`` is what this worker has streams of, or found in the last list that it believed. A list of claims may be
+        believed where this call comes after it and returns False: Redis has not come back empty since, so a list that
+        is empty is not one of publishers that Redis has forgotten.
         """
         incarnation = await self._store.records.incarnation()
         if incarnation == self._incarnation:
@@ -41,7 +42,7 @@ class RegistrationKeeper:
         there = {registration.name: registration for registration in await self._store.registry.registrations()}
         wanted = {each.name: each for each in self._publishers}
         if not is_start:
-            wanted = {each.name: each for each in heard} | wanted
+            wanted = {each.name: each for each in seen} | wanted
             log.warning("redis has come back empty", extra=fields(publishers=len(wanted)))
         for name, registration in wanted.items():
             # At the start the file may move a publisher to another address; later, that is old news.

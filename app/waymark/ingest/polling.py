@@ -28,6 +28,8 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
+#: How often a poll restores registrations before it is given up: once for each time that Redis comes back empty.
+_RESTORES_MAX = 20
 #: How long a poll waits for streams that it has stopped.
 _STOP_SECONDS = 2.0
 
@@ -58,7 +60,7 @@ class Poller:
         self._faults: dict[tuple[str, int], str] = {}
         """Of steps for one claim: by step and publisher."""
         self._claims: list[Claim] = []
-        """As they were at the last poll."""
+        """The last list that was believed."""
 
     async def keep_polling(self, tasks: asyncio.TaskGroup) -> None:
         """Streams become tasks of ``tasks``."""
@@ -116,10 +118,7 @@ class Poller:
             keep_seconds=max(2, int(self._options.stream.lease_seconds)),
             streams_max=self._options.streams_max,
         )
-        claims = await self._claims_and_lost()
-        is_another = await self._keeper.restore(running.claim.registration for running in self.running.values())
-        if is_another:
-            claims = await self._store.registry.claims()
+        claims, is_another = await self._claims_to_believe()
         others, self._others = self._others, set(workers)
         if (is_another or self.is_away) and not others <= self._others:
             # Redis did not hear meanwhile who lives, and will within a poll: till then nobody's streams are taken.
@@ -137,6 +136,22 @@ class Poller:
         self._runner.forget_errors(name for name in wanted if name not in self.running or self.running[name].is_idle)
         self._gauges.saw(list(workers), [claim.registration for claim in staying])
 
+    async def _claims_to_believe(self) -> tuple[list[Claim], bool]:
+        """All claims, read since Redis came back empty last; and whether it has since the last poll.
+
+        What this worker has seen is forgotten only with a list that it believes: Redis may come back empty again while
+        registrations are restored.
+        """
+        for attempt in range(_RESTORES_MAX):
+            claims = await self._claims_and_lost()
+            seen = [running.claim for running in self.running.values()] + self._claims
+            if not await self._keeper.restore(claim.registration for claim in seen if not claim.is_leaving):
+                self._claims = claims
+                there = {claim.publisher for claim in claims}
+                self._faults = {name: fault for name, fault in self._faults.items() if name[1] in there}
+                return claims, attempt > 0
+        raise StoreUnavailable("Redis comes back empty again and again; see why it loses its data")
+
     async def _claims_and_lost(self) -> list[Claim]:
         """All claims; one that was there at the last poll and that Redis has lost since is put back first."""
         claims = await self._store.registry.claims()
@@ -145,9 +160,6 @@ class Poller:
         if any(await self._for_each("put_back", lost, self._store.registry.put_back)):
             log.warning("redis has lost registrations", extra=fields(publishers=len(lost)))
             claims = await self._store.registry.claims()
-        self._claims = claims
-        there = {claim.publisher for claim in claims}
-        self._faults = {name: fault for name, fault in self._faults.items() if name[1] in there}
         return claims
 
     async def _finish(self, leaving: Iterable[Claim]) -> None:

@@ -1,0 +1,108 @@
+"""A Redis that comes back empty while registrations are restored: none is lost, whenever that happens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand
+from tests.store.factories import registration
+from waymark.domain.names import EngineKind, Registration
+
+PUBLISHERS = 8
+PAIRS = 6
+
+
+def publishers(bench: Bench) -> list[Registration]:
+    """Most with a socket that nobody serves, two whose events come by HTTP."""
+    return [
+        registration(
+            f"pod-{i}",
+            endpoint=bench.address() if i > 1 else None,
+            kind=EngineKind.VLLM if i > 1 else EngineKind.STANDARD,
+        )
+        for i in range(PUBLISHERS)
+    ]
+
+
+async def are_registered(bench: Bench, wanted: list[Registration]) -> bool:
+    found = {claim.registration.name: claim.registration for claim in await bench.store.registry.claims()}
+    return found == {each.name: each for each in wanted}
+
+
+def empties_at(hand: Hand, number: int) -> Callable[[], bool]:
+    """Redis is emptied before the worker's command of that number from now; whether that has been."""
+    count = 0
+
+    def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
+        async def met(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                await hand.client._redis.flushall()  # type: ignore[union-attr]
+            return await call(*args, **options)
+
+        return met
+
+    for name in ("run", "several", "hgetall", "hget"):
+        setattr(hand.client, name, wrapped(getattr(type(hand.client), name).__get__(hand.client)))
+    return lambda: count >= number
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_redis_that_is_emptied_twice_loses_no_registration(bench: Bench, seed: int, workers: int) -> None:
+    chance = random.Random(seed)
+    wanted = publishers(bench)
+    for each in wanted:
+        await bench.store.registry.register(each)
+    hands = [await bench.worker(f"worker-{i}", WITHOUT_PROBES) for i in range(workers)]
+    for hand in hands:
+        await wait_until(lambda hand=hand: hand.metric("publishers", feed="socket") == 6, "it has seen all")  # type: ignore[misc]
+    for _ in range(PAIRS):
+        was_emptied = empties_at(hands[0], chance.randint(1, 60))
+        await bench.redis.flushall()
+        for hand in hands:
+            hand.worker.poller.hint.set()
+        await wait_until(was_emptied, "it was emptied again", PATIENCE_SECONDS)
+        await wait_until(lambda: are_registered(bench, wanted), "all are registered again", PATIENCE_SECONDS)
+        assert not any(hand.task.done() for hand in hands)
+    # A worker that has not noticed yet would restore what is unregistered meanwhile.
+    incarnation = await bench.store.records.incarnation()
+    for hand in hands:
+        keeper = hand.worker.poller._keeper
+        await wait_until(lambda keeper=keeper: keeper._incarnation == incarnation, "it has restored all")  # type: ignore[misc]
+    for each in wanted:
+        await bench.store.registry.unregister([each.name])
+    for hand in hands:
+        hand.worker.poller.hint.set()
+        await wait_until(lambda hand=hand: hand.metric("publishers", feed="socket") == 0, "it has seen none")  # type: ignore[misc]
+    assert await are_registered(bench, [])
+
+
+async def test_a_redis_that_never_stands_still_is_given_up_for_a_moment(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = publishers(bench)
+    for each in wanted:
+        await bench.store.registry.register(each)
+    hand = await bench.worker(options=WITHOUT_PROBES)
+    await wait_until(lambda: hand.metric("publishers", feed="socket") == 6, "it has seen all")
+    is_emptied = True
+    incarnation = hand.worker.poller._store.records.incarnation
+
+    async def emptied() -> str:
+        if is_emptied:
+            await bench.redis.flushall()
+        return await incarnation()
+
+    hand.worker.poller._store.records.incarnation = emptied  # type: ignore[method-assign]
+    hand.worker.poller.hint.set()
+    await wait_until(lambda: hand.worker.poller.is_away, "the poll is given up", PATIENCE_SECONDS)
+    assert not hand.task.done()
+    is_emptied = False
+    await wait_until(lambda: are_registered(bench, wanted), "all are registered again", PATIENCE_SECONDS)
