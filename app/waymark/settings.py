@@ -163,6 +163,8 @@ class Settings(BaseSettings):
     """How many bytes of request bodies are held at once; beyond it the one that has been arriving longest is cut."""
     request_seconds: float = Field(30.0, ge=0.1, le=3600)
     """How long a request may take to arrive and its answer to be taken; then the connection is cut."""
+    requests_at_once: int = Field(16, ge=1, le=32)
+    """How many requests that read work at once, and how many that write; more only help far from Redis."""
     connections_max: int = Field(4096, ge=1, le=1_000_000)
     """How many HTTP connections are held at once; beyond it the one that has been silent longest is cut."""
     api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None

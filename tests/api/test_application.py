@@ -12,8 +12,8 @@ import msgpack
 import pytest
 
 from tests.api.conftest import MakeClient
+from waymark.api.admission import AdmissionQueue
 from waymark.api.application import create_app
-from waymark.api.turns import Turns
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.store import Store
@@ -267,10 +267,10 @@ async def test_body_without_a_declared_length_is_read(api: httpx.AsyncClient) ->
     assert (await api.post("/query", content=body_of_unknown_length())).status_code == 200
 
 
-async def test_probes_are_answered_while_requests_wait_for_their_turn(
+async def test_probes_and_writes_are_answered_while_queries_wait(
     memory_store: Store, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waymark.api.application.Turns", lambda: Turns(at_once=1, wait_seconds=0.05))
+    monkeypatch.setattr("waymark.api.application.AdmissionQueue", lambda at_once: AdmissionQueue(1, wait_seconds=0.05))
     client = await make_client(memory_store)
     begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -286,6 +286,8 @@ async def test_probes_are_answered_while_requests_wait_for_their_turn(
     assert "retry-after" in waited.headers
     for path in [*OPEN, "/metrics", "/docs"]:
         assert (await client.get(path)).status_code == 200
+    unknown = await client.post("/unregister", json={"instance_id": "nobody"})
+    assert unknown.status_code == 404, "what writes does not wait for what reads"
     go_on.set()
     assert (await first).status_code == 200
     assert (await client.post("/query", json=QUERY)).status_code == 200

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from tests.api.conftest import Hold, MakeClient
-from waymark.api.rows import in_tokens
+from waymark.api.answer_cache import in_tokens
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.match import ConductorRow
 from waymark.metrics import Metrics

@@ -18,15 +18,15 @@ from waymark import native
 from waymark.api.bodies import CONTAINERS_MAX, Format, LongList, decode
 from waymark.api.errors import Unfit
 from waymark.api.prompts import hashes, token_bytes
+from waymark.api.request_cache import RequestCache
 from waymark.api.schemas import QueryByHashRequest
-from waymark.api.texts import Texts
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
 TOKENS_MAX = 100_000
-TEXTS = Texts(2**20, Metrics())
+TEXTS = RequestCache(2**20, Metrics())
 TOKENS = LongList(("token_ids",), False, TOKENS_MAX, TEXTS, b"/query")
 HASHES = LongList(("seq_hashes", "block_hash"), True, TOKENS_MAX, TEXTS, b"/query_by_hash")
 

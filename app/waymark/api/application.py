@@ -16,16 +16,16 @@ from waymark.api import dynamo_schemas as dynamo_bodies
 from waymark.api import schemas as bodies
 from waymark.api.access import Access, Gate
 from waymark.api.access_log import AccessLog
+from waymark.api.admission import AdmissionQueue
 from waymark.api.bodies import Format, encode
 from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
 from waymark.api.dynamo import Dynamo
 from waymark.api.dynamo_views import DynamoViews
 from waymark.api.events import Events
-from waymark.api.operations import Doc, Handler, Method, Operation, Surroundings
+from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation
 from waymark.api.probes import Probes
-from waymark.api.texts import Texts
-from waymark.api.turns import Turns
+from waymark.api.request_cache import RequestCache
 from waymark.api.views import Views
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -105,8 +105,8 @@ def create_app(store: Store, settings: Settings, metrics: Metrics) -> ASGIApp:
     token = None if settings.api_token is None else settings.api_token.get_secret_value()
     gate = Gate(token, protect_reads=settings.protect_reads)
     contract = Contract()
-    surroundings = Surroundings(settings, metrics, gate, Turns(), Texts(settings.text_cache_bytes, metrics))
-    operations = _operations(store, contract, surroundings)
+    dependencies = _dependencies(settings, metrics, gate)
+    operations = _operations(store, contract, dependencies)
     contract.describe(operations)
 
     async def not_routed(_: Request, error: Exception) -> Response:
@@ -136,12 +136,20 @@ class Shortcut:
         return (query or self._app)(scope, receive, send)
 
 
+def _dependencies(settings: Settings, metrics: Metrics, gate: Gate) -> Dependencies:
+    admission: dict[Access, AdmissionQueue] = {
+        "read": AdmissionQueue(settings.requests_at_once),
+        "write": AdmissionQueue(settings.requests_at_once),
+    }
+    return Dependencies(settings, metrics, gate, admission, RequestCache(settings.text_cache_bytes, metrics))
+
+
 def _json(content: Any, status: int) -> Response:
     return Response(encode(content, Format.JSON), status, media_type="application/json")
 
 
-def _operations(store: Store, contract: Contract, surroundings: Surroundings) -> list[Operation]:
-    settings, metrics = surroundings.settings, surroundings.metrics
+def _operations(store: Store, contract: Contract, dependencies: Dependencies) -> list[Operation]:
+    settings, metrics = dependencies.settings, dependencies.metrics
     root, views, probes = Conductor(store, settings, metrics), Views(store), Probes(store, metrics)
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
     # Starlette tries routes in order: queries first.
@@ -172,7 +180,7 @@ def _operations(store: Store, contract: Contract, surroundings: Surroundings) ->
         ("GET", "/dynamo/peers", "read", dynamo_views.peers, _PEERS),
     ]
     return [
-        Operation(method, path, handler, access=access, doc=doc, surroundings=surroundings)
+        Operation(method, path, handler, access=access, doc=doc, dependencies=dependencies)
         for method, path, access, handler, doc in table
     ]
 
@@ -181,7 +189,7 @@ def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlet
     """``/health``, ``/ready`` and ``/metrics`` alone: what an ingest worker answers."""
     gate = Gate(None, protect_reads=False)
     probes = Probes(store, metrics)
-    surroundings = Surroundings(settings, metrics, gate, Turns(), Texts(settings.text_cache_bytes, metrics))
+    dependencies = _dependencies(settings, metrics, gate)
     table: list[tuple[str, Handler, Doc]] = [
         ("/health", probes.health, _HEALTH),
         ("/ready", probes.ready, Doc("200 when Redis answers.")),
@@ -189,7 +197,7 @@ def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlet
     ]
     return Starlette(
         routes=[
-            Route(path, Operation("GET", path, handler, access="open", doc=doc, surroundings=surroundings))
+            Route(path, Operation("GET", path, handler, access="open", doc=doc, dependencies=dependencies))
             for path, handler, doc in table
         ]
     )

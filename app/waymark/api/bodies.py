@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from waymark.api.errors import Unfit, kind, shown
 from waymark.api.lists import cut, cut_hashes
-from waymark.api.texts import Text, Texts
+from waymark.api.request_cache import RequestCache, Text
 from waymark.errors import InvalidValue
 
 T = TypeVar("T")
@@ -78,9 +78,9 @@ class LongList:
     is_hashes: bool
     """Else token ids."""
     count_max: int
-    texts: Texts
+    cache: RequestCache
     operation: bytes
-    """Its path, for ``texts``."""
+    """Its path, for ``cache``."""
     names: tuple[tuple[str, bytes, bytes], ...] = field(init=False)
     """Each spelling, also as it stands in a text, and with what the keys of its texts begin."""
 
@@ -185,7 +185,7 @@ def _without_parser(body: bytes, of: LongList) -> Body | None:
         if found is not None:
             start, end, numbers = found
             rest = b"%b[]%b" % (body[:start], body[end:])
-            text = of.texts.find(key + rest) or _text(rest, name, key, of)
+            text = of.cache.find(key + rest) or _text(rest, name, key, of)
             return None if text is None else Body(text.fields, False, None, numbers, text)
     return None
 
@@ -204,7 +204,7 @@ def _text(rest: bytes, name: str, key: bytes, of: LongList) -> Text | None:
     if len(of.spellings) > 1 and any(fields.get(other) is not None for other in of.spellings if other != name):
         return None
     text = Text(fields)
-    of.texts.keep(key + rest, text)
+    of.cache.keep(key + rest, text)
     return text
 
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import orjson
 
 from waymark.api.access import AllowedEndpoints
+from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
 from waymark.api.bodies import Body, Format
 from waymark.api.errors import short
 from waymark.api.operations import Answer
 from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
 from waymark.api.query_counts import QueryCounts
-from waymark.api.rows import NOTHING, Rows, in_tokens
 from waymark.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
@@ -36,7 +36,7 @@ class Conductor:
         self._settings = settings
         self._lookup = Lookup(store.reader, settings, metrics)
         self._allowed = AllowedEndpoints(settings.allowed_endpoints)
-        self._rows = store.incarnation.cache(Rows(settings.answer_cache_bytes, metrics))
+        self._rows = store.incarnation.cache(AnswerCache(settings.answer_cache_bytes, metrics))
 
     async def register(self, body: Body) -> Answer:
         request = RegisterRequest.of(body.fields)

@@ -16,12 +16,12 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from waymark.api.access import Access, Gate
+from waymark.api.admission import AdmissionQueue
 from waymark.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, encode, format_of, read_body
 from waymark.api.errors import body_of, headers_of, status_of
 from waymark.api.fields import Request
+from waymark.api.request_cache import RequestCache
 from waymark.api.request_id import request_id_of
-from waymark.api.texts import Texts
-from waymark.api.turns import Turns
 from waymark.errors import InvalidValue, StoreUnavailable, WaymarkError
 from waymark.logs import failure, fields
 from waymark.metrics import Metrics
@@ -71,14 +71,15 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Dependencies:
     """What every operation is given by the application."""
 
     settings: Settings
     metrics: Metrics
     gate: Gate
-    turns: Turns
-    texts: Texts
+    admission: Mapping[Access, AdmissionQueue]
+    """By what an operation does: events that wait for a lease do not hold up queries."""
+    request_cache: RequestCache
 
 
 class Operation:
@@ -92,7 +93,7 @@ class Operation:
         *,
         access: Access,
         doc: Doc,
-        surroundings: Surroundings,
+        dependencies: Dependencies,
     ) -> None:
         self.method = method
         self.path = path
@@ -100,12 +101,12 @@ class Operation:
         self.dialect: Dialect = "dynamo" if path.startswith("/dynamo/") else "conductor"
         self.access: Access = access
         self.doc = doc
-        self._gate = surroundings.gate
+        self._gate = dependencies.gate
         # A probe is answered beside those that wait.
-        self._turns = surroundings.turns if doc.needs_redis and access != "open" else None
-        self._max_body_bytes = surroundings.settings.max_body_bytes
-        self._long_list = _long_list(path, doc.request, surroundings)
-        self._metrics = surroundings.metrics
+        self._admission = dependencies.admission.get(access) if doc.needs_redis else None
+        self._max_body_bytes = dependencies.settings.max_body_bytes
+        self._long_list = _long_list(path, doc.request, dependencies)
+        self._metrics = dependencies.metrics
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
         # Finding a series by its labels costs more than counting.
         self._counts: dict[tuple[str, int], Callable[[], None]] = {}
@@ -165,26 +166,26 @@ class Operation:
             raw = None
             if self.method == "POST":
                 raw = await read_body(headers, receive, self._max_body_bytes)
-            if self._turns is None:
+            if self._admission is None:
                 return await self._handle(raw, body_format), body_format
-            return await self._in_turn(self._turns, raw, body_format), body_format
+            return await self._admitted(self._admission, raw, body_format), body_format
         except WaymarkError as exc:
             status = status_of(exc, unfit_status=self._unfit_status)
             return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
 
-    async def _in_turn(self, turns: Turns, raw: bytes | None, body_format: Format) -> Answer:
-        if not turns.take():
-            await turns.wait()
-        is_away: bool | None = None
+    async def _admitted(self, admission: AdmissionQueue, raw: bytes | None, body_format: Format) -> Answer:
+        if not admission.try_enter():
+            await admission.wait()
+        is_unavailable: bool | None = None
         try:
             answer = await self._handle(raw, body_format)
-            is_away = False
+            is_unavailable = False
             return answer
         except StoreUnavailable:
-            is_away = True
+            is_unavailable = True
             raise
         finally:
-            turns.give_back(is_away=is_away)
+            admission.leave(is_unavailable=is_unavailable)
 
     def _handle(self, raw: bytes | None, body_format: Format) -> Awaitable[Answer]:
         if raw is None:
@@ -202,13 +203,13 @@ class Operation:
         return {"error": body["error"]} if self.dialect == "dynamo" else body
 
 
-def _long_list(path: str, model: type[BaseModel] | None, surroundings: Surroundings) -> LongList | None:
+def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependencies) -> LongList | None:
     if model is not None and issubclass(model, Request):
         for name in ("token_ids", "seq_hashes", "block_hashes"):
             if name in model.model_fields:
-                count_max = surroundings.settings.max_tokens
+                count_max = dependencies.settings.max_tokens
                 spellings = model.spellings(name)
-                return LongList(spellings, name != "token_ids", count_max, surroundings.texts, path.encode())
+                return LongList(spellings, name != "token_ids", count_max, dependencies.request_cache, path.encode())
     return None
 
 

@@ -1,4 +1,4 @@
-"""Rows of answers, remembered by what was found: many prompts have the same beginning, or nothing.
+"""AnswerCache of answers, remembered by what was found: many prompts have the same beginning, or nothing.
 
 What is remembered belongs to a view of a holder table, and a view never changes: with another table comes another
 one. So nothing here can be out of date, and what belongs to a view that is gone is forgotten with the rest, all at
@@ -37,7 +37,7 @@ class Counted(NamedTuple):
 NOTHING = Counted({}, b"{}")
 
 
-class Rows:
+class AnswerCache:
     """``bytes_max`` 0 remembers nothing."""
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""rows: what is remembered of answers is what would be counted anew, and takes no more room than it may."""
+"""answer_cache: what is remembered of answers is what would be counted anew, and takes no more room than it may."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
-from waymark.api.rows import Rows, in_tokens
+from waymark.api.answer_cache import AnswerCache, in_tokens
 from waymark.domain.match import Walk, conductor_rows
 from waymark.domain.table import HolderTable
 from waymark.metrics import Metrics
@@ -29,7 +29,7 @@ def value_of(metrics: Metrics, name: str) -> float | None:
 
 def test_what_is_remembered_is_counted_and_right() -> None:
     metrics, of = Metrics(), of_holders(2)
-    rows = Rows(1 << 20, metrics)
+    rows = AnswerCache(1 << 20, metrics)
     for found in ([value(1, 2), value(1)], [value(1, 2)], [value(2)], [None]):
         first = rows.of(walk(of, found))
         assert first.rows == counted(walk(of, found)) == json.loads(first.json)
@@ -39,14 +39,14 @@ def test_what_is_remembered_is_counted_and_right() -> None:
 
 
 def test_another_table_is_counted_anew() -> None:
-    rows = Rows(1 << 20, Metrics())
+    rows = AnswerCache(1 << 20, Metrics())
     assert rows.of(walk(of_holders(2), [value(1, 2)])).rows.keys() == {"pod-1", "pod-2"}
     assert rows.of(walk(of_holders(1, first=2), [value(1, 2)])).rows.keys() == {"pod-2"}
 
 
 def test_without_room_nothing_is_remembered() -> None:
     metrics, of = Metrics(), of_holders(2)
-    rows = Rows(0, metrics)
+    rows = AnswerCache(0, metrics)
     for _ in range(3):
         assert rows.of(walk(of, [value(1)])).rows == counted(walk(of, [value(1)]))
     assert (value_of(metrics, "hits_total"), value_of(metrics, "bytes")) == (0, 0)
@@ -55,7 +55,7 @@ def test_without_room_nothing_is_remembered() -> None:
 @pytest.mark.parametrize("bytes_max", [20_000, 100_000])
 def test_it_never_takes_more_than_it_may_and_stays_right(bytes_max: int) -> None:
     metrics, random = Metrics(), Random(1)
-    rows = Rows(bytes_max, metrics)
+    rows = AnswerCache(bytes_max, metrics)
     tables = [of_holders(3), of_holders(5), of_holders(3)]
     for _ in range(2000):
         of = random.choice(tables)

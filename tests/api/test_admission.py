@@ -1,4 +1,4 @@
-"""turns: behind those whom Redis does not answer nobody waits his full time, and nobody is kept out afterwards."""
+"""admission: no request waits its full time behind an unavailable Redis, and none is kept out afterwards."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ import asyncio
 import pytest
 
 from tests.patience import within
-from waymark.api.turns import AT_ONCE, Turns
+from waymark.api.admission import AdmissionQueue
 from waymark.errors import InvalidValue, StoreUnavailable
+from waymark.settings import Settings
 from waymark.store.client import CONNECTIONS
 
 
-async def inside(turns: Turns, outcome: asyncio.Future[None]) -> None:
-    if not turns.take():
-        await turns.wait()
-    is_away: bool | None = None
+async def inside(queue: AdmissionQueue, outcome: asyncio.Future[None]) -> None:
+    if not queue.try_enter():
+        await queue.wait()
+    is_unavailable: bool | None = None
     try:
         await outcome
-        is_away = False
+        is_unavailable = False
     except StoreUnavailable:
-        is_away = True
+        is_unavailable = True
         raise
     finally:
-        turns.give_back(is_away=is_away)
+        queue.leave(is_unavailable=is_unavailable)
 
 
-async def begun(turns: Turns, count: int) -> tuple[list[asyncio.Future[None]], list[asyncio.Task[None]]]:
+async def begun(queue: AdmissionQueue, count: int) -> tuple[list[asyncio.Future[None]], list[asyncio.Task[None]]]:
     """So many requests, in order, and what each of them will come to once it is inside."""
     outcomes = [asyncio.get_running_loop().create_future() for _ in range(count)]
-    tasks = [asyncio.ensure_future(inside(turns, outcome)) for outcome in outcomes]
+    tasks = [asyncio.ensure_future(inside(queue, outcome)) for outcome in outcomes]
     await asyncio.sleep(0)
     return outcomes, tasks
 
 
-async def test_one_that_redis_does_not_answer_is_a_refusal_for_all_who_wait() -> None:
-    turns = Turns(at_once=2, wait_seconds=60.0)
-    outcomes, tasks = await begun(turns, 20)
+async def test_one_that_redis_does_not_answer_is_a_refusal_for_all_that_wait() -> None:
+    queue = AdmissionQueue(at_once=2, wait_seconds=60.0)
+    outcomes, tasks = await begun(queue, 20)
     outcomes[0].set_exception(StoreUnavailable("gone"))
     async with within(5.0):
         waited = await asyncio.gather(*tasks[2:], return_exceptions=True)
@@ -46,7 +47,7 @@ async def test_one_that_redis_does_not_answer_is_a_refusal_for_all_who_wait() ->
     outcomes[1].set_exception(StoreUnavailable("gone"))
     await asyncio.gather(*tasks, return_exceptions=True)
 
-    later, tasks = await begun(turns, 2)
+    later, tasks = await begun(queue, 2)
     for outcome in later:
         outcome.set_result(None)
     await asyncio.gather(*tasks)
@@ -54,8 +55,8 @@ async def test_one_that_redis_does_not_answer_is_a_refusal_for_all_who_wait() ->
 
 @pytest.mark.parametrize("error", [None, InvalidValue("a body that does not fit")])
 async def test_whatever_else_comes_of_one_the_next_goes_in(error: Exception | None) -> None:
-    turns = Turns(at_once=1, wait_seconds=60.0)
-    outcomes, tasks = await begun(turns, 3)
+    queue = AdmissionQueue(at_once=1, wait_seconds=60.0)
+    outcomes, tasks = await begun(queue, 3)
     if error is None:
         outcomes[0].set_result(None)
     else:
@@ -67,34 +68,35 @@ async def test_whatever_else_comes_of_one_the_next_goes_in(error: Exception | No
     assert others == [None, None]
 
 
-async def test_who_goes_while_waiting_or_in_the_moment_of_his_turn_keeps_nobody_out() -> None:
-    turns = Turns(at_once=1, wait_seconds=60.0)
-    assert turns.take()
-    outcomes, tasks = await begun(turns, 4)
+async def test_a_request_that_is_cancelled_while_it_waits_or_is_admitted_keeps_none_out() -> None:
+    queue = AdmissionQueue(at_once=1, wait_seconds=60.0)
+    assert queue.try_enter()
+    outcomes, tasks = await begun(queue, 4)
     tasks[0].cancel()
     await asyncio.sleep(0)
-    turns.give_back(is_away=False)
-    tasks[1].cancel()  # it has been given the turn, and has not run since
+    queue.leave(is_unavailable=False)
+    tasks[1].cancel()  # it is admitted, and has not run since
     for outcome in outcomes[2:]:
         outcome.set_result(None)
     async with within(5.0):
         ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(each).__name__ for each in ended] == ["CancelledError", "CancelledError", "NoneType", "NoneType"]
-    assert turns.take()
-    assert not turns.take(), "no turn has come twice"
+    assert queue.try_enter()
+    assert not queue.try_enter(), "no place was given twice"
 
 
-async def test_who_waits_for_too_long_is_told_so() -> None:
-    turns = Turns(at_once=1, wait_seconds=0.01)
-    outcomes, tasks = await begun(turns, 3)
+async def test_a_request_that_waits_for_too_long_is_told_so() -> None:
+    queue = AdmissionQueue(at_once=1, wait_seconds=0.01)
+    outcomes, tasks = await begun(queue, 3)
     async with within(5.0):
         refused = await asyncio.gather(*tasks[1:], return_exceptions=True)
     assert ["for 0.01 s; try again" in str(each) for each in refused] == [True, True]
     outcomes[0].set_result(None)
     await tasks[0]
-    assert turns.take()
-    assert not turns.take(), "no turn has come twice"
+    assert queue.try_enter()
+    assert not queue.try_enter(), "no place was given twice"
 
 
 def test_requests_that_work_leave_connections_for_all_else_that_asks_redis() -> None:
-    assert AT_ONCE <= CONNECTIONS - 16, "health, the registry and a worker share them, one command at a time each"
+    of_each, queues = Settings.model_fields["requests_at_once"].metadata[-1].le, 2
+    assert of_each * queues <= CONNECTIONS - 16, "health, the registry and a worker share them"

@@ -1,4 +1,4 @@
-"""texts: what a query says beside its prompt is read once, never mixed up, and takes no more room than it may."""
+"""request_cache: what a query says beside its prompt is read once, never mixed up, and bounded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from waymark.api.bodies import Body, Format, LongList, decode
 from waymark.api.errors import Unfit
+from waymark.api.request_cache import RequestCache
 from waymark.api.schemas import QueryByHashRequest, QueryRequest
-from waymark.api.texts import Texts
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 
 
-def lists(texts: Texts, operation: bytes = b"/query") -> LongList:
-    return LongList(("token_ids",), False, 1000, texts, operation)
+def lists(cache: RequestCache, operation: bytes = b"/query") -> LongList:
+    return LongList(("token_ids",), False, 1000, cache, operation)
 
 
 def body(tokens: list[int], **fields: Any) -> bytes:
@@ -36,7 +36,7 @@ def read(raw: bytes, of: LongList) -> Body:
 
 def test_a_text_is_read_once_and_its_prompt_each_time(implementation: str) -> None:
     metrics = Metrics()
-    of = lists(Texts(2**20, metrics))
+    of = lists(RequestCache(2**20, metrics))
     calls: list[dict[str, Any]] = []
 
     def made(fields: dict[str, Any]) -> QueryRequest:
@@ -49,11 +49,11 @@ def test_a_text_is_read_once_and_its_prompt_each_time(implementation: str) -> No
     assert (first.numbers, second.numbers) == (b"\1\0\0\0\2\0\0\0", b"\3\0\0\0")
     assert read(body([3], instance_id="pod-1"), of).asked(made).instance_id == "pod-1"
     assert value_of(metrics, "hits_total") == 1
-    assert value_of(metrics, "bytes") == of.texts.bytes > 0
+    assert value_of(metrics, "bytes") == of.cache.bytes > 0
 
 
 def test_a_refusal_is_not_remembered(implementation: str) -> None:
-    of = lists(Texts(2**20, Metrics()))
+    of = lists(RequestCache(2**20, Metrics()))
     for _ in range(2):
         with pytest.raises(Unfit) as refused:
             read(body([1], block_size="16"), of).asked(QueryRequest.of)
@@ -61,24 +61,24 @@ def test_a_refusal_is_not_remembered(implementation: str) -> None:
 
 
 def test_another_operation_makes_something_else_of_the_same_text(implementation: str) -> None:
-    texts = Texts(2**20, Metrics())
+    cache = RequestCache(2**20, Metrics())
     raw = b'{"model":"m","block_size":16,"seq_hashes":[],"token_ids":[1]}'
-    one, other = read(raw, lists(texts)), read(raw, lists(texts, b"/query_by_hash"))
+    one, other = read(raw, lists(cache)), read(raw, lists(cache, b"/query_by_hash"))
     assert isinstance(one.asked(QueryRequest.of), QueryRequest)
     assert isinstance(other.asked(QueryByHashRequest.of), QueryByHashRequest)
 
 
 def test_no_body_passes_for_a_text_of_another_operation(implementation: str) -> None:
-    texts = Texts(2**20, Metrics())
+    cache = RequestCache(2**20, Metrics())
     text = b'{"seq_hashes":[],"token_ids":[%b]}'
-    read(text % b"", lists(texts, b"/query_by_hash"))
+    read(text % b"", lists(cache, b"/query_by_hash"))
     with pytest.raises(InvalidValue):
-        decode(b"_by_hash" + text % b"1", Format.JSON, long_list=lists(texts))
+        decode(b"_by_hash" + text % b"1", Format.JSON, long_list=lists(cache))
 
 
 def test_no_list_passes_for_one_of_another_name(implementation: str) -> None:
     """A list within another field, so long that the first name is not looked for to the end."""
-    of = LongList(("seq_hashes", "block_hash"), True, 1000, Texts(2**20, Metrics()), b"/query_by_hash")
+    of = LongList(("seq_hashes", "block_hash"), True, 1000, RequestCache(2**20, Metrics()), b"/query_by_hash")
     text = b'{"seq_hashes":[],"x":{"block_hash":[%b]}}'
     decode(text % b"", Format.JSON, long_list=of)
     found = decode(text % b",".join([b'"7"'] * 300), Format.JSON, long_list=of)
@@ -86,17 +86,17 @@ def test_no_list_passes_for_one_of_another_name(implementation: str) -> None:
 
 
 def test_a_text_of_many_values_takes_what_they_take(implementation: str) -> None:
-    of = lists(Texts(2**20, Metrics()))
+    of = lists(RequestCache(2**20, Metrics()))
     found = read(body([1], x=[[] for _ in range(1000)]), of)
-    assert of.texts.bytes > sum(map(sys.getsizeof, found.fields["x"])) + sys.getsizeof(found.fields["x"])
+    assert of.cache.bytes > sum(map(sys.getsizeof, found.fields["x"])) + sys.getsizeof(found.fields["x"])
 
 
 @pytest.mark.parametrize("bytes_max", [0, 10_000])
 def test_it_never_takes_more_than_it_may(implementation: str, bytes_max: int) -> None:
     metrics = Metrics()
-    of = lists(Texts(bytes_max, metrics))
+    of = lists(RequestCache(bytes_max, metrics))
     for number in range(200):
         found = read(body([number], instance_id=f"pod-{number % 50}", cache_salt="x" * (20 * number)), of)
         assert found.asked(QueryRequest.of).instance_id == f"pod-{number % 50}"
-        assert of.texts.bytes <= bytes_max
-    assert value_of(metrics, "bytes") == of.texts.bytes
+        assert of.cache.bytes <= bytes_max
+    assert value_of(metrics, "bytes") == of.cache.bytes

@@ -28,8 +28,8 @@ class Text:
         self.asked: Any = None
 
 
-class Texts:
-    """``bytes_max`` 0 remembers nothing."""
+class RequestCache:
+    """Texts by their bytes, of ``bytes_max`` in all; 0 remembers nothing."""
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max

@@ -1,0 +1,73 @@
+"""How many requests work at the same time; the others wait in the order in which they came.
+
+A request that works uses a connection to Redis, and its parsed body takes several times the memory of its bytes. More
+requests at work make no answer earlier: the loop and Redis do one thing at a time, and what is half done only gets
+older. So a request is parsed when it is admitted, and thousands that come at once cost no more than their bytes.
+
+Requests that wait behind an unavailable Redis do not wait their full time: one refusal from Redis refuses all that are
+waiting, and the next to be admitted are those that try again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from waymark.errors import StoreUnavailable
+
+#: Longer than any number of healthy queries takes; a request that waits longer waits for a Redis that hangs.
+WAIT_SECONDS = 10.0
+
+
+class AdmissionQueue:
+    """Admits at most ``at_once`` requests; each ``leave`` admits the next one.
+
+    ``wait`` raises ``StoreUnavailable`` after ``wait_seconds``.
+    """
+
+    def __init__(self, at_once: int, wait_seconds: float = WAIT_SECONDS) -> None:
+        self._places = at_once  # 0 while a request waits
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._wait_seconds = wait_seconds
+        self._is_unavailable = False
+        """Redis did not answer the request that left last."""
+
+    def try_enter(self) -> bool:
+        """Whether the request is admitted at once; if not, it has to ``wait``."""
+        if self._places:
+            self._places -= 1
+            return True
+        return False
+
+    async def wait(self) -> None:
+        """Return when the request is admitted."""
+        admitted = asyncio.get_running_loop().create_future()
+        self._waiting.append(admitted)
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                await admitted
+        except BaseException as exc:
+            if not admitted.cancelled():
+                self._admit_next()  # the place was given in the same moment
+            if isinstance(exc, TimeoutError):
+                raise StoreUnavailable(
+                    f"too many requests wait for Redis, this one for {self._wait_seconds:g} s; try again in a moment"
+                ) from None
+            raise
+        if self._is_unavailable:
+            self._admit_next()
+            raise StoreUnavailable("Redis does not answer the requests before this one; try again in a moment")
+
+    def leave(self, *, is_unavailable: bool | None) -> None:
+        """Give the place back. ``is_unavailable``: Redis did not answer; None where the request did not ask it."""
+        if is_unavailable is not None:
+            self._is_unavailable = is_unavailable
+        self._admit_next()
+
+    def _admit_next(self) -> None:
+        while self._waiting:
+            admitted = self._waiting.popleft()
+            if not admitted.done():  # else the request was cancelled
+                admitted.set_result(None)
+                return
+        self._places += 1
