@@ -137,6 +137,26 @@ async def test_the_same_rank_under_another_model_is_named(client: httpx.AsyncCli
     assert answer.json() == {"error": "instance 1 is already registered for model=n routing_group=default"}
 
 
+@pytest.mark.parametrize("there", [{}, {"dp_rank": 1}, {"routing_group": "g"}, {"model_name": "n"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"dp_rank": 1}, {"block_size": 3}, {"model_name": "n"}], ids=str)
+async def test_an_instance_is_of_one_model_and_routing_group(
+    client: httpx.AsyncClient, store: Store, there: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """As released: whatever its rank and block size are."""
+    assert (await client.post("/dynamo/register", json=REGISTER | there)).status_code == 201
+    before = await store.registry.registrations()
+    model, group = there.get("model_name", "m"), there.get("routing_group", "default")
+    for other in ("g", "h", "default"):
+        if (more.get("model_name", "m"), other) != (model, group):
+            answer = await client.post("/dynamo/register", json=REGISTER | more | {"routing_group": other})
+            named = f"instance 1 is already registered for model={model} routing_group={group}"
+            assert (answer.status_code, answer.json()) == (409, {"error": named})
+    assert await store.registry.registrations() == before
+    unregistered = {"instance_id": 1, "model_name": model, "routing_group": group}
+    assert (await client.post("/dynamo/unregister", json=unregistered)).status_code == 200
+    assert (await client.post("/dynamo/register", json=REGISTER | {"routing_group": "g"})).status_code == 201
+
+
 @pytest.mark.parametrize("field", ["routing_group", "tenant_id"])
 async def test_routing_group_and_tenant_are_one_key(client: httpx.AsyncClient, hold: Hold, field: str) -> None:
     assert (await client.post("/dynamo/register", json=REGISTER | {field: "g"})).status_code == 201
@@ -178,11 +198,13 @@ async def test_by_hash_takes_local_hashes_in_any_form(
         assert refused.status_code == 400
 
 
-async def test_unregister_by_rank_group_and_model(client: httpx.AsyncClient, store: Store) -> None:
+async def test_unregister_by_rank_group_and_model(client: httpx.AsyncClient, store: Store, register: Register) -> None:
     for rank in (0, 1):
-        for group in ("g", "h"):
-            body = REGISTER | {"dp_rank": rank, "routing_group": group}
-            assert (await client.post("/dynamo/register", json=body)).status_code == 201
+        body = REGISTER | {"dp_rank": rank, "routing_group": "g"}
+        assert (await client.post("/dynamo/register", json=body)).status_code == 201
+    for rank in (0, 1):
+        # In this dialect an instance is of one group; the root's may put it into a second one.
+        await register("1", dp_rank=rank, tenant_id="h")
 
     async def left() -> set[tuple[str, int]]:
         return {(each.tenant_id, each.dp_rank) for each in await store.registry.registrations()}

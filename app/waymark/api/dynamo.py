@@ -198,16 +198,19 @@ def _group(partition: str | None, model_name: str) -> GroupName:
 
 
 def _check_new(new: Registration, registrations: list[Registration]) -> None:
-    """Raise ``Conflict`` where the rank is registered already, or its group has another block size."""
+    """Raise ``Conflict`` where the rank is registered already, or its group has another block size.
+
+    As released, an instance is of one model and routing group, too.
+    """
     first = next((old for old in registrations if old.group == new.group), None)
-    same = next((old for old in registrations if old.name == new.name), None)
-    if same is not None:
-        if same.model_name == new.model_name:
-            raise _already_registered(new)
+    other = next((old for old in registrations if old.instance_id == new.instance_id and old.group != new.group), None)
+    if other is not None:
         raise Conflict(
-            f"instance {new.instance_id} is already registered for model={short(same.model_name)} "
-            f"routing_group={short(same.tenant_id)}"
+            f"instance {new.instance_id} is already registered for model={short(other.model_name)} "
+            f"routing_group={short(other.tenant_id)}"
         )
+    if any(old.name == new.name for old in registrations):
+        raise _already_registered(new)
     if first is not None and first.block_size != new.block_size:
         raise Conflict(
             f"block_size mismatch for model={short(new.model_name)} routing_group={short(new.tenant_id)}: "
