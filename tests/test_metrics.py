@@ -26,6 +26,7 @@ EXPORTED = [
     "waymark_buffer_dropped_total",
     "waymark_buffer_frames",
     "waymark_build_info{version,python,role,native}",
+    "waymark_calls_waiting",
     "waymark_dead_holders",
     "waymark_decode_errors_total{kind}",
     "waymark_events_ignored_total{reason}",

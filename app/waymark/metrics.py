@@ -95,6 +95,7 @@ class Metrics:
         "How long a call of a script took, the way there and back included.", _SCRIPT_BUCKETS, "script"
     )
     script_replies = counter("How many calls of scripts were answered, by script and verdict.", "script", "verdict")
+    calls_waiting = gauge("How many calls wait until the blocks under way leave room for them.")
     waiting_blocks = gauge("How many blocks wait for their parent.")
     waiting_dropped = counter("How many blocks were dropped while they waited for their parent.")
     unresolved = counter("How many engine hashes of events named no block that is known.")

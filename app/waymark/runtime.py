@@ -91,6 +91,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         access=Access.of(settings),
         hot=HotBlocks(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
         metrics=metrics,
+        apply_blocks_max=settings.apply_blocks_max,
     )
     bounds = Bounds(
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes

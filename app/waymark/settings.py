@@ -197,6 +197,8 @@ class Settings(BaseSettings):
     """How many frames a stream keeps while they cannot be applied."""
     fold_batches: int = Field(64, ge=1, le=4096)
     """How many waiting batches of one stream go to Redis in one call."""
+    apply_blocks_max: int = Field(1024, ge=0, le=1_000_000)
+    """How many blocks all ingest workers together have under way to one Redis server; 0 is no bound."""
     hash_cache_entries: int = Field(200_000, ge=1, le=100_000_000)
     """How many engine hashes a worker remembers per stream."""
     waiting_blocks: int = Field(10_000, ge=0, le=10_000_000)

@@ -99,7 +99,7 @@ class _Connection:
         return answer
 
 
-def _read_bodies(path: Path) -> Iterable[bytes]:
+def read_bodies(path: Path) -> Iterable[bytes]:
     content, at = path.read_bytes(), 0
     while at < len(content):
         (length,) = struct.unpack_from(">I", content, at)
@@ -111,7 +111,7 @@ def main() -> None:
     port, path, connections = int(sys.argv[1]), sys.argv[2], int(sys.argv[4])
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
     head += "Content-Length: %d\r\n\r\n"
-    waiting = deque((head % len(body)).encode() + body for body in _read_bodies(Path(sys.argv[3])))
+    waiting = deque((head % len(body)).encode() + body for body in read_bodies(Path(sys.argv[3])))
     latencies: list[float] = []
     failed, sample = 0, ""
     with selectors.DefaultSelector() as selector:

@@ -88,6 +88,8 @@ class Applier:
         self._medium_ttl = medium_ttl
         self._counts = Counts(resolver, counters, metrics)
         self._asked = 0
+        self._held = time.monotonic()
+        """When the lease was last taken or renewed."""
         self._turning: str | None = None
         """The word of a change of holders whose reply has not come yet."""
 
@@ -145,7 +147,10 @@ class Applier:
         modes = {run.holder: resolver.mode(run.holder) for run in runs}
         event_ids = resolver.take_event_ids()
         began = time.perf_counter()
-        verdict = await self.answered(lambda: self._store.index.apply(self.grant, runs, modes, commit, event_ids))
+        hold = self._hold if self._is_patient else None
+        verdict = await self.answered(
+            lambda: self._store.index.apply(self.grant, runs, modes, commit, event_ids, hold=hold)
+        )
         if verdict is Verdict.LOST:
             await self._lost()
         if verdict is Verdict.FENCED:
@@ -178,6 +183,7 @@ class Applier:
 
     async def renew(self, seconds: float, watermark: int | None) -> None:
         """Hold the lease for longer; ``watermark`` is what Redis has acknowledged."""
+        self._held = time.monotonic()
         if not await self.answered(lambda: self._store.leases.renew(self.grant, seconds)):
             raise Fenced
         if await self.answered(lambda: self._store.records.watermark(self.grant)) != watermark:
@@ -187,6 +193,14 @@ class Applier:
         self._asked += len(few)
         if await self.answered(lambda: self._store.index.has_lost(self.grant, few)):
             await self._lost()
+
+    async def _hold(self) -> None:
+        """Renew the lease while a call waits to be sent: the stream does nothing else meanwhile."""
+        now = time.monotonic()
+        if now - self._held > self.grant.seconds / 4:
+            if not await self._store.leases.renew(self.grant, self.grant.seconds):
+                raise Fenced
+            self._held = now
 
     async def _lost(self) -> None:
         """End a life of which a shard has lost writes. The watermark is on another one, and tells nothing of them."""

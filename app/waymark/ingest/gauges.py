@@ -14,6 +14,7 @@ from waymark.domain.resolver import Resolver
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.stream import Stream
 from waymark.metrics import Metrics
+from waymark.store.pacing import Pacer
 
 Served = tuple[Stream, Resolver]
 
@@ -26,6 +27,7 @@ class Gauges:
         metrics: Metrics,
         streams: Callable[[], Iterable[Served]],
         places: ReplayPlaces,
+        pacer: Pacer,
         *,
         streams_max: int,
         statuses: Sequence[str],
@@ -37,6 +39,7 @@ class Gauges:
         metrics.waiting_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.waiting.blocks))
         metrics.holders.set_function(partial(self._sum, lambda _, resolver: len(resolver.holders)))
         metrics.streams_max.set(streams_max)
+        metrics.calls_waiting.set_function(lambda: pacer.waiting)
         metrics.replays_running.set_function(lambda: places.running)
         metrics.replays_waiting.set_function(lambda: places.waiting)
         for status in statuses:

@@ -45,7 +45,12 @@ class Poller:
         self._keeper = RegistrationKeeper(store, metrics, options.publishers)
         self._shares = Shares(options.worker_id)
         self._gauges = Gauges(
-            metrics, self._served, runner.places, streams_max=options.streams_max, statuses=tuple(StreamStatus)
+            metrics,
+            self._served,
+            runner.places,
+            store.pacer,
+            streams_max=options.streams_max,
+            statuses=tuple(StreamStatus),
         )
         self.hint = asyncio.Event()
         self.is_away = False
@@ -119,6 +124,7 @@ class Poller:
             streams_max=self._options.streams_max,
         )
         claims, is_another = await self._claims_to_believe()
+        self._store.pacer.workers = len(workers)
         others, self._others = self._others, set(workers)
         if (is_another or self.is_away) and not others <= self._others:
             # Redis did not hear meanwhile who lives, and will within a poll: till then nobody's streams are taken.

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.store import keys
 from waymark.store.client import Client
 from waymark.store.leases import Grant
+from waymark.store.pacing import Pacer
 from waymark.store.parsing import Malformed, RecordKind, RecordParser
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 
@@ -23,11 +25,18 @@ _ENTRY = re.compile(rb"[0-9a-f]{16}(?::[0-9a-f]{16})?")
 CALL_BLOCKS = 512
 
 
+Hold = Callable[[], Awaitable[None]]
+"""Called now and then while a call waits to be sent, so that a lease does not run out."""
+
+
 class Index:
-    def __init__(self, client: Client, scripts: Scripts, parser: RecordParser | None = None) -> None:
+    def __init__(
+        self, client: Client, scripts: Scripts, parser: RecordParser | None = None, pacer: Pacer | None = None
+    ) -> None:
         self._client = client
         self._parser = parser or RecordParser()
         self._scripts = scripts
+        self._pacer = pacer or Pacer()
 
     async def apply(
         self,
@@ -36,11 +45,15 @@ class Index:
         modes: Mapping[int, Mode],
         commit: Commit | None,
         event_ids: Mapping[int, int] | None = None,
+        *,
+        hold: Hold | None = None,
     ) -> Verdict:
         """Apply runs in order and move the watermark, if one is given; ``modes`` has every holder of the runs.
 
         ``event_ids``, per holder the last one of the batches, move in the same script as the watermark does; without
         a watermark, in the last script of the call.
+
+        With ``hold`` the calls wait until the pacer lets them through; without it they are made at once.
 
         What was applied before, wholly or in part, is skipped. FENCED: the stream is somebody else's now, and
         nothing this caller believes of it holds any more. LOST: a shard has lost writes that it had acknowledged, so
@@ -49,16 +62,16 @@ class Index:
         before = None if commit is None else commit.before
         events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
         if grant.shards == 1:
-            return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit, before, events)
+            return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit, before, events, hold)
         parts = _by_shard(runs, grant.shards)
         # The watermark is on shard 0: where it has gone back, no other shard may get what comes behind it.
         if before is not None:
-            verdict = await self._apply_shard(grant, 0, parts.pop(0, []), modes, None, before)
+            verdict = await self._apply_shard(grant, 0, parts.pop(0, []), modes, None, before, hold=hold)
             if verdict is Verdict.FENCED:
                 return verdict
         verdicts = await asyncio.gather(
             *(
-                self._apply_shard(grant, shard, part, modes, None, grant.marks.get(shard))
+                self._apply_shard(grant, shard, part, modes, None, grant.marks.get(shard), hold=hold)
                 for shard, part in parts.items()
             )
         )
@@ -81,6 +94,7 @@ class Index:
         commit: Commit | None,
         before: int | None,
         events: Sequence[Arg] = (),
+        hold: Hold | None = None,
     ) -> Verdict:
         verdict = Verdict.APPLIED
         calls = list(_calls(runs)) or [[]]
@@ -88,7 +102,7 @@ class Index:
             is_last = number == len(calls) - 1
             while True:
                 outcome = await self._call(
-                    grant, shard, call, modes, commit if is_last else None, before, events if is_last else ()
+                    grant, shard, call, modes, commit if is_last else None, before, events if is_last else (), hold
                 )
                 verdict = outcome.verdict
                 if verdict is not Verdict.APPLIED:
@@ -107,6 +121,7 @@ class Index:
         commit: Commit | None,
         before: int | None,
         events: Sequence[Arg],
+        hold: Hold | None,
     ) -> Outcome:
         prefix = keys.block_prefix(grant.group_id, shard)
         holders = {holder: i for i, holder in enumerate(dict.fromkeys(run.holder for run, _ in runs), 1)}
@@ -132,7 +147,8 @@ class Index:
             else:
                 args += ("key", len(words))
                 args += [b"%016x" % engine_hash for engine_hash in run.hashes]
-        return await self._scripts.apply_batch(
+        call = partial(
+            self._scripts.apply_batch,
             keys.fence(grant.group_id, shard),
             [keys.engine(grant.group_id, shard, holder) for holder in holders],
             blocks,
@@ -145,6 +161,10 @@ class Index:
             events,
             args,
         )
+        if hold is None:
+            return await call()
+        async with self._pacer.turn(self._client.place(prefix), len(blocks), hold):
+            return await call()
 
     async def has_lost(self, grant: Grant, shards: Iterable[int]) -> bool:
         """Whether any of these shards has lost writes that it had acknowledged under this grant."""

@@ -41,6 +41,8 @@ class Grant:
     """Of each shard but the first, the seq of the last batch whose blocks it has acknowledged under this grant, -1 for
     none."""
     turn: Turn = field(default_factory=Turn, compare=False, repr=False)
+    seconds: float = 0.0
+    """How long the lease lasts without being renewed."""
     is_forgotten: bool = False
     """A shard had no token of the publisher. Where it has a life, that shard has come back empty."""
 
@@ -89,7 +91,7 @@ class Leases:
             if counter is None:
                 # A shard that comes back empty later has not even the mark of having nothing.
                 marks = dict.fromkeys(range(1, claim.shards), -1)
-                return Grant(claim, own, holder, marks, is_forgotten=is_forgotten)
+                return Grant(claim, own, holder, marks, seconds=seconds, is_forgotten=is_forgotten)
             # A failover has set the record back; the shards remember more.
             above = counter
 

@@ -15,6 +15,7 @@ from waymark.store.hot import HotBlocks
 from waymark.store.incarnation import Incarnation
 from waymark.store.index import Index
 from waymark.store.leases import Leases
+from waymark.store.pacing import Pacer
 from waymark.store.parsing import RecordParser
 from waymark.store.reader import Reader
 from waymark.store.records import Records
@@ -35,6 +36,7 @@ class Store:
         metrics: Metrics | None = None,
         are_shards_set: bool = True,
         hash_seed: int = DEFAULT_SEED,
+        apply_blocks_max: int = 0,
     ) -> None:
         metrics = metrics or Metrics()
         for each in (client, read_client):
@@ -49,7 +51,8 @@ class Store:
         self.scripts = Scripts(client, metrics)
         self.leases = Leases(client, self.scripts)
         self.registry = Registry(client, self.scripts, self.leases, self.parser, shards=shards, hash_seed=hash_seed)
-        self.index = Index(client, self.scripts, self.parser)
+        self.pacer = Pacer(apply_blocks_max)
+        self.index = Index(client, self.scripts, self.parser, self.pacer)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
         self.reservations = Reservations(client, self.scripts)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
@@ -78,6 +81,7 @@ class Store:
         metrics: Metrics | None = None,
         are_shards_set: bool = True,
         hash_seed: int = DEFAULT_SEED,
+        apply_blocks_max: int = 0,
     ) -> Store:
         """A store on a URL, and another to read from; nothing is connected before the first command."""
         read_client = None
@@ -94,6 +98,7 @@ class Store:
             metrics=metrics,
             are_shards_set=are_shards_set,
             hash_seed=hash_seed,
+            apply_blocks_max=apply_blocks_max,
         )
 
     async def close(self) -> None:

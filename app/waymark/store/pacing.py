@@ -1,0 +1,157 @@
+"""How much of Redis the writing of blocks may take: queries wait behind every call that is under way.
+
+All ingest workers together keep a bounded number of blocks under way at each server, each worker its share. The rest
+waits here, in order of arrival, where nobody has to wait behind it. A worker whose share is smaller than one call
+pauses after each. The share shrinks while calls take much longer than they could, because then others want Redis too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+#: What a call costs beside its blocks, in blocks.
+_CALL_COST = 32
+#: How often whoever waits is called upon to renew what would run out.
+_BEAT_SECONDS = 0.5
+#: Calls that take so many times as long as they lately did are a sign that others want Redis.
+_SLOW = 3.0
+#: How much one call counts in the average, so that a single one that was slow by chance changes nothing.
+_WEIGHT = 1 / 16
+#: The least that is left of a share, and how quickly it shrinks and grows with each call.
+_FACTOR_MIN, _SHRINK, _GROW = 0.25, 0.9, 1.02
+#: How long the lowest average is remembered at the least.
+_QUICKEST_SECONDS = 30.0
+_PAUSE_SECONDS_MAX = 0.25
+#: Servers of a Cluster come and go; beyond so many those that have nothing under way are forgotten.
+_SERVERS_MAX = 256
+
+
+class Pacer:
+    """Lets calls of this process through, server by server. ``blocks_max`` is of all workers together; 0: no bound."""
+
+    def __init__(self, blocks_max: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.workers = 1
+        """How many share Redis, by the last poll."""
+        self._blocks_max = blocks_max
+        self._clock = clock
+        self._lanes: dict[object, _Lane] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait."""
+        return sum(len(lane.waiting) for lane in self._lanes.values())
+
+    @asynccontextmanager
+    async def turn(
+        self, server: object, blocks: int, beat: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[None]:
+        """A call of so many blocks to ``server``; ``beat`` is called now and then while it waits."""
+        if not self._blocks_max:
+            yield
+            return
+        lane = self._lanes.get(server)
+        if lane is None:
+            if len(self._lanes) >= _SERVERS_MAX:
+                self._lanes = {server: lane for server, lane in self._lanes.items() if not lane.is_idle}
+            lane = self._lanes[server] = _Lane(self._clock)
+        cost = blocks + _CALL_COST
+        lane.share = self._blocks_max / max(1, self.workers)
+        await lane.enter(cost, beat)
+        began = self._clock()
+        is_answered = False
+        try:
+            yield
+            is_answered = True
+        finally:
+            lane.leave(cost, self._clock() - began, is_answered=is_answered)
+
+
+class _Lane:
+    """What is under way to one server."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.share = 0.0
+        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._clock = clock
+        self._under_way = 0
+        self._not_before = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._factor = 1.0
+        self._average: float | None = None
+        self._quickest: float | None = None
+        self._quickest_before: float | None = None
+        self._since = clock()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._under_way and not self.waiting
+
+    async def enter(self, cost: int, beat: Callable[[], Awaitable[None]] | None) -> None:
+        if not self.waiting and self._has_room(cost):
+            self._under_way += cost
+            return
+        let_through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append((cost, let_through))
+        self._let_through()
+        try:
+            while not let_through.done():
+                await asyncio.wait([let_through], timeout=_BEAT_SECONDS)
+                if beat is not None and not let_through.done():
+                    await beat()
+        except BaseException:
+            if let_through.done():
+                self._under_way -= cost
+            else:
+                let_through.cancel()
+            self._let_through()
+            raise
+
+    def leave(self, cost: int, seconds: float, *, is_answered: bool) -> None:
+        self._under_way -= cost
+        if is_answered:
+            self._learn(seconds / cost)
+        share = self.share * self._factor
+        if cost > share:
+            pause = min(_PAUSE_SECONDS_MAX, seconds * (cost / share - 1))
+            self._not_before = self._clock() + pause
+        self._let_through()
+
+    def _learn(self, seconds: float) -> None:
+        """``seconds`` is what a block took, of those of a call."""
+        average = seconds if self._average is None else self._average + _WEIGHT * (seconds - self._average)
+        now, self._average = self._clock(), average
+        if now - self._since > _QUICKEST_SECONDS:
+            self._quickest_before, self._quickest, self._since = self._quickest, None, now
+        self._quickest = average if self._quickest is None else min(self._quickest, average)
+        quickest = min(self._quickest, self._quickest_before or self._quickest)
+        change = _SHRINK if average > _SLOW * quickest else _GROW
+        self._factor = min(1.0, max(_FACTOR_MIN, self._factor * change))
+
+    def _has_room(self, cost: int) -> bool:
+        if self._clock() < self._not_before:
+            return False
+        return not self._under_way or self._under_way + cost <= self.share * self._factor
+
+    def _let_through(self) -> None:
+        while self.waiting:
+            cost, let_through = self.waiting[0]
+            if let_through.done():  # whoever waited has gone
+                self.waiting.popleft()
+            elif self._has_room(cost):
+                self.waiting.popleft()
+                self._under_way += cost
+                let_through.set_result(None)
+            else:
+                break
+        if self.waiting and not self._under_way and self._timer is None:
+            # Only the pause is in the way; whatever is under way calls again when it leaves.
+            pause = max(0.0, self._not_before - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(pause, self._after_pause)
+
+    def _after_pause(self) -> None:
+        self._timer = None
+        self._let_through()

@@ -1,0 +1,198 @@
+"""A cold start: many engines report all that they hold at once. What becomes of the queries meanwhile?
+
+    python -m tests.benchmarks.cold_start [--engines 100] [--blocks 1500000] [--workers 2] [--scale 0.1]
+
+Starts a Redis, ingest workers and a query replica. One engine reports before the others, and a process asks for its
+prompts at a steady rate: first while nothing else happens, then while the other engines report. Prints a table: latency
+and refusals of both, and how long it took until everything was in the index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from tests.benchmarks import prompts
+from tests.benchmarks.feed import STORE_BLOCKS, Publisher, payloads, publishers, wait_for
+from tests.benchmarks.load import read_bodies, write_bodies
+from tests.benchmarks.processes import RedisServer, redis_server, wait_until, waymark
+from tests.benchmarks.prompts import PIECE_BLOCKS
+from tests.benchmarks.report import Row, table
+
+QUERIES_PER_SECOND = 100
+IDLE_SECONDS = 10.0
+#: Of the prompts that are asked for, in pieces of 32 blocks.
+ASKED_PIECES = 4
+#: Of the prompts that the engines report.
+REPORTED_PIECES = 16
+#: The most that the 99th percentile during the cold start may be, in that of an idle service.
+BAR = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What one stretch of steady queries brought."""
+
+    latencies_ms: list[float]
+    """Of those that were answered, ascending."""
+    refused: int
+
+    def percentile(self, percent: float) -> float:
+        if not self.latencies_ms:
+            return float("inf")
+        return self.latencies_ms[min(len(self.latencies_ms) - 1, int(len(self.latencies_ms) * percent / 100))]
+
+
+def measure(engines: int, blocks: int, workers: int, environ: Mapping[str, str] | None = None) -> list[Row]:
+    """``blocks`` is of all engines together; ``environ`` is for the ingest workers."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        redis = stack.enter_context(redis_server(folder))
+        replica = stack.enter_context(waymark(folder, "query", redis.url))
+        ingest = [stack.enter_context(waymark(folder, "ingest", redis.url, environ)) for _ in range(workers)]
+        first, *others = stack.enter_context(publishers(engines + 1))
+        for publisher in (first, *others):
+            publisher.register(replica)
+        asked = list(islice(prompts.synthetic(ASKED_PIECES), 64))
+        for prompt in asked:
+            first.store(prompt)
+        wait_for([replica], {first.number: asked[-1]})
+        bodies = write_bodies(folder / "bodies", map(prompts.by_tokens, asked))
+        idle = _idle(replica.port, bodies)
+        backlogs = _backlogs(engines, blocks // max(1, engines))
+        cpu = redis.cpu(), sum(each.cpu() for each in ingest)
+        began = time.monotonic()
+        probe = _Probe(replica.port, bodies)
+        _report(others, backlogs)
+        wait_until(lambda: _are_in(redis, others), "everything is in the index", seconds=1800.0, pause_seconds=0.2)
+        seconds = time.monotonic() - began
+        flood = probe.end()
+        redis_cpu, worker_cpu = redis.cpu() - cpu[0], sum(each.cpu() for each in ingest) - cpu[1]
+    reported = STORE_BLOCKS * sum(map(len, backlogs))
+    return [
+        *_rows("idle", idle),
+        *_rows("cold start", flood),
+        Row("B", "p99 of /query, cold start", flood.percentile(99), "ms", idle.percentile(99), "idle",
+            flood.percentile(99) / idle.percentile(99), BAR),
+        Row("B", "queries refused, cold start", flood.refused, "queries", bar=0.0),
+        Row("B", f"until {reported:,} blocks of {engines} engines are in the index", seconds, "s"),
+        Row("B", "blocks per second", reported / seconds, "blocks/s"),
+        Row("B", "Redis' CPU", redis_cpu / seconds, "cores"),
+        Row("B", f"CPU of {workers} ingest workers", worker_cpu / seconds, "cores"),
+    ]  # fmt: skip
+
+
+def _rows(when: str, answers: Answers) -> list[Row]:
+    return [
+        Row("B", f"/query, {when}: p50", answers.percentile(50), "ms"),
+        Row("B", f"/query, {when}: p99", answers.percentile(99), "ms"),
+        Row("B", f"/query, {when}: the slowest", answers.percentile(100), "ms"),
+        Row("B", f"/query, {when}: answered", len(answers.latencies_ms), "queries"),
+    ]
+
+
+def _backlogs(engines: int, blocks: int) -> list[list[bytes]]:
+    """What each engine reports, ``blocks`` blocks that no other has, in batches."""
+    count = max(1, blocks // (REPORTED_PIECES * PIECE_BLOCKS))
+    new = prompts.fresh(REPORTED_PIECES)
+    return [[payload for prompt in islice(new, count) for payload in payloads(prompt)] for _ in range(engines)]
+
+
+def _report(engines: Sequence[Publisher], backlogs: Sequence[Sequence[bytes]]) -> None:
+    """All engines send all they have, in turns."""
+    for batches in zip(*backlogs, strict=True):
+        for engine, payload in zip(engines, batches, strict=True):
+            engine.send(payload)
+
+
+def _are_in(redis: RedisServer, engines: Sequence[Publisher]) -> bool:
+    """Publishers have their ids in the order of registration; the one that is asked for is the first."""
+    pipeline = redis.client.pipeline(transaction=False)
+    keys = list(redis.client.scan_iter("wm:*:publisher:*", count=1000))
+    for key in keys:
+        pipeline.hget(key, "watermark")
+    watermarks = [int(found) for found in pipeline.execute() if found is not None]
+    return sum(mark + 1 for mark in watermarks) >= sum(engine.seq for engine in engines)
+
+
+# ---- steady queries --------------------------------------------------------------------------------
+
+
+class _Probe:
+    """Asks at a steady rate, in a process of its own, until it is told to end."""
+
+    def __init__(self, port: int, bodies: Path) -> None:
+        command = (sys.executable, "-m", "tests.benchmarks.cold_start", "--probe", str(port), str(bodies))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def end(self) -> Answers:
+        output, _ = self._process.communicate(b"end\n", timeout=120)
+        found = json.loads(output)
+        return Answers(sorted(found["latencies_ms"]), found["refused"])
+
+
+def _idle(port: int, bodies: Path) -> Answers:
+    probe = _Probe(port, bodies)
+    time.sleep(IDLE_SECONDS)
+    return probe.end()
+
+
+def probe(port: int, path: Path) -> None:
+    """Until a line comes in: one query after the other, none before its time; the time of each counts from then."""
+    bodies = list(read_bodies(path))
+    latencies: list[float] = []
+    refused = 0
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    began = time.perf_counter()
+    number = 0
+    while not select.select([sys.stdin], [], [], max(0.0, began + number / QUERIES_PER_SECOND - time.perf_counter()))[
+        0
+    ]:
+        due = began + number / QUERIES_PER_SECOND
+        body = bodies[number % len(bodies)]
+        number += 1
+        try:
+            connection.request("POST", "/query", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            answer.read()
+        except (OSError, http.client.HTTPException):
+            connection.close()
+            refused += 1
+            continue
+        if answer.status == 200:
+            latencies.append((time.perf_counter() - due) * 1e3)
+        else:
+            refused += 1
+    print(json.dumps({"latencies_ms": latencies, "refused": refused}))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.cold_start")
+    parser.add_argument("--engines", type=int, default=100)
+    parser.add_argument("--blocks", type=int, default=1_500_000, help="of all engines together")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the blocks, such as 0.1 for a tenth")
+    parser.add_argument("--set", action="append", default=[], metavar="WAYMARK_X=VALUE", help="of the ingest workers")
+    parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.probe is not None:
+        probe(int(given.probe[0]), Path(given.probe[1]))
+        return 0
+    environ = dict(setting.split("=", 1) for setting in given.set)
+    print(table(measure(given.engines, int(given.blocks * given.scale), given.workers, environ)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

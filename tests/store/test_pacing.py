@@ -1,0 +1,224 @@
+"""Calls under way are bounded, whoever comes and goes: nothing is let through too early, nothing is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tests.conftest import wait_until
+from waymark.store.pacing import _CALL_COST, Pacer
+
+FULL = 512
+BLOCKS_MAX = 2 * (FULL + _CALL_COST)
+
+
+class Calls:
+    """Calls that last until they are told to end, and what of them is under way."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self.pacer = pacer
+        self.under_way: list[int] = []
+        self.ended: list[int] = []
+        self.most = 0
+        self._ends: dict[int, asyncio.Event] = {}
+
+    async def call(self, number: int, blocks: int = FULL, server: object = None) -> None:
+        end = self._ends.setdefault(number, asyncio.Event())
+        async with self.pacer.turn(server, blocks):
+            self.under_way.append(number)
+            self.most = max(self.most, len(self.under_way))
+            try:
+                await end.wait()
+            finally:
+                self.under_way.remove(number)
+                self.ended.append(number)
+
+    def end(self, number: int) -> None:
+        self._ends.setdefault(number, asyncio.Event()).set()
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_as_many_blocks_are_under_way_as_may_be_in_order_of_arrival() -> None:
+    calls = Calls(Pacer(BLOCKS_MAX))
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(5):
+            tasks.create_task(calls.call(number))
+        await settled()
+        assert calls.under_way == [0, 1]
+        assert calls.pacer.waiting == 3
+        for number in range(5):
+            calls.end(number)
+            await wait_until(lambda number=number: number in calls.ended, "it has ended")  # type: ignore[misc]
+    assert calls.ended == [0, 1, 2, 3, 4]
+    assert calls.most == 2
+    assert calls.pacer.waiting == 0
+
+
+async def test_small_calls_are_let_through_in_numbers_and_do_not_overtake() -> None:
+    calls = Calls(Pacer(BLOCKS_MAX))
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(20):
+            tasks.create_task(calls.call(number, 4))
+        await settled()
+        assert len(calls.under_way) == 20
+        tasks.create_task(calls.call(20))
+        tasks.create_task(calls.call(21, 1))
+        await settled()
+        assert len(calls.under_way) == 20, "the small one waits behind the large one"
+        for number in range(22):
+            calls.end(number)
+
+
+async def test_servers_do_not_wait_for_each_other() -> None:
+    calls = Calls(Pacer(FULL))
+    async with asyncio.TaskGroup() as tasks:
+        for number, server in enumerate("aabb"):
+            tasks.create_task(calls.call(number, server=server))
+        await settled()
+        assert calls.under_way == [0, 2]
+        for number in range(4):
+            calls.end(number)
+
+
+async def test_a_bound_of_none_holds_nothing_up() -> None:
+    calls = Calls(Pacer(0))
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(50):
+            tasks.create_task(calls.call(number))
+        await settled()
+        assert len(calls.under_way) == 50
+        for number in range(50):
+            calls.end(number)
+
+
+@pytest.mark.parametrize(("workers", "at_once"), [(1, 8), (2, 4), (4, 2), (8, 1), (100, 1)])
+async def test_a_workers_share_is_by_how_many_there_are_and_never_nothing(workers: int, at_once: int) -> None:
+    pacer = Pacer(8 * (FULL + _CALL_COST))
+    pacer.workers = workers
+    calls = Calls(pacer)
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(10):
+            tasks.create_task(calls.call(number))
+        await settled()
+        assert len(calls.under_way) == at_once
+        for number in range(10):
+            calls.end(number)
+    assert sorted(calls.ended) == list(range(10))
+
+
+async def test_a_worker_with_less_than_a_call_pauses_after_each() -> None:
+    now = 0.0
+    pacer = Pacer(FULL + _CALL_COST, clock=lambda: now)
+    pacer.workers = 5
+    async with pacer.turn(None, FULL):
+        now = 0.01
+    waiting = asyncio.create_task(Calls(pacer).call(0))
+    await settled()
+    assert pacer.waiting == 1
+    # Four times as long as the call took: then all five together keep one under way.
+    now = 0.01 + 0.04 + 0.001
+    await wait_until(lambda: pacer.waiting == 0, "the pause is over")
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+
+async def test_the_share_shrinks_while_calls_are_slow_and_grows_again() -> None:
+    now = 0.0
+    pacer = Pacer(2 * (FULL + _CALL_COST), clock=lambda: now)
+
+    async def took(seconds: float, times: int) -> None:
+        nonlocal now
+        for _ in range(times):
+            async with pacer.turn(None, FULL):
+                now += seconds
+            now += 10 * seconds  # whatever the pause is, it is over
+
+    async def at_once() -> int:
+        calls = Calls(pacer)
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(calls.call(number)) for number in range(4)]
+            await settled()
+            found = len(calls.under_way)
+            for task in running:
+                task.cancel()
+        return found
+
+    await took(0.002, 20)
+    assert await at_once() == 2
+    await took(0.05, 1)
+    assert await at_once() == 2, "one slow call means nothing"
+    await took(0.02, 60)
+    assert await at_once() == 1
+    await took(0.002, 200)
+    assert await at_once() == 2
+
+
+async def test_whoever_waits_is_called_upon_to_renew_and_an_error_of_it_ends_the_wait() -> None:
+    pacer = Pacer(FULL)
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        beats += 1
+        if beats == 2:
+            raise LookupError
+
+    async def waits() -> None:
+        async with pacer.turn(None, FULL, beat):
+            raise AssertionError("it must not be let through")
+
+    calls = Calls(pacer)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(calls.call(0))
+        await settled()
+        with pytest.raises(LookupError):
+            await waits()
+        assert pacer.waiting == 0
+        tasks.create_task(calls.call(1))
+        calls.end(0)
+        calls.end(1)
+    assert calls.ended == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_cancellations_and_errors_leave_no_room_behind(seed: int) -> None:
+    chosen = random.Random(seed)
+    pacer = Pacer(BLOCKS_MAX, clock=lambda: 0.0)
+    under_way = most = 0
+
+    async def call() -> None:
+        nonlocal under_way, most
+        blocks = chosen.choice((1, 30, 200, FULL))
+        async with pacer.turn(None, blocks):
+            under_way += blocks + _CALL_COST
+            most = max(most, under_way)
+            try:
+                for _ in range(chosen.randrange(4)):
+                    await asyncio.sleep(0)
+                if chosen.random() < 0.2:
+                    raise LookupError
+            finally:
+                under_way -= blocks + _CALL_COST
+
+    tasks = [asyncio.create_task(call()) for _ in range(200)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        if chosen.random() < 0.3:
+            chosen.choice(tasks).cancel()
+    assert {type(task.exception()) for task in tasks if not task.cancelled()} <= {type(None), LookupError}
+    assert most <= BLOCKS_MAX
+    assert (under_way, pacer.waiting) == (0, 0)
+    calls = Calls(pacer)
+    async with asyncio.TaskGroup() as group:
+        for number in range(3):
+            group.create_task(calls.call(number))
+        await settled()
+        assert len(calls.under_way) == 2
+        for number in range(3):
+            calls.end(number)
