@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.outside
+
 ROOT = Path(__file__).parents[1]
 
 #: The project's own licence and its notice of copyright.

@@ -12,7 +12,7 @@ from tests import patience
 
 TESTS = Path(__file__).parent
 #: Programs that measure, and are no tests.
-PROGRAMS = {"benchmarks", "chaos", "conformance", "endurance"}
+PROGRAMS = {"benchmarks", "chaos", "conformance", "endurance", "sanitize"}
 #: Calls of the standard library that wait, and what stands for them here.
 INSTEAD = {
     "asyncio.timeout": "within",
