@@ -20,6 +20,7 @@ EXPORTED = [
     "waymark_answer_cache_hits_total",
     "waymark_apply_duration_seconds",
     "waymark_batches_lost_total",
+    "waymark_batches_over_ceiling_total{ceiling}",
     "waymark_batches_total",
     "waymark_blocks_applied_total{op,model}",
     "waymark_buffer_bytes",

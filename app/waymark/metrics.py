@@ -71,6 +71,7 @@ class Metrics:
     events = counter("How many events were decoded.", "type")
     batches = counter("How many batches were applied.")
     frames_malformed = counter("How many frames did not have the form of a frame.")
+    batches_over_ceiling = counter("How many batches were lost, or read in part, because of a ceiling.", "ceiling")
     decode_errors = counter("How many events or payloads could not be decoded.", "kind")
     events_ignored = counter("How many events were understood and not applied.", "reason")
 

@@ -65,6 +65,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
             stream_buffer_bytes=settings.stream_buffer_bytes,
             stream_buffer_frames=settings.stream_buffer_frames,
             fold_batches=settings.fold_batches,
+            message_bytes_max=4 * settings.frame_bytes_max,
         ),
     )
 

@@ -199,6 +199,14 @@ class Settings(BaseSettings):
     """How many waiting batches of one stream go to Redis in one call."""
     apply_blocks_max: int = Field(1024, ge=0, le=1_000_000)
     """How many blocks all ingest workers together have under way to one Redis server; 0 is no bound."""
+    frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
+    """The largest frame that is read; a connection that brings four times as much is cut."""
+    batch_events_max: int = Field(65_536, ge=1024, le=16_777_216)
+    """The most events of a batch; one with more is not read, and lost."""
+    event_hashes_max: int = Field(262_144, ge=1024, le=16_777_216)
+    """The most blocks of an event; a batch with more in one event is not read, and lost."""
+    rejected_events_max: int = Field(1_000, ge=16, le=16_777_216)
+    """How many events of a batch that cannot be decoded are counted one by one; those beyond count as one."""
     hash_cache_entries: int = Field(200_000, ge=1, le=100_000_000)
     """How many engine hashes a worker remembers per stream."""
     waiting_blocks: int = Field(10_000, ge=0, le=10_000_000)

@@ -14,6 +14,7 @@ from waymark.domain.events import Batch, Event
 from waymark.domain.names import U64_MASK, Registration
 from waymark.domain.resolver import Plan, Resolver
 from waymark.domain.runs import Run
+from waymark.domain.slices import finish
 
 
 class Index:
@@ -45,8 +46,8 @@ class Index:
     def fold(self, *batches: Batch) -> None:
         """Several batches at once."""
         resolver = self.resolver
-        self.plan = plan = resolver.plan(batches)
-        if plan.is_news:
+        self.plan = plan = finish(resolver.plan(batches))
+        if plan.facts_changed:
             self._kept = (frozenset(resolver.flags), resolver.main_group)
         for unit in plan.ended:
             self.end(unit)
@@ -56,7 +57,7 @@ class Index:
             resolver.begin(list(plan.begun), ids)
             for holder in ids:
                 self.copies[holder], self.entries[holder] = Counter(), {}
-        self.asked = resolver.lookups(plan, batches)
+        self.asked = finish(resolver.lookups(plan, batches))
         resolver.learn(
             {
                 holder: {h: self.entries[holder][h] for h in hashes if h in self.entries[holder]}
@@ -66,7 +67,7 @@ class Index:
         self.runs = []
         for i, each in enumerate(batches):
             self._seq += 1
-            self.runs += resolver.resolve(plan, i, self._seq, each)
+            self.runs += finish(resolver.resolve(plan, i, self._seq, each))
         for run in self.runs:
             self._apply(run)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from waymark.domain.memory import HashMemory, block_key, namespace_of, place_of, seq_hash_of
 from waymark.domain.names import U64_MASK
+from waymark.domain.slices import finish
 
 U64 = st.integers(0, U64_MASK)
 GPU, CPU, OTHER_RANK = 1, 2, 3
@@ -108,7 +109,7 @@ def test_beginning_a_holder_twice_forgets_nothing(memory: HashMemory) -> None:
 def test_the_oldest_are_forgotten_and_asked_again(memory: HashMemory) -> None:
     memory.store(GPU, range(11), range(100, 111))
     assert len(memory) == 11
-    memory.trim()
+    finish(memory.trim())
     assert len(memory) == 9
     assert memory.find(GPU, 10) == 110
     assert memory.find(GPU, 0) is None
@@ -119,7 +120,7 @@ def test_what_is_gone_is_bounded_and_a_forgotten_copy_is_asked_again(memory: Has
     for h in range(11):
         memory.store(GPU, [h], [100 + h])
         memory.remove(GPU, h)
-    memory.trim()
+    finish(memory.trim())
     assert len(memory) == 9
     assert memory.remove(GPU, 0) is None
     assert memory.unknown_own(GPU, [0]) == [0]

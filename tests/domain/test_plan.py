@@ -23,7 +23,7 @@ def test_a_plan_begins_the_holders_that_are_missing() -> None:
     index.events(stored([1], "A"))
     index.fold(batch(stored([2], "B", parent=1)), batch(stored([1], "A", medium="CPU"), rank=3))
     assert index.plan.begun == {"3 CPU": Holder(0, 1, "pod-1", 3, "CPU", 4, "pod-1", "shared")}
-    assert (index.plan.ended, index.plan.is_news) == ([], False)
+    assert (index.plan.ended, index.plan.facts_changed) == ([], False)
 
 
 def test_a_holder_that_was_begun_is_not_begun_again(index: Index) -> None:
@@ -57,7 +57,7 @@ def test_the_main_group_is_kept_before_a_store_is_applied(index: Index) -> None:
     news = []
     for h, blocks in ((1, "A"), (2, "B")):
         index.events(stored([h], blocks, group=2))
-        news.append(index.plan.is_news)
+        news.append(index.plan.facts_changed)
     assert news == [True, False]
     index.take_over()
     index.events(stored([3], "C", group=0), removed(1, group=2))
@@ -89,7 +89,7 @@ def test_a_new_life_may_have_another_main_group(index: Index) -> None:
     index.events(stored([1], "A", group=1))
     index.end("*")
     index.events(stored([1], "A", group=0))
-    assert index.plan.is_news
+    assert index.plan.facts_changed
     assert index.has(*keys("A"))
 
 
@@ -138,7 +138,7 @@ def test_facts_are_learned_from_what_a_clear_undoes_however_it_is_folded() -> No
         single.events(event)
     for index in (folded, single):
         assert (index.resolver.flags, index.resolver.main_group) == ({EXTRA_KEYS}, 1)
-    assert folded.plan.is_news
+    assert folded.plan.facts_changed
     assert folded.plan.begun == {}
 
 
@@ -211,7 +211,7 @@ def test_an_engines_clear_ends_the_standard_streams_of_its_rank_too() -> None:
 def test_tokens_of_a_standard_publisher_are_news() -> None:
     index = standard()
     index.events(stored([1], "A", envelope=envelope(6)))
-    assert index.plan.is_news
+    assert index.plan.facts_changed
     assert index.resolver.flags == {OWN_HASHES}
 
 

@@ -131,7 +131,7 @@ def test_off_the_gpu_tokens_are_hashed_while_no_extra_key_was_reported(index: In
 def test_off_the_gpu_nothing_unknown_is_hashed_after_an_extra_key(index: Index, extra: dict[str, Any]) -> None:
     index.events(stored([1], "A"))
     index.events(stored([9], "Z", **extra))
-    assert index.plan.is_news
+    assert index.plan.facts_changed
     index.events(stored([1, 2, 3], "ABC", medium="CPU"))
     assert index.has(*keys("A"), on="0 CPU")
     assert index.resolver.unresolved == 2

@@ -27,11 +27,14 @@ from typing import TypeVar
 
 from waymark.apply.counts import Counts
 from waymark.apply.options import ApplyOptions
+from waymark.apply.portions import portions_of_hashes, portions_of_runs
+from waymark.apply.slices import Pacer
 from waymark.domain.events import Batch
 from waymark.domain.names import Holder
-from waymark.domain.plan import epochs
+from waymark.domain.plan import Plan, epochs
 from waymark.domain.resolver import Resolver
-from waymark.domain.runs import Commit
+from waymark.domain.runs import Commit, Mode, Run
+from waymark.domain.slices import Slices
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -61,6 +64,8 @@ class Incoming:
     seq: int
     digest: str
     batch: Batch
+    size: int = 0
+    """Bytes of its payload."""
 
 
 class Applier:
@@ -86,6 +91,7 @@ class Applier:
         self._store = store
         self._metrics = metrics
         self._medium_ttl = medium_ttl
+        self.pacer = Pacer(beat=self._keep_lease if is_patient else None)
         self._counts = Counts(resolver, counters, metrics)
         self._asked = 0
         self._held = time.monotonic()
@@ -113,6 +119,7 @@ class Applier:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _PAUSE_SECONDS_MAX)
             else:
+                self.pacer.begin()
                 if self.last_error is not None:
                     self.last_error = None
                     self._metrics.redis_up.set(1)
@@ -131,31 +138,53 @@ class Applier:
     async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
         """Apply batches in order; their event_ids, and with ``commit`` the watermark, move in the same step."""
         resolver, batches = self.resolver, [incoming.batch for incoming in fold]
-        plan = resolver.plan(batches)
-        if plan.is_news:
+        plan = await self.pacer.run(resolver.plan(batches))
+        if plan.facts_changed:
             await self.keep_facts()
         for unit in plan.ended:
             await self._turn(unit, is_restart=False)
         if plan.begun:
             await self._begin(plan.begun)
-        asked = resolver.lookups(plan, batches)
-        if asked:
-            resolver.learn(await self.answered(lambda: self._store.index.entries(self.grant, asked)))
-        runs = [
-            run for i, incoming in enumerate(fold) for run in resolver.resolve(plan, i, incoming.seq, incoming.batch)
-        ]
+        for asked in portions_of_hashes(await self.pacer.run(resolver.lookups(plan, batches))):
+            await self._look_up(asked)
+        runs = await self.pacer.run(self._resolve(plan, fold))
         modes = {run.holder: resolver.mode(run.holder) for run in runs}
         event_ids = resolver.take_event_ids()
+        *portions, last = portions_of_runs(runs, self.grant.shards)
         began = time.perf_counter()
+        # Before the watermark has moved a portion is nothing that a takeover would not apply again.
+        for portion in portions:
+            await self._apply(portion, modes, None, {}, commit.before if commit else None)
+            await self._keep_lease()
+        await self._apply(last, modes, commit, event_ids, None)
+        self._counts.applied(batches, runs, time.perf_counter() - began)
+
+    async def _look_up(self, asked: Mapping[int, Sequence[int]]) -> None:
+        self.resolver.learn(await self.answered(lambda: self._store.index.entries(self.grant, asked)))
+
+    def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[list[Run]]:
+        runs: list[Run] = []
+        for i, incoming in enumerate(fold):
+            runs += yield from self.resolver.resolve(plan, i, incoming.seq, incoming.batch)
+        return runs
+
+    async def _apply(
+        self,
+        runs: Sequence[Run],
+        modes: Mapping[int, Mode],
+        commit: Commit | None,
+        event_ids: Mapping[int, int],
+        before: int | None,
+    ) -> None:
+        index = self._store.index
         hold = self._hold if self._is_patient else None
         verdict = await self.answered(
-            lambda: self._store.index.apply(self.grant, runs, modes, commit, event_ids, hold=hold)
+            lambda: index.apply(self.grant, runs, modes, commit, event_ids, before=before, hold=hold)
         )
         if verdict is Verdict.LOST:
             await self._lost()
         if verdict is Verdict.FENCED:
             raise Fenced
-        self._counts.applied(batches, runs, time.perf_counter() - began)
 
     async def new_life(self, unit: str = "*") -> None:
         """End the holders of ``unit``; of '*' the whole life with its watermark and flags."""
@@ -201,6 +230,11 @@ class Applier:
             if not await self._store.leases.renew(self.grant, self.grant.seconds):
                 raise Fenced
             self._held = now
+
+    async def _keep_lease(self) -> None:
+        """Renew the lease in the middle of a long batch."""
+        if self._is_patient:
+            await self.answered(self._hold)
 
     async def _lost(self) -> None:
         """End a life of which a shard has lost writes. The watermark is on another one, and tells nothing of them."""

@@ -48,7 +48,7 @@ class Counts:
         kinds = Counter[type]()
         rejected, ignored = Counter[str](), Counter[str]()
         for batch in batches:
-            kinds.update(map(type, batch.events))
+            kinds.update(type(event) for event in batch.events if not event.part)
             rejected.update(batch.rejected)
             ignored.update(batch.ignored)
         for kind, count in kinds.items():

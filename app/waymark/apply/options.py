@@ -17,6 +17,10 @@ class ApplyOptions:
     hash_cache_entries: int = 200_000
     waiting_blocks: int = 10_000
     medium_ttl: Mapping[str, int] = field(default_factory=dict)
+    frame_bytes_max: int = 16 * 2**20
+    batch_events_max: int = 65_536
+    event_hashes_max: int = 262_144
+    rejected_events_max: int = 1_000
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -25,4 +29,8 @@ class ApplyOptions:
             hash_cache_entries=settings.hash_cache_entries,
             waiting_blocks=settings.waiting_blocks,
             medium_ttl=settings.medium_ttl,
+            frame_bytes_max=settings.frame_bytes_max,
+            batch_events_max=settings.batch_events_max,
+            event_hashes_max=settings.event_hashes_max,
+            rejected_events_max=settings.rejected_events_max,
         )

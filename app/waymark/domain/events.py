@@ -57,6 +57,8 @@ class Stored:
     is_identity: bool = False
     """The hashes are seq_hashes already (standard events without tokens)."""
     envelope: Envelope | None = None
+    part: int = 0
+    """Of a long event its decoder makes several, one after the other; this is its place among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Removed:
     salts: tuple[str, ...] = ()
     is_identity: bool = False
     envelope: Envelope | None = None
+    part: int = 0
+    """As of ``Stored``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Cleared:
     adapter: Adapter = None
     salts: tuple[str, ...] = ()
     envelope: Envelope | None = None
+    part: int = field(default=0, init=False)
 
 
 Event: TypeAlias = Stored | Removed | Cleared
@@ -101,3 +106,5 @@ class Batch:
     """Events that were understood and mean nothing here, by reason."""
     samples: dict[str, str] = field(default_factory=dict)
     """One short description per kind in ``rejected``, for the log; never any token."""
+    lost: str | None = None
+    """Why none of it could be read: what it told is lost for good, since asking again would bring the same bytes."""

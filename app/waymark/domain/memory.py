@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from waymark.domain.names import U64_MASK
+from waymark.domain.slices import Slices
+
+_FORGOTTEN_AT_ONCE = 16_384
 
 
 def place_of(namespace: int, seq_hash: int) -> int:
@@ -124,23 +127,36 @@ class HashMemory:
         known, gone = self._known[holder], self._gone[self._rank[holder]]
         return [h for h in engine_hashes if h not in known and h not in gone]
 
-    def trim(self) -> None:
+    @property
+    def is_over(self) -> bool:
+        """There are too many."""
+        for known in self._known.values():
+            if len(known) > self._entries_max:
+                return True
+        return any(map(self._entries_max.__lt__, map(len, self._gone.values())))
+
+    def trim(self) -> Slices[None]:
         """Forget the oldest, where there are too many. Between folds only."""
         for holder, known in self._known.items():
             if len(known) > self._entries_max:
-                _forget_oldest(known, self._entries_max)
                 self._whole.discard(holder)
+                yield from _forget_oldest(known, self._entries_max)
         for dp_rank, gone in self._gone.items():
             if len(gone) > self._entries_max:
-                _forget_oldest(gone, self._entries_max)
                 # What is gone may have a copy left in Redis.
                 self._whole.difference_update(self._holders[dp_rank])
+                yield from _forget_oldest(gone, self._entries_max)
 
     def __len__(self) -> int:
         return sum(map(len, self._known.values())) + sum(map(len, self._gone.values()))
 
 
-def _forget_oldest(entries: dict[int, int], entries_max: int) -> None:
+def _forget_oldest(entries: dict[int, int], entries_max: int) -> Slices[None]:
     """Down to nine tenths of the ceiling, so that it is done seldom."""
-    for engine_hash in list(islice(entries, len(entries) - entries_max * 9 // 10)):
-        del entries[engine_hash]
+    surplus = len(entries) - entries_max * 9 // 10
+    while surplus > 0:
+        oldest = list(islice(entries, min(surplus, _FORGOTTEN_AT_ONCE)))
+        for engine_hash in oldest:
+            del entries[engine_hash]
+        surplus -= len(oldest)
+        yield

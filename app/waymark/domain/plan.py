@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
 from waymark.domain.names import Holder, Registration, normal_medium
+from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.spaces import Spaces
 
 EXTRA_KEYS = "extra_keys"
@@ -22,6 +23,7 @@ UNTRUSTED = "untrusted"
 OWN_HASHES = "own_hashes"
 """Flag: this standard publisher has sent tokens, so its hashes may be its own and not seq_hashes."""
 
+_EVENTS_AT_ONCE = SLICE_UNITS // EVENT_UNITS
 MEDIA_MAX = 16
 HOLDERS_MAX = 64 * MEDIA_MAX
 """Ranks and dimensions come from events: this many at a time, of all media."""
@@ -35,7 +37,7 @@ class Plan:
     """Units to end: a rank, or the name of a standard stream's holder."""
     begun: dict[str, Holder] = field(default_factory=dict)
     """Holders to begin, by name."""
-    is_news: bool = False
+    facts_changed: bool = False
     """Flags or the main group have changed and must be kept before anything is applied."""
     last_clear: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(batch, event) of the last clear of a unit in the fold; what it has before that is not written at all."""
@@ -55,44 +57,54 @@ class Planner:
         self._registration = registration
         self._publisher = publisher
 
-    def plan(self, batches: Sequence[Batch], holders: Mapping[str, int], event_ids: Mapping[int, int]) -> Plan:
+    def plan(self, batches: Sequence[Batch], holders: Mapping[str, int], event_ids: Mapping[int, int]) -> Slices[Plan]:
         """What must be ended, begun and kept first. Learns flags and the main group on the way."""
         plan = Plan()
         before = (frozenset(self.flags), self.main_group)
         seen = {lasting(name): event_ids[h] for name, h in holders.items() if h in event_ids}
-        self._find_clears(plan, batches, seen)
+        for i, batch in enumerate(batches):
+            for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
+                self._find_clears(plan, i, batch, start, seen)
+                if len(batch.events) > _EVENTS_AT_ONCE:
+                    yield
+        plan.ended = list(plan.last_clear)
         kept = {name for name in holders if not any(is_of(name, unit) for unit in plan.ended)}
         for i, batch in enumerate(batches):
-            for j, event in enumerate(batch.events):
-                if isinstance(event, Removed) or self._why_never(batch, event):
-                    continue
-                if isinstance(event, Stored):
-                    self._learn(event)
-                elif event.envelope is None:
-                    continue  # a standard stream's holder begins anew at once: it keeps the event_id
-                if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
-                    continue
-                name = self.name(batch, event)
-                if name not in kept and name not in plan.begun and _has_room(name, kept, plan):
-                    plan.begun[name] = self._holder(batch, event)
-        plan.is_news = before != (frozenset(self.flags), self.main_group)
+            for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
+                self._find_holders(plan, i, batch, start, kept)
+                if len(batch.events) > _EVENTS_AT_ONCE:
+                    yield
+        plan.facts_changed = before != (frozenset(self.flags), self.main_group)
         return plan
 
-    def _find_clears(self, plan: Plan, batches: Sequence[Batch], seen: dict[str, int]) -> None:
+    def _find_clears(self, plan: Plan, i: int, batch: Batch, start: int, seen: dict[str, int]) -> None:
         """``seen``: the last event_id of each standard stream; a clear that is not newer came before."""
-        for i, batch in enumerate(batches):
-            for j, event in enumerate(batch.events):
-                envelope = event.envelope
-                if envelope is None:
-                    if isinstance(event, Cleared) and not self._why_never(batch, event):
-                        plan.last_clear[str(self.rank(batch, event))] = (i, j)
-                elif not self._why_never(batch, event):
-                    name = self._lasting_name(batch, event)
-                    if envelope.event_id > seen.get(name, -1):
-                        seen[name] = envelope.event_id
-                        if isinstance(event, Cleared):
-                            plan.last_clear[name] = (i, j)
-        plan.ended = list(plan.last_clear)
+        for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
+            envelope = event.envelope
+            if envelope is None:
+                if isinstance(event, Cleared) and not self._skip_reason_of(batch, event):
+                    plan.last_clear[str(self.rank(batch, event))] = (i, j)
+            elif not self._skip_reason_of(batch, event):
+                name = self._lasting_name(batch, event)
+                if envelope.event_id > seen.get(name, -1):
+                    seen[name] = envelope.event_id
+                    if isinstance(event, Cleared):
+                        plan.last_clear[name] = (i, j)
+
+    def _find_holders(self, plan: Plan, i: int, batch: Batch, start: int, kept: set[str]) -> None:
+        """Learn facts, and name the holders that there are not yet; ``kept`` are there."""
+        for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
+            if isinstance(event, Removed) or self._skip_reason_of(batch, event):
+                continue
+            if isinstance(event, Stored):
+                self._learn(event)
+            elif event.envelope is None:
+                continue  # a standard stream's holder begins anew at once: it keeps the event_id
+            if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
+                continue
+            name = self.name(batch, event)
+            if name not in kept and name not in plan.begun and _has_room(name, kept, plan):
+                plan.begun[name] = self._holder(batch, event)
 
     def _learn(self, event: Stored) -> None:
         if event.salts or event.extras:
@@ -146,9 +158,9 @@ class Planner:
 
     # ---- whether it counts -------------------------------------------------------------------------
 
-    def why_not(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> str | None:
+    def skip_reason(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> str | None:
         """Why event ``j`` of batch ``i`` of the fold counts for nothing; None where it counts."""
-        reason = self._why_never(batch, event)
+        reason = self._skip_reason_of(batch, event)
         if reason is None and plan.last_clear and self.is_cleared(plan, batch, event, i, j):
             return "cleared"
         return reason
@@ -160,11 +172,11 @@ class Planner:
             units.append(self._lasting_name(batch, event))
         return any((i, j) < plan.last_clear.get(unit, (-1, -1)) for unit in units)
 
-    def _why_never(self, batch: Batch, event: Event) -> str | None:
+    def _skip_reason_of(self, batch: Batch, event: Event) -> str | None:
         if self.foreign_ranks and self.rank(batch, event) in self.foreign_ranks:
             return "other_registration"
         if event.envelope is not None:
-            return self._why_not_ours(event.envelope)
+            return self._skip_reason_of_envelope(event.envelope)
         if isinstance(event, Cleared):
             return None
         if isinstance(event, Stored):
@@ -180,7 +192,7 @@ class Planner:
             is_main = event.group == self.main_group
         return None if is_main else "other_group"
 
-    def _why_not_ours(self, envelope: Envelope) -> str | None:
+    def _skip_reason_of_envelope(self, envelope: Envelope) -> str | None:
         registration = self._registration
         if envelope.tenant_id != registration.tenant_id:
             return "other_tenant"

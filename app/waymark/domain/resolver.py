@@ -2,8 +2,8 @@
 
 One resolver follows one life of one stream. ``plan`` looks at folded batches and says what must be known or done
 before they can be resolved (holders to end and begin, hashes to look up, facts to keep); ``resolve`` then turns
-each batch into runs, without waiting for anything. It advances what the stream remembers, so a batch is resolved
-once, and its runs are applied until Redis has answered.
+each batch into runs, without waiting for Redis. It advances what the stream remembers, so a batch is resolved once,
+and its runs are applied until Redis has answered. All of it is done in slices.
 
 The rules are those of the event contract, "From an event to blocks". What cannot be placed is counted by reason,
 never guessed.
@@ -21,6 +21,7 @@ from waymark.domain.memory import HashMemory, namespace_of, place_of, seq_hash_o
 from waymark.domain.names import EngineKind, Registration
 from waymark.domain.plan import EXTRA_KEYS, OWN_HASHES, UNTRUSTED, Plan, Planner, is_of, lasting
 from waymark.domain.runs import Mode, Run, RunList
+from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.waiting import Waiting, WaitingRoom
 
 __all__ = ["EXTRA_KEYS", "OWN_HASHES", "UNTRUSTED", "Plan", "Resolver"]
@@ -50,6 +51,8 @@ class Resolver:
         self.event_ids: dict[int, int] = {}
         """Standard events: the last event_id per holder. It is ahead of Redis by what is resolved and not applied."""
         self._moved: dict[int, int] = {}
+        self._is_part_seen = False
+        """Of the standard event whose parts are being resolved."""
         self.ignored: Counter[str] = Counter()
         """Events that came to nothing, by reason; the owner reads and clears it."""
         self.unresolved = 0
@@ -141,22 +144,28 @@ class Resolver:
 
     # ---- before a fold -----------------------------------------------------------------------------
 
-    def plan(self, batches: Sequence[Batch]) -> Plan:
+    def plan(self, batches: Sequence[Batch]) -> Slices[Plan]:
         """What must be ended, begun and kept first. Learns flags and the main group on the way."""
-        self.memory.trim()
-        return self._planner.plan(batches, self.holders, self.event_ids)
+        if self.memory.is_over:
+            yield from self.memory.trim()
+        return (yield from self._planner.plan(batches, self.holders, self.event_ids))
 
     def name_of(self, batch: Batch, event: Event) -> str:
         """The name of the event's holder in this stream."""
         return self._planner.name(batch, event)
 
-    def lookups(self, plan: Plan, batches: Sequence[Batch]) -> dict[int, list[int]]:
+    def lookups(self, plan: Plan, batches: Sequence[Batch]) -> Slices[dict[int, list[int]]]:
         """Engine hashes to ask Redis for, per holder, after the plan was carried out."""
         planner, memory = self._planner, self.memory
         asked: dict[int, dict[int, None]] = {}
+        units = 0
         for i, batch in enumerate(batches):
             for j, event in enumerate(batch.events):
-                if isinstance(event, Cleared) or self._is_plain(event) or planner.why_not(plan, batch, event, i, j):
+                units += EVENT_UNITS if isinstance(event, Cleared) else EVENT_UNITS + len(event.engine_hashes)
+                if units > SLICE_UNITS:
+                    units = 0
+                    yield
+                if isinstance(event, Cleared) or self._is_plain(event) or planner.skip_reason(plan, batch, event, i, j):
                     continue
                 anywhere: list[int] = []  # on any medium of the rank
                 if isinstance(event, Stored):
@@ -180,15 +189,19 @@ class Resolver:
 
     # ---- a batch -----------------------------------------------------------------------------------
 
-    def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> list[Run]:
+    def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> Slices[list[Run]]:
         """The runs of one batch of the fold, ``index`` its place in it."""
         runs = RunList(seq)
-        position = 1
+        position, units = 1, 0
         placed: _Placed = []
         for j, event in enumerate(batch.events):
-            reason = self._planner.why_not(plan, batch, event, index, j)
+            units += EVENT_UNITS if isinstance(event, Cleared) else EVENT_UNITS + len(event.engine_hashes)
+            if units > SLICE_UNITS:
+                units = 0
+                yield
+            reason = self._planner.skip_reason(plan, batch, event, index, j)
             if reason is not None:
-                self.ignored[reason] += 1
+                self._ignore(reason, event)
             elif isinstance(event, Stored):
                 self._stored(runs, position, batch, event, placed)
             elif isinstance(event, Removed):
@@ -207,7 +220,16 @@ class Resolver:
                 else:
                     self._place(runs, position, waiting, place, placed)
                 position += self._positions(waiting.event)
+                units += EVENT_UNITS + len(waiting.event.engine_hashes)
+                if units > SLICE_UNITS:
+                    units = 0
+                    yield
         return runs.runs
+
+    def _ignore(self, reason: str, event: Event) -> None:
+        """Count an event that comes to nothing, once whatever its parts."""
+        if not event.part:
+            self.ignored[reason] += 1
 
     def take_event_ids(self) -> dict[int, int]:
         """Per holder the last event_id of what was resolved since the last call; to be kept once that is applied."""
@@ -217,11 +239,11 @@ class Resolver:
     def _stored(self, runs: RunList, position: int, batch: Batch, event: Stored, placed: _Placed) -> None:
         holder = self.holders.get(self._planner.name(batch, event))
         if holder is None:
-            self.ignored["too_many_media"] += 1
+            self._ignore("too_many_media", event)
             return
         if self._is_seen(holder, event):
             return
-        if not event.tells_salts and event.tokens and self.registration.kind is EngineKind.VLLM:
+        if not (event.tells_salts or event.part) and event.tokens and self.registration.kind is EngineKind.VLLM:
             self.unsalted += 1
         waiting = Waiting(event, self._planner.rank(batch, event), holder)
         if event.is_identity:
@@ -232,7 +254,7 @@ class Resolver:
         elif not event.tokens:
             self._placeholder(runs, position, waiting)
         elif len(event.tokens) > 4 * self.registration.block_size * len(event.engine_hashes):
-            self.ignored["sparse"] += 1
+            self._ignore("sparse", event)
         elif event.parent is None:
             self._place(runs, position, waiting, None, placed)
         else:
@@ -252,7 +274,7 @@ class Resolver:
         else:
             ns = namespace_of(parent)
             if not self._planner.spaces.has(event, ns):
-                self.ignored["adapter_mismatch"] += 1
+                self._ignore("adapter_mismatch", event)
                 return
         hashes = event.engine_hashes
         if self._is_unsalted(event):
@@ -380,8 +402,10 @@ class Resolver:
         """Whether a standard event came before; its own order is its event_id."""
         if event.envelope is None:
             return False
-        if event.envelope.event_id <= self.event_ids.get(holder, -1):
-            self.ignored["seen"] += 1
+        if not event.part:
+            self._is_part_seen = event.envelope.event_id <= self.event_ids.get(holder, -1)
+        if self._is_part_seen:
+            self._ignore("seen", event)
             return True
         self._moved[holder] = self.event_ids[holder] = event.envelope.event_id
         return False

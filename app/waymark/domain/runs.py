@@ -57,6 +57,10 @@ class Commit:
     """The watermark that Redis is known to have had: one that has less has lost writes. None: not known."""
 
 
+#: A run grows no further, so that each can be handled in one go.
+_RUN_BLOCKS_MAX = 4096
+
+
 class RunList:
     """Collects the runs of one batch: consecutive blocks of one holder and kind, none twice."""
 
@@ -92,6 +96,7 @@ class RunList:
             and last.namespace == ns
             and last.is_identity == is_identity
             and last.first + len(last.keys) == position
+            and len(last.keys) < _RUN_BLOCKS_MAX
             and self._keys.isdisjoint(distinct)
         ):
             last.keys += keys

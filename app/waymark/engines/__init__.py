@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
 
-from waymark.domain.events import Batch
 from waymark.domain.names import EngineKind
-from waymark.engines import mooncake, sglang, standard, vllm, wire
+from waymark.engines import mooncake, sglang, standard, vllm
+from waymark.engines.batches import Decoder
+from waymark.engines.ceilings import Ceilings, OverCeiling
 
-Decoder: TypeAlias = Callable[[bytes], Batch]
+__all__ = ["Ceilings", "Decoder", "OverCeiling", "decoder"]
 
 
-def decoder(kind: EngineKind, *, seed: int) -> Decoder:
+def decoder(kind: EngineKind, *, seed: int, ceilings: Ceilings | None = None) -> Decoder:
     """The decoder of a publisher's payloads (frame 2). It raises ``Undecodable`` for what is no batch, nothing else.
 
     ``seed`` is that of all hashes; decoding needs it for what an event tells of a block besides its tokens.
     """
     match kind:
         case EngineKind.VLLM:
-            return partial(wire.read_batch, read_event=partial(vllm.read_event, seed=seed))
+            return Decoder(partial(vllm.read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings)
         case EngineKind.SGLANG:
-            return partial(wire.read_batch, read_event=partial(sglang.read_event, seed=seed))
+            return Decoder(partial(sglang.read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings)
         case EngineKind.MOONCAKE:
-            return partial(wire.read_batch, read_event=partial(mooncake.read_event, seed=seed), bare=True)
+            read_event = partial(mooncake.read_event, seed=seed)
+            return Decoder(read_event, names=vllm.FIELDS, bare=True, ceilings=ceilings)
         case EngineKind.STANDARD:
-            return partial(wire.read_batch, read_event=standard.read_event, bare=True)
+            return Decoder(standard.read_event, names={}, bare=True, ceilings=ceilings)

@@ -29,6 +29,7 @@ STORED_FIELDS: Final = (
 )
 _EXTRA_KEYS_AT: Final = 1 + STORED_FIELDS.index("extra_keys")
 REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
+FIELDS: Final = {"BlockStored": STORED_FIELDS, "BlockRemoved": REMOVED_FIELDS}
 
 _MAIN_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _SALT_PREFIX: Final = "dynamo-cache-salt:"

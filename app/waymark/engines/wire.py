@@ -1,30 +1,20 @@
-"""What the dialects share: a payload to its events, and an event's values to ours.
+"""What the dialects share: an event's values to ours.
 
-Two promises hold for any bytes: nothing but ``Undecodable`` leaves ``read_batch``, and one bad event costs one
-event, also where msgpack itself cannot read it. Inside, a bad event is a ``Rejected`` and one that means nothing
-here an ``Ignored``. No sentence ever holds a token or a salt, and none is longer than a line.
+A bad event is a ``Rejected`` and one that means nothing here an ``Ignored``. No sentence ever holds a token or a
+salt, and none is longer than a line.
 """
 
 from __future__ import annotations
 
-import math
 import struct
-from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Final, TypeGuard
 
-import msgpack
-
-from waymark.domain.events import Batch, Event
 from waymark.domain.hashing import token_bytes
 from waymark.domain.names import U32_MAX, U64_MASK, normal_medium
-from waymark.errors import Undecodable
 
 BLOCK_SIZE_MAX: Final = 65536
-
-# Later than any second of this era: such a clock counts milliseconds (Mooncake's master does).
-_MILLISECONDS_FROM: Final = 1e11
 
 
 class Ignored(StrEnum):
@@ -68,99 +58,6 @@ def shown(value: object) -> str:
     if isinstance(value, str):
         return repr(value[:40])
     return f"a {type(value).__name__}"
-
-
-# ---- the batch -------------------------------------------------------------------------------------
-
-
-class _Unreadable:
-    """Stands where msgpack could not make a value of the bytes."""
-
-
-_UNREADABLE: Final = _Unreadable()
-_BAD_MSGPACK = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
-
-
-def read_batch(payload: bytes, read_event: Callable[[Any], Event | Ignored], *, bare: bool = False) -> Batch:
-    """The batch in a payload: ``[ts, events, rank?]``; with ``bare`` also one event map, or a list of them."""
-    root = _unpack(payload)
-    ts: float | None = None
-    rank: int | None = None
-    ignored: Counter[str] = Counter()
-    if isinstance(root, list) and len(root) >= 2 and isinstance(root[1], list):
-        ts, listed = _clock(root[0]), root[1]
-        rank = root[2] if len(root) > 2 else None
-        if rank is not None and not is_u32(rank):
-            rank = None
-            ignored[Ignored.BAD_RANK.value] += 1
-    elif bare and isinstance(root, dict) and "event_type" in root:
-        listed = [root]
-    elif bare and isinstance(root, list) and (not root or any(isinstance(item, dict) for item in root)):
-        listed = root
-    else:
-        raise Undecodable("not_a_batch", f"a payload of {len(payload)} bytes is a {type(root).__name__}, not a batch")
-
-    events: list[Event] = []
-    rejected: Counter[str] = Counter()
-    samples: dict[str, str] = {}
-    for item in listed:
-        try:
-            if item is _UNREADABLE:
-                raise Rejected("bad_msgpack", "an event that is not valid msgpack")
-            event = read_event(item)
-        except Rejected as bad:
-            rejected[bad.kind] += 1
-            samples.setdefault(bad.kind, bad.sentence)
-            continue
-        if isinstance(event, Ignored):
-            ignored[event.value] += 1
-        else:
-            events.append(event)
-    return Batch(ts, tuple(events), rank, rejected, ignored, samples)
-
-
-def _unpack(payload: bytes) -> Any:
-    try:
-        root = _salvage(payload, 2)
-    except _BAD_MSGPACK:
-        root = _UNREADABLE
-    if root is _UNREADABLE:
-        raise Undecodable("bad_msgpack", f"a payload of {len(payload)} bytes is not msgpack")
-    return root
-
-
-def _salvage(piece: bytes, levels: int) -> Any:
-    """The value of ``piece``; where that fails, the same list with ``_UNREADABLE`` for what cannot be read.
-
-    Text that is no UTF-8, a map as a map's key or a broken timestamp end ``unpackb`` for the whole payload, but
-    skipping a value needs only lengths: elements are cut out and read one by one, down to the events, two levels
-    below. Lists and not tuples: a list's room is not touched before it is filled, however long it claims to be.
-    """
-    try:
-        return msgpack.unpackb(piece, strict_map_key=False)
-    except _BAD_MSGPACK:
-        if levels == 0:
-            return _UNREADABLE
-    unpacker = msgpack.Unpacker(None, max_buffer_size=0)
-    unpacker.feed(piece)
-    try:
-        length = unpacker.read_array_header()
-    except ValueError:
-        return _UNREADABLE
-    items = []
-    end = unpacker.tell()
-    for _ in range(length):
-        start = end
-        unpacker.skip()
-        end = unpacker.tell()
-        items.append(_salvage(piece[start:end], levels - 1))
-    return items if end == len(piece) else _UNREADABLE
-
-
-def _clock(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value / 1000 if value >= _MILLISECONDS_FROM else float(value)
 
 
 # ---- values ----------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class CatchUp:
         seconds: float,
         bytes_per_second_min: int,
         fold_batches: int,
+        message_bytes_max: int,
         beat: Callable[[], Awaitable[None]],
     ) -> None:
         self.yielded: YieldReason | None = None
@@ -62,6 +63,7 @@ class CatchUp:
         self._idle_seconds = idle_seconds
         self._deadline = time.monotonic() + seconds
         self._fold_batches = fold_batches
+        self._message_bytes_max = message_bytes_max
         self._beat = beat
         self._hole: tuple[int, int] | None = None
         """(first seq missing, seq that came instead) of the request before; the same again is the publisher's own."""
@@ -102,8 +104,10 @@ class CatchUp:
             self._life.replay_from,
             idle_seconds=self._idle_seconds,
             chunk_bytes=_CHUNK_BYTES,
+            message_bytes_max=self._message_bytes_max,
             deadline=self._deadline,
         )
+        self._life.applier.pacer.begin()
         async with replay:
             while chunk := await self._chunk(replay):
                 await request.read(chunk)
@@ -138,10 +142,14 @@ class _Request:
 
     async def read(self, chunk: list[tuple[int, bytes]]) -> None:
         for seq, payload in chunk:
-            incoming = self._life.incoming(seq, payload)
+            life, watermark = self._life, self._life.order.watermark
+            is_known = life.opened_at is None and watermark is not None and seq <= watermark
+            incoming = await life.incoming(seq, payload, is_known=is_known)
             if incoming is not None:
                 self.is_empty = False
                 await self._read(incoming)
+                if life.is_fold_full:
+                    await life.flush()
                 if self.is_over:
                     return
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64, xxh3_64_hexdigest
 
+from waymark.domain.slices import Slices
+
+DIGEST_SLICE_BYTES = 4 * 2**20
+"""About a millisecond."""
 SEQ_BYTES = 8
 """A seq is an unsigned big-endian u64."""
 
@@ -64,3 +68,12 @@ def is_end_marker(payload: bytes) -> bool:
 def digest(payload: bytes) -> str:
     """What a watermark remembers of its payload: XXH3-64 with seed 0, as 16 hex digits."""
     return xxh3_64_hexdigest(payload)
+
+
+def digest_slices(payload: bytes) -> Slices[str]:
+    """The same of a long payload, in slices."""
+    state, view = xxh3_64(), memoryview(payload)
+    for start in range(0, len(view), DIGEST_SLICE_BYTES):
+        state.update(view[start : start + DIGEST_SLICE_BYTES])
+        yield
+    return state.hexdigest()

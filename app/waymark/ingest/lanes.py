@@ -32,7 +32,10 @@ class Lanes:
         dp_rank = life.rank_of(incoming.batch)
         if dp_rank is None:
             # No batch, so nobody's: it is counted, and will be missing where it belonged.
+            if incoming.batch.lost is not None:
+                await life.give_up(incoming)
             await life.applier.apply([incoming], None)
+            life.count_passed()
             return
         order = self._orders.setdefault(dp_rank, Order(None, "", None))
         if len(self._orders) > _RANKS_MAX:

@@ -15,9 +15,10 @@ from waymark.domain.events import Batch
 from waymark.domain.names import EngineKind
 from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.runs import Commit
-from waymark.engines import Decoder
+from waymark.engines import Decoder, OverCeiling
+from waymark.engines.batches import MORE, SHORT_BYTES
 from waymark.errors import Undecodable
-from waymark.ingest.frames import digest
+from waymark.ingest.frames import DIGEST_SLICE_BYTES, digest, digest_slices
 from waymark.ingest.order import Order
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -29,8 +30,13 @@ log = logging.getLogger(__name__)
 _SEQ_MAX = 2**53 - 1
 _KINDS_LOGGED_MAX = 100
 
+#: Bytes of frames in one fold; what they come to is in memory at once.
+_FOLD_BYTES = 2**20
+_NO_BATCH = Batch(None, ())
+
 JOINED_LATE = "joined_late"
 BATCHES_LOST = "batches_lost"
+OVER_CEILING = "over_ceiling"
 NO_REPLAY = "no_replay"
 REPLAY_SILENT = "replay_silent"
 REPLAY_INCOMPLETE = "replay_incomplete"
@@ -43,6 +49,7 @@ _OPENED_AT = "opened_at:"
 REASONS = {
     JOINED_LATE: "this life began before the first batch that could be had",
     BATCHES_LOST: "batches were lost for good in this life",
+    OVER_CEILING: "a batch of this life was larger than its ceiling, and was not read",
     NO_REPLAY: "no replay endpoint to ask for what is missing; register one",
     REPLAY_SILENT: "the replay endpoint does not answer",
     REPLAY_INCOMPLETE: "the last replay broke off before its end",
@@ -69,6 +76,10 @@ class Life:
         self.counters: Counter[str] = applier.counters
         self.first_seq = 1 if registration.kind is EngineKind.MOONCAKE else 0
         self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags else set()
+        if OVER_CEILING in state.flags:
+            self.reasons.add(OVER_CEILING)
+        self.details: dict[str, str] = {}
+        """What is known of a reason beyond its sentence in ``REASONS``."""
         if JOINED_LATE in state.flags and state.watermark is not None:
             self.reasons.add(JOINED_LATE)
         self.acknowledged = state.watermark
@@ -88,31 +99,48 @@ class Life:
         self._metrics = metrics
         self._on_gap = on_gap
         self._fold: list[Incoming] = []
+        self._fold_bytes = 0
         self._passed: Counter[str] = Counter()
         """Counts of what the open fold steps over: they are the record's when its watermark is."""
         self._logged: set[str] = set()
 
     # ---- forward -----------------------------------------------------------------------------------
 
-    def incoming(self, seq: int, payload: bytes) -> Incoming | None:
-        """The decoded batch; None where the seq is none. A payload that is no batch has its place in the order, too."""
+    async def incoming(self, seq: int, payload: bytes, *, is_known: bool = False) -> Incoming | None:
+        """The decoded batch; None where the seq is none. A payload that is no batch has its place in the order, too.
+
+        ``is_known``: it was applied before, and only its digest counts.
+        """
         if seq > _SEQ_MAX:
             self.count("frames_malformed")
             return None
         self._metrics.frames.inc()
         self._metrics.frame_bytes.inc(len(payload))
+        pacer = self.applier.pacer
+        batch = _NO_BATCH if is_known else await self._decoded(payload)
+        digested = await pacer.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
+        return Incoming(seq, digested, batch, len(payload))
+
+    async def _decoded(self, payload: bytes) -> Batch:
         try:
-            batch = self._decode(payload)
+            if len(payload) <= SHORT_BYTES:
+                batch = self._decode.short(payload)
+            else:
+                batch = await self.applier.pacer.run(self._decode.slices(payload))
         except Undecodable as exc:
-            batch = Batch(None, ())
+            batch = Batch(None, (), lost=exc.sentence if isinstance(exc, OverCeiling) else None)
             batch.rejected[exc.kind] += 1
             batch.samples[exc.kind] = exc.sentence
+            if isinstance(exc, OverCeiling):
+                self._metrics.batches_over_ceiling.labels(ceiling=exc.kind).inc()
+        if MORE in batch.rejected:
+            self._metrics.batches_over_ceiling.labels(ceiling="rejected_events").inc()
         for kind, sample in batch.samples.items():
             if kind not in self._logged and len(self._logged) < _KINDS_LOGGED_MAX:
                 self._logged.add(kind)
                 about = fields(stream=self.name, kind=kind, sample=sample, bytes=len(payload))
                 log.warning("events rejected", extra=about)
-        return Incoming(seq, digest(payload), batch)
+        return batch
 
     def rank_of(self, batch: Batch) -> int | None:
         """Whose batch it is: the rank it names, else the registered one; None where it is no batch."""
@@ -123,6 +151,7 @@ class Life:
     def append(self, incoming: Incoming) -> None:
         """Put the next batch into the open fold."""
         self._fold.append(incoming)
+        self._fold_bytes += incoming.size
         self.order.advance(incoming.seq, incoming.digest, incoming.batch.ts)
 
     async def flush(self) -> None:
@@ -131,13 +160,21 @@ class Life:
             return
         fold, order = self._fold, self.order
         assert order.watermark is not None
+        for incoming in fold:
+            if incoming.batch.lost is not None:
+                await self.give_up(incoming)
         commit = Commit(order.watermark, fold[-1].batch.ts, order.newest_ts, order.digest, self.acknowledged)
         await self.applier.apply(fold, commit)
         self.acknowledged = commit.watermark
-        self._fold = []
-        self._count_passed()
+        self._fold, self._fold_bytes = [], 0
+        self.count_passed()
         self.is_proven = self._unproven is None
         await self.found()
+
+    @property
+    def is_fold_full(self) -> bool:
+        """What is open is much already: it is applied before more is read."""
+        return self._fold_bytes > _FOLD_BYTES
 
     async def found(self) -> None:
         """The publisher is there: frames in order, or a replay, have shown it."""
@@ -207,7 +244,7 @@ class Life:
     async def _end(self, why: str) -> None:
         log.info("publisher begins a new life", extra=fields(stream=self.name, why=why))
         await self.applier.new_life()
-        self._count_passed()
+        self.count_passed()
         self.begun += 1
         self.opened_at = self._unproven = None
         self.acknowledged = None
@@ -249,6 +286,18 @@ class Life:
         self._passed["batches_lost"] += seq - self.order.watermark - 1
         await self.step_over(seq)
 
+    async def give_up(self, incoming: Incoming) -> None:
+        """A batch is not read, and never will be: asking again would bring the same bytes.
+
+        It never ends the life, whatever is set for gaps: the replay that follows would bring it again.
+        """
+        assert incoming.batch.lost is not None
+        log.warning("batch lost", extra=fields(stream=self.name, seq=incoming.seq, why=incoming.batch.lost))
+        self._passed["batches_lost"] += 1
+        self.reasons |= {BATCHES_LOST, OVER_CEILING}
+        self.details[OVER_CEILING] = f"batch {incoming.seq}: {incoming.batch.lost}"
+        await self._flag(OVER_CEILING, UNTRUSTED)
+
     async def step_over(self, seq: int) -> None:
         """Go on at ``seq``, though something before it is missing."""
         self.reasons.add(BATCHES_LOST)
@@ -259,11 +308,11 @@ class Life:
         """Stores or removals were missed: from now on a removal takes the block, whatever its count."""
         await self._flag(UNTRUSTED)
 
-    async def _flag(self, flag: str) -> None:
-        """Keep a flag of this life before anything more is applied."""
+    async def _flag(self, *added: str) -> None:
+        """Keep flags of this life before anything more is applied."""
         flags = self.applier.resolver.flags
-        if flag not in flags:
-            flags.add(flag)
+        if not flags.issuperset(added):
+            flags.update(added)
             await self.applier.keep_facts()
 
     # ---- counting ----------------------------------------------------------------------------------
@@ -276,7 +325,8 @@ class Life:
             if metric is not None:
                 metric.inc(n)
 
-    def _count_passed(self) -> None:
+    def count_passed(self) -> None:
+        """What was stepped over is behind the watermark now, or its life has ended."""
         passed, self._passed = self._passed, Counter()
         for name, n in passed.items():
             self.count(name, n)

@@ -18,7 +18,7 @@ import zmq
 
 from waymark.errors import InvalidValue
 from waymark.ingest.frames import SEQ_BYTES, is_end_marker, parse_replay
-from waymark.ingest.subscriber import Context, connect, open_socket
+from waymark.ingest.subscriber import MESSAGE_BYTES_MAX, Context, connect, open_socket
 
 
 class ReplayOutcome(StrEnum):
@@ -48,6 +48,7 @@ class Replay:
         *,
         idle_seconds: float,
         chunk_bytes: int,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
         deadline: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +61,7 @@ class Replay:
         self._start = start
         self._idle_seconds = idle_seconds
         self._chunk_bytes = chunk_bytes
+        self._message_bytes_max = message_bytes_max
         self._deadline = float("inf") if deadline is None else deadline
         self._clock = clock
         self._socket: zmq.Socket[bytes]
@@ -68,7 +70,7 @@ class Replay:
         """Send the request. InvalidValue where libzmq cannot read the endpoint, OSError without sockets."""
         # The ROUTER side expects the empty frame that a REQ would have put first.
         request = [b"", self._start.to_bytes(SEQ_BYTES, "big")]
-        self._socket = open_socket(self._context, zmq.DEALER, self.endpoint)
+        self._socket = open_socket(self._context, zmq.DEALER, self.endpoint, self._message_bytes_max)
         try:
             connect(self._socket, self.endpoint, "replay_endpoint")
         except InvalidValue:

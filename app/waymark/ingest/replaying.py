@@ -36,6 +36,7 @@ class Replaying:
         seconds: float,
         bytes_per_second_min: int,
         fold_batches: int,
+        message_bytes_max: int,
         tick: Callable[[], Awaitable[None]],
         wake: Callable[[], None],
     ) -> None:
@@ -49,6 +50,7 @@ class Replaying:
         self._seconds = seconds
         self._bytes_per_second_min = bytes_per_second_min
         self._fold_batches = fold_batches
+        self._message_bytes_max = message_bytes_max
         self._tick = tick
         self._wake = wake
         registration = life.applier.grant.claim.registration
@@ -125,6 +127,7 @@ class Replaying:
             seconds=self._seconds_left,
             bytes_per_second_min=self._bytes_per_second_min,
             fold_batches=self._fold_batches,
+            message_bytes_max=self._message_bytes_max,
             beat=self._tick,
         )
         try:

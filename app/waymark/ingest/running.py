@@ -11,7 +11,7 @@ from typing import TypeVar
 from waymark.apply.applier import Applier, Fenced, resumed
 from waymark.domain.names import PublisherName
 from waymark.domain.resolver import Resolver
-from waymark.engines import decoder
+from waymark.engines import Ceilings, decoder
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
@@ -118,7 +118,9 @@ class StreamRunner:
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
         options = self._options
-        decode = decoder(claim.registration.kind, seed=options.apply.hash_seed)
+        by = options.apply
+        ceilings = Ceilings(by.frame_bytes_max, by.batch_events_max, by.event_hashes_max, by.rejected_events_max)
+        decode = decoder(claim.registration.kind, seed=by.hash_seed, ceilings=ceilings)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         running.stream = Stream(life, self.context, self.places, self._metrics, options.stream)
         running.resolver = applier.resolver

@@ -21,7 +21,7 @@ from waymark.ingest.life import NO_REPLAY, REPLAY_INCOMPLETE, REPLAY_SILENT, REP
 from waymark.ingest.order import Judgement
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.replaying import Replaying
-from waymark.ingest.subscriber import Context, Subscriber
+from waymark.ingest.subscriber import MESSAGE_BYTES_MAX, Context, Subscriber
 from waymark.ingest.teller import Teller
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -35,6 +35,10 @@ _SETTLE_TRIES = 2
 _MIXED = (
     "frames of several topics or ranks come with counters of their own; "
     'register this publisher with "sequence": "rank", or register each publisher behind it'
+)
+_REFUSED = (
+    "its connection was ended for a message of more than {} bytes, four times WAYMARK_FRAME_BYTES_MAX, or for bytes "
+    "that are not ZMTP; it is tried again later"
 )
 
 
@@ -52,6 +56,7 @@ class StreamOptions:
     stream_buffer_bytes: int = 64 * 2**20
     stream_buffer_frames: int = 20_000
     fold_batches: int = 64
+    message_bytes_max: int = MESSAGE_BYTES_MAX
 
 
 class Stream:
@@ -71,6 +76,7 @@ class Stream:
             registration.endpoint,
             buffer_bytes=options.stream_buffer_bytes,
             buffer_frames=options.stream_buffer_frames,
+            message_bytes_max=options.message_bytes_max,
         )
         self._connection = 0
         self._over = 0
@@ -85,6 +91,7 @@ class Stream:
             seconds=options.replay_seconds,
             bytes_per_second_min=options.replay_bytes_per_second_min,
             fold_batches=options.fold_batches,
+            message_bytes_max=options.message_bytes_max,
             tick=self._tick,
             wake=self._subscriber.wake,
         )
@@ -158,7 +165,7 @@ class Stream:
             await self._report(status, now)
 
     def _current_status(self) -> str:
-        if self._is_failed:
+        if self._error is not None:
             return "failed"
         if self._life.is_lost:
             return "lost"
@@ -168,6 +175,13 @@ class Stream:
             return "replaying"
         return "degraded" if self._life.reasons else "active"
 
+    @property
+    def _error(self) -> str | None:
+        """Why the stream is failed; None where it is not."""
+        if self._is_failed:
+            return _MIXED
+        return _REFUSED.format(self._options.message_bytes_max) if self._subscriber.is_refused else None
+
     async def _report(self, status: str, now: float) -> None:
         self._reported = now
         if status != self.status:
@@ -175,13 +189,13 @@ class Stream:
                 "stream status", extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons))
             )
             self.status = status
-        await self._teller.tell(status, _MIXED if self._is_failed else None)
+        await self._teller.tell(status, self._error)
 
     async def _last_report(self) -> None:
         """What was counted since the last one, where Redis takes it at once."""
         try:
             async with asyncio.timeout(_REPORT_SECONDS):
-                await self._teller.tell(self.status, _MIXED if self._is_failed else None)
+                await self._teller.tell(self.status, self._error)
         except (TimeoutError, Fenced):
             log.debug("last counters not written", extra=fields(stream=self._life.name))
 
@@ -190,6 +204,7 @@ class Stream:
     async def _live(self, frames: list[Frame]) -> None:
         self._heard = time.monotonic()
         life = self._life
+        life.applier.pacer.begin()
         for frame in frames:
             if frame.connection != self._connection:
                 await life.flush()
@@ -197,7 +212,7 @@ class Stream:
             if frame.connection == self._over:
                 life.count("stale_batches")
                 continue
-            incoming = life.incoming(frame.seq, frame.payload)
+            incoming = await life.incoming(frame.seq, frame.payload)
             if incoming is None or self._is_failed:
                 continue
             if self._registration.sequence == "rank":
@@ -216,6 +231,8 @@ class Stream:
                 life.count("stale_batches")
             else:
                 life.append(incoming)
+                if life.is_fold_full:
+                    await life.flush()
         await life.flush()
 
     async def _settle(self, judgement: Judgement, incoming: Incoming) -> Judgement:

@@ -39,11 +39,15 @@ RECONNECT_SECONDS = 0.1
 """Before the first attempt after a lost connection; doubled by every attempt that fails. Also the time in which
 libzmq hands over what it had read when it told of the loss."""
 RECONNECT_SECONDS_MAX = 5.0
+REFUSED_SECONDS = 30.0
+"""Before the next attempt after a connection that libzmq has ended for what came over it."""
 CONNECT_MILLISECONDS = 10_000
 """For a TCP connect, and once more for the handshake."""
 HEARTBEAT_INTERVAL_MILLISECONDS = 5_000
 HEARTBEAT_TIMEOUT_MILLISECONDS = 15_000
-FRAME_BYTES_MAX = 64 * 2**20
+BYTES_PER_TURN = 8 * 2**20
+"""Bytes of frames read before the event loop gets its turn, exceeded by at most one frame."""
+MESSAGE_BYTES_MAX = 64 * 2**20
 """A publisher that sends more in one part loses its connection, before the part is in memory."""
 
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
@@ -61,7 +65,9 @@ _OVER = (
 _monitor_numbers = itertools.count(1)
 
 
-def open_socket(context: Context, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+def open_socket(
+    context: Context, kind: int, endpoint: str, message_bytes_max: int = MESSAGE_BYTES_MAX
+) -> zmq.Socket[bytes]:
     """A socket with the options of both transports, not connected yet; OSError where none is to be had."""
     try:
         socket = context.socket(kind)
@@ -69,7 +75,7 @@ def open_socket(context: Context, kind: int, endpoint: str) -> zmq.Socket[bytes]
         raise OSError(error.errno, f"no socket for {endpoint}: {error.strerror}") from error
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.RCVHWM, 0)
-    socket.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+    socket.set(zmq.MAXMSGSIZE, message_bytes_max)
     socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
     socket.set(zmq.HANDSHAKE_IVL, CONNECT_MILLISECONDS)
     socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MILLISECONDS)
@@ -92,13 +98,15 @@ def connect(socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
 class _Link:
     """A SUB socket for one connection, or one attempt at it, with its monitor."""
 
-    __slots__ = ("descriptors", "is_over", "is_up", "monitor", "socket")
+    __slots__ = ("descriptors", "is_over", "is_retried", "is_up", "monitor", "socket")
 
-    def __init__(self, context: Context, endpoint: str) -> None:
+    def __init__(self, context: Context, endpoint: str, message_bytes_max: int) -> None:
         self.is_up = False
         """The handshake succeeded. It stays true when the connection is over: there may be frames to read."""
         self.is_over = False
-        self.socket = open_socket(context, zmq.SUB, endpoint)
+        self.is_retried = False
+        """libzmq would connect again: after a lost connection, but not after one that it has ended itself."""
+        self.socket = open_socket(context, zmq.SUB, endpoint, message_bytes_max)
         try:
             self.socket.set(zmq.RECONNECT_IVL, _NEVER_MILLISECONDS)
             self.socket.subscribe(b"")
@@ -136,6 +144,7 @@ class Subscriber:
         *,
         buffer_bytes: int,
         buffer_frames: int,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint = endpoint
@@ -149,6 +158,9 @@ class Subscriber:
         """Frames for which there was no room."""
         self.malformed = 0
         """Frames that were not of the contract's form."""
+        self.is_refused = False
+        """libzmq has ended the last connection, for a message above ``message_bytes_max`` or bytes that are no ZMTP."""
+        self._message_bytes_max = message_bytes_max
         self._context = context
         self._buffer_bytes = buffer_bytes
         self._buffer_frames = buffer_frames
@@ -210,9 +222,14 @@ class Subscriber:
         return has_news
 
     def take(self, limit: int) -> list[Frame]:
-        """At most ``limit`` of the buffered frames, oldest first; their room is free again."""
-        buffer = self._buffer
-        frames = [buffer.popleft() for _ in range(min(limit, len(buffer)))]
+        """At most ``limit`` of the buffered frames, oldest first; their room is free again.
+
+        Frames of ``BYTES_PER_TURN`` at most, or one that is larger: what is taken is in memory beside the buffer.
+        """
+        buffer, frames, size = self._buffer, list[Frame](), 0
+        while buffer and len(frames) < limit and (not frames or size + len(buffer[0].payload) <= BYTES_PER_TURN):
+            size += len(buffer[0].payload)
+            frames.append(buffer.popleft())
         self.buffered_bytes -= sum(len(frame.topic) + len(frame.payload) for frame in frames)
         return frames
 
@@ -227,7 +244,7 @@ class Subscriber:
     # ---- the sockets' side -------------------------------------------------------------------------
 
     def _open_link(self) -> None:
-        link = _Link(self._context, self.endpoint)
+        link = _Link(self._context, self.endpoint, self._message_bytes_max)
         self._link = link
         for descriptor in link.descriptors:
             self._loop.add_reader(descriptor, self._turn)
@@ -246,6 +263,16 @@ class Subscriber:
         if self._link is not None and self._read_frames(self._link):
             self._dialling = self._loop.call_soon(self._dial_again)
             return
+        if self._link is not None:
+            self._read_monitor(self._link)
+            if self._link.is_up and not self._link.is_retried:
+                # It would do the same again at once.
+                self.is_refused = True
+                self._close_link()
+                self._pause = REFUSED_SECONDS
+                self._dial_later()
+                self.wake()
+                return
         self._close_link()
         try:
             self._open_link()
@@ -278,7 +305,10 @@ class Subscriber:
             except zmq.Again:
                 return
             # The event's number is the first two bytes, in the machine's order; a value follows.
-            if int.from_bytes(event[:2], sys.byteorder) & _UP:
+            number = int.from_bytes(event[:2], sys.byteorder)
+            if number == zmq.EVENT_CONNECT_RETRIED:
+                link.is_retried = True
+            if number & _UP:
                 link.is_up = True
                 self._pause = RECONNECT_SECONDS
                 self.connection += 1
@@ -302,9 +332,15 @@ class Subscriber:
             link.socket.get(zmq.EVENTS)
             return False
         received = self._clock()
+        size = 0
         try:
             for _ in range(FRAMES_PER_TURN):
-                self._keep(parse_live(link.socket.recv_multipart(zmq.NOBLOCK), self.connection, received))
+                parts = link.socket.recv_multipart(zmq.NOBLOCK)
+                self.is_refused = False
+                self._keep(parse_live(parts, self.connection, received))
+                size += len(parts[-1])
+                if size > BYTES_PER_TURN:
+                    break
         except zmq.Again:
             return False
         finally:

@@ -27,7 +27,7 @@ class Teller:
         life.count("buffer_dropped", dropped - self._dropped)
         life.count("frames_malformed", malformed - self._malformed)
         self._dropped, self._malformed = dropped, malformed
-        reasons = "; ".join(f"{reason}: {REASONS[reason]}" for reason in sorted(life.reasons))
+        reasons = "; ".join(f"{reason}: {life.details.get(reason, REASONS[reason])}" for reason in sorted(life.reasons))
         facts: Facts = {"status": status, "last_error": error or reasons}
         has_news = self._facts != facts
         counts = {name: n for name, n in life.counters.items() if self._counts.get(name) != n}

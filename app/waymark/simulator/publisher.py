@@ -149,6 +149,10 @@ class SimulatedPublisher:
         """A frame of the right form whose payload is no batch; its seq."""
         return self._send(_GARBAGE)
 
+    def publish_payload(self, payload: bytes) -> int:
+        """A frame with just this payload; its seq."""
+        return self._send(payload)
+
     def send_malformed(self) -> None:
         """A frame whose seq is no seq. It is not kept and takes no seq."""
         if self._live is not None and not self.is_silent:

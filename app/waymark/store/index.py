@@ -47,11 +47,12 @@ class Index:
         event_ids: Mapping[int, int] | None = None,
         *,
         hold: Hold | None = None,
+        before: int | None = None,
     ) -> Verdict:
         """Apply runs in order and move the watermark, if one is given; ``modes`` has every holder of the runs.
 
         ``event_ids``, per holder the last one of the batches, move in the same script as the watermark does; without
-        a watermark, in the last script of the call.
+        a watermark, in the last script of the call. ``before`` is that of a commit that comes with a later call.
 
         With ``hold`` the calls wait until the pacer lets them through; without it they are made at once.
 
@@ -59,7 +60,8 @@ class Index:
         nothing this caller believes of it holds any more. LOST: a shard has lost writes that it had acknowledged, so
         the life of the stream has to end.
         """
-        before = None if commit is None else commit.before
+        if commit is not None:
+            before = commit.before
         events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
         if grant.shards == 1:
             return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit, before, events, hold)

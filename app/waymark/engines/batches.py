@@ -1,0 +1,242 @@
+"""A payload to its events, whatever bytes it has.
+
+Two promises hold: nothing but ``Undecodable`` leaves a decoder, and one bad event costs one event, also where msgpack
+itself cannot read it. What is beyond a ceiling is ``OverCeiling``: then the batch as a whole is not read. A decoder
+works in slices, none of which takes longer than a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
+
+import msgpack
+
+from waymark.domain.events import Batch, Cleared, Event
+from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices, finish
+from waymark.engines.ceilings import Ceilings, frame_too_large, too_many_events, too_many_hashes
+from waymark.engines.long import UNREADABLE, WINDOW_BYTES, LongPayload
+from waymark.engines.parts import PART_HASHES, hashes_of, parts
+from waymark.engines.wire import Ignored, Rejected, is_u32
+from waymark.errors import Undecodable
+
+ReadEvent: TypeAlias = Callable[[Any], Event | Ignored]
+
+MORE: Final = "more"
+"""The kind of a batch's rejected events beyond ``Ceilings.rejected_events``, counted once."""
+
+SHORT_BYTES: Final = 1024
+"""A payload that is read in one go."""
+_SHORT_EVENTS: Final = 16
+
+# Later than any second of this era: such a clock counts milliseconds (Mooncake's master does).
+_MILLISECONDS_FROM: Final = 1e11
+_BAD_MSGPACK: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
+
+
+class Decoder:
+    """The batches of one dialect. ``names`` are the fields of its events that are lists, by tag."""
+
+    def __init__(
+        self,
+        read_event: ReadEvent,
+        *,
+        names: Mapping[str, tuple[str, ...]],
+        bare: bool = False,
+        ceilings: Ceilings | None = None,
+    ) -> None:
+        self.ceilings = ceilings or Ceilings()
+        self._read_event = read_event
+        self._names = names
+        self._bare = bare
+
+    def __call__(self, payload: bytes) -> Batch:
+        """The batch in a payload: ``[ts, events, rank?]``; a bare dialect's may be one event map or a list of them."""
+        return finish(self.slices(payload))
+
+    def short(self, payload: bytes) -> Batch:
+        """The same of a payload of at most ``SHORT_BYTES``: nothing of it can be long."""
+        try:
+            root = msgpack.unpackb(payload, strict_map_key=False)
+        except _BAD_MSGPACK:
+            return self(payload)
+        ts, listed, rank = _split(root, len(payload), bare=self._bare)
+        if len(listed) > _SHORT_EVENTS:
+            return self(payload)
+        events = _Events(self._read_event, self._names, self.ceilings)
+        for event in listed:
+            events.read_short(event)
+        return events.batch(ts, rank)
+
+    def slices(self, payload: bytes) -> Slices[Batch]:
+        """The same, slice by slice."""
+        if len(payload) > self.ceilings.frame_bytes:
+            raise frame_too_large(len(payload), self.ceilings)
+        events = _Events(self._read_event, self._names, self.ceilings)
+        if len(payload) > WINDOW_BYTES:
+            long = LongPayload(payload, self._names, self.ceilings)
+            ts, rank = yield from long.batch(events.read, bare=self._bare)
+        else:
+            ts, listed, rank = _split((yield from _unpack(payload)), len(payload), bare=self._bare)
+            if len(listed) > self.ceilings.batch_events:
+                raise too_many_events(len(listed), self.ceilings)
+            may_be_long = len(payload) > 2 * PART_HASHES
+            for event in listed:
+                if may_be_long or events.units > SLICE_UNITS:
+                    yield from events.read(event)
+                else:
+                    events.read_short(event)
+        return events.batch(ts, rank)
+
+
+class _Events:
+    """Reads the events of one batch, one after the other."""
+
+    __slots__ = ("_ceilings", "_names", "_read_event", "_rejected", "events", "ignored", "rejected", "samples", "units")
+
+    def __init__(self, read_event: ReadEvent, names: Mapping[str, tuple[str, ...]], ceilings: Ceilings) -> None:
+        self.events: list[Event] = []
+        self.rejected: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
+        self.samples: dict[str, str] = {}
+        self.units = 0
+        """Of the slice under way."""
+        self._read_event = read_event
+        self._names = names
+        self._ceilings = ceilings
+        self._rejected = 0
+
+    def batch(self, ts: Any, rank: Any) -> Batch:
+        """All of them; ``ts`` and ``rank`` are as the payload has them."""
+        if rank is not None and not is_u32(rank):
+            rank = None
+            self.ignored[Ignored.BAD_RANK.value] += 1
+        return Batch(_clock(ts), tuple(self.events), rank, self.rejected, self.ignored, self.samples)
+
+    def read(self, event: Any) -> Slices[None]:
+        """One event, in its parts where it is long."""
+        hashes = hashes_of(event, self._names)
+        if len(hashes) > self._ceilings.event_hashes:
+            raise too_many_hashes(len(hashes), self._ceilings)
+        if len(hashes) > PART_HASHES:
+            yield from self._read_parts(event)
+        else:
+            self.read_short(event)
+        if self.units > SLICE_UNITS:
+            self.units = 0
+            yield
+
+    def read_short(self, event: Any) -> None:
+        self.units += EVENT_UNITS
+        try:
+            if event is UNREADABLE:
+                raise Rejected("bad_msgpack", "an event that is not valid msgpack")
+            read = self._read_event(event)
+        except Rejected as bad:
+            self._reject(bad)
+            return
+        if isinstance(read, Ignored):
+            self.ignored[read.value] += 1
+        else:
+            self.events.append(read)
+            if not isinstance(read, Cleared):
+                self.units += len(read.engine_hashes)
+
+    def _read_parts(self, event: Any) -> Slices[None]:
+        found: list[Event] = []
+        seen: set[int] = set()
+        hashes = 0
+        try:
+            for part in parts(event, self._names):
+                read = self._read_event(part)
+                if isinstance(read, Ignored):
+                    self.ignored[read.value] += 1
+                    return
+                if isinstance(read, Cleared):
+                    self.events.append(read)
+                    return
+                seen.update(read.engine_hashes)
+                hashes += len(read.engine_hashes)
+                if len(seen) < hashes:
+                    raise Rejected("repeated_hash", f"an event names one of its first {hashes} blocks twice")
+                found.append(replace(read, part=len(found)))
+                yield
+        except Rejected as bad:
+            self._reject(bad)
+            return
+        if getattr(found[0], "parent", None) in seen:
+            self._reject(Rejected("own_parent", "a block is its own parent"))
+        else:
+            self.events += found
+
+    def _reject(self, bad: Rejected) -> None:
+        self._rejected += 1
+        if self._rejected <= self._ceilings.rejected_events:
+            self.rejected[bad.kind] += 1
+            self.samples.setdefault(bad.kind, bad.sentence)
+        else:
+            self.rejected[MORE] = 1
+
+
+def _split(root: Any, size: int, *, bare: bool) -> tuple[Any, list[Any], Any]:
+    """(ts, events, rank) of a payload that is unpacked."""
+    if isinstance(root, list) and len(root) >= 2 and isinstance(root[1], list):
+        return root[0], root[1], root[2] if len(root) > 2 else None
+    if bare and isinstance(root, dict) and "event_type" in root:
+        return None, [root], None
+    if bare and isinstance(root, list) and (not root or any(isinstance(item, dict) for item in root)):
+        return None, root, None
+    raise Undecodable("not_a_batch", f"a payload of {size} bytes is a {type(root).__name__}, not a batch")
+
+
+def _unpack(payload: bytes) -> Slices[Any]:
+    try:
+        return msgpack.unpackb(payload, strict_map_key=False)
+    except _BAD_MSGPACK:
+        pass
+    try:
+        root = yield from _salvage(payload, 2)
+    except _BAD_MSGPACK:
+        root = UNREADABLE
+    if root is UNREADABLE:
+        raise Undecodable("bad_msgpack", f"a payload of {len(payload)} bytes is not msgpack")
+    return root
+
+
+def _salvage(piece: bytes, levels: int) -> Slices[Any]:
+    """The value of ``piece``; where that fails, the same list with ``UNREADABLE`` for what cannot be read.
+
+    Text that is no UTF-8, a map as a map's key or a broken timestamp end ``unpackb`` for the whole payload, but
+    skipping a value needs only lengths: elements are cut out and read one by one, down to the events, two levels
+    below. Lists and not tuples: a list's room is not touched before it is filled, however long it claims to be.
+    """
+    try:
+        return msgpack.unpackb(piece, strict_map_key=False)
+    except _BAD_MSGPACK:
+        if levels == 0:
+            return UNREADABLE
+    unpacker = msgpack.Unpacker(None, max_buffer_size=0)
+    unpacker.feed(piece)
+    try:
+        length = unpacker.read_array_header()
+    except ValueError:
+        return UNREADABLE
+    items = []
+    end = unpacker.tell()
+    for i in range(length):
+        start = end
+        unpacker.skip()
+        end = unpacker.tell()
+        items.append((yield from _salvage(piece[start:end], levels - 1)))
+        if i % EVENT_UNITS == 0:
+            yield
+    return items if end == len(piece) else UNREADABLE
+
+
+def _clock(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value / 1000 if value >= _MILLISECONDS_FROM else float(value)

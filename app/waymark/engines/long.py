@@ -1,0 +1,257 @@
+"""A long payload, read a window of bytes at a time.
+
+``msgpack`` makes all of a payload's objects in one call, and every byte of it may be one. So whatever is longer
+than a window is read in pieces that fit into one: a batch event by event, a long event field by field, a long list
+some elements at a time. Lists of hashes and tokens become arrays of u64, eight bytes an element; what no engine
+makes long is not read at all.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgpack
+
+from waymark.domain.names import U64_MASK
+from waymark.domain.slices import Slices
+from waymark.engines.ceilings import Ceilings, misshapen, too_many_events, too_many_hashes
+from waymark.errors import Undecodable
+
+WINDOW_BYTES: Final = 65_536
+"""A payload, an event or a value that fits is unpacked in one go: at most a few ms and some MB."""
+
+#: Fields of an event that are long where the event has many blocks.
+HASHES: Final = frozenset({"block_hashes", "seq_hashes"})
+TOKENS: Final = frozenset({"token_ids"})
+PER_BLOCK: Final = frozenset({"extra_keys", "block_mm_infos"})
+
+_FIELDS_MAX: Final = 64
+_PIECE: Final = 4096
+_INTEGER_BYTES: Final = 9
+_OTHER_BYTES_MAX: Final = 2 * 2**20
+"""What elements of lists that are neither hashes nor tokens may take of a payload: each byte may become an object."""
+_ERRORS: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
+
+
+class Unreadable:
+    """Stands where msgpack could not make a value of the bytes."""
+
+
+UNREADABLE: Final = Unreadable()
+
+
+class LongPayload:
+    """Reads one payload from its beginning to its end. ``Undecodable`` where that is not possible."""
+
+    def __init__(self, payload: bytes, names: Mapping[str, tuple[str, ...]], ceilings: Ceilings) -> None:
+        """``names`` are the fields of events that are lists, by tag."""
+        self._names = names
+        self._view = memoryview(payload)
+        self._ceilings = ceilings
+        self._at = 0
+        self._others = 0
+
+    def batch(self, read: Callable[[Any], Slices[None]], *, bare: bool) -> Slices[tuple[Any, Any]]:
+        """Have each event of ``[ts, events, rank?]`` read; returns ts and rank. With ``bare`` also one event map, or
+        a list of them.
+
+        An event is as msgpack has it, but lists of hashes and of tokens may be arrays of u64.
+        """
+        if bare and self._is_map():
+            yield from self._events(1, read)
+            return None, None
+        is_map, length = self._container()
+        if is_map or length == 0:
+            raise self._no_batch()
+        if bare and self._is_map():
+            yield from self._events(length, read)
+            return None, None
+        ts = self._value()
+        if length < 2 or not self._is_list():
+            raise self._no_batch()
+        yield from self._events(self._container()[1], read)
+        return ts, self._value() if length > 2 else None
+
+    def _events(self, count: int, read: Callable[[Any], Slices[None]]) -> Slices[None]:
+        if count > self._ceilings.batch_events:
+            raise too_many_events(count, self._ceilings)
+        left = count
+        while left:
+            found, size = self._window(left)
+            self._at += size
+            yield
+            for event in found or [(yield from self._long_event())]:
+                yield from read(event)
+            left -= len(found) or 1
+
+    def _no_batch(self) -> Undecodable:
+        return Undecodable("not_a_batch", f"a payload of {len(self._view)} bytes is not a batch")
+
+    # ---- a window ----------------------------------------------------------------------------------
+
+    def _byte(self) -> int:
+        if self._at >= len(self._view):
+            raise Undecodable("bad_msgpack", f"a payload of {len(self._view)} bytes is not msgpack")
+        return self._view[self._at]
+
+    def _unpacker(self) -> msgpack.Unpacker:
+        unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
+        unpacker.feed(self._view[self._at : self._at + WINDOW_BYTES])
+        return unpacker
+
+    def _window(self, most: int) -> tuple[list[Any], int]:
+        """The values that are whole in the next window, and their bytes."""
+        found: list[Any] = []
+        unpacker, size = self._unpacker(), 0
+        try:
+            while len(found) < most:
+                found.append(unpacker.unpack())
+                size = unpacker.tell()
+        except msgpack.OutOfData:
+            pass
+        except _ERRORS:
+            if not found:
+                return [UNREADABLE], self._skipped()
+        return found, size
+
+    def _skipped(self) -> int:
+        """The bytes of a value that cannot be made."""
+        unpacker = self._unpacker()
+        try:
+            unpacker.skip()
+        except msgpack.OutOfData:
+            raise misshapen("a long value that is not valid msgpack") from None
+        except _ERRORS:
+            raise Undecodable("bad_msgpack", f"a payload of {len(self._view)} bytes is not msgpack") from None
+        return int(unpacker.tell())
+
+    def _value(self) -> Any:
+        """One value that fits into a window, or a text or bytes of any length."""
+        found, size = self._window(1)
+        if found:
+            self._at += size
+            return found[0]
+        head = self._byte()
+        wide = {0xC5: 2, 0xC6: 4, 0xDA: 2, 0xDB: 4}.get(head)
+        if wide is None:
+            raise misshapen("a value that is long and no list of its event")
+        start = self._at + 1 + wide
+        end = start + int.from_bytes(self._view[self._at + 1 : start], "big")
+        if end > len(self._view):
+            raise Undecodable("bad_msgpack", f"a payload of {len(self._view)} bytes is not msgpack")
+        self._at, view = end, self._view[start:end]
+        return bytes(view) if head in (0xC5, 0xC6) else UNREADABLE
+
+    # ---- a long event ------------------------------------------------------------------------------
+
+    def _container(self) -> tuple[bool, int]:
+        """Whether a map comes next, and how many entries it or the list has; the reader is behind its head."""
+        head = self._byte()
+        if head & 0xE0 == 0x80:
+            self._at += 1
+            return head < 0x90, head & 0x0F
+        wide = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}.get(head)
+        if wide is None:
+            raise self._no_batch()
+        length = int.from_bytes(self._view[self._at + 1 : self._at + 1 + wide], "big")
+        self._at += 1 + wide
+        return head >= 0xDE, length
+
+    def _is_map(self) -> bool:
+        head = self._byte()
+        return head & 0xF0 == 0x80 or head in (0xDE, 0xDF)
+
+    def _is_list(self) -> bool:
+        head = self._byte()
+        return head & 0xF0 == 0x90 or head in (0xDC, 0xDD)
+
+    def _long_event(self) -> Slices[Any]:
+        head = self._byte()
+        if not (head & 0xE0 == 0x80 or 0xDC <= head <= 0xDF):
+            return self._value()
+        is_map, length = self._container()
+        if length > _FIELDS_MAX:
+            raise misshapen(f"an event of {length} fields")
+        if is_map:
+            event: dict[Any, Any] = {}
+            for _ in range(length):
+                name = self._value()
+                if not isinstance(name, str):
+                    raise misshapen("a long event whose fields have no names")
+                event[name] = yield from self._field(name)
+            return event
+        listed: list[Any] = []
+        fields: tuple[str, ...] = ()
+        for i in range(length):
+            listed.append((yield from self._field(fields[i - 1] if 0 < i <= len(fields) else "")))
+            if i == 0 and isinstance(listed[0], str):
+                fields = self._names.get(listed[0], ())
+        return listed
+
+    def _field(self, name: str) -> Slices[Any]:
+        found, size = self._window(1)
+        if found or not self._is_list():
+            return self._value() if not found else self._took(found[0], size)
+        _, length = self._container()
+        if (name in HASHES or name in PER_BLOCK) and length > self._ceilings.event_hashes:
+            raise too_many_hashes(length, self._ceilings)
+        return (yield from self._elements(name, length))
+
+    def _took(self, value: Any, size: int) -> Any:
+        self._at += size
+        return value
+
+    def _elements(self, name: str, length: int) -> Slices[array[int] | list[Any] | None]:
+        """The elements of a list: an array of hashes or tokens, or what a list of another field has."""
+        compact: array[int] = array("Q")
+        others: list[Any] = []
+        left, most = length, _PIECE
+        while left:
+            count = min(left, most)
+            before, piece = self._at, self._piece(count)
+            if piece is None:
+                if count == 1:
+                    raise misshapen(f"a long element of {name or 'a list'}")
+                most = max(1, count // 8)
+                continue
+            left -= count
+            if name in HASHES or name in TOKENS:
+                compact.extend(_integers(piece, name))
+            elif name in PER_BLOCK:
+                others += piece
+                if piece.count(None) < count:
+                    self._others += self._at - before
+                    if self._others > _OTHER_BYTES_MAX:
+                        raise misshapen(f"more than {_OTHER_BYTES_MAX} bytes of {name}")
+            yield
+        if name in HASHES or name in TOKENS:
+            return compact
+        return others if name in PER_BLOCK else None
+
+    def _piece(self, count: int) -> list[Any] | None:
+        """The next elements of a list; None where a window does not hold so many."""
+        unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
+        unpacker.feed(b"\xdd" + count.to_bytes(4, "big"))
+        unpacker.feed(self._view[self._at : self._at + max(WINDOW_BYTES, _INTEGER_BYTES * count)])
+        try:
+            piece: list[Any] = unpacker.unpack()
+        except msgpack.OutOfData:
+            return None
+        except _ERRORS:
+            raise misshapen("a long list that is not valid msgpack") from None
+        self._at += int(unpacker.tell()) - 5
+        return piece
+
+
+def _integers(piece: list[Any], name: str) -> list[int]:
+    """Elements as u64: integers by their 64 bits, hashes that are bytes by their last 8, of pairs the firsts."""
+    kinds = set(map(type, piece))
+    if kinds == {int}:
+        return piece if min(piece) >= 0 else [each & U64_MASK for each in piece]
+    if kinds == {bytes} and name in HASHES and all(piece):
+        return [int.from_bytes(each[-8:], "big") for each in piece]
+    if kinds == {list} and name in TOKENS and all(len(pair) == 2 and set(map(type, pair)) == {int} for pair in piece):
+        return [first & U64_MASK for first, _ in piece]
+    raise misshapen(f"a long list of {name} with something else in it")
