@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import wait_until
-from tests.ingest.conftest import PATIENCE_SECONDS, Bench, Pod
+from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from waymark.domain.names import GroupName
 from waymark.store import keys
 from waymark.store.store import Store
@@ -70,3 +70,26 @@ async def test_a_shard_that_has_come_back_empty_is_filled_again(bench: Bench, mo
         await pod.work(2)
     await pod.agrees()
     await pod.counted(batches_lost=0)
+
+
+async def test_a_shard_that_is_emptied_after_a_takeover_is_replayed_though_nobody_publishes(bench: Bench) -> None:
+    """Nothing has been applied under the new grant, so nothing but the marks of the grant tells of the shard."""
+    pod = await bench.pod(is_registered=False)
+    await Store(bench._client, shards=3).registry.register(pod.registration)
+    first = await bench.worker("worker-1", WITHOUT_PROBES)
+    await pod.caught_up()
+    await pod.work(5)
+    await pod.agrees()
+    await first.stop()
+    await bench.worker("worker-2", WITHOUT_PROBES)
+
+    async def is_taken_over() -> bool:
+        state = await pod.state()
+        return (state.worker, state.status) == ("worker-2", "active")
+
+    await wait_until(is_taken_over, "the second worker has it", PATIENCE_SECONDS)
+    for shard in (1, 2):
+        lost = await bench.redis.keys(f"wm:{{1.{shard}}}:*")
+        assert lost
+        await bench.redis.delete(*lost)
+        await pod.agrees()

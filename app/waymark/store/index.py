@@ -178,8 +178,7 @@ class Index:
         )
         # Without any token a shard has come back empty, or the publisher is gone, which its record tells.
         return any(
-            token is None or int(-1 if seq is None else seq) < grant.marks[shard]
-            for shard, (token, seq) in zip(asked, found, strict=True)
+            token is None or _seq_of(seq) < grant.marks[shard] for shard, (token, seq) in zip(asked, found, strict=True)
         )
 
     async def entries(self, grant: Grant, wanted: Mapping[int, Sequence[int]]) -> dict[int, dict[int, tuple[int, int]]]:
@@ -210,6 +209,13 @@ class Index:
                         key = keys.engine(grant.group_id, shard, holder)
                         self._parser.reject(RecordKind.ENTRY, key, f"{engine_hash:016x}", str(exc))
         return found
+
+
+def _seq_of(raw: bytes | None) -> int:
+    """A seq that a shard has kept; -1 for none, and below that where it cannot be read."""
+    if raw is None:
+        return -1
+    return int(raw) if raw.isdigit() and len(raw) <= 16 else -2
 
 
 def parse_entry(engine_hash: int, value: bytes) -> tuple[int, int]:
