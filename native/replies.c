@@ -90,18 +90,19 @@ static PyObject *scan_reply(const Input *reply, Py_ssize_t count, int has_versio
     if (at != NULL && has_version)
         at = read_bulk(at, end, &version, &version_length);
     PyObject *answer = NULL;
-    if (at == end)
-        answer = Py_BuildValue("y#On", version, version_length, found, blocks);
+    if (at != NULL)
+        answer = Py_BuildValue("y#Onn", version, version_length, found, blocks, (Py_ssize_t)(at - reply->start));
     else if (!PyErr_Occurred())
         answer = Py_NewRef(Py_None);
     Py_DECREF(found);
     return answer;
 }
 
-/* scan(reply: bytes, count: int, with_version: bool) -> tuple[bytes | None, list[tuple[bytes, int]], int] | None
+/* scan(reply: bytes, count: int, with_version: bool) -> tuple[bytes | None, list[tuple[bytes, int]], int, int] | None
  *
  * The reply to an MGET of `count` keys (0: there was none) and to an HGET of the version after it: the version, the runs
- * of equal values up to the first nil, and how many values they are. None where it is anything but just that.
+ * of equal values up to the first nil, how many values they are, and where the replies end. None where `reply` does not
+ * begin with just that.
  */
 PyObject *scan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

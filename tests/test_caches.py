@@ -47,6 +47,7 @@ ELSEWHERE = {
     "ingest.polling:Poller._claims": "registrations to restore where Redis has come back empty",
     "ingest.polling:Poller._others": "workers that lived before Redis came back empty, to wait for",
     "ingest.polling:Poller.running": "streams under way, each under its grant",
+    "ingest.polling:Poller._faults": "what the log says already",
     "ingest.replay_places:ReplayPlaces": "replays under way",
     "ingest.running:StreamRunner._errors": "what the log says already",
     "ingest.shares:RegisteredRanks": "one poll",
@@ -59,9 +60,14 @@ ELSEWHERE = {
     "store.hot:HotBlocks": "made by the incarnation",
     "store.incarnation:Incarnation": "the mechanism itself",
     "store.leases:Grant": "under one grant, which a Redis that came back empty does not know",
-    "store.lending:_kept": "connections",
-    "store.line:Replies": "one answer",
+    "store.pacing:Pacer": "calls under way",
+    "store.pacing:_Lane": "calls under way",
+    "store.parsing:RecordParser": "made by the incarnation",
+    "store.read_connection:ReadConnection": "questions under way",
+    "store.read_connection:_Question": "one answer",
     "store.reader:_Query": "one query",
+    "store.records:_StreamFields": "one record",
+    "store.registry:Registry._decoded": "each good for as long as Redis has the same bytes",
 }
 
 
@@ -159,5 +165,6 @@ def test_hot_blocks_and_answers_are_emptied_by_it() -> None:
     store = Store.open("memory://", hot=hot)
     conductor = Conductor(store, Settings(), Metrics())
     emptied = store.incarnation._caches
+    assert any(each is store.parser for each in emptied)
     assert any(each is hot for each in emptied)
     assert any(each is conductor._rows for each in emptied)

@@ -229,11 +229,9 @@ def scan(reply: bytes, count: int, with_version: bool) -> object:
         if reply[at - 2 : at] != b"\r\n":
             return None
         values.append(value)
-    if at != len(reply):
-        return None
     version = values.pop() if with_version else None
     found = runs(values)
-    return version, found, sum(length for _, length in found)
+    return version, found, sum(length for _, length in found), at
 
 
 def runs(values: list[Any]) -> list[tuple[bytes, int]]:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream, snapshot, stream_of
+from tests.store.factories import Stream, client_of, snapshot, stream_of
 from tests.store.key_table import KeyTable
 from waymark.store.client import Client
 from waymark.store.store import Store
@@ -33,8 +33,11 @@ def shards() -> int:
 
 
 @pytest.fixture
-def client(redis: Redis) -> Client:
-    return Client(redis, "redis://test")
+async def client(redis: Redis) -> AsyncIterator[Client]:
+    client = client_of(redis)
+    yield client
+    if client.reads is not None:
+        client.reads.close()
 
 
 @pytest.fixture

@@ -12,11 +12,14 @@ from waymark.domain.names import EngineKind, GroupName, Holder, Registration
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
+from waymark.store.access import Access
+from waymark.store.address import parse
 from waymark.store.claims import Claim
 from waymark.store.client import Client, Reply
 from waymark.store.index import Index
 from waymark.store.leases import Grant
-from waymark.store.line import Take
+from waymark.store.read_connection import ReplyReader
+from waymark.store.read_pool import Dialer, ReadPool
 from waymark.store.records import Begin
 from waymark.store.registry import GroupEntry
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
@@ -41,6 +44,13 @@ _POD = Registration(
     copies="count",
     sequence="publisher",
 )
+
+
+def client_of(redis: Redis) -> Client:
+    """A client of the same Redis, with a read connection where it is real. To be closed by ``client.reads``."""
+    path = redis.connection_pool.connection_kwargs.get("path")
+    reads = None if path is None else ReadPool(Dialer(parse(f"unix://{path}"), Access(), 5.0, None))
+    return Client(redis, "redis://test", reads=reads)
 
 
 def registration(instance_id: str = "pod-1", **fields: Any) -> Registration:
@@ -82,7 +92,7 @@ class Dying(Client):
     """A process that dies at a script: before the call of that number, or after it with the reply unread."""
 
     def __init__(self, client: Client, script: str, *, call: int = 1, is_done: bool = False) -> None:
-        super().__init__(client._redis, client.url)
+        super().__init__(client._redis, client.url, reads=client.reads)
         self._script, self._calls_left, self._is_done = script, call, is_done
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
@@ -101,7 +111,7 @@ class Meeting(Client):
     """Lets something else happen right before a script, or a read, of that number."""
 
     def __init__(self, client: Client, name: str, meanwhile: Callable[[], Awaitable[Any]], *, call: int = 1) -> None:
-        super().__init__(client._redis, client.url)
+        super().__init__(client._redis, client.url, reads=client.reads)
         self._name, self._meanwhile, self._calls_left = name, meanwhile, call
 
     async def _meet(self, name: str) -> None:
@@ -118,9 +128,9 @@ class Meeting(Client):
         await self._meet("several")
         return await super().several(commands, is_lenient=is_lenient)
 
-    async def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> T:
+    async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
         await self._meet("ask")
-        return await super().ask(key, packed, take, until)
+        return await super().ask(key, packed, reader, until)
 
 
 @dataclass

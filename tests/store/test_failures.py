@@ -17,7 +17,7 @@ from tests.topologies import farm
 from waymark.errors import StoreUnavailable
 from waymark.store.access import Access
 from waymark.store.client import Client
-from waymark.store.line import Replies
+from waymark.store.read_connection import Replies
 
 #: Of one connection or reply, where something is answered; and where nothing is, which every command waits for.
 TIMEOUT_SECONDS = 5.0

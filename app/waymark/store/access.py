@@ -89,6 +89,30 @@ class Access:
             self.sentinel_username, None, self.sentinel_password_file, "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"
         )
 
+    def secret(self, address: Address) -> tuple[str, ...]:
+        """What AUTH is given, read anew each time; empty where Redis asks for nothing. Raises SecretUnreadable."""
+        username = address.username or self.username
+        if self.password_file is not None:
+            password = _read_secret(self.password_file, "WAYMARK_REDIS_PASSWORD_FILE")
+        elif username or address.password:
+            password = address.password or ""
+        else:
+            return ()
+        return (username, password) if username else (password,)
+
+    def context(self, address: Address) -> ssl.SSLContext | None:
+        """TLS of a connection to Redis itself; None where it has none. Raises OSError where a file cannot be used."""
+        if not address.is_tls:
+            return None
+        context = ssl.create_default_context()
+        context.check_hostname = self.tls_verify == "full"
+        context.verify_mode = ssl.CERT_NONE if self.tls_verify == "none" else ssl.CERT_REQUIRED
+        if self.tls_ca_file is not None:
+            context.load_verify_locations(self.tls_ca_file)
+        if self.tls_cert_file is not None:
+            context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
+        return context
+
     def _tls(self, address: Address) -> dict[str, Any]:
         if not address.is_tls:
             return {}

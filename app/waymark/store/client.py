@@ -7,7 +7,7 @@ One server, a primary behind Sentinels, a Cluster: nothing above knows which. Ev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import NoScriptError, RedisError
 
+from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import hide_password
 from waymark.store.access import Access
@@ -22,10 +23,10 @@ from waymark.store.address import Address, Endpoint, parse
 from waymark.store.cluster import Cluster
 from waymark.store.connect import server
 from waymark.store.failures import is_damage, kind_of, unavailable
-from waymark.store.lending import Lender
-from waymark.store.line import Take
 from waymark.store.lua import SCRIPTS, Script
-from waymark.store.sentinels import behind_sentinels
+from waymark.store.read_connection import ReplyReader
+from waymark.store.read_pool import Dialer, Find, ReadPool
+from waymark.store.sentinels import behind_sentinels, found_by
 
 Reply: TypeAlias = list[Any]
 T = TypeVar("T")
@@ -52,9 +53,12 @@ class Subscription:
 class Client:
     """A Redis, real or embedded, as the rest of ``store`` sees it."""
 
-    def __init__(self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL") -> None:
+    def __init__(
+        self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL", reads: ReadPool | None = None
+    ) -> None:
+        """``reads``: the read connection to a server; a Cluster has its own, the embedded Redis has none."""
         self._redis = redis
-        self._lender = None if isinstance(redis, Cluster) else Lender(redis.connection_pool, self._translated)
+        self.reads = reads
         self._variable = variable
         self.url = hide_password(url)
         self.metrics: Metrics | None = None
@@ -80,9 +84,12 @@ class Client:
         access = access or Access()
         address = parse(url, variable)
         access.check(address, variable)
-        return cls(_connected(address, access, timeout_seconds, connections), url, variable)
+        redis, reads = _connected(address, access, timeout_seconds, connections)
+        return cls(redis, url, variable, reads)
 
     async def close(self) -> None:
+        if self.reads is not None:
+            self.reads.close()
         await self._redis.aclose()
 
     @contextmanager
@@ -188,24 +195,23 @@ class Client:
                 pipeline.execute_command(*command)
             return await pipeline.execute(raise_on_error=False)
 
-    def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> Awaitable[T]:
-        """What ``take`` makes of the reply to commands that are packed already, of the server that has ``key``.
+    async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
+        """What ``reader`` makes of the replies to commands that are packed already, of the server that has ``key``.
 
         TimeoutError at ``until``, by the loop's clock; errors of the driver leave as everywhere. On a Cluster a slot
         may have moved, and the embedded Redis cannot do it: then ask again, with ``several``.
         """
-        if self._lender is not None:
-            return self._lender.ask(packed, take, until)
-        return self._ask_node(key, packed, take, until)
-
-    async def _ask_node(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> T:
         try:
-            return await cast("Cluster", self._redis).ask(key, packed, take, until)
+            if self.reads is not None:
+                return await self.reads.ask(packed, reader, until)
+            if isinstance(self._redis, Cluster):
+                return await self._redis.ask(key, packed, reader, until)
         except TimeoutError:
             raise  # the asker's own
         except (RedisError, OSError):
             with self._translated():
                 raise
+        raise StoreUnavailable("the embedded Redis has no connections")
 
     def place(self, key: bytes) -> object:
         """What stands for the server that has ``key``, as far as is known: equal for keys of one question."""
@@ -226,19 +232,34 @@ class Client:
                 yield Subscription(pubsub, self._translated)
 
 
-def _connected(address: Address, access: Access, timeout_seconds: float, connections: int) -> Redis | Cluster:
+def _connected(
+    address: Address, access: Access, timeout_seconds: float, connections: int
+) -> tuple[Redis | Cluster, ReadPool | None]:
     def node(endpoint: Endpoint | None) -> Redis:
         return server(address, access, endpoint, timeout_seconds=timeout_seconds, connections=connections)
 
+    def reads(find: Find | None) -> ReadPool:
+        return ReadPool(Dialer(address, access, timeout_seconds, find))
+
+    def reads_of(endpoint: Endpoint) -> ReadPool:
+        async def find() -> Sequence[Endpoint]:
+            return [endpoint]
+
+        return reads(find)
+
     match address.kind:
         case "cluster":
-            return Cluster(address.endpoints, node, timeout_seconds=timeout_seconds, is_replica=address.is_replica)
+            is_replica = address.is_replica
+            return Cluster(
+                address.endpoints, node, reads_of, timeout_seconds=timeout_seconds, is_replica=is_replica
+            ), None
         case "sentinel":
-            return behind_sentinels(address, access, timeout_seconds=timeout_seconds, connections=connections)
+            redis = behind_sentinels(address, access, timeout_seconds=timeout_seconds, connections=connections)
+            return redis, reads(found_by(redis, address))
         case "server":
-            return node(address.endpoints[0])
+            return node(address.endpoints[0]), reads_of(address.endpoints[0])
         case "socket":
-            return node(None)
+            return node(None), reads(None)
 
 
 async def _load(redis: Redis) -> None:

@@ -30,8 +30,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from waymark.store.address import Endpoint
 from waymark.store.connect import first
 from waymark.store.half_moved import read_singly
-from waymark.store.lending import Lender
-from waymark.store.line import Take
+from waymark.store.read_connection import ReplyReader
+from waymark.store.read_pool import ReadPool
 
 T = TypeVar("T")
 
@@ -63,16 +63,18 @@ class Cluster:
         self,
         seeds: Sequence[Endpoint],
         connect: Callable[[Endpoint], Redis],
+        read: Callable[[Endpoint], ReadPool],
         *,
         timeout_seconds: float,
         is_replica: bool = False,
     ) -> None:
         self._seeds = seeds
         self._connect = connect
+        self._read = read
         self._bound_seconds = _BOUND_TIMEOUTS * timeout_seconds
         self._is_replica = is_replica
         self._nodes: dict[Endpoint, Redis] = {}
-        self._lenders: dict[Endpoint, Lender] = {}
+        self._reads: dict[Endpoint, ReadPool] = {}
         self._slots: list[_Shard | None] = []
         self._failing: dict[Endpoint, float] = {}
         """Until when a node that failed is passed over, where another one may answer."""
@@ -82,7 +84,9 @@ class Cluster:
 
     async def aclose(self) -> None:
         nodes, self._nodes = list(self._nodes.values()), {}
-        self._lenders.clear()
+        for reads in self._reads.values():
+            reads.close()
+        self._reads.clear()
         self._is_stale = True
         await asyncio.gather(*(node.aclose() for node in nodes))
 
@@ -119,17 +123,18 @@ class Cluster:
                 replies[i] = answer
         return replies
 
-    async def ask(self, key: bytes, packed: bytes, take: Take[T], until: float | None) -> T:
-        """As ``Lender.ask``, of the node of ``key``. What an error tells of another place is remembered."""
+    async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
+        """As ``ReadPool.ask``, of the node of ``key``. What an error tells of another place is remembered."""
         if not self._is_known():
             async with asyncio.timeout_at(until):
                 await self._read_map_bounded()
         endpoint = self._pick(key_slot(key))
-        lender = self._lenders.get(endpoint)
-        if lender is None:
-            lender = self._lenders[endpoint] = Lender(self._node(endpoint).connection_pool)
+        reads = self._reads.get(endpoint)
+        if reads is None:
+            self._node(endpoint)  # what is forgotten with the node, when it has left
+            reads = self._reads[endpoint] = self._read(endpoint)
         try:
-            return await lender.ask(packed, take, until)
+            return await reads.ask(packed, reader, until)
         except MovedError as exc:
             self._learn(exc, endpoint)
             raise
@@ -263,8 +268,8 @@ class Cluster:
                 pool = self._nodes.pop(endpoint).connection_pool
                 self._failing.pop(endpoint, None)
                 await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
-                if lender := self._lenders.pop(endpoint, None):
-                    await lender.put_back()
+                if reads := self._reads.pop(endpoint, None):
+                    reads.retire()
                 await pool.disconnect(inuse_connections=False)
 
     async def _read_map_bounded(self) -> None:

@@ -1,9 +1,9 @@
 """Block values out of Redis: one MGET per shard, packed and read with as little in between as can be.
 
 The client library spends more on a command of 512 keys than all else a query does. So the bytes of the command are
-made at once and sent over a connection that the library has opened, and what comes back is scanned where it lies. Any
-error on the way (a slot that has moved, a Redis that loads, a connection that broke) sends the same questions once
-more through the library, which knows what each of them means.
+made at once and sent over a connection of our own, and what comes back is scanned where it lies. Any error on the way
+(a slot that has moved, a Redis that loads, a connection that broke) sends the same questions once more through the
+library, which knows what each of them means.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from waymark.store import keys
 from waymark.store.client import Client
 from waymark.store.hot import HotBlocks
 from waymark.store.incarnation import Incarnation
-from waymark.store.line import Replies
+from waymark.store.read_connection import Replies
 from waymark.store.registry import GroupEntry
-from waymark.store.wire import mget, scan
+from waymark.store.wire import hget, mget, scan
 
 
 class Fetched(NamedTuple):
@@ -45,29 +45,25 @@ def _fetched(version: bytes | None, values: list[bytes | None]) -> Fetched:
 
 
 class _Blocks:
-    """A ``Take``: the blocks of one MGET of ``count`` keys, and the version behind them where it was asked for.
+    """A ``ReplyReader``: the blocks of one MGET of so many keys, and the version behind them where it was asked for."""
 
-    Scanned where it came in one piece, as it mostly does; else, or where it is an error, it is for the parser.
-    """
+    __slots__ = ("_keys", "_with_version", "count")
 
-    __slots__ = ("_count", "_replies", "_with_version")
-
-    def __init__(self, count: int, with_version: bool) -> None:
-        self._count = count
+    def __init__(self, keys: int, with_version: bool) -> None:
+        self._keys = keys
         self._with_version = with_version
-        self._replies: Replies | None = None
+        self.count = (keys > 0) + with_version
 
-    def __call__(self, piece: bytes) -> Fetched | None:
-        if self._replies is None:
-            found = scan(piece, self._count, self._with_version)
-            if found is not None:
-                return Fetched(*found)
-            self._replies = Replies((self._count > 0) + self._with_version)
-        replies = self._replies(piece)
-        if replies is None:
+    def scan(self, data: bytes) -> tuple[Fetched, int] | None:
+        found = scan(data, self._keys, self._with_version)
+        if found is None:
             return None
+        version, values, blocks, end = found
+        return Fetched(version, values, blocks), end
+
+    def parsed(self, replies: list[Any]) -> Fetched:
         version = replies.pop() if self._with_version else None
-        return _fetched(version, _values(replies[0], self._count) if replies else [])
+        return _fetched(version, _values(replies[0], self._keys) if replies else [])
 
 
 def _values(reply: Any, count: int) -> list[bytes | None]:
@@ -88,7 +84,7 @@ class _Question(NamedTuple):
 
     def packed(self, group_id: int) -> bytes:
         command = mget(keys.block_prefix(group_id, self.shard), self.keys) if self.keys else b""
-        return command + _ask_version(group_id) if self.with_version else command
+        return command + hget(keys.holders(group_id).encode(), b"version") if self.with_version else command
 
     def commands(self, group_id: int) -> list[tuple[str | bytes, ...]]:
         """The same for the client library."""
@@ -176,11 +172,6 @@ class Fetcher:
         commands = [question.commands(group_id) for question in questions]
         replies = iter(await self._client.several([command for each in commands for command in each]))
         return [[next(replies) for _ in each] for each in commands]
-
-
-def _ask_version(group_id: int) -> bytes:
-    key = keys.holders(group_id).encode()
-    return b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b\r\n$7\r\nversion\r\n" % (len(key), key)
 
 
 def _replies_to(question: _Question) -> int:

@@ -108,6 +108,10 @@ class RecordParser:
             )
         self._places[key, name] = Unreadable(kind, key, name, reason)
 
+    def clear(self) -> None:
+        """Forget all: Redis has come back empty."""
+        self._places.clear()
+
     def forget(self, key: str, kept: Collection[bytes] = ()) -> None:
         """Forget what was unreadable in ``key``, but for the fields that it has still."""
         if self._places:

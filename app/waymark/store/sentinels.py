@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Sequence
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -17,6 +19,7 @@ from redis.asyncio.sentinel import (
 from waymark.store.access import Access
 from waymark.store.address import Address, Endpoint
 from waymark.store.connect import Packing, Pool, common_options, first
+from waymark.store.read_pool import Find
 
 
 class _Found:
@@ -73,6 +76,23 @@ class _BehindSentinels(Redis):
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await super().aclose(close_connection_pool=True)
         await cast("_Pool", self.connection_pool).sentinel_manager.aclose()
+
+
+def found_by(redis: Redis, address: Address) -> Find:
+    """The servers that the Sentinels of ``behind_sentinels`` name, asked each time."""
+    sentinels = cast("_Sentinels", cast("_Pool", redis.connection_pool).sentinel_manager)
+
+    async def find() -> Sequence[Endpoint]:
+        replicas = await sentinels.discover_slaves(address.name) if address.is_replica else []
+        random.shuffle(replicas)
+        try:
+            return [*replicas, await sentinels.discover_master(address.name)]
+        except MasterNotFoundError:
+            if not replicas:
+                raise
+            return replicas
+
+    return find
 
 
 def behind_sentinels(address: Address, access: Access, *, timeout_seconds: float, connections: int) -> Redis:

@@ -46,7 +46,7 @@ class Store:
         """Every cache of the process is made by it."""
         self._client = client
         self._read_client = read_client
-        self.parser = RecordParser(metrics)
+        self.parser = self.incarnation.cache(RecordParser(metrics))
         self.health = HealthWatch(client, self.parser, are_shards_set=are_shards_set, hash_seed=hash_seed)
         self.scripts = Scripts(client, metrics)
         self.leases = Leases(client, self.scripts)

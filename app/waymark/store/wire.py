@@ -16,10 +16,16 @@ def mget(prefix: bytes, keys: bytes) -> bytes:
     return head[:-2] + between + keys.hex(":", KEY_BYTES).encode().replace(b":", between) + b"\r\n"
 
 
-def scan(reply: bytes, count: int, with_version: bool) -> tuple[bytes | None, list[tuple[bytes, int]], int] | None:
+def hget(key: bytes, field: bytes) -> bytes:
+    """The command that reads a field of a hash."""
+    return b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(key), key, len(field), field)
+
+
+def scan(reply: bytes, count: int, with_version: bool) -> tuple[bytes | None, list[tuple[bytes, int]], int, int] | None:
     """Read the reply to an MGET of ``count`` keys and, where a version was asked for, to the HGET after it.
 
-    Returns the version, the runs of equal values up to the first nil, and how many values these are; None where
-    ``reply`` is not exactly those replies, whole, and always in the pure implementation: then a parser reads it.
+    Returns the version, the runs of equal values up to the first nil, how many values these are, and where the replies
+    end; None where ``reply`` does not begin with those replies, whole, and always in the pure implementation: then a
+    parser reads it.
     """
     return None if native.selected is None else native.selected.scan(reply, count, with_version)

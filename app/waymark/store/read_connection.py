@@ -1,0 +1,226 @@
+"""A connection to Redis for questions that are packed already: bytes out, replies in, several questions under way.
+
+Redis answers a connection in the order in which it was asked, so the questions wait in one queue. Replies that come
+whole are read where they lie, by the reader of their question; what is unusual (a reply in pieces, an error) goes
+through the library's parser. A question that nobody waits for any more stays in the queue until its replies have come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import hiredis
+from redis._parsers import BaseParser
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import InvalidResponse, RedisError
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+#: Questions under way on one connection. Requests at work are fewer.
+QUESTIONS_MAX = 1024
+
+_NOT_YET = object()
+
+
+class ReplyReader(Protocol[T_co]):
+    """Reads the replies to one question."""
+
+    @property
+    def count(self) -> int:
+        """How many replies there are."""
+
+    def scan(self, data: bytes) -> tuple[T_co, int] | None:
+        """What the replies at the beginning of ``data`` say, and where they end; None: that is for ``parsed``."""
+
+    def parsed(self, replies: list[Any]) -> T_co:
+        """The same of replies that the library has parsed, none of them an error. May raise RedisError."""
+
+
+class Replies:
+    """A ``ReplyReader`` that gives the replies as they are."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def scan(self, data: bytes) -> tuple[list[Any], int] | None:
+        return None
+
+    def parsed(self, replies: list[Any]) -> list[Any]:
+        return replies
+
+
+class _Question(Generic[T]):
+    __slots__ = ("answer", "reader", "replies", "timer")
+
+    def __init__(self, reader: ReplyReader[T], answer: asyncio.Future[T]) -> None:
+        self.reader = reader
+        self.answer = answer
+        self.replies: list[Any] = []
+        """Those that have been parsed."""
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class ReadConnection(asyncio.Protocol):
+    """``silent_seconds``: a connection that owes a reply and says nothing for so long is lost."""
+
+    def __init__(self, silent_seconds: float, lost: Callable[[ReadConnection], None]) -> None:
+        self._silent_seconds = silent_seconds
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._questions: deque[_Question[Any]] = deque()
+        self._parser = hiredis.Reader(
+            protocolError=InvalidResponse, replyError=BaseParser.parse_error, notEnoughData=_NOT_YET
+        )
+        self._is_parsing = False
+        """The parser has the beginning of what comes next."""
+        self._heard = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        self._is_retired = False
+
+    def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> asyncio.Future[T]:
+        """Send a question; what ``reader`` makes of the replies to it.
+
+        TimeoutError at ``until``, by the loop's clock; RedisError where a reply is one or the connection is lost.
+        """
+        answer: asyncio.Future[T] = self._loop.create_future()
+        now = self._loop.time()
+        if self._transport is None:
+            answer.set_exception(RedisConnectionError("the connection was lost"))
+        elif until is not None and until <= now:
+            answer.set_exception(TimeoutError())
+        elif len(self._questions) >= QUESTIONS_MAX:
+            answer.set_exception(RedisConnectionError(f"{QUESTIONS_MAX} questions are under way"))
+        else:
+            question = _Question(reader, answer)
+            if not self._questions:
+                self._heard = now
+            self._questions.append(question)
+            if until is not None:
+                question.timer = self._loop.call_at(until, self._fail_late, question)
+            if self._watch is None:
+                self._watch = self._loop.call_at(now + self._silent_seconds, self._look)
+            try:
+                self._transport.write(packed)
+            except RuntimeError as exc:  # what uvloop says of a connection that the other end has closed
+                self.lose(RedisConnectionError(str(exc)))
+        return answer
+
+    def retire(self) -> None:
+        """Close when the questions under way are answered; nobody asks any more."""
+        self._is_retired = True
+        if not self._questions:
+            self.lose(RedisConnectionError("the connection was closed"))
+
+    def lose(self, error: Exception) -> None:
+        """Close at once; every question under way fails with ``error``."""
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        transport.abort()
+        self._lost(self)
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = None
+        while self._questions:
+            self._end(self._questions.popleft(), error=type(error)(*error.args))
+
+    # ---- asyncio.Protocol ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lose(RedisConnectionError(f"the connection was lost{f': {exc}' if exc else ''}"))
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self._loop.time()
+        questions = self._questions
+        try:
+            while data and questions and not self._is_parsing:
+                scanned = questions[0].reader.scan(data)
+                if scanned is None:
+                    break
+                answer, end = scanned
+                self._end(questions.popleft(), answer)
+                data = data[end:]
+            if data:
+                self._parse(data)
+        except RedisError as exc:  # no RESP, or more than was asked for: nothing behind it can be told apart
+            self.lose(exc)
+            return
+        if self._is_retired and not questions:
+            self.retire()
+
+    def _parse(self, data: bytes) -> None:
+        self._parser.feed(data)
+        while self._questions:
+            question = self._questions[0]
+            reply = self._parser.gets()
+            if reply is _NOT_YET:
+                self._is_parsing = True
+                return
+            question.replies.append(reply)
+            if len(question.replies) == question.reader.count:
+                self._questions.popleft()
+                self._answer_parsed(question)
+        self._is_parsing = False
+        if self._parser.has_data():
+            raise InvalidResponse("more than was asked for")
+
+    def _answer_parsed(self, question: _Question[Any]) -> None:
+        answer, error = _parsed(question.reader, question.replies)
+        self._end(question, answer, error)
+        if isinstance(error, InvalidResponse):
+            raise InvalidResponse(*error.args)
+
+    # ---- ends --------------------------------------------------------------------------------------------
+
+    def _fail_late(self, question: _Question[Any]) -> None:
+        if question.answer.done():
+            return
+        self._end(question, error=TimeoutError())
+        for before in self._questions:
+            if before is question:
+                # Redis has had all the time of a question for nothing else, and has not answered it.
+                self.lose(RedisConnectionError("Redis did not answer the question before"))
+                return
+            if not before.answer.done():
+                return
+
+    def _look(self) -> None:
+        """Whether a reply that is due has been waited for too long."""
+        self._watch = None
+        if not self._questions:
+            return
+        due = self._heard + self._silent_seconds
+        if self._loop.time() >= due:
+            self.lose(RedisConnectionError(f"Redis said nothing for {self._silent_seconds:g} s"))
+        else:
+            self._watch = self._loop.call_at(due, self._look)
+
+    def _end(self, question: _Question[Any], answer: Any = None, error: Exception | None = None) -> None:
+        if question.timer is not None:
+            question.timer.cancel()
+            question.timer = None
+        if question.answer.done():  # whoever asked was cancelled, or has given up
+            return
+        if error is None:
+            question.answer.set_result(answer)
+        else:
+            question.answer.set_exception(error)
+
+
+def _parsed(reader: ReplyReader[T], replies: list[Any]) -> tuple[T | None, RedisError | None]:
+    """The answer, or an error without its frames: they know the question, and that its error."""
+    for reply in replies:
+        if isinstance(reply, RedisError):
+            return None, reply
+    try:
+        return reader.parsed(replies), None
+    except RedisError as exc:
+        return None, exc.with_traceback(None)

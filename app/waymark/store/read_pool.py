@@ -1,0 +1,150 @@
+"""Read connections: how one is opened, and the one that a server has."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import hiredis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from waymark.store.access import Access
+from waymark.store.address import Address, Endpoint
+from waymark.store.read_connection import ReadConnection, Replies, ReplyReader
+
+T = TypeVar("T")
+
+Lost = Callable[[ReadConnection], None]
+Find = Callable[[], Awaitable[Sequence[Endpoint]]]
+"""Servers that may be asked, the best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """Opens connections to the first of the servers that can be reached; to a unix socket where ``find`` is None."""
+
+    address: Address
+    access: Access
+    timeout_seconds: float
+    find: Find | None
+
+    async def dial(self, lost: Lost) -> ReadConnection:
+        """A connection that has been let in. Raises RedisError."""
+        if self.find is None:
+            return await self._dial(None, lost)
+        failure: RedisError = RedisConnectionError("there is no server")
+        for endpoint in await self.find():
+            try:
+                return await self._dial(endpoint, lost)
+            except RedisError as exc:
+                failure = exc
+        raise failure
+
+    async def _dial(self, endpoint: Endpoint | None, lost: Lost) -> ReadConnection:
+        connection: ReadConnection | None = None
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                connection = await self._connect(endpoint, lost)
+                await self._greet(connection)
+        except TimeoutError as exc:
+            self._give_up(connection)
+            raise RedisTimeoutError("Timeout connecting to server") from exc
+        except OSError as exc:
+            raise RedisConnectionError(f"{exc.strerror or exc} connecting to {_shown(endpoint, self.address)}") from exc
+        except BaseException:
+            self._give_up(connection)
+            raise
+        return connection
+
+    async def _connect(self, endpoint: Endpoint | None, lost: Lost) -> ReadConnection:
+        loop = asyncio.get_running_loop()
+
+        def make() -> ReadConnection:
+            return ReadConnection(self.timeout_seconds, lost)
+
+        if endpoint is None:
+            _, connection = await loop.create_unix_connection(make, self.address.path)
+            return connection
+        transport, connection = await loop.create_connection(make, *endpoint, ssl=self._context())
+        opened: socket.socket = transport.get_extra_info("socket")
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return connection
+
+    def _context(self) -> ssl.SSLContext | None:
+        return self.access.context(self.address)
+
+    async def _greet(self, connection: ReadConnection) -> None:
+        commands: list[tuple[str, ...]] = []
+        if secret := self.access.secret(self.address):
+            commands.append(("AUTH", *secret))
+        if self.address.db:
+            commands.append(("SELECT", str(self.address.db)))
+        if self.address.kind == "cluster" and self.address.is_replica:
+            commands.append(("READONLY",))  # a replica of a Cluster answers reads where old answers will do
+        if commands:
+            packed = b"".join(hiredis.pack_command(cast("Any", command)) for command in commands)
+            await connection.ask(packed, Replies(len(commands)), None)
+
+    @staticmethod
+    def _give_up(connection: ReadConnection | None) -> None:
+        if connection is not None:
+            connection.lose(RedisConnectionError("the connection was given up"))
+
+
+class ReadPool:
+    """The connection to one server, opened when it is needed, and again when it was lost."""
+
+    def __init__(self, dialer: Dialer) -> None:
+        self._dialer = dialer
+        self._opening = asyncio.Lock()
+        self._failures = 0
+        self._failure: RedisError | None = None
+        self.connection: ReadConnection | None = None
+        """The one at hand."""
+
+    async def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
+        """As ``ReadConnection.ask``, after opening a connection where there is none."""
+        connection = self.connection or await self.opened(until)
+        return await connection.ask(packed, reader, until)
+
+    async def opened(self, until: float | None) -> ReadConnection:
+        """TimeoutError at ``until``, by the loop's clock; RedisError where no connection can be opened."""
+        seen = self._failures
+        async with asyncio.timeout_at(until), self._opening:
+            if self.connection is None:
+                if self._failures != seen and self._failure is not None:
+                    # It was tried while this caller waited; trying again for each would take as many times as long.
+                    raise RedisConnectionError(*self._failure.args) from self._failure
+                try:
+                    self.connection = await self._dialer.dial(self._forget)
+                except RedisError as exc:
+                    self._failures += 1
+                    self._failure = exc
+                    raise
+                self._failure = None
+            return self.connection
+
+    def retire(self) -> None:
+        """Close the connection, when the questions under way are answered."""
+        if self.connection is not None:
+            self.connection.retire()
+            self.connection = None
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        if self.connection is not None:
+            self.connection.lose(RedisConnectionError("the client was closed"))
+
+    def _forget(self, connection: ReadConnection) -> None:
+        if self.connection is connection:
+            self.connection = None
+
+
+def _shown(endpoint: Endpoint | None, address: Address) -> str:
+    return str(address.path) if endpoint is None else f"{endpoint[0]}:{endpoint[1]}"
