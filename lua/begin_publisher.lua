@@ -1,6 +1,6 @@
--- begin_publisher(holders, record; publisher, name, row, group, version, life) -> {verdict, 0}
+-- begin_publisher(holders, record; publisher, name, row, group, version, life, target) -> {verdict, 0}
 --
--- Give a claimed publisher its record and its row in the group's table; nothing where it has them.
+-- Give a claimed publisher its record and its row in the group's table; where it has them, only what it is as a target.
 --
 -- KEYS  holders    hash  the group's holder table; `incarnation` is the version it began with, and never changes
 --       record     hash  the publisher's record
@@ -10,6 +10,7 @@
 --       group      `["tenant","model"]`, to know the table by
 --       version    a random word
 --       life       a random word
+--       target     what routers are told of it, JSON; empty where it is a plain one
 --
 -- {'applied', 0}  it has them
 -- {'other', 0}    the table is of another group; nothing written
@@ -22,7 +23,16 @@ local group = redis.call('HGET', KEYS[1], 'group')
 if group and group ~= ARGV[4] then return {'other', 0} end
 local name = redis.call('HGET', KEYS[2], 'name')
 if name and name ~= ARGV[2] then return {'other', 1} end
-if redis.call('HGET', KEYS[2], 'life') and redis.call('HEXISTS', KEYS[1], 'publisher:' .. ARGV[1]) == 1 then
+local field = 'target:' .. ARGV[1]
+local begun = redis.call('HGET', KEYS[2], 'life') and redis.call('HEXISTS', KEYS[1], 'publisher:' .. ARGV[1]) == 1
+if begun and (redis.call('HGET', KEYS[1], field) or '') == ARGV[7] then return {'applied', 0} end
+if ARGV[7] == '' then
+  redis.call('HDEL', KEYS[1], field)
+else
+  redis.call('HSET', KEYS[1], field, ARGV[7])
+end
+if begun then
+  redis.call('HSET', KEYS[1], 'version', ARGV[5])
   return {'applied', 0}
 end
 redis.call('HSET', KEYS[2], 'name', ARGV[2], 'life', ARGV[6], 'status', 'pending', 'format', '1')

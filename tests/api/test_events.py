@@ -103,6 +103,13 @@ async def test_what_comes_again_is_stale_and_changes_nothing(client: httpx.Async
     assert (await matched(client))["longest_matched"] == 0
 
 
+async def test_a_publisher_that_tells_no_events_has_none_to_send(client: httpx.AsyncClient, register: Register) -> None:
+    await register("silent", type="none", endpoint=None)
+    status, answer = await post(client, event(1, backend_id="silent"))
+    assert (status, answer["field"]) == (409, "backend_id")
+    assert "type none" in answer["error"]
+
+
 async def test_a_gap_is_a_conflict_that_says_where_to_go_on(client: httpx.AsyncClient) -> None:
     """Up to the gap all is applied, so the sender goes on from ``expected``."""
     status, body = await post(client, [event(5, seq_hashes=HASHES[:1]), event(6, seq_hashes=HASHES[1:2]), event(8)])

@@ -10,6 +10,7 @@ from waymark.api.errors import Unfit
 from waymark.api.fields import NAME_BYTES_MAX
 from waymark.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
 from waymark.domain.names import EngineKind, GroupName, Registration
+from waymark.domain.targets import Role, Target
 
 REGISTER: dict[str, Any] = {
     "endpoint": "tcp://1.1.1.1:5557",
@@ -103,6 +104,52 @@ def test_scope_and_copies_follow_the_type_unless_given(kind: str, scope: str, co
     assert (default.scope, default.copies) == (scope, copies)
     given = registration(type=kind, scope="instance", copies="set", sequence="rank")
     assert (given.scope, given.copies, given.sequence) == ("instance", "set", "rank")
+
+
+def test_what_it_is_as_a_target() -> None:
+    assert registration().target == Target()
+    assert registration(address="", weight=None, labels=None).target == Target()
+    told = {"address": "https://pod:8000/v1", "role": "encode-prefill", "weight": 0, "labels": {"a": "b"}}
+    told |= {"metrics_url": "http://[::1]/metrics"}
+    wanted = Target("https://pod:8000/v1", Role.ENCODE_PREFILL, 0.0, {"a": "b"}, "http://[::1]/metrics")
+    assert registration(**told).target == wanted
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("address", "10.0.0.7:8000", "invalid_value"),
+        ("address", "http://pod:0", "invalid_value"),
+        ("address", "http://pod:8000/a b", "invalid_value"),
+        ("address", "http://user@pod:8000", "invalid_value"),
+        ("address", "http://" + "a" * 2048, "invalid_value"),
+        ("address", 8000, "invalid_type"),
+        ("metrics_url", "ftp://pod", "invalid_value"),
+        ("role", "Decode", "invalid_value"),
+        ("role", 1, "invalid_type"),
+        ("weight", -1, "out_of_range"),
+        ("weight", 1e7, "out_of_range"),
+        ("weight", "1", "invalid_type"),
+        ("weight", float("nan"), "invalid_value"),
+        ("labels", ["a"], "invalid_type"),
+        ("labels", {"a": 1}, "invalid_type"),
+        ("labels", {"a": "b" * 257}, "out_of_range"),
+        ("labels", {"\u00e9" * 129: "b"}, "out_of_range"),
+        ("labels", {str(i): "" for i in range(65)}, "out_of_range"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_named(field: str, value: Any, reason: str) -> None:
+    with pytest.raises(Unfit) as caught:
+        registration(**{field: value})
+    assert (caught.value.field, caught.value.reason) == (field, reason)
+    assert caught.value.sentence.startswith(f"{field} is ")
+
+
+def test_type_none_has_no_endpoint() -> None:
+    assert registration(type="none", endpoint=None).kind is EngineKind.NONE
+    with pytest.raises(Unfit) as caught:
+        registration(type="none")
+    assert caught.value.field == "endpoint"
 
 
 def test_only_a_standard_publisher_needs_no_endpoint() -> None:

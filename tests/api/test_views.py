@@ -19,7 +19,9 @@ Register = Callable[..., Awaitable[None]]
 
 async def test_services_lists_registrations_in_order(client: httpx.AsyncClient, register: Register) -> None:
     assert (await client.get("/services")).json() == {"count": 0, "services": []}
-    await register("b", replay_endpoint="tcp://10.0.0.1:5558", lora_name="l", additionalsalt="w8a8", dp_rank=3)
+    told = {"address": "http://10.0.0.1:8000", "role": "decode", "weight": 2, "labels": {"zone": "a"}}
+    told |= {"replay_endpoint": "tcp://10.0.0.1:5558", "lora_name": "l", "additionalsalt": "w8a8", "dp_rank": 3}
+    await register("b", **told, metrics_url="http://10.0.0.1:9/metrics")
     await register("a", type="standard", endpoint=None, tenant_id="t")
     assert (await client.get("/services")).json() == {
         "count": 2,
@@ -35,6 +37,11 @@ async def test_services_lists_registrations_in_order(client: httpx.AsyncClient, 
                 "BlockSize": 2,
                 "DPRank": 3,
                 "AdditionalSalt": "w8a8",
+                "Address": "http://10.0.0.1:8000",
+                "Role": "decode",
+                "Weight": 2.0,
+                "Labels": {"zone": "a"},
+                "MetricsURL": "http://10.0.0.1:9/metrics",
             },
             {
                 "Endpoint": "",
@@ -47,6 +54,11 @@ async def test_services_lists_registrations_in_order(client: httpx.AsyncClient, 
                 "BlockSize": 2,
                 "DPRank": 0,
                 "AdditionalSalt": "",
+                "Address": "",
+                "Role": "both",
+                "Weight": 1.0,
+                "Labels": {},
+                "MetricsURL": "",
             },
         ],
     }

@@ -15,6 +15,7 @@ from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench
 from tests.patience import patient, within
 from waymark.domain.names import EngineKind
 from waymark.domain.status import StreamStatus
+from waymark.domain.targets import Target
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import Client
@@ -77,6 +78,23 @@ async def test_a_publisher_that_moves_begins_a_new_life_at_its_new_address(bench
     await new.work(1)
     await new.agrees()
     await bench.is_swept()
+
+
+async def test_a_publisher_that_changes_as_a_target_keeps_its_stream(bench: Bench) -> None:
+    worker = await bench.worker()
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(2)
+    before = worker.metric("leases_taken_total")
+    drained = replace(pod.registration, target=Target("http://10.0.0.7:8000", weight=0.0))
+    assert await bench.store.registry.register(drained)
+    await bench.pod("pod-2")  # the worker has looked again when it has this one's stream
+    await wait_until(lambda: worker.metric("leases_taken_total") > before, "the other's stream runs", PATIENCE_SECONDS)
+    await pod.work(2)
+    await pod.agrees()
+    await pod.counted(restarts=0, batches_lost=0)
+    assert worker.metric("leases_taken_total") == before + 1
+    assert worker.metric("leases_lost_total") == 0
 
 
 async def test_a_registration_without_an_endpoint_is_no_stream(bench: Bench) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from redis.asyncio import Redis
 
 from tests.store.factories import GROUP, Stream, claim_of, hgetall, registration, snapshot
+from waymark.domain.targets import Target
 from waymark.store import keys
 from waymark.store.scripts import Scripts, Verdict
 from waymark.store.store import Store
@@ -12,8 +15,12 @@ from waymark.store.store import Store
 NAME = b'["pod-1","t",0]'
 
 
-async def begin(scripts: Scripts, group: bytes, row: bytes = b'{"row":1}') -> Verdict:
-    outcome = await scripts.begin_publisher(keys.holders(1), keys.record(1, 1), 1, NAME, row, group, "a" * 16, "b" * 16)
+async def begin(
+    scripts: Scripts, group: bytes, row: bytes = b'{"row":1}', *, target: bytes = b"", version: str = "a" * 16
+) -> Verdict:
+    outcome = await scripts.begin_publisher(
+        keys.holders(1), keys.record(1, 1), 1, NAME, row, group, version, "b" * 16, target
+    )
     return outcome.verdict
 
 
@@ -33,7 +40,7 @@ async def test_a_record_of_another_publisher_is_left_alone(redis: Redis, scripts
     await begin(scripts, b'["t","m"]')
     before = await snapshot(redis)
     outcome = await scripts.begin_publisher(
-        keys.holders(1), keys.record(1, 1), 1, b'["pod-2","t",0]', b'{"row":2}', b'["t","m"]', "c" * 16, "d" * 16
+        keys.holders(1), keys.record(1, 1), 1, b'["pod-2","t",0]', b'{"row":2}', b'["t","m"]', "c" * 16, "d" * 16, b"{}"
     )
     assert outcome == (Verdict.OTHER, (1,))
     assert await snapshot(redis) == before
@@ -44,6 +51,19 @@ async def test_beginning_again_changes_nothing(redis: Redis, scripts: Scripts) -
     before = await snapshot(redis)
     assert await begin(scripts, b'["t","m"]', b'{"row":2}') is Verdict.APPLIED
     assert await snapshot(redis) == before
+
+
+async def test_what_it_is_as_a_target_changes_in_place(redis: Redis, scripts: Scripts) -> None:
+    await begin(scripts, b'["t","m"]', target=b'{"weight":2}')
+    first = await hgetall(redis, keys.holders(1))
+    assert first[b"target:1"] == b'{"weight":2}'
+    await begin(scripts, b'["t","m"]', target=b'{"weight":2}', version="c" * 16)
+    assert await hgetall(redis, keys.holders(1)) == first, "nothing has changed"
+    await begin(scripts, b'["t","m"]', b'{"row":2}', target=b'{"weight":0}', version="c" * 16)
+    assert await hgetall(redis, keys.holders(1)) == first | {b"target:1": b'{"weight":0}', b"version": b"c" * 16}
+    await begin(scripts, b'["t","m"]', version="d" * 16)
+    left = await hgetall(redis, keys.holders(1))
+    assert (b"target:1" in left, left[b"version"]) == (False, b"d" * 16)
 
 
 async def test_what_a_crash_left_out_is_made_good(redis: Redis, scripts: Scripts) -> None:
@@ -77,6 +97,9 @@ async def test_an_end_takes_row_holders_record_and_lease_and_leaves_the_neighbou
     await stream.begin("0 GPU", "0 CPU")
     await store.registry.register(registration("pod-2"))
     neighbour = (await claim_of(store, registration("pod-2"))).publisher
+    of = stream.grant.claim.registration
+    assert await store.registry.register(replace(of, target=Target(weight=2.0)))
+    assert b"target:1" in await hgetall(redis, keys.holders(1))
     assert await store.leases.end(stream.grant)
     left = await snapshot(redis)
     assert left[keys.dead(1).encode()][2] == {b"1", b"2"}

@@ -16,7 +16,7 @@ A, B, C = "a" * 16, "b" * 16, "c" * 16
 
 @pytest.fixture(autouse=True)
 async def publisher(scripts: Scripts) -> None:
-    await scripts.begin_publisher(keys.holders(1), RECORD, 1, b'["a","t",0]', b'{"row":1}', b'["t","m"]', A, A)
+    await scripts.begin_publisher(keys.holders(1), RECORD, 1, b'["a","t",0]', b'{"row":1}', b'["t","m"]', A, A, b"")
 
 
 async def take(

@@ -8,11 +8,11 @@ from textwrap import dedent
 import pytest
 
 from tests.routing.conftest import busy, prompt, target
+from waymark.domain.targets import Role
 from waymark.errors import InvalidValue
 from waymark.routing.picker_config import read_picker_config
 from waymark.routing.plugins import PLUGINS, Kind
 from waymark.routing.profile import PickerConfig
-from waymark.routing.target import Role
 
 DISAGGREGATED = """
 plugins:

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from tests.routing.conftest import busy, prompt, target
 from tests.routing.test_presets import candidates, requests
+from waymark.domain.targets import Role
 from waymark.routing import deciders, filters
 from waymark.routing.constants import read_constants
 from waymark.routing.pickers import PICKERS
 from waymark.routing.policy import Scored
 from waymark.routing.scorers import SCORERS, Scores, context_ranges, context_score, scored_by_label
-from waymark.routing.target import Candidate, Request, Role
+from waymark.routing.target import Candidate, Request
 
 LABEL = "mif.moreh.io/context-length-range"
 

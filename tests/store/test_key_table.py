@@ -7,6 +7,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -15,6 +16,7 @@ from tests.conftest import wait_until
 from tests.store.factories import Stream, registration, removed, snapshot, stored, stream_of
 from tests.store.key_table import README, KeyTable, Row, facts
 from waymark.domain.hashing import namespace
+from waymark.domain.targets import Role, Target
 from waymark.store import keys
 from waymark.store.client import Client, Reply
 from waymark.store.leases import Grant
@@ -96,6 +98,8 @@ async def publish_and_unregister(stream: Stream) -> None:
     await store.records.write(grant, {**told, "status": "degraded"}, {"gaps": 1})
     await store.records.write(grant, {"flags": "", "main_groups": "", "last_error": ""}, {})
     await store.records.mark(grant, is_lost=True)
+    for target in (Target(weight=2.0), Target(), Target(role=Role.PREFILL)):
+        await store.registry.register(replace(of, target=target))
     await decide(store, redis, grant)
 
     await redis.pexpire(grant.lease, 1)

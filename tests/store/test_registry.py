@@ -20,6 +20,7 @@ from tests.store.factories import (
     stream_of,
 )
 from waymark.domain.names import EngineKind, GroupName, PublisherName
+from waymark.domain.targets import Role, Target
 from waymark.errors import Conflict, StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import Client
@@ -69,6 +70,7 @@ async def test_every_field_of_a_registration_comes_back(store: Store) -> None:
         scope="shared",
         copies="set",
         sequence="rank",
+        target=Target("https://[::1]:8000/v1", Role.DECODE, 0.5, {"zone": "a"}, "http://pod:9/metrics"),
     )
     await store.registry.register(every)
     assert await store.registry.registrations() == [every]
@@ -81,8 +83,55 @@ async def test_the_same_again_changes_nothing(store: Store, redis: Redis) -> Non
     assert await snapshot(redis) == before
 
 
+TARGETS = [Target(weight=0.0), Target("http://10.0.0.7:8000", Role.PREFILL, labels={"a": "b"}), Target()]
+
+
+async def test_what_it_is_as_a_target_changes_without_a_new_life(store: Store, redis: Redis) -> None:
+    stream = await stream_of(store, redis)
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, [1, 2]))
+    for target in TARGETS:
+        changed = registration(target=target)
+        assert await store.registry.register(changed) is True
+        assert await store.registry.register(changed) is False
+        assert await store.registry.registrations() == [changed]
+        table = await store.reader.table(GROUP)
+        assert table is not None
+        assert table.targets.get(stream.grant.publisher, Target()) == target
+        assert table.holders.keys() == {gpu}
+    assert await is_whole(store, redis)
+    await stream.apply(stored(gpu, [3], seq=2))
+
+
+async def test_of_two_that_change_a_target_the_table_says_what_the_registration_says(
+    store: Store, client: Client, redis: Redis
+) -> None:
+    await store.registry.register(POD)
+    first, second = (registration(target=Target(weight=weight)) for weight in (2.0, 3.0))
+    slow = Store(Meeting(client, "begin_publisher", lambda: store.registry.register(second)))
+    await slow.registry.register(first)
+    assert await store.registry.registrations() == [second]
+    table = await store.reader.table(GROUP)
+    assert table is not None
+    assert table.targets == {1: second.target}
+    assert await is_whole(store, redis)
+
+
+async def test_a_change_that_was_left_half_way_is_finished_by_the_same_again(
+    store: Store, client: Client, redis: Redis
+) -> None:
+    await store.registry.register(POD)
+    changed = registration(target=Target(weight=2.0))
+    with pytest.raises(StoreUnavailable):
+        await Store(Dying(client, "begin_publisher")).registry.register(changed)
+    assert await store.registry.register(changed) is False
+    table = await store.reader.table(GROUP)
+    assert table is not None
+    assert table.targets == {1: changed.target}
+
+
 @pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
-async def test_a_new_address_is_a_new_life(store: Store, redis: Redis, field: str) -> None:
+async def test_a_new_endpoint_is_a_new_life(store: Store, redis: Redis, field: str) -> None:
     stream = await stream_of(store, redis)
     (gpu,) = await stream.begin("0 GPU")
     await stream.apply(stored(gpu, [1, 2]))

@@ -188,6 +188,7 @@ def _owner(claims: Sequence[Claim], event: Event) -> Claim:
         if claim.registration.instance_id == envelope.backend_id
         and claim.registration.tenant_id == envelope.tenant_id
         and claim.registration.endpoint is None
+        and claim.registration.kind is not EngineKind.NONE
     ]
     of_rank = [claim for claim in of_instance if claim.registration.dp_rank == (envelope.dp_rank or 0)]
     claim = next(iter(of_rank or of_instance), None)
@@ -219,6 +220,12 @@ def _not_found(claims: Sequence[Claim], envelope: Envelope) -> None:
             f"tenant_id is {shown(envelope.tenant_id)}, which {shown(envelope.backend_id)} is not registered for; "
             "send the tenant it is registered with",
             field="tenant_id",
+        )
+    if any(claim.registration.name == name and claim.registration.kind is EngineKind.NONE for claim in claims):
+        raise Conflict(
+            f"publisher {shown(str(name))} is registered as type none, which tells no events; register it as type "
+            "standard to send them here",
+            field="backend_id",
         )
     if any(claim.registration.name == name for claim in claims):
         raise Conflict(

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, RootModel, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    RootModel,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 
-from waymark.api.errors import Unfit
+from waymark.api.errors import Unfit, shown
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
 from waymark.domain.names import (
     DEFAULT_TENANT,
@@ -24,6 +33,7 @@ from waymark.domain.names import (
     is_endpoint,
 )
 from waymark.domain.status import StreamStatus
+from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, URL, WEIGHT_MAX, Role, Target, is_url
 from waymark.store.parsing import RecordKind
 
 _BLOCK_SIZE = "an integer of 1..65536, tokens per block"
@@ -49,8 +59,34 @@ def _endpoint(value: Any) -> Any:
     return value
 
 
+def _url(value: Any) -> Any:
+    if value == "":
+        return None
+    if isinstance(value, str) and not is_url(value):
+        raise PydanticCustomError("invalid_value", "no such URL")
+    return value
+
+
+def _role(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise PydanticCustomError("invalid_type", "not a string")
+    if value not in tuple(Role):
+        raise PydanticCustomError("invalid_value", "no such role")
+    return Role(value)
+
+
+def _labels(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > LABELS_MAX or any(len(text.encode()) > LABEL_BYTES_MAX for pair in value.items() for text in pair):
+        raise PydanticCustomError("out_of_range", "too many labels, or too long ones")
+    return value
+
+
 Kind = Annotated[EngineKind, BeforeValidator(_kind), WithJsonSchema({"enum": [*EngineKind], "type": "string"})]
 Endpoint = Annotated[str | None, BeforeValidator(_endpoint)]
+Url = Annotated[str | None, BeforeValidator(_url)]
+ARole = Annotated[Role, BeforeValidator(_role), WithJsonSchema({"enum": [*Role], "type": "string"})]
+Labels = Annotated[dict[str, str], AfterValidator(_labels)]
+Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
 BlockSize = Annotated[int, Field(ge=1, le=65536)]
 Rank = Annotated[int, Field(ge=0, le=U32_MAX)]
 
@@ -82,9 +118,11 @@ EventId = Annotated[
 class RegisterRequest(Request):
     """A publisher of KV events to subscribe to."""
 
-    endpoint: Endpoint = Field(default=None, description=f"{ENDPOINT}; only for type standard it may be absent")
+    endpoint: Endpoint = Field(
+        default=None, description=f"{ENDPOINT}; only for types standard and none it may be absent"
+    )
     replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
-    type: Kind = Field(description="one of vLLM, SGLang, Mooncake, standard, in any case")
+    type: Kind = Field(description="one of vLLM, SGLang, Mooncake, standard, none, in any case")
     modelname: Name = Field(
         validation_alias=AliasChoices("modelname", "model_name", "model"), description=f"{NAME}, the model's name"
     )
@@ -101,10 +139,23 @@ class RegisterRequest(Request):
     scope: Scope | None = Field(default=None, description="instance or shared; shared is the default for Mooncake")
     copies: Copies | None = Field(default=None, description="count or set; count is the default for vLLM and SGLang")
     sequence: Sequence = Field(default="publisher", description="publisher or rank: what counts the frames")
+    address: Url = Field(default=None, description=f"{URL}: where requests go")
+    role: ARole = Field(default=Role.BOTH, description=f"one of {', '.join(Role)}")
+    weight: Weight = Field(default=1.0, description=f"a number of 0 to {WEIGHT_MAX:.0f}; 0 takes no new requests")
+    labels: Labels = Field(
+        default={},
+        description=f"an object of at most {LABELS_MAX} texts by name, each of at most {LABEL_BYTES_MAX} bytes",
+    )
+    metrics_url: Url = Field(default=None, description=f"{URL}; absent is /metrics of the address")
 
     def registration(self) -> Registration:
         """The registration with its defaults filled in; ``Unfit`` where fields contradict each other."""
-        if self.endpoint is None and self.type is not EngineKind.STANDARD:
+        if self.type is EngineKind.NONE and self.endpoint is not None:
+            raise Unfit(
+                f"endpoint is {shown(self.endpoint)}; type none tells no events: leave it out, or name the type",
+                field="endpoint",
+            )
+        if self.endpoint is None and self.type not in (EngineKind.STANDARD, EngineKind.NONE):
             raise Unfit(
                 f"endpoint is missing; for type {self.type} it must be {ENDPOINT}", reason="missing", field="endpoint"
             )
@@ -125,6 +176,7 @@ class RegisterRequest(Request):
             scope=self.scope or ("shared" if self.type is EngineKind.MOONCAKE else "instance"),
             copies=self.copies or ("count" if counts else "set"),
             sequence=self.sequence,
+            target=Target(self.address, self.role, self.weight, self.labels, self.metrics_url),
         )
 
 
@@ -267,6 +319,11 @@ class Service(BaseModel):
     BlockSize: int
     DPRank: int
     AdditionalSalt: str
+    Address: str
+    Role: Role
+    Weight: float
+    Labels: dict[str, str]
+    MetricsURL: str
 
 
 class ServicesAnswer(BaseModel):
@@ -285,7 +342,12 @@ class Publisher(BaseModel):
     model_name: str
     type: EngineKind
     scope: Scope
-    endpoint: str | None = Field(description="null where its events come by HTTP")
+    endpoint: str | None = Field(description="null where no socket is subscribed to")
+    address: str | None = Field(description="where requests go")
+    role: Role
+    weight: float = Field(description="0 takes no new requests")
+    labels: dict[str, str]
+    metrics_url: str | None
     status: StreamStatus
     watermark: int | None = Field(description="number of the last frame that was applied")
     lag_seconds: float | None = Field(description="age of the newest applied batch, by its publisher's clock")

@@ -82,6 +82,11 @@ def _service(registration: Registration) -> dict[str, Any]:
         "BlockSize": registration.block_size,
         "DPRank": registration.dp_rank,
         "AdditionalSalt": registration.additional_salt or "",
+        "Address": registration.target.address or "",
+        "Role": registration.target.role,
+        "Weight": registration.target.weight,
+        "Labels": dict(registration.target.labels),
+        "MetricsURL": registration.target.metrics_url or "",
     }
 
 
@@ -95,6 +100,11 @@ def _publisher(state: PublisherState) -> dict[str, Any]:
         "type": of.kind,
         "scope": of.scope,
         "endpoint": of.endpoint,
+        "address": of.target.address,
+        "role": of.target.role,
+        "weight": of.target.weight,
+        "labels": dict(of.target.labels),
+        "metrics_url": of.target.metrics_url,
         "status": state.status,
         "watermark": state.watermark,
         "lag_seconds": state.lag_seconds,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple, TypeAlias
 
+from waymark.domain.targets import PLAIN, Target
+
 DEFAULT_TENANT = "default"
 
 U32_MAX = 2**32 - 1
@@ -26,6 +28,8 @@ class EngineKind(StrEnum):
     SGLANG = "SGLang"
     MOONCAKE = "Mooncake"
     STANDARD = "standard"
+    NONE = "none"
+    """It tells no events."""
 
 
 Scope = Literal["instance", "shared"]
@@ -62,13 +66,14 @@ class Registration:
     model_name: str
     block_size: int
     endpoint: str | None
-    """``tcp://host:port`` or ``ipc://path``; None for a standard publisher whose events come by HTTP."""
+    """``tcp://host:port`` or ``ipc://path``; None where no socket is subscribed to."""
     replay_endpoint: str | None
     lora_name: str | None
     additional_salt: str | None
     scope: Scope
     copies: Copies
     sequence: Sequence
+    target: Target = PLAIN
 
     @property
     def name(self) -> PublisherName:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waymark.domain.names import GroupName, Holder, Scope
+from waymark.domain.targets import Target
 
 #: Holder ids in all block values that a view remembers, some 10 MB; a chain has few values, so this is a ceiling.
 _REMEMBERED_IDS_MAX = 65_536
@@ -54,6 +55,8 @@ class HolderTable:
     holders: Mapping[int, Holder]
     incarnation: bytes = b""
     """The version that the table began with: with another one it is a table of another filling of Redis."""
+    targets: Mapping[int, Target] = field(default_factory=dict)
+    """Of the publishers whose registration says more than a plain one."""
     _views: dict[int, View] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -25,5 +25,5 @@ def decoder(kind: EngineKind, *, seed: int, ceilings: Ceilings | None = None) ->
         case EngineKind.MOONCAKE:
             read_event = partial(mooncake.read_event, seed=seed)
             return Decoder(read_event, names=vllm.FIELDS, bare=True, ceilings=ceilings)
-        case EngineKind.STANDARD:
+        case EngineKind.STANDARD | EngineKind.NONE:
             return Decoder(standard.read_event, names={}, bare=True, ceilings=ceilings)

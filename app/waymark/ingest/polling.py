@@ -193,7 +193,7 @@ class Poller:
         """Stop what is not this worker's any more, or is registered anew; forget what has stopped."""
         stopping: list[asyncio.Task[None]] = []
         for name, running in self.running.items():
-            if running.task is not None and (name not in wanted or wanted[name].raw != running.claim.raw):
+            if running.task is not None and (name not in wanted or not wanted[name].has_stream_of(running.claim)):
                 running.task.cancel()
                 stopping.append(running.task)
         if stopping:

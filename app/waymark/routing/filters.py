@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from waymark.domain.targets import Role
 from waymark.errors import InvalidValue
 from waymark.routing.scorers import context_ranges
-from waymark.routing.target import Candidate, Request, Role
+from waymark.routing.target import Candidate, Request
 
 Filter: TypeAlias = Callable[[Request, Sequence[Candidate]], list[Candidate]]
 

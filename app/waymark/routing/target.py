@@ -8,18 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-
-class Role(StrEnum):
-    """What a target is for, where prefill, decode and encoding of images are apart."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-    ENCODE = "encode"
-    ENCODE_PREFILL = "encode-prefill"
-    ENCODE_PREFILL_DECODE = "encode-prefill-decode"
+from waymark.domain.targets import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_args
 
 import orjson
 
 from waymark.domain.names import U32_MAX, Copies, EngineKind, GroupName, Holder, Registration, Scope, Sequence
 from waymark.domain.table import HolderTable, PublisherRow
+from waymark.domain.targets import PLAIN, WEIGHT_MAX, Role, Target
 from waymark.store import keys
 from waymark.store.parsing import FORMAT, Document, Malformed, RecordKind, RecordParser, integer_of, names_of
 
@@ -39,6 +40,8 @@ class Claim:
 
     def encode(self) -> bytes:
         registration = {name: value for name, value in asdict(self.registration).items() if value is not None}
+        del registration["target"]
+        registration |= _changed(self.registration.target)
         ids: dict[str, Any] = {"publisher": self.publisher, "group": self.group_id, "shards": self.shards}
         if self.is_leaving:
             ids["leaving"] = True
@@ -62,6 +65,7 @@ class Claim:
             scope=of.one_of("scope", _SCOPES),
             copies=of.one_of("copies", _COPIES),
             sequence=of.one_of("sequence", _SEQUENCES),
+            target=_target_of(of),
         )
         return cls(
             registration,
@@ -80,6 +84,16 @@ class Claim:
             raise Malformed("it stands under another publisher's name")
         return claim
 
+    def has_stream_of(self, other: Claim) -> bool:
+        """Whether both are one publisher, whose stream need not begin anew."""
+        mine = replace(self.registration, target=other.registration.target)
+        return (self.publisher, self.is_leaving, mine) == (other.publisher, other.is_leaving, other.registration)
+
+    def target(self) -> bytes:
+        """What the group's table says of the publisher as a target; empty where it is a plain one."""
+        changed = _changed(self.registration.target)
+        return orjson.dumps({"format": FORMAT} | changed) if changed else b""
+
     def row(self, *, is_lost: bool = False) -> bytes:
         """The publisher's row in its group's table."""
         registration = self.registration
@@ -95,34 +109,56 @@ class Claim:
         return orjson.dumps(row)
 
 
+def _changed(target: Target) -> dict[str, Any]:
+    """The fields of a target that are not those of a plain one."""
+    values = {each.name: getattr(target, each.name) for each in fields(Target)}
+    return {name: value for name, value in values.items() if value != getattr(PLAIN, name)}
+
+
+def _target_of(of: Document) -> Target:
+    return Target(
+        address=of.optional_text("address"),
+        role=of.one_of("role", tuple(Role), Role.BOTH),
+        weight=of.number("weight", WEIGHT_MAX, 1.0),
+        labels=of.texts("labels"),
+        metrics_url=of.optional_text("metrics_url"),
+    )
+
+
 def encode_holder(holder: Holder) -> bytes:
     """A holder's record; its ``id`` is not in it, for it is not known yet."""
     return orjson.dumps({"format": FORMAT} | {name: getattr(holder, name) for name in _HOLDER_FIELDS})
 
 
-def decode_table(fields: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
+def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
     """The table ``wm:{g}:holders`` that ``key`` holds; None where there is no such table, or it names no group.
 
-    A row that cannot be read is left out: its holders count for nobody.
+    A row that cannot be read is left out: its holders count for nobody. A target that cannot be read is a plain one.
     """
-    parser.forget(key, fields.keys())
-    if b"group" not in fields:
+    parser.forget(key, held.keys())
+    if b"group" not in held:
         return None
-    group = parser.parse(RecordKind.TABLE, key, "group", decode_group, fields[b"group"])
+    group = parser.parse(RecordKind.TABLE, key, "group", decode_group, held[b"group"])
     if group is None:
         return None
     publishers: dict[int, PublisherRow] = {}
+    targets: dict[int, Target] = {}
     holders: dict[int, Holder] = {}
-    for name, value in fields.items():
+    for name, value in held.items():
         if name.startswith(b"publisher:"):
             row = parser.parse(RecordKind.PUBLISHER, key, name, _row, name, value)
             if row is not None:
                 publishers[row[0]] = row[1]
+        elif name.startswith(b"target:"):
+            target = parser.parse(RecordKind.TARGET, key, name, _target, name, value)
+            if target is not None:
+                targets[target[0]] = target[1]
         elif name not in (b"group", b"version", b"incarnation"):
             holder = parser.parse(RecordKind.HOLDER, key, name, _holder, name, value)
             if holder is not None:
                 holders[holder.id] = holder
-    return HolderTable(fields.get(b"version", b""), group, publishers, holders, fields.get(b"incarnation", b""))
+    incarnation = held.get(b"incarnation", b"")
+    return HolderTable(held.get(b"version", b""), group, publishers, holders, incarnation, targets)
 
 
 def decode_group(raw: bytes) -> GroupName:
@@ -143,6 +179,10 @@ def _row(name: bytes, raw: bytes) -> tuple[int, PublisherRow]:
         of.optional_text("state") == "lost",
     )
     return integer_of(name.removeprefix(b"publisher:"), "the publisher's id"), row
+
+
+def _target(name: bytes, raw: bytes) -> tuple[int, Target]:
+    return integer_of(name.removeprefix(b"target:"), "the publisher's id"), _target_of(Document(raw))
 
 
 def _holder(name: bytes, raw: bytes) -> Holder:

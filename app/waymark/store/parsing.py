@@ -44,6 +44,7 @@ class RecordKind(StrEnum):
     HASH_SEED = "hash_seed"
     TABLE = "table"
     PUBLISHER = "publisher"
+    TARGET = "target"
     HOLDER = "holder"
     STREAM = "stream"
     BLOCK = "block"
@@ -187,15 +188,29 @@ class Document:
             raise Malformed(f"{name} is no integer of {least}..{most}")
         return value
 
+    def number(self, name: str, most: float, default: float) -> float:
+        """A finite number of 0 to ``most``."""
+        value = self._fields.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            raise Malformed(f"{name} is no number of 0 to {most:g}")
+        return float(value)
+
+    def texts(self, name: str) -> dict[str, str]:
+        """Texts by name."""
+        value = self._fields.get(name, {})
+        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+            raise Malformed(f"{name} is no object of texts")
+        return value
+
     def flag(self, name: str) -> bool:
         value = self._fields.get(name, False)
         if not isinstance(value, bool):
             raise Malformed(f"{name} is neither true nor false")
         return value
 
-    def one_of(self, name: str, words: Collection[T]) -> T:
+    def one_of(self, name: str, words: Collection[T], default: T | None = None) -> T:
         """The one of ``words`` that the field says; an unknown one may be of a newer release."""
-        value = self._fields.get(name)
+        value = self._fields.get(name, default)
         found = [word for word in words if word == value]
         if not found or not isinstance(value, str):
             raise Malformed(f"{name} is none of {', '.join(map(str, words))}")

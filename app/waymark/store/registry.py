@@ -59,7 +59,9 @@ class Registry:
         self._tenants = _Tenants()
 
     async def register(self, registration: Registration) -> bool:
-        """Claim a publisher. True: it is new, or moved to a new address; False: it was there just so.
+        """Claim a publisher. True: it is new, or something of it has changed; False: it was there just so.
+
+        Another endpoint is a new life. What it is as a target changes in place.
 
         Raises Conflict, naming the field, where its name is taken by another model, block size, type, adapter,
         salt or scope, or by a registration that cannot be read; nothing is changed then.
@@ -74,7 +76,14 @@ class Registry:
                 _check_same(claim.registration, registration)
                 if claim.registration == registration and await self.begin(claim):
                     return False
-                await self._leave(claim)  # a new address is a new life: nothing of the old one holds
+                changed = replace(claim, registration=registration)
+                if claim.registration != registration and claim.has_stream_of(changed):
+                    kept = await self._replace(registration.name, claim.raw, changed)
+                    if kept is not None and await self.begin(kept):
+                        await self._client.publish(keys.CONTROL, "registered")
+                        return True
+                    continue
+                await self._leave(claim)  # a new endpoint is a new life: nothing of the old one holds
                 continue
             ids = await self._scripts.new_ids(
                 keys.GROUPS,
@@ -125,6 +134,7 @@ class Registry:
             keys.group_field(claim.registration.group),
             random_word(),
             random_word(),
+            claim.target(),
         )
         if outcome.verdict is Verdict.OTHER:
             return "publisher" if outcome.numbers[0] else "group"
@@ -135,6 +145,9 @@ class Registry:
         group, name = keys.group_field(claim.registration.group), keys.publisher_field(claim.registration.name)
         raw, entry = await self._client.several([("HGET", keys.PUBLISHERS, name), ("HGET", keys.GROUPS, group)])
         if raw != claim.raw:
+            now = None if raw is None else self._decode(name, raw)
+            if now is not None and now.has_stream_of(claim):
+                return await self.begin(now)  # it changed meanwhile as a target: the table must say the newer one
             await self._end(claim)  # unregistered before it began: what it was given now, nobody else would take back
             return False
         if entry == b"%d %d" % (claim.group_id, claim.shards):

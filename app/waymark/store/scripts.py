@@ -154,8 +154,10 @@ class Scripts:
         group: bytes,
         version: str,
         life: str,
+        target: bytes,
     ) -> Outcome:
-        return await self._run("begin_publisher", [holders, record], [publisher, name, row, group, version, life])
+        args: list[Arg] = [publisher, name, row, group, version, life, target]
+        return await self._run("begin_publisher", [holders, record], args)
 
     async def mark_publisher(
         self, holders: str, record: str, publisher: int, token: str, row: bytes, version: str

@@ -1,0 +1,67 @@
+"""What a decision has to know of a publisher beside its events: where requests go, and for what it is there.
+
+None of it changes what the publisher's blocks mean, so it may change while they stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+LABELS_MAX = 64
+#: Bytes of UTF-8 of a label's name, and of its value.
+LABEL_BYTES_MAX = 256
+WEIGHT_MAX = 1e6
+_URL_CHARACTERS_MAX = 2048
+
+
+class Role(StrEnum):
+    """What a target is for, where prefill, decode and encoding of images are apart."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+    ENCODE = "encode"
+    ENCODE_PREFILL = "encode-prefill"
+    ENCODE_PREFILL_DECODE = "encode-prefill-decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A registration as a router sees it."""
+
+    address: str | None = None
+    """``http://host:port``: where its requests go."""
+    role: Role = Role.BOTH
+    weight: float = 1.0
+    """How large it is beside others; 0: it takes no new requests."""
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+    metrics_url: str | None = None
+    """Where its gauges are, if not at ``/metrics`` of its address."""
+
+
+PLAIN = Target()
+"""Of a registration that says nothing of it."""
+
+URL = "http://host:port or https://host:port, with or without a path, of at most 2048 characters"
+"""What ``is_url`` asks for, in an error's words."""
+_HOST_AND_PORT = r"(?P<place>(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?)"
+_ADDRESS = re.compile(rf"(?P<scheme>https?)://{_HOST_AND_PORT}(?:/[!-~]*)?", re.ASCII)
+
+
+def is_url(text: str) -> bool:
+    """Whether requests may be sent to ``text``."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or len(text) > _URL_CHARACTERS_MAX:
+        return False
+    return match["port"] is None or 0 < int(match["port"]) < 65536
+
+
+def host_and_port(address: str) -> str:
+    """``10.0.0.7:8000`` of ``http://10.0.0.7:8000``, as proxies name an endpoint; the usual port where it has none."""
+    match = _ADDRESS.match(address)
+    if match is None:
+        return address
+    return match["place"] if match["port"] else f"{match['place']}:{443 if match['scheme'] == 'https' else 80}"
