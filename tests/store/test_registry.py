@@ -23,6 +23,7 @@ from waymark.domain.names import EngineKind, GroupName, PublisherName
 from waymark.domain.targets import Role, Target
 from waymark.errors import Conflict, StoreUnavailable
 from waymark.store import keys
+from waymark.store.claims import Claim
 from waymark.store.client import Client
 from waymark.store.registry import GroupEntry
 from waymark.store.store import Store
@@ -274,6 +275,118 @@ async def test_an_unregister_that_died_is_made_good_by_the_next(
         assert await store.records.read(stream.grant) is None
 
 
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "script",
+    ["claim_publisher", "take_lease", "raise_fence", "end_publisher", "drop_fence", "new_ids", "begin_publisher"],
+)
+async def test_a_move_that_died_keeps_the_name_and_is_finished_by_a_worker(
+    store: Store, redis: Redis, client: Client, script: str, is_done: bool
+) -> None:
+    stream = await stream_of(store, redis)
+    await stream.begin("0 GPU")
+    moved = registration(endpoint="tcp://10.0.0.2:5557")
+    with pytest.raises(StoreUnavailable):
+        await Store(Dying(client, script, is_done=is_done)).registry.register(moved)
+    is_marked = (script, is_done) != ("claim_publisher", False)
+    for claim in await store.registry.claims():
+        if claim.is_leaving:
+            await store.registry.finish(claim)
+        else:
+            await store.registry.begin(claim)
+    with pytest.raises(Conflict):
+        await store.registry.register(registration(model_name="other"))
+    assert await store.registry.registrations() == [moved if is_marked else POD]
+    assert await is_whole(store, redis)
+
+
+async def test_an_unregister_in_the_middle_of_a_move_is_not_undone_by_it(
+    store: Store, redis: Redis, client: Client
+) -> None:
+    await store.registry.register(POD)
+
+    async def unregister() -> None:
+        assert await store.registry.unregister([POD.name]) == [POD.name]
+        assert await store.registry.registrations() == []
+
+    slow = Store(Meeting(client, "end_publisher", unregister))
+    await slow.registry.register(registration(endpoint="tcp://10.0.0.2:5557"))
+    assert await is_whole(store, redis)
+
+
+async def test_nobody_takes_the_name_of_a_publisher_that_moves(store: Store, redis: Redis, client: Client) -> None:
+    await store.registry.register(POD)
+
+    async def take() -> None:
+        with pytest.raises(Conflict):
+            await store.registry.register(registration(model_name="other"))
+
+    moved = registration(endpoint="tcp://10.0.0.2:5557")
+    assert await Store(Meeting(client, "drop_fence", take)).registry.register(moved)
+    assert await store.registry.registrations() == [moved]
+    assert await is_whole(store, redis)
+
+
+class Counting(Client):
+    """Counts what lists of registrations cost."""
+
+    lists = 0
+
+    async def hkeys(self, key: str) -> list[bytes]:
+        self.lists += 1
+        return await super().hkeys(key)
+
+    async def hgetall(self, key: str) -> dict[bytes, bytes]:
+        self.lists += 1
+        return await super().hgetall(key)
+
+
+async def test_asking_for_tenants_reads_registrations_once_per_change(
+    store: Store, redis: Redis, client: Client
+) -> None:
+    counting = Counting(client._redis, "redis://test")
+    asked = Store(counting).registry
+    changes = (
+        (None, None),
+        ("t", store.registry.register(registration(tenant_id="t"))),
+        ("t", store.registry.register(registration("pod-2", tenant_id="u"))),
+        ("t", store.registry.unregister([registration("pod-2", tenant_id="u").name])),
+        (None, store.registry.unregister([registration(tenant_id="t").name])),
+    )
+    for expected, (tenant, change) in enumerate(changes, 1):
+        if change is not None:
+            await change
+        for _ in range(50):
+            assert await asked.is_tenant_known("t") is (tenant == "t")
+            assert not await asked.is_tenant_known("nobody")
+        assert counting.lists == expected
+    await redis.flushall()
+    await store.registry.register(registration(tenant_id="v"))
+    assert await asked.is_tenant_known("v")
+
+
+async def test_a_list_of_registrations_decodes_only_what_has_changed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(20):
+        await store.registry.register(registration(f"pod-{i}"))
+    assert len(await store.registry.claims()) == 20
+    decoded: list[bytes] = []
+    decode = Claim.decode
+
+    def counted(raw: bytes) -> Claim:
+        decoded.append(raw)
+        return decode(raw)
+
+    monkeypatch.setattr(Claim, "decode", counted)
+    assert len(await store.registry.claims()) == 20
+    assert decoded == []
+    await store.registry.register(registration("pod-3", endpoint="tcp://10.0.0.2:5557"))
+    decoded.clear()
+    assert len(await store.registry.claims()) == 20
+    assert len(decoded) == 1
+
+
 async def test_unregister_names_those_that_were_there(store: Store, redis: Redis) -> None:
     await store.registry.register(POD)
     unknown = PublisherName("pod-9", "default", 0)
@@ -345,3 +458,17 @@ async def test_a_group_whose_id_turns_out_to_be_anothers_gets_a_new_one(store: S
     table = await store.reader.table(GROUP)
     assert table is not None
     assert table.group == GROUP
+
+
+def test_where_a_publisher_moves_comes_back_from_its_claim() -> None:
+    address = Target(address="http://10.0.0.2:8000", labels={"zone": "a"})
+    for to in (
+        registration(endpoint="tcp://10.0.0.2:5557", replay_endpoint="tcp://10.0.0.2:5558"),
+        registration(endpoint=None),
+        registration(target=address),
+    ):
+        claim = Claim(POD, 7, 1, 3, is_leaving=True, successor=to)
+        found = Claim.decode(claim.encode())
+        assert (found.registration, found.successor, found.wanted) == (POD, to, to)
+    assert Claim.decode(Claim(POD, 7, 1, 3, is_leaving=True).encode()).wanted is None
+    assert Claim.decode(Claim(POD, 7, 1, 3).encode()).wanted == POD

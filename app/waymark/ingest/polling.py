@@ -151,7 +151,7 @@ class Poller:
         for attempt in range(_RESTORES_MAX):
             claims = await self._claims_and_lost()
             seen = [running.claim for running in self.running.values()] + self._claims
-            if not await self._keeper.restore(claim.registration for claim in seen if not claim.is_leaving):
+            if not await self._keeper.restore(filter(None, (claim.wanted for claim in seen))):
                 self._claims = claims
                 there = {claim.publisher for claim in claims}
                 self._faults = {name: fault for name, fault in self._faults.items() if name[1] in there}

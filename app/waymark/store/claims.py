@@ -34,7 +34,9 @@ class Claim:
     group_id: int
     shards: int
     is_leaving: bool = False
-    """Unregistered; whoever sees this ends it, so that a crash half way leaves nothing behind."""
+    """Unregistered, or moving; whoever sees this ends it, so that a crash half way leaves nothing behind."""
+    successor: Registration | None = None
+    """Of a publisher that moves: the registration that takes its place once it has ended; its name is never free."""
     raw: bytes = b""
     """As it stands in Redis, to be replaced only if it still does."""
 
@@ -45,6 +47,10 @@ class Claim:
         ids: dict[str, Any] = {"publisher": self.publisher, "group": self.group_id, "shards": self.shards}
         if self.is_leaving:
             ids["leaving"] = True
+        if self.successor is not None:
+            to = {"endpoint": self.successor.endpoint, "replay_endpoint": self.successor.replay_endpoint}
+            named = {name: value for name, value in to.items() if value is not None}
+            ids["moves_to"] = named | _changed(self.successor.target)
         return orjson.dumps({"format": FORMAT} | registration | ids)
 
     @classmethod
@@ -73,6 +79,7 @@ class Claim:
             of.integer("group", 1),
             of.integer("shards", 1, SHARDS_MAX),
             is_leaving=of.flag("leaving"),
+            successor=_successor(of, registration),
             raw=raw,
         )
 
@@ -93,6 +100,11 @@ class Claim:
         """What the group's table says of the publisher as a target; empty where it is a plain one."""
         changed = _changed(self.registration.target)
         return orjson.dumps({"format": FORMAT} | changed) if changed else b""
+
+    @property
+    def wanted(self) -> Registration | None:
+        """What is to be registered under its name: None where it is unregistered."""
+        return self.successor if self.is_leaving else self.registration
 
     def row(self, *, is_lost: bool = False) -> bytes:
         """The publisher's row in its group's table."""
@@ -122,6 +134,18 @@ def _target_of(of: Document) -> Target:
         weight=of.number("weight", WEIGHT_MAX, 1.0),
         labels=of.texts("labels"),
         metrics_url=of.optional_text("metrics_url"),
+    )
+
+
+def _successor(of: Document, registration: Registration) -> Registration | None:
+    to = of.optional_part("moves_to")
+    if to is None:
+        return None
+    return replace(
+        registration,
+        endpoint=to.optional_text("endpoint"),
+        replay_endpoint=to.optional_text("replay_endpoint"),
+        target=_target_of(to),
     )
 
 

@@ -168,10 +168,21 @@ class Document:
             document = orjson.loads(raw)
         except orjson.JSONDecodeError:
             raise Malformed("it is no JSON") from None
+        self._take(document, "it")
+        check_format(self._fields.get("format", FORMAT))
+
+    def _take(self, document: object, what: str) -> None:
         if not isinstance(document, dict):
-            raise Malformed("it is no JSON object")
-        check_format(document.get("format", FORMAT))
+            raise Malformed(f"{what} is no JSON object")
         self._fields: dict[str, Any] = document
+
+    def optional_part(self, name: str) -> Document | None:
+        """An object inside of this one."""
+        if self._fields.get(name) is None:
+            return None
+        part = Document.__new__(Document)
+        part._take(self._fields[name], name)
+        return part
 
     def text(self, name: str) -> str:
         value = self._fields.get(name)

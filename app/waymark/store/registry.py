@@ -1,7 +1,8 @@
 """Who is registered: groups, publishers, and how they come and go.
 
 A registration is claimed in ``wm:publishers`` first and given its record and row second; an unregister marks the
-claim as leaving, ends the publisher, and takes the claim out last. Whoever meets a claim half way (a worker, the
+claim as leaving, ends the publisher, and takes the claim out last; a move does the same, and puts the new claim in its
+place. Whoever meets a claim half way (a worker, the
 same call again) finishes it, so that a crash between two steps leaves nothing behind.
 """
 
@@ -66,16 +67,18 @@ class Registry:
         Raises Conflict, naming the field, where its name is taken by another model, block size, type, adapter,
         salt or scope, or by a registration that cannot be read; nothing is changed then.
         """
-        above = publisher_above = 0
+        has_moved = False
         for _ in range(_ATTEMPTS):
             claim = await self._claim(registration.name)
-            if claim is not None:
-                if claim.is_leaving:
-                    await self.finish(claim)
-                    continue
+            if claim is None:
+                if await self._claim_anew(registration, None):
+                    return True
+            elif claim.is_leaving:
+                await self.finish(claim)
+            else:
                 _check_same(claim.registration, registration)
                 if claim.registration == registration and await self.begin(claim):
-                    return False
+                    return has_moved
                 changed = replace(claim, registration=registration)
                 if claim.registration != registration and claim.has_stream_of(changed):
                     kept = await self._replace(registration.name, claim.raw, changed)
@@ -83,8 +86,18 @@ class Registry:
                         await self._client.publish(keys.CONTROL, "registered")
                         return True
                     continue
-                await self._leave(claim)  # a new endpoint is a new life: nothing of the old one holds
-                continue
+                # A new endpoint is a new life: nothing of the old one holds.
+                moving = replace(claim, is_leaving=True, successor=registration)
+                marked = await self._replace(registration.name, claim.raw, moving)
+                if marked is not None:
+                    has_moved = True
+                    await self.finish(marked)
+        raise _contended(registration.name)
+
+    async def _claim_anew(self, registration: Registration, before: Claim | None) -> bool:
+        """Claim a publisher under new ids, in the place of ``before``; False where something else stands there."""
+        above = publisher_above = 0
+        for _ in range(_ATTEMPTS):
             ids = await self._scripts.new_ids(
                 keys.GROUPS,
                 keys.group_field(registration.group),
@@ -101,20 +114,20 @@ class Registry:
                 )
             group_id, shards, publisher = ids.numbers
             claim = Claim(registration, publisher, group_id, shards)
-            claimed = await self._replace(registration.name, b"", claim)
+            claimed = await self._replace(registration.name, b"" if before is None else before.raw, claim)
             if claimed is None:
-                continue
+                return False
             clash = await self._clash(claimed)
-            if clash is not None or not await self._confirm(claimed):
-                if await self._withdraw(claimed) and clash == "group":
-                    above = group_id
-                publisher_above = publisher
-                continue
-            await self._client.publish(keys.CONTROL, "registered")
-            return True
-        raise StoreUnavailable(
-            f"publisher {registration.name}: others keep changing this registration at the same time; try again"
-        )
+            if clash is None and await self._confirm(claimed):
+                await self._client.publish(keys.CONTROL, "registered")
+                return True
+            # Its ids are another's, or it has been changed meanwhile, and then it is not in its place any more.
+            if clash is None:
+                await self._end(claimed)
+            before = claimed
+            above = group_id if clash == "group" else above
+            publisher_above = publisher
+        raise _contended(registration.name)
 
     async def begin(self, claim: Claim) -> bool:
         """Give a claim its record and its row, where it has none yet.
@@ -182,20 +195,27 @@ class Registry:
         return [claim.registration.name for claim in claims]
 
     async def _leave(self, claim: Claim) -> None:
-        if not claim.is_leaving:
-            marked = await self._replace(claim.registration.name, claim.raw, replace(claim, is_leaving=True))
+        for _ in range(_ATTEMPTS):
+            if claim.is_leaving and claim.successor is None:
+                await self.finish(claim)
+                return
+            name = claim.registration.name
+            marked = await self._replace(name, claim.raw, replace(claim, is_leaving=True, successor=None))
             if marked is None:  # somebody else was faster, and may not be done
-                marked = await self._claim(claim.registration.name)
+                marked = await self._claim(name)
                 if marked is None or marked.publisher != claim.publisher:
                     return
             claim = marked
-        await self.finish(claim)
+        raise _contended(claim.registration.name)
 
     async def finish(self, claim: Claim) -> None:
-        """End a publisher whose claim is leaving, then take the claim out."""
+        """End a publisher whose claim is leaving, then take the claim out, or put its successor in its place."""
         await self._end(claim)
-        await self._withdraw(claim)
-        await self._client.publish(keys.CONTROL, "unregistered")
+        if claim.successor is not None:
+            await self._claim_anew(claim.successor, claim)
+        else:
+            await self._withdraw(claim)
+            await self._client.publish(keys.CONTROL, "unregistered")
 
     async def _end(self, claim: Claim) -> None:
         for attempt in range(_ATTEMPTS):
@@ -204,9 +224,7 @@ class Registry:
                 return  # None: it has no record (any more), so nothing of it is in the table
             # Somebody else ends it too. Without a pause, two would take the lease from each other for ever.
             await asyncio.sleep(random.uniform(0, 0.01 * (attempt + 1)))
-        raise StoreUnavailable(
-            f"publisher {claim.registration.name}: others keep ending it at the same time; try again"
-        )
+        raise _contended(claim.registration.name)
 
     async def _claim(self, name: PublisherName) -> Claim | None:
         """The publisher's claim, None where it has none; Conflict where it has one that cannot be read."""
@@ -318,6 +336,12 @@ def _tenant_of(field: bytes) -> str | None:
 
 def _named_entry(field: bytes, value: bytes) -> tuple[GroupName, GroupEntry]:
     return decode_group(field), _entry(value)
+
+
+def _contended(name: PublisherName) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"publisher {_show(name)}: others keep changing its registration at the same time; try again"
+    )
 
 
 def _check_same(old: Registration, new: Registration) -> None:
