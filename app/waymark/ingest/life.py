@@ -41,6 +41,7 @@ NO_REPLAY = "no_replay"
 REPLAY_SILENT = "replay_silent"
 REPLAY_INCOMPLETE = "replay_incomplete"
 REPLAY_WAITING = "replay_waiting"
+BUFFER_FULL = "buffer_full"
 
 #: A flag of the record, with the seq of the first live frame behind it: the life began before its replay had a place.
 _OPENED_AT = "opened_at:"
@@ -54,6 +55,8 @@ REASONS = {
     REPLAY_SILENT: "the replay endpoint does not answer",
     REPLAY_INCOMPLETE: "the last replay broke off before its end",
     REPLAY_WAITING: "other replays go first on this worker (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
+    BUFFER_FULL: "frames were dropped that no replay can bring, because more came than WAYMARK_STREAM_BUFFER_BYTES "
+    "or WAYMARK_STREAM_BUFFER_FRAMES allow",
 }
 
 
@@ -303,6 +306,13 @@ class Life:
         self.reasons.add(BATCHES_LOST)
         await self.distrust_counts()
         self.order.watermark = seq - 1
+
+    async def overflowed(self) -> None:
+        """Frames were dropped for lack of room, and there is no replay to have them again."""
+        if BUFFER_FULL not in self.reasons:
+            log.warning("frames dropped that cannot be had again", extra=fields(stream=self.name))
+        self.reasons.add(BUFFER_FULL)
+        await self.distrust_counts()
 
     async def distrust_counts(self) -> None:
         """Stores or removals were missed: from now on a removal takes the block, whatever its count."""

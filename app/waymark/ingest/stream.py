@@ -285,12 +285,14 @@ class Stream:
         ``needed_by`` is the seq of a live frame that waits for it.
         """
         endpoint, life, options = self._registration.replay_endpoint, self._life, self._options
-        self._dropped_asked = self._subscriber.dropped
+        dropped, self._dropped_asked = self._subscriber.dropped - self._dropped_asked, self._subscriber.dropped
         if self._is_failed:
             self._replaying.drop()
             return
         if endpoint is None or self._registration.sequence == "rank":
             life.reasons.add(NO_REPLAY)
+            if dropped:
+                await life.overflowed()
             return
         if time.monotonic() < self._silent_until:
             return
