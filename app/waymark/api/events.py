@@ -22,6 +22,7 @@ from waymark.apply.applier import Applier, Fenced, Incoming, resumed
 from waymark.apply.options import ApplyOptions
 from waymark.domain.events import Batch, Envelope, Event
 from waymark.domain.names import EngineKind, PublisherName
+from waymark.domain.status import StreamStatus
 from waymark.engines.standard import decode_event
 from waymark.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
 from waymark.metrics import Metrics
@@ -153,7 +154,7 @@ class Events:
         if not fold:
             return
         await applier.apply(fold, None)
-        await applier.write({"status": "active"}, applier.counters)
+        await applier.write({"status": StreamStatus.ACTIVE}, applier.counters)
         progress.applied += len(fold)
         fold.clear()
 

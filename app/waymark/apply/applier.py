@@ -38,7 +38,7 @@ from waymark.domain.slices import Slices
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.leases import Grant, random_word
+from waymark.store.leases import Grant, random_nonce
 from waymark.store.records import Begin, Facts, StreamState
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
@@ -254,7 +254,7 @@ class Applier:
 
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[Begin]) -> list[int]:
         """End holders, or begin others: once, however often Redis is asked for it."""
-        above, word = await self._above(), random_word()
+        above, word = await self._above(), random_nonce()
         self._turning = word
         try:
             ids = await self.answered(

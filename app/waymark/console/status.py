@@ -248,9 +248,9 @@ def complaint(state: PublisherState) -> str:
     if state.last_error:
         return state.last_error
     endpoint = state.registration.endpoint
-    if state.status == "pending" and endpoint is not None:
+    if state.status is StreamStatus.PENDING and endpoint is not None:
         return f"no connection to {endpoint}"
-    if state.status == "lost":
+    if state.status is StreamStatus.LOST:
         return f"no connection to {endpoint} for so long that its blocks are not counted"
     if any(state.blocks.values()):
         return ""

@@ -18,6 +18,7 @@ from waymark.console.prompts import Asked
 from waymark.console.status import complaint
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import GroupName, Registration
+from waymark.domain.status import StreamStatus
 from waymark.domain.table import HolderTable, holder_ids
 from waymark.store import keys
 from waymark.store.index import parse_entry
@@ -68,7 +69,7 @@ def _of_stream(state: PublisherState, block_size: int) -> str:
     if of.block_size != block_size:
         return f"it is registered with block size {of.block_size}, and {block_size} was asked for"
     said = f" ({reason})" if (reason := complaint(state)) else ""
-    if state.status in ("lost", "failed"):
+    if state.status in (StreamStatus.LOST, StreamStatus.FAILED):
         return f"its stream is {state.status}{said}"
     # What comes by HTTP has no watermark.
     if state.watermark is None and not any(n for name, n in state.counters.items() if name.startswith("events.")):

@@ -15,6 +15,7 @@ from waymark.domain.events import Batch
 from waymark.domain.names import EngineKind
 from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.runs import Commit
+from waymark.domain.status import StreamStatus
 from waymark.engines import Decoder, OverCeiling
 from waymark.engines.batches import MORE, SHORT_BYTES
 from waymark.errors import Undecodable
@@ -95,7 +96,7 @@ class Life:
         """The first live frame of a life that began while its replay waited for a place."""
         self._unproven: tuple[int, str] | None = None
         """(watermark, digest) of before live frames were applied on a connection whose replay waits for a place."""
-        self.is_lost = state.status == "lost"
+        self.is_lost = state.status is StreamStatus.LOST
         """Its socket has been down for too long; readers do not count its holders."""
         self._dp_rank = registration.dp_rank
         self._decode = decode
@@ -190,7 +191,7 @@ class Life:
         """The publisher has been away for too long: it is not counted until it is found again."""
         self.is_lost = True
         # Written first: whoever takes over after a crash in between will mark it found again.
-        await self.applier.write({"status": "lost"}, {})
+        await self.applier.write({"status": StreamStatus.LOST}, {})
         await self.applier.mark(is_lost=True)
         log.warning("publisher lost", extra=fields(stream=self.name))
 

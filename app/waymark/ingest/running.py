@@ -11,6 +11,7 @@ from typing import TypeVar
 from waymark.apply.applier import Applier, Fenced, resumed
 from waymark.domain.names import PublisherName
 from waymark.domain.resolver import Resolver
+from waymark.domain.status import StreamStatus
 from waymark.engines import Ceilings, decoder
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.ingest.life import Life
@@ -48,7 +49,7 @@ class Running:
     @property
     def is_idle(self) -> bool:
         """It has not reached its publisher yet."""
-        return self.stream is None or self.stream.status == "pending"
+        return self.stream is None or self.stream.status is StreamStatus.PENDING
 
     def see(self, foreign_ranks: frozenset[int]) -> None:
         """Tell the stream which ranks are not its own now."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from waymark.apply.applier import Fenced, Incoming
+from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
 from waymark.ingest.catch_up import Outcome
 from waymark.ingest.frames import Frame
@@ -67,7 +68,7 @@ class Stream:
     ) -> None:
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
-        self.status = "pending"
+        self.status = StreamStatus.PENDING
         self._life = life
         self._options = options
         self._registration = registration
@@ -164,16 +165,16 @@ class Stream:
         if status != self.status or now - self._reported > _REPORT_SECONDS:
             await self._report(status, now)
 
-    def _current_status(self) -> str:
+    def _current_status(self) -> StreamStatus:
         if self._error is not None:
-            return "failed"
+            return StreamStatus.FAILED
         if self._life.is_lost:
-            return "lost"
+            return StreamStatus.LOST
         if not self._subscriber.is_connected:
-            return "pending"
+            return StreamStatus.PENDING
         if self._replaying.is_running:
-            return "replaying"
-        return "degraded" if self._life.reasons else "active"
+            return StreamStatus.REPLAYING
+        return StreamStatus.DEGRADED if self._life.reasons else StreamStatus.ACTIVE
 
     @property
     def _error(self) -> str | None:
@@ -182,7 +183,7 @@ class Stream:
             return _MIXED
         return _REFUSED.format(self._options.message_bytes_max) if self._subscriber.is_refused else None
 
-    async def _report(self, status: str, now: float) -> None:
+    async def _report(self, status: StreamStatus, now: float) -> None:
         self._reported = now
         if status != self.status:
             log.info(

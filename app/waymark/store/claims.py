@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, get_args
 
 import orjson
@@ -15,6 +16,9 @@ from waymark.store.parsing import FORMAT, Document, Malformed, RecordKind, Recor
 
 #: Shards of a group; the setting allows fewer. Each costs commands, so a junk number would cost many.
 SHARDS_MAX = 4096
+
+#: Rows remembered by their bytes, some 10 MB: a table is read again after each change, and few of its rows change.
+_ROWS_MAX = 16_384
 
 _SCOPES: tuple[Scope, ...] = get_args(Scope)
 _COPIES: tuple[Copies, ...] = get_args(Copies)
@@ -193,6 +197,7 @@ def decode_group(raw: bytes) -> GroupName:
     return GroupName(tenant_id, model_name)
 
 
+@lru_cache(_ROWS_MAX)
 def _row(name: bytes, raw: bytes) -> tuple[int, PublisherRow]:
     of = Document(raw)
     row = PublisherRow(
@@ -209,6 +214,7 @@ def _target(name: bytes, raw: bytes) -> tuple[int, Target]:
     return integer_of(name.removeprefix(b"target:"), "the publisher's id"), _target_of(Document(raw))
 
 
+@lru_cache(_ROWS_MAX)
 def _holder(name: bytes, raw: bytes) -> Holder:
     of = Document(raw)
     return Holder(

@@ -17,7 +17,7 @@ from waymark.store.client import Client
 from waymark.store.scripts import Scripts, Verdict
 
 
-def random_word() -> str:
+def random_nonce() -> str:
     """64 random bits: enough that no two lives, tokens or versions are ever the same."""
     return secrets.token_hex(8)
 
@@ -26,7 +26,7 @@ def random_word() -> str:
 class Turn:
     """The last change of its holders that a grant has seen acknowledged."""
 
-    word: str = ""
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Leases:
         is_forgotten = await self._is_forgotten(claim)
         record, lease = keys.record(claim.group_id, claim.publisher), keys.lease(claim.group_id, claim.publisher)
         while True:
-            random = random_word()
+            random = random_nonce()
             taken = await self._scripts.take_lease(
                 lease, record, own, random, worker, milliseconds, above, "1" if force else ""
             )
@@ -156,7 +156,7 @@ class Leases:
             keys.load(group_id),
             publisher,
             grant.token,
-            random_word(),
+            random_nonce(),
         )
         if outcome.verdict is Verdict.FENCED:
             return False

@@ -20,7 +20,7 @@ from waymark.store.claims import Claim, decode_table, encode_holder
 from waymark.store.client import Client
 from waymark.store.heartbeats import Heartbeat
 from waymark.store.incarnation import Incarnation
-from waymark.store.leases import Grant, random_word
+from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import Malformed, RecordKind, RecordParser, check_format, integer_of, lenient_text, number_of
 from waymark.store.scripts import Scripts
 
@@ -182,14 +182,14 @@ class Records:
         The ids of ``begin``, in order; with ``is_restart`` the stream has no watermark afterwards. Who makes the same
         call again, because he has seen no reply, gives the same random ``word``: what was done is not done twice.
         """
-        word = word or random_word()
+        word = word or random_nonce()
         outcome = await self._scripts.new_life(
             keys.holders(grant.group_id),
             grant.record,
             keys.fence(grant.group_id, 0),
             keys.dead(grant.group_id),
             grant.token,
-            grant.turn.word,
+            grant.turn.nonce,
             word,
             above,
             unit,
@@ -198,7 +198,7 @@ class Records:
         )
         if not outcome.is_applied:
             return None
-        grant.turn.word = word
+        grant.turn.nonce = word
         if is_restart:
             grant.marks.clear()
         return list(outcome.numbers)
@@ -220,7 +220,7 @@ class Records:
             grant.publisher,
             grant.token,
             grant.claim.row(is_lost=is_lost),
-            random_word(),
+            random_nonce(),
         )
         return outcome.is_applied
 
@@ -287,7 +287,7 @@ class Records:
 
     async def incarnation(self) -> str:
         """The random word of this filling of Redis; another one means that it came back empty."""
-        word = await self._scripts.name_birth(keys.BIRTH, random_word())
+        word = await self._scripts.name_birth(keys.BIRTH, random_nonce())
         self._incarnation.saw(keys.BIRTH, word.encode())
         return word
 

@@ -19,7 +19,7 @@ from waymark.errors import Conflict, StoreUnavailable
 from waymark.store import keys
 from waymark.store.claims import SHARDS_MAX, Claim, decode_group
 from waymark.store.client import Client
-from waymark.store.leases import Leases, random_word
+from waymark.store.leases import Leases, random_nonce
 from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of, names_of
 from waymark.store.scripts import Scripts, Verdict
 
@@ -145,8 +145,8 @@ class Registry:
             keys.publisher_field(claim.registration.name),
             claim.row(),
             keys.group_field(claim.registration.group),
-            random_word(),
-            random_word(),
+            random_nonce(),
+            random_nonce(),
             claim.target(),
         )
         if outcome.verdict is Verdict.OTHER:
