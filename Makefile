@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test chaos sanitize fuzz conformance bench lint redis-server nginx clean
+.PHONY: help demo check coverage matrix wheel test chaos sanitize fuzz conformance bench lint redis-server nginx clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,21 @@ sanitize: $(VENV)/.installed-dev redis-server ## run the tests of the C module w
 fuzz: $(VENV)/.installed-dev ## change the inputs of each function of the C module, with sanitizers; SECONDS=60 SEED=1 FUZZ='--only cut'
 	@$(BIN)/python -m tests.sanitize.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
+coverage: $(VENV)/.installed-dev redis-server nginx ## the tests, and how much of the code they run; TESTS='tests/domain'
+	@rm -f .coverage .coverage.*
+	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m coverage run -m pytest $(TESTS)
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report $(if $(TESTS),--fail-under=0)
+
+matrix: redis-server nginx ## the tests in one row of the matrix: ROW=python3.13, redis6.2, valkey9, pure, lowest...; TESTS='tests/store'
+	@sh scripts/matrix.sh '$(ROW)' $(TESTS)
+
+wheel: $(VENV)/.installed-dev ## build wheel and sdist into dist/, and try the wheel in an environment of its own
+	@rm -rf dist
+	@$(BIN)/python -m build --quiet --outdir dist
+	@$(BIN)/python -m pytest --quiet tests/test_package.py
+	@ls dist
+
 conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer, which is downloaded; writes docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tests.conformance.compare --output docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tests.conformance.differences --page docs/conformance.md
@@ -40,7 +55,7 @@ lint: $(VENV)/.installed-dev ## check style and types only
 	@$(BIN)/mypy
 
 clean: ## remove the environment, builds and caches
-	rm -rf $(VENV) $(VENV)-conformance build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-conformance .matrix .coverage build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 redis-server:
 	@sh scripts/redis-server.sh
