@@ -55,6 +55,9 @@ async def streams(store: Store, redis: Redis) -> list[Stream]:
     return made
 
 
+WITHOUT_REPLAY = "no replay endpoint: what gets lost cannot be had again; register one where the engine has one"
+
+
 def table(text: str, first: str) -> list[dict[str, str]]:
     """The rows of the plain table whose first column is called ``first``, by their heads."""
     lines = text.splitlines()
@@ -79,7 +82,8 @@ async def test_the_plain_table_tells_what_the_records_say(streams: list[Stream],
     ]
     away = "no connection to tcp://10.0.0.1:5557 for so long that its blocks are not counted"
     assert [[row[name] for name in names] for row in rows] == [
-        ["default", "m", "pod-1", "0", "vLLM", "active", "worker-1", "41", "CPU 2, GPU 5", "2", "4", "1", "0", "-"],
+        ["default", "m", "pod-1", "0", "vLLM", "active", "worker-1", "41", "CPU 2, GPU 5", "2", "4", "1", "0",
+         WITHOUT_REPLAY],
         ["default", "m", "pod-2", "3", "vLLM", "degraded", "worker-1", "none", "none", "0", "0", "0", "7",
          "batches_lost: batches were lost"],
         ["acme", "llama", "pod-3", "0", "vLLM", "lost", "worker-1", "none", "none", "0", "0", "0", "0", away],
@@ -122,7 +126,7 @@ async def test_json_has_every_publisher_and_worker(streams: list[Stream], waymar
         "tenant_id": "default", "model_name": "m", "group": 1, "publisher": 1, "instance_id": "pod-1", "dp_rank": 0,
         "type": "vLLM", "block_size": 16, "scope": "instance", "endpoint": "tcp://10.0.0.1:5557", "status": "active",
         "worker": "worker-1", "has_live_worker": True, "watermark": 41, "blocks": {"GPU": 5, "CPU": 2}, "gaps": 2,
-        "replays": 4, "restarts": 1, "batches_lost": 0, "last_error": None, "complaint": None,
+        "replays": 4, "restarts": 1, "batches_lost": 0, "last_error": None, "complaint": WITHOUT_REPLAY,
         "counters": {"gaps": 2, "replays.complete": 3, "replays.silent": 1, "restarts": 1},
     }  # fmt: skip
 

@@ -61,11 +61,10 @@ async def test_a_connection_that_breaks_costs_nothing_where_the_replay_shows_the
     await pod.has_status("active")
 
 
-async def test_a_stream_without_a_replay_endpoint_says_so(bench: Bench) -> None:
+async def test_a_stream_without_a_replay_endpoint_is_active_until_it_has_lost_something(bench: Bench) -> None:
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod(has_replay=False)
-    await pod.has_status("degraded")
-    await pod.says("no_replay")
+    await pod.has_status("active")
     await pod.subscribed()
     await pod.work(3)
     await pod.agrees()
@@ -73,7 +72,13 @@ async def test_a_stream_without_a_replay_endpoint_says_so(bench: Bench) -> None:
     await pod.work(1)
     await pod.agrees()
     await pod.counted(restarts=1)
-    await pod.says("no_replay")
+    await pod.has_status("active")
+    assert not (await pod.state()).last_error
+    with pod.dropping():
+        await pod.work(1)
+    await pod.work(1)
+    await pod.has_status("degraded")
+    await pod.says("batches_lost")
 
 
 # ---- lost for good ---------------------------------------------------------------------------------
@@ -138,7 +143,6 @@ async def test_a_loss_without_a_replay_endpoint_ends_the_life_where_the_setting_
     await pod.counted(gaps=1, batches_lost=5, restarts=1)
     assert ghosts(await bench.held(pod.name), pod.truth()) == 0
     await pod.says("joined_late")
-    await pod.says("no_replay")
 
 
 async def test_joining_late_is_no_loss_and_never_resets(bench: Bench) -> None:

@@ -356,6 +356,7 @@ class Publisher(BaseModel):
     unsalted_events: int
     blocks: dict[str, int] = Field(description="blocks held, by medium")
     last_error: str | None
+    replay: bool = Field(description="whether what is missing can be asked for again")
     worker: str | None = Field(description="id of the ingest worker that has it")
     counters: dict[str, int] = Field(description="what has been counted of its events, by name")
 

@@ -113,6 +113,7 @@ def _publisher(state: PublisherState) -> dict[str, Any]:
         "unsalted_events": state.counters.get("unsalted_events", 0),
         "blocks": state.blocks,
         "last_error": state.last_error,
+        "replay": state.registration.can_replay,
         "worker": state.worker,
         "counters": state.counters,
     }

@@ -242,6 +242,8 @@ def replays(state: PublisherState) -> int:
 #: Counters of a stream, by their beginning, that tell of events which came to nothing.
 _REJECTED = ("decode_errors", "frames_malformed", "ignored", "unresolved")
 
+_WITHOUT_REPLAY = "no replay endpoint: what gets lost cannot be had again; register one where the engine has one"
+
 
 def complaint(state: PublisherState) -> str:
     """The same, as far as its own record tells it."""
@@ -252,8 +254,10 @@ def complaint(state: PublisherState) -> str:
         return f"no connection to {endpoint}"
     if state.status is StreamStatus.LOST:
         return f"no connection to {endpoint} for so long that its blocks are not counted"
+    without_replay = "" if endpoint is None or state.registration.can_replay else _WITHOUT_REPLAY
     if any(state.blocks.values()):
-        return ""
-    return ", ".join(
+        return without_replay
+    rejected = ", ".join(
         f"{n} {name}" for name, n in sorted(state.counters.items()) if n and name.partition(".")[0] in _REJECTED
     )
+    return rejected or without_replay

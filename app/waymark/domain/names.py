@@ -80,6 +80,11 @@ class Registration:
         return PublisherName(self.instance_id, self.tenant_id, self.dp_rank)
 
     @property
+    def can_replay(self) -> bool:
+        """What is missing can be asked for. A counter per rank has no replay, wherever the endpoint is."""
+        return self.replay_endpoint is not None and self.sequence == "publisher"
+
+    @property
     def group(self) -> GroupName:
         return GroupName(self.tenant_id, self.model_name)
 

@@ -38,7 +38,6 @@ _NO_BATCH = Batch(None, ())
 JOINED_LATE = "joined_late"
 BATCHES_LOST = "batches_lost"
 OVER_CEILING = "over_ceiling"
-NO_REPLAY = "no_replay"
 REPLAY_SILENT = "replay_silent"
 REPLAY_INCOMPLETE = "replay_incomplete"
 REPLAY_WAITING = "replay_waiting"
@@ -52,7 +51,6 @@ REASONS = {
     JOINED_LATE: "this life began before the first batch that could be had",
     BATCHES_LOST: "batches were lost for good in this life",
     OVER_CEILING: "a batch of this life was larger than its ceiling, and was not read",
-    NO_REPLAY: "no replay endpoint to ask for what is missing; register one",
     REPLAY_SILENT: "the replay endpoint does not answer",
     REPLAY_INCOMPLETE: "the last replay broke off before its end",
     REPLAY_WAITING: "other replays go first on this worker (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
@@ -254,7 +252,7 @@ class Life:
         self.acknowledged = None
         self.order.restart()
         # The others tell of the life that has ended.
-        self.reasons &= {NO_REPLAY, REPLAY_SILENT}
+        self.reasons &= {REPLAY_SILENT}
         await self.found()
 
     async def join_late(self) -> None:

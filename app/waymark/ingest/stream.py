@@ -18,7 +18,7 @@ from waymark.errors import InvalidValue
 from waymark.ingest.catch_up import Outcome
 from waymark.ingest.frames import Frame
 from waymark.ingest.lanes import Lanes
-from waymark.ingest.life import NO_REPLAY, REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING, Life
+from waymark.ingest.life import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING, Life
 from waymark.ingest.order import Judgement
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.replaying import Replaying
@@ -290,8 +290,7 @@ class Stream:
         if self._is_failed:
             self._replaying.drop()
             return
-        if endpoint is None or self._registration.sequence == "rank":
-            life.reasons.add(NO_REPLAY)
+        if endpoint is None or not self._registration.can_replay:
             if dropped:
                 await life.overflowed()
             return
