@@ -1,4 +1,4 @@
--- reserve(load, reservations, holders, request, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, spec_milliseconds, repeatable, candidate*) -> {verdict, which, tokens, requests, overdue}
+-- reserve(load, reservations, holders, request, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidate*) -> {verdict, which, tokens, requests, overdue}
 --
 -- Send a prompt to the best of some targets, by their loads at this moment.
 --
@@ -14,9 +14,9 @@
 --       limit             a target with so many requests is passed over; 0: none is
 --       reservations_max  with so many under way in the group nothing more is reserved
 --       cold              '1' where nobody has anything of the prompt
---       spec_milliseconds how long the speculative entries stay
 --       repeatable        '1': the same request again gets the same reservation
---       candidate*        publisher, new, handicap, weight of each, at most 8: `new` is its prefill tokens
+--       candidate*        publisher, new, handicap, weight, first, spec_milliseconds of each, at most 8: `new` is its prefill
+--                         tokens; its speculative entries are those behind the `first` of them, for so long; 0: none
 --
 -- {'applied', which, tokens, requests, overdue}  the which-th was reserved; its load before
 -- {'repeated', publisher, tokens, context, nonce}  the request has a reservation already: this one, as it was written
@@ -24,7 +24,7 @@
 -- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; the same
 
 local first_spec = 4
-if ARGV[10] == '1' then
+if ARGV[9] == '1' then
   first_spec = 5
   local earlier = redis.call('GET', KEYS[4])
   if earlier then
@@ -58,7 +58,7 @@ end
 if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[7]) then return {'full', 0, 0, 0, #overdue} end
 
 local names, registered = {}, {}
-for i = 11, #ARGV, 4 do
+for i = 10, #ARGV, 6 do
   names[#names + 1] = ARGV[i]
   registered[#registered + 1] = 'publisher:' .. ARGV[i]
 end
@@ -68,19 +68,22 @@ for i = 1, #names do
   local wait, active = 0, 0
   if values[i] then wait, active = values[i]:match('^(%d+) (%d+)') end
   if rows[i] and (limit == 0 or tonumber(active) < limit) then
-    local at = 11 + 4 * (i - 1)
+    local at = 10 + 6 * (i - 1)
     local cost = (wait + ARGV[5] * active) / ARGV[at + 3] + ARGV[4] * ARGV[at + 1] + ARGV[at + 2]
     if not least or cost < least then which, least, tokens, requests = i, cost, tonumber(wait), tonumber(active) end
   end
 end
 if not which then return {'saturated', 0, 0, 0, #overdue} end
 
-local load, new = parsed(values[which] or nil), math.floor(tonumber(ARGV[11 + 4 * (which - 1) + 1]))
+local chosen = 10 + 6 * (which - 1)
+local load, new = parsed(values[which] or nil), math.floor(tonumber(ARGV[chosen + 1]))
 load[1], load[2], load[3] = tokens + new, requests + 1, load[3] + ARGV[3]
 if ARGV[8] == '1' then load[7] = now end
 local reservation = string.format('%s %.0f %s %s', names[which], new, ARGV[3], ARGV[2])
 redis.call('HSET', KEYS[1], names[which], text(load))
 redis.call('ZADD', KEYS[2], now + ARGV[1], reservation)
-if ARGV[10] == '1' then redis.call('SET', KEYS[4], reservation, 'PX', ARGV[1]) end
-for i = first_spec, #KEYS do redis.call('SET', KEYS[i], names[which], 'PX', ARGV[9]) end
+if ARGV[9] == '1' then redis.call('SET', KEYS[4], reservation, 'PX', ARGV[1]) end
+if ARGV[chosen + 5] ~= '0' then
+  for i = first_spec + ARGV[chosen + 4], #KEYS do redis.call('SET', KEYS[i], names[which], 'PX', ARGV[chosen + 5]) end
+end
 return {'applied', which, tokens, requests, #overdue}

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
-from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows
+from waymark.domain.match import (
+    ConductorRow,
+    DynamoRank,
+    TargetRow,
+    Walk,
+    conductor_rows,
+    dynamo_rows,
+    pool_bitmap,
+    target_rows,
+)
 from waymark.domain.names import Holder
 from waymark.domain.table import HolderTable, PublisherRow
 
@@ -239,3 +248,41 @@ def test_a_prompt_fed_in_pieces_is_the_prompt_fed_at_once(case: Case, sizes: lis
     assert pieces.blocks == whole.blocks
     assert conductor_rows(pieces) == conductor_rows(whole)
     assert dynamo_rows(pieces) == dynamo_rows(whole)
+
+
+def counted_by_target(case: Case, instance: str, rank: int) -> TargetRow:
+    """What a target has, from its words: each block once, at its best place."""
+    registered = sorted(
+        of.dp_rank for of in case.publishers.values() if of.scope == "instance" and of.instance_id == instance
+    )
+    ranks = [rank] if rank != registered[0] else [rank, *(other for other in range(8) if other not in registered)]
+    row = dict.fromkeys(("device", "host", "shared", "disk"), 0)
+    for block in case.blocks:
+        own = {medium for each in ranks for medium in case.media_of(block, instance, each, with_pool=False)}
+        pool = case.media_of(block, "nobody")
+        if not own | pool:
+            break
+        place = "device" if "GPU" in own else "host" if "CPU" in own else "shared" if pool else "disk"
+        row[place] += 1
+    return TargetRow(**row)
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(cases())
+def test_a_target_has_each_block_of_its_prefix_once_at_its_best_place(case: Case) -> None:
+    rows = target_rows(walk(case.table, case.values))
+    targets = {(of.instance_id, of.dp_rank) for of in case.publishers.values() if of.scope == "instance"}
+    assert rows.keys() <= targets
+    for target in targets:
+        assert rows.get(target, TargetRow()) == counted_by_target(case, *target)
+
+
+def test_the_bitmap_of_a_pool_has_its_blocks_contiguous_or_not() -> None:
+    of = table(
+        {1: publisher("a"), 2: publisher("pool", scope="shared")},
+        holder(1, 1),
+        holder(2, 2, "pool", medium="CPU", scope="shared"),
+    )
+    assert pool_bitmap(walk(of, [value(1, 2), value(1), value(1), value(2), None])) == 0b1001
+    assert target_rows(walk(of, [value(1, 2), value(1), value(2), value(1)])) == {("a", 0): TargetRow(3, 0, 1, 0)}

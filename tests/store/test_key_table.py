@@ -124,8 +124,8 @@ async def publish_and_unregister(stream: Stream) -> None:
 
 async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     """Reservations that are made, given back, and forgotten."""
-    group_id, offers = grant.group_id, [Offer(grant.publisher, 5)]
-    terms = Terms(context=9, spec_keys=[keys.spec(group_id, 0xA8)], request_id="0" * 16, spec_milliseconds=600_000)
+    group_id, offers = grant.group_id, [Offer(grant.publisher, 5, spec_milliseconds=600_000)]
+    terms = Terms(context=9, spec_keys=[keys.spec(group_id, 0xA8)], request_id="0" * 16)
 
     async def forgotten(terms: Terms) -> None:
         found = await store.reservations.reserve(group_id, offers, terms)

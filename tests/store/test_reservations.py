@@ -149,13 +149,21 @@ async def test_the_same_request_again_gets_the_same_reservation(fleet: Fleet) ->
     assert other.verdict is Verdict.APPLIED
 
 
-async def test_speculative_entries_name_the_target_and_end_by_themselves(fleet: Fleet) -> None:
-    names = [keys.spec(fleet.group_id, block) for block in (0xA8, 0xAC)]
-    found = await fleet.taken(1, spec_keys=names, spec_milliseconds=60_000)
+async def test_speculative_entries_name_the_target_beyond_what_it_has_and_end_by_themselves(fleet: Fleet) -> None:
+    names = [keys.spec(fleet.group_id, block) for block in (0xA8, 0xAC, 0xB0)]
+    first, second, _ = fleet.publishers
+    offers = [Offer(first, 9), Offer(second, 1, spec_from=1, spec_milliseconds=60_000)]
+    await fleet.reservations.reserve(fleet.group_id, offers, Terms(context=9, weight_new=1.0, spec_keys=names))
 
-    assert await fleet.redis.mget(names) == [b"%d" % found.publisher] * 2
-    assert all([0 < await fleet.redis.pttl(name) <= 60_000 for name in names])
-    assert await fleet.redis.exists(keys.spec(fleet.group_id, 0xB0)) == 0
+    assert await fleet.redis.mget(names) == [None, b"%d" % second, b"%d" % second]
+    assert 0 < await fleet.redis.pttl(names[1]) <= 60_000
+
+    offers = [Offer(first, 0), Offer(second, 1, spec_from=1, spec_milliseconds=60_000)]
+    terms = Terms(context=9, weight_new=100.0, spec_keys=names, request_id="0" * 16)
+    found = await fleet.reservations.reserve(fleet.group_id, offers, terms)
+    assert found.reservation is not None
+    assert found.reservation.publisher == first
+    assert await fleet.redis.mget(names) == [None, b"%d" % second, b"%d" % second], "the first one writes none"
 
 
 async def test_a_cold_pick_is_remembered(fleet: Fleet) -> None:

@@ -4,7 +4,8 @@ Values are fed in the order of the chain, in pieces as they arrive from Redis. N
 have byte-equal values, so the walk works on runs of equal values and costs next to nothing per block. It is
 exact: a block counts only if its own value says so.
 
-Both dialects read the same walk. What their numbers mean is in ``conductor_rows`` and ``dynamo_rows``.
+Both dialects and the decisions read the same walk. What their numbers mean is in ``conductor_rows``, ``dynamo_rows``
+and ``target_rows``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from waymark import native
 from waymark.domain.table import Presence, View
@@ -148,3 +150,59 @@ def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
     for (i, dp_rank), rank in ranks.items():
         rows.setdefault(view.instances[i], {})[dp_rank] = rank
     return rows
+
+
+class TargetRow(NamedTuple):
+    """What one target has of a prompt, in blocks of its unbroken prefix, each counted once at its best place."""
+
+    device: int = 0
+    host: int = 0
+    shared: int = 0
+    """In a pool, and not on its own device or host."""
+    disk: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return self.device + self.host + self.shared + self.disk
+
+
+def target_rows(walk: Walk) -> dict[tuple[str, int], TargetRow]:
+    """What each registered rank has, by instance and rank; one that has nothing is left out.
+
+    The best place is the first of device, host, shared, disk. What is held by a rank that is not registered by itself
+    counts for the first registered rank of its instance: a router can pick nothing smaller.
+    """
+    view = walk.view
+    first = [ranks[0] for ranks in view.registered_ranks]
+    counts: dict[tuple[int, int], list[int]] = {}
+    going: set[tuple[int, int]] | None = None  # None: everybody, nothing read yet
+    for presence, length in walk.runs:
+        own: dict[tuple[int, int], frozenset[str]] = {}
+        for i, dp_rank, media in presence.ranks:
+            key = i, dp_rank if dp_rank in view.registered_ranks[i] else first[i]
+            own[key] = own[key] | media if key in own else media
+        if going is None:
+            # Where a pool has the blocks, those go on who have nothing of their own.
+            every = ((i, rank) for i, ranks in enumerate(view.registered_ranks) for rank in ranks)
+            going = set(every) if presence.pool_media else set(own)
+        elif not presence.pool_media:
+            going &= own.keys()
+        if not going:
+            break
+        for key in going:
+            row = counts.get(key)
+            if row is None:
+                row = counts[key] = [0, 0, 0, 0]
+            held = own.get(key, _NOWHERE)
+            row[0 if DEVICE in held else 1 if HOST in held else 2 if presence.pool_media else 3] += length
+    return {(view.instances[i], rank): TargetRow(*row) for (i, rank), row in counts.items()}
+
+
+def pool_bitmap(walk: Walk) -> int:
+    """Which blocks of the walk a pool has: bit i is block i."""
+    bitmap = at = 0
+    for presence, length in walk.runs:
+        if presence.pool_media:
+            bitmap |= ((1 << length) - 1) << at
+        at += length
+    return bitmap

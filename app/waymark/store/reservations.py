@@ -108,6 +108,10 @@ class Offer(NamedTuple):
     new: int
     handicap: float = 0.0
     weight: float = 1.0
+    spec_from: int = 0
+    """How many of the speculative entries it needs none of, for it has these blocks."""
+    spec_milliseconds: int = 0
+    """How long its speculative entries stay; 0: none are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,6 @@ class Terms:
     reservations_max: int = 100_000
     is_cold: bool = False
     spec_keys: Sequence[str] = ()
-    spec_milliseconds: int = 2_000
     request_id: str | None = None
     """16 hex digits: the same request again gets the same reservation."""
 
@@ -166,12 +169,18 @@ class Reservations:
             terms.limit,
             terms.reservations_max,
             "1" if terms.is_cold else "0",
-            terms.spec_milliseconds,
             "0" if terms.request_id is None else "1",
             [
                 each
                 for offer in offers
-                for each in (offer.publisher, offer.new, repr(float(offer.handicap)), repr(float(offer.weight)))
+                for each in (
+                    offer.publisher,
+                    offer.new,
+                    repr(float(offer.handicap)),
+                    repr(float(offer.weight)),
+                    offer.spec_from,
+                    offer.spec_milliseconds,
+                )
             ],
         )
         if verdict is Verdict.REPEATED:

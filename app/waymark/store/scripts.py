@@ -195,7 +195,6 @@ class Scripts:
         limit: int,
         reservations_max: int,
         cold: str,
-        spec_milliseconds: int,
         repeatable: str,
         candidate: Sequence[Arg],
     ) -> tuple[Verdict, *tuple[int | str, ...]]:
@@ -204,7 +203,7 @@ class Scripts:
         if request is not None:
             keys.append(request)
         args: list[Arg] = [milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold]
-        args += (spec_milliseconds, repeatable, *candidate)
+        args += (repeatable, *candidate)
         verdict, *rest = await self._call("reserve", [*keys, *spec], args)
         return (Verdict(verdict.decode()), *(each.decode() if isinstance(each, bytes) else each for each in rest))
 
