@@ -259,6 +259,7 @@ async def _ask_the_rest(pair: Pair, ranks: list[Rank], block_size: int) -> None:
     same = _registration(taken, block_size)
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/register", same),
+        ("/register", same | {"routing_group": "another"}),
         ("/register", same | {"instance_id": 99, "block_size": block_size + 1}),
         ("/query", {"model_name": "another", "token_ids": [1]}),
         ("/query", {"model_name": MODEL, "routing_group": "another", "token_ids": [1]}),
