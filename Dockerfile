@@ -12,6 +12,8 @@ RUN apt-get update \
 RUN python -m venv --without-pip /opt/waymark
 WORKDIR /src
 COPY . .
+# What is installed is this directory.
+# hadolint ignore=DL3013
 RUN pip --python /opt/waymark/bin/python install --no-cache-dir '.[demo]'
 
 FROM python:${PYTHON_VERSION}-slim

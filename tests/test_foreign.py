@@ -22,12 +22,10 @@ BORROWED: dict[tuple[str, str], tuple[str, str]] = {
         "redis",
         "a connection that is released while its task is cancelled must not be missing from the pool for good",
     ),
-    ("store/line.py", "redis._parsers.BaseParser"): (
+    ("store/read_connection.py", "redis._parsers.BaseParser"): (
         "redis",
         "an error reply becomes the driver's own exception class",
     ),
-    ("store/line.py", "connection._writer"): ("redis", "replies are read from the transport, without a coroutine each"),
-    ("store/lending.py", "connection._writer"): ("redis", "only a connection with a transport can be read that way"),
 }
 #: Names of the standard library that are public although they begin with an underscore.
 DOCUMENTED = {"_asdict", "_fields", "_make", "_replace"}
