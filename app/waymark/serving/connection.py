@@ -295,6 +295,11 @@ class HttpConnection(asyncio.Protocol):
         self._release(cycle)
 
     @property
+    def owes_answers(self) -> bool:
+        """Whether a request that is whole has not been answered."""
+        return any(cycle.is_whole for cycle in self._cycles)
+
+    @property
     def is_holding(self) -> bool:
         """Whether it holds bytes of a body that is not whole."""
         return self._reading is not None and self._reading.held > 0
