@@ -15,7 +15,8 @@ import zmq
 from tests.conftest import wait_until
 from waymark.ingest.descriptors import FILES_PER_REPLAY, FILES_PER_STREAM, OTHER_FILES, fit, room_for
 from waymark.ingest.replay import Replay
-from waymark.ingest.subscriber import Context, Subscriber
+from waymark.ingest.sockets import Context
+from waymark.ingest.subscriber import Subscriber
 from waymark.store.client import CONNECTIONS
 
 

@@ -16,7 +16,7 @@ from tests.conftest import wait_until
 from tests.patience import patient, within
 from waymark.errors import InvalidValue
 from waymark.ingest.replay import Replay, ReplayOutcome
-from waymark.ingest.subscriber import Context
+from waymark.ingest.sockets import Context
 
 END = [b"", b"\xff" * 8, b""]
 

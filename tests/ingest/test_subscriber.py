@@ -15,9 +15,11 @@ import zmq
 from tests.conftest import wait_until
 from tests.patience import patient, within
 from waymark.errors import InvalidValue
+from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
 from waymark.ingest.frames import Frame
-from waymark.ingest.subscriber import Context, Subscriber, open_socket
+from waymark.ingest.sockets import Context, open_socket
+from waymark.ingest.subscriber import Subscriber
 
 
 @pytest.fixture
@@ -282,8 +284,8 @@ async def test_a_peer_of_another_kind_is_no_publisher_and_does_not_end_the_attem
 async def test_a_host_that_falls_silent_is_a_lost_connection(
     context: Context, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HEARTBEAT_INTERVAL_MILLISECONDS", 50)
-    monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_MILLISECONDS", 200)
+    monkeypatch.setattr(sockets, "HEARTBEAT_INTERVAL_MILLISECONDS", 50)
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MILLISECONDS", 200)
     publisher = publish("tcp://127.0.0.1:*")
     port = int(publisher.endpoint.rpartition(":")[2])
     is_silent = False

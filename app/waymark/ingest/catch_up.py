@@ -15,7 +15,7 @@ from waymark.apply.applier import Incoming
 from waymark.ingest.life import Life
 from waymark.ingest.replay import Replay, ReplayOutcome
 from waymark.ingest.replay_places import Pace, Place, YieldReason
-from waymark.ingest.subscriber import Context
+from waymark.ingest.sockets import Context
 
 _CHUNK_BYTES = 8 * 2**20
 _TRIES = 3

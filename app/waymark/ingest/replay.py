@@ -18,7 +18,7 @@ import zmq
 
 from waymark.errors import InvalidValue
 from waymark.ingest.frames import SEQ_BYTES, is_end_marker, parse_replay
-from waymark.ingest.subscriber import MESSAGE_BYTES_MAX, Context, connect, open_socket
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context, connect, open_socket
 
 
 class ReplayOutcome(StrEnum):

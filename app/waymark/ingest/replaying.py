@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from waymark.ingest.catch_up import CatchUp, Outcome
 from waymark.ingest.life import Life
 from waymark.ingest.replay_places import Place, ReplayPlaces
-from waymark.ingest.subscriber import Context
+from waymark.ingest.sockets import Context
 from waymark.logs import fields
 from waymark.metrics import Metrics
 

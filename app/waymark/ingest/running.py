@@ -17,8 +17,8 @@ from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.replay_places import ReplayPlaces
+from waymark.ingest.sockets import Context
 from waymark.ingest.stream import Stream
-from waymark.ingest.subscriber import Context
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.claims import Claim

@@ -22,7 +22,8 @@ from waymark.ingest.life import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
 from waymark.ingest.order import Judgement
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.replaying import Replaying
-from waymark.ingest.subscriber import MESSAGE_BYTES_MAX, Context, Subscriber
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context
+from waymark.ingest.subscriber import Subscriber
 from waymark.ingest.teller import Teller
 from waymark.logs import fields
 from waymark.metrics import Metrics

@@ -18,20 +18,16 @@ wake-up reads until there is nothing left, or comes back by itself.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self
 
 import zmq
 
-from waymark.errors import InvalidValue
+from waymark.ingest.frame_buffer import FrameBuffer
 from waymark.ingest.frames import Frame, parse_live
-
-Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context, LiveConnection
 
 FRAMES_PER_TURN = 500
 """Frames read before the event loop gets its turn: some 2 ms."""
@@ -41,93 +37,8 @@ libzmq hands over what it had read when it told of the loss."""
 RECONNECT_SECONDS_MAX = 5.0
 REFUSED_SECONDS = 30.0
 """Before the next attempt after a connection that libzmq has ended for what came over it."""
-CONNECT_MILLISECONDS = 10_000
-"""For a TCP connect, and once more for the handshake."""
-HEARTBEAT_INTERVAL_MILLISECONDS = 5_000
-HEARTBEAT_TIMEOUT_MILLISECONDS = 15_000
 BYTES_PER_TURN = 8 * 2**20
 """Bytes of frames read before the event loop gets its turn, exceeded by at most one frame."""
-MESSAGE_BYTES_MAX = 64 * 2**20
-"""A publisher that sends more in one part loses its connection, before the part is in memory."""
-
-_NEVER_MILLISECONDS = 24 * 3600 * 1000
-_UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
-# Any of these, whichever comes first, ends a connection or an attempt at one. A name that does not resolve tells
-# only the last.
-_OVER = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_CONNECT_RETRIED
-)
-_monitor_numbers = itertools.count(1)
-
-
-def open_socket(
-    context: Context, kind: int, endpoint: str, message_bytes_max: int = MESSAGE_BYTES_MAX
-) -> zmq.Socket[bytes]:
-    """A socket with the options of both transports, not connected yet; OSError where none is to be had."""
-    try:
-        socket = context.socket(kind)
-    except zmq.ZMQError as error:
-        raise OSError(error.errno, f"no socket for {endpoint}: {error.strerror}") from error
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.RCVHWM, 0)
-    socket.set(zmq.MAXMSGSIZE, message_bytes_max)
-    socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
-    socket.set(zmq.HANDSHAKE_IVL, CONNECT_MILLISECONDS)
-    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MILLISECONDS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MILLISECONDS)
-    socket.set(zmq.TCP_KEEPALIVE, 1)
-    if endpoint.startswith("tcp://["):
-        socket.set(zmq.IPV6, 1)
-    return socket
-
-
-def connect(socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
-    """Begin to connect; InvalidValue naming ``field`` where libzmq cannot read the endpoint."""
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        sentence = f"{field} {endpoint!r} cannot be connected to ({error.strerror}); give tcp://host:port or ipc://path"
-        raise InvalidValue(sentence, field=field) from error
-
-
-class _Link:
-    """A SUB socket for one connection, or one attempt at it, with its monitor."""
-
-    __slots__ = ("descriptors", "is_over", "is_retried", "is_up", "monitor", "socket")
-
-    def __init__(self, context: Context, endpoint: str, message_bytes_max: int) -> None:
-        self.is_up = False
-        """The handshake succeeded. It stays true when the connection is over: there may be frames to read."""
-        self.is_over = False
-        self.is_retried = False
-        """libzmq would connect again: after a lost connection, but not after one that it has ended itself."""
-        self.socket = open_socket(context, zmq.SUB, endpoint, message_bytes_max)
-        try:
-            self.socket.set(zmq.RECONNECT_IVL, _NEVER_MILLISECONDS)
-            self.socket.subscribe(b"")
-            # pyzmq would name the monitor by the socket's descriptor, which a closing socket may still have.
-            address = f"inproc://waymark-monitor-{next(_monitor_numbers)}"
-            self.monitor = self.socket.get_monitor_socket(_UP | _OVER, address)
-        except zmq.ZMQError as error:
-            self.socket.close(0)
-            raise OSError(error.errno, f"no monitor for {endpoint}: {error.strerror}") from error
-        try:
-            connect(self.socket, endpoint, "endpoint")
-        except InvalidValue:
-            self.close()
-            raise
-        self.descriptors = (self.socket.FD, self.monitor.FD)
-
-    def close(self) -> None:
-        # In this order: libzmq's side of the monitor would wait for room in a pipe nobody reads.
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(0)
 
 
 class Subscriber:
@@ -153,21 +64,16 @@ class Subscriber:
         self.is_connected = False
         self.state_version = 0
         """Moves whenever ``connection`` or ``is_connected`` does."""
-        self.buffered_bytes = 0
-        self.dropped = 0
-        """Frames for which there was no room."""
         self.malformed = 0
         """Frames that were not of the contract's form."""
         self.is_refused = False
         """libzmq has ended the last connection, for a message above ``message_bytes_max`` or bytes that are no ZMTP."""
         self._message_bytes_max = message_bytes_max
         self._context = context
-        self._buffer_bytes = buffer_bytes
-        self._buffer_frames = buffer_frames
         self._clock = clock
-        self._buffer: deque[Frame] = deque()
+        self._buffer = FrameBuffer(buffer_bytes, buffer_frames)
         self._loop: asyncio.AbstractEventLoop
-        self._link: _Link | None = None
+        self._link: LiveConnection | None = None
         self._dialling: asyncio.Handle | None = None
         self._is_turn_due = False
         self._pause = RECONNECT_SECONDS
@@ -206,6 +112,15 @@ class Subscriber:
     def buffered_frames(self) -> int:
         return len(self._buffer)
 
+    @property
+    def buffered_bytes(self) -> int:
+        return self._buffer.bytes
+
+    @property
+    def dropped(self) -> int:
+        """Frames for which there was no room."""
+        return self._buffer.dropped
+
     async def wait(self, timeout_seconds: float) -> bool:
         """True as soon as frames are buffered or the connection changed since the last wait; False after the time.
 
@@ -222,16 +137,8 @@ class Subscriber:
         return has_news
 
     def take(self, limit: int) -> list[Frame]:
-        """At most ``limit`` of the buffered frames, oldest first; their room is free again.
-
-        Frames of ``BYTES_PER_TURN`` at most, or one that is larger: what is taken is in memory beside the buffer.
-        """
-        buffer, frames, size = self._buffer, list[Frame](), 0
-        while buffer and len(frames) < limit and (not frames or size + len(buffer[0].payload) <= BYTES_PER_TURN):
-            size += len(buffer[0].payload)
-            frames.append(buffer.popleft())
-        self.buffered_bytes -= sum(len(frame.topic) + len(frame.payload) for frame in frames)
-        return frames
+        """At most ``limit`` of the buffered frames, oldest first; their room is free again."""
+        return self._buffer.take(limit)
 
     def _has_news(self) -> bool:
         return bool(self._buffer) or self.state_version != self._seen_version
@@ -244,7 +151,7 @@ class Subscriber:
     # ---- the sockets' side -------------------------------------------------------------------------
 
     def _open_link(self) -> None:
-        link = _Link(self._context, self.endpoint, self._message_bytes_max)
+        link = LiveConnection(self._context, self.endpoint, self._message_bytes_max)
         self._link = link
         for descriptor in link.descriptors:
             self._loop.add_reader(descriptor, self._turn)
@@ -298,24 +205,13 @@ class Subscriber:
         self._is_turn_due = False
         self._turn()
 
-    def _read_monitor(self, link: _Link) -> None:
-        while True:
-            try:
-                event, _ = link.monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            # The event's number is the first two bytes, in the machine's order; a value follows.
-            number = int.from_bytes(event[:2], sys.byteorder)
-            if number == zmq.EVENT_CONNECT_RETRIED:
-                link.is_retried = True
-            if number & _UP:
-                link.is_up = True
+    def _read_monitor(self, link: LiveConnection) -> None:
+        for is_up in link.changes():
+            if is_up:
                 self._pause = RECONNECT_SECONDS
                 self.connection += 1
-                self._set_connected(True)
-            elif not link.is_over:
-                link.is_over = True
-                self._set_connected(False)
+            self._set_connected(is_up)
+            if not is_up:
                 self._dial_later()
 
     def _set_connected(self, is_connected: bool) -> None:
@@ -324,7 +220,7 @@ class Subscriber:
             self.state_version += 1
             self.wake()
 
-    def _read_frames(self, link: _Link) -> bool:
+    def _read_frames(self, link: LiveConnection) -> bool:
         """Fill the buffer from the socket; True if there may be more to read."""
         if not link.is_up:
             # A frame that is here already came after a handshake the monitor will tell in a moment; it is read then.
@@ -337,7 +233,11 @@ class Subscriber:
             for _ in range(FRAMES_PER_TURN):
                 parts = link.socket.recv_multipart(zmq.NOBLOCK)
                 self.is_refused = False
-                self._keep(parse_live(parts, self.connection, received))
+                frame = parse_live(parts, self.connection, received)
+                if frame is None:
+                    self.malformed += 1
+                else:
+                    self._buffer.put(frame)
                 size += len(parts[-1])
                 if size > BYTES_PER_TURN:
                     break
@@ -347,14 +247,3 @@ class Subscriber:
             if self._buffer:
                 self.wake()
         return True
-
-    def _keep(self, frame: Frame | None) -> None:
-        if frame is None:
-            self.malformed += 1
-            return
-        size = len(frame.topic) + len(frame.payload)
-        if len(self._buffer) >= self._buffer_frames or self.buffered_bytes + size > self._buffer_bytes:
-            self.dropped += 1
-            return
-        self._buffer.append(frame)
-        self.buffered_bytes += size

@@ -12,7 +12,7 @@ from waymark.ingest.options import WorkerOptions
 from waymark.ingest.polling import Poller
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.running import StreamRunner
-from waymark.ingest.subscriber import Context
+from waymark.ingest.sockets import Context
 from waymark.ingest.sweeping import keep_sweeping
 from waymark.logs import fields
 from waymark.metrics import Metrics

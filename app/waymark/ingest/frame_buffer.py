@@ -1,0 +1,46 @@
+"""What waits to be taken of a publisher's frames: bounded, oldest first."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from waymark.ingest.frames import Frame
+
+TAKE_BYTES = 8 * 2**20
+"""Of frames that are taken at once: they are in memory beside the buffer."""
+
+
+class FrameBuffer:
+    """At most so many bytes (topics and payloads counted) and frames. What finds no room is dropped and counted."""
+
+    def __init__(self, bytes_max: int, frames_max: int) -> None:
+        self.bytes = 0
+        self.dropped = 0
+        """Frames for which there was no room."""
+        self._bytes_max = bytes_max
+        self._frames_max = frames_max
+        self._frames: deque[Frame] = deque()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def put(self, frame: Frame) -> None:
+        size = _size(frame)
+        if len(self._frames) >= self._frames_max or self.bytes + size > self._bytes_max:
+            self.dropped += 1
+            return
+        self._frames.append(frame)
+        self.bytes += size
+
+    def take(self, limit: int) -> list[Frame]:
+        """At most ``limit`` frames of ``TAKE_BYTES`` together, or one that is larger; their room is free again."""
+        frames, taken, size = self._frames, list[Frame](), 0
+        while frames and len(taken) < limit and (not taken or size + len(frames[0].payload) <= TAKE_BYTES):
+            size += len(frames[0].payload)
+            taken.append(frames.popleft())
+        self.bytes -= sum(map(_size, taken))
+        return taken
+
+
+def _size(frame: Frame) -> int:
+    return len(frame.topic) + len(frame.payload)

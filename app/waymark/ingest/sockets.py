@@ -1,0 +1,118 @@
+"""Sockets to a publisher: the options that all have in common, and one that serves for a single connection."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import zmq
+
+from waymark.errors import InvalidValue
+
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+
+CONNECT_MILLISECONDS = 10_000
+"""For a TCP connect, and once more for the handshake."""
+HEARTBEAT_INTERVAL_MILLISECONDS = 5_000
+HEARTBEAT_TIMEOUT_MILLISECONDS = 15_000
+MESSAGE_BYTES_MAX = 64 * 2**20
+"""A publisher that sends more in one part loses its connection, before the part is in memory."""
+
+_NEVER_MILLISECONDS = 24 * 3600 * 1000
+_UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
+# Any of these, whichever comes first, ends a connection or an attempt at one. A name that does not resolve tells
+# only the last.
+_OVER = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_CONNECT_RETRIED
+)
+_monitor_numbers = itertools.count(1)
+
+
+def open_socket(
+    context: Context, kind: int, endpoint: str, message_bytes_max: int = MESSAGE_BYTES_MAX
+) -> zmq.Socket[bytes]:
+    """A socket with the options of both transports, not connected yet; OSError where none is to be had."""
+    try:
+        socket = context.socket(kind)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"no socket for {endpoint}: {error.strerror}") from error
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.MAXMSGSIZE, message_bytes_max)
+    socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
+    socket.set(zmq.HANDSHAKE_IVL, CONNECT_MILLISECONDS)
+    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MILLISECONDS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MILLISECONDS)
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    if endpoint.startswith("tcp://["):
+        socket.set(zmq.IPV6, 1)
+    return socket
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
+    """Begin to connect; InvalidValue naming ``field`` where libzmq cannot read the endpoint."""
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        sentence = f"{field} {endpoint!r} cannot be connected to ({error.strerror}); give tcp://host:port or ipc://path"
+        raise InvalidValue(sentence, field=field) from error
+
+
+class LiveConnection:
+    """A SUB socket for one connection, or one attempt at it, with its monitor."""
+
+    __slots__ = ("descriptors", "is_over", "is_retried", "is_up", "monitor", "socket")
+
+    def __init__(self, context: Context, endpoint: str, message_bytes_max: int) -> None:
+        self.is_up = False
+        """The handshake succeeded. It stays true when the connection is over: there may be frames to read."""
+        self.is_over = False
+        self.is_retried = False
+        """libzmq would connect again: after a lost connection, but not after one that it has ended itself."""
+        self.socket = open_socket(context, zmq.SUB, endpoint, message_bytes_max)
+        try:
+            self.socket.set(zmq.RECONNECT_IVL, _NEVER_MILLISECONDS)
+            self.socket.subscribe(b"")
+            # pyzmq would name the monitor by the socket's descriptor, which a closing socket may still have.
+            address = f"inproc://waymark-monitor-{next(_monitor_numbers)}"
+            self.monitor = self.socket.get_monitor_socket(_UP | _OVER, address)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise OSError(error.errno, f"no monitor for {endpoint}: {error.strerror}") from error
+        try:
+            connect(self.socket, endpoint, "endpoint")
+        except InvalidValue:
+            self.close()
+            raise
+        self.descriptors = (self.socket.FD, self.monitor.FD)
+
+    def close(self) -> None:
+        # In this order: libzmq's side of the monitor would wait for room in a pipe nobody reads.
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+    def changes(self) -> Iterator[bool]:
+        """What the monitor has told since the last time: True for a handshake, False for the end, each once."""
+        while True:
+            try:
+                event, _ = self.monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            # The event's number is the first two bytes, in the machine's order; a value follows.
+            number = int.from_bytes(event[:2], sys.byteorder)
+            if number == zmq.EVENT_CONNECT_RETRIED:
+                self.is_retried = True
+            if number & _UP:
+                self.is_up = True
+                yield True
+            elif not self.is_over:
+                self.is_over = True
+                yield False
