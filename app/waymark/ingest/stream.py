@@ -17,14 +17,14 @@ from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
 from waymark.ingest.catch_up import Outcome
 from waymark.ingest.frames import Frame
-from waymark.ingest.lanes import Lanes
 from waymark.ingest.life import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING, Life
 from waymark.ingest.order import Judgement
+from waymark.ingest.rank_streams import RankStreams
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context
+from waymark.ingest.status_reporter import StatusReporter
 from waymark.ingest.subscriber import Subscriber
-from waymark.ingest.teller import Teller
 from waymark.logs import fields
 from waymark.metrics import Metrics
 
@@ -83,7 +83,7 @@ class Stream:
         self._connection = 0
         self._over = 0
         """A connection that is over, of a life that has ended: what is left of it is nobody's any more."""
-        self._lanes = Lanes(life, on_gap=options.on_gap)
+        self._rank_streams = RankStreams(life, on_gap=options.on_gap)
         self._replaying = Replaying(
             life,
             context,
@@ -105,7 +105,7 @@ class Stream:
         self._renewed = now
         self._reported = 0.0
         self._dropped_asked = 0
-        self._teller = Teller(life, self._subscriber)
+        self._reporter = StatusReporter(life, self._subscriber)
 
     # ---- the loop ----------------------------------------------------------------------------------
 
@@ -191,13 +191,13 @@ class Stream:
                 "stream status", extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons))
             )
             self.status = status
-        await self._teller.tell(status, self._error)
+        await self._reporter.report(status, self._error)
 
     async def _last_report(self) -> None:
         """What was counted since the last one, where Redis takes it at once."""
         try:
             async with asyncio.timeout(_REPORT_SECONDS):
-                await self._teller.tell(self.status, self._error)
+                await self._reporter.report(self.status, self._error)
         except (TimeoutError, Fenced):
             log.debug("last counters not written", extra=fields(stream=self._life.name))
 
@@ -218,7 +218,7 @@ class Stream:
             if incoming is None or self._is_failed:
                 continue
             if self._registration.sequence == "rank":
-                await self._lanes.live(frame, incoming)
+                await self._rank_streams.live(frame, incoming)
                 continue
             dp_rank = life.rank_of(incoming.batch)
             judgement = life.order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
@@ -273,7 +273,7 @@ class Stream:
         self._silent_until = 0.0
         self._life.is_proven = False
         self._life.order.connected()
-        self._lanes.connected()
+        self._rank_streams.connected()
         await self._catch_up()
 
     @property

@@ -1,6 +1,6 @@
-"""What a stream writes of itself into its record: status, why it is not all it could be, counters.
+"""What a stream reports of itself into its record: status, why it is not all it could be, counters.
 
-Only what has changed since it was told last is written, so an idle stream costs Redis nothing. A report may be
+Only what has changed since the last report is written, so an idle stream costs Redis nothing. A report may be
 written while a fold is being applied, and may be the last one of its worker. So it contains nothing that only holds
 once the fold is applied: the watermark and event_ids move in the script that applies, counters of batches after it.
 """
@@ -12,7 +12,7 @@ from waymark.ingest.subscriber import Subscriber
 from waymark.store.records import Facts
 
 
-class Teller:
+class StatusReporter:
     def __init__(self, life: Life, subscriber: Subscriber) -> None:
         self._life = life
         self._subscriber = subscriber
@@ -20,7 +20,7 @@ class Teller:
         self._facts: Facts = {}
         self._counts: dict[str, int] = {}
 
-    async def tell(self, status: str, error: str | None) -> None:
+    async def report(self, status: str, error: str | None) -> None:
         """Write what is new; ``error`` is said instead of the reasons of a degraded stream."""
         life = self._life
         dropped, malformed = self._subscriber.dropped, self._subscriber.malformed

@@ -16,7 +16,7 @@ from waymark.ingest.order import Judgement, Order
 _RANKS_MAX = 1024
 
 
-class Lanes:
+class RankStreams:
     def __init__(self, life: Life, *, on_gap: Literal["keep", "reset"]) -> None:
         self._life = life
         self._on_gap = on_gap
