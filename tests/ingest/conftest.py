@@ -57,6 +57,8 @@ QUICK = StreamOptions(
     publisher_timeout=1.0,
     lease_seconds=2.0,
 )
+#: Options of a worker, not of its streams.
+OF_WORKER = ("replays_max", "publishers", "apply", "sweep_blocks_per_second")
 #: Nothing is asked that the frames do not ask for, so counters can be told beforehand.
 WITHOUT_PROBES = replace(QUICK, probe_seconds=60.0, publisher_timeout=60.0)
 
@@ -331,7 +333,7 @@ class Bench:
         url = self._url
         redis = self.redis if url.startswith("memory:") else Client.open(url, timeout_seconds=1.0)._redis
         client, metrics = Mortal(redis, url), Metrics()
-        of_worker = {name: changes.pop(name) for name in ("replays_max", "publishers", "apply") if name in changes}
+        of_worker = {name: changes.pop(name) for name in OF_WORKER if name in changes}
         worker = Worker(
             Store(client, metrics=metrics),
             metrics,
