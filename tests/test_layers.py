@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOP = {"__main__", "cli", "demo", "runtime", "publishers_file"}
-LEAVES = {"errors", "instruments", "settings", "metrics", "logs", "native"}
+LEAVES = {"errors", "instruments", "settings", "metrics", "logs", "native", "shown"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
 
 # Part of waymark -> the other parts of it that it may import. The version in app/waymark/__init__.py is free for all.
@@ -23,7 +23,7 @@ PARTS: dict[str, set[str]] = {
     "domain": {"errors", "native"},
     "store": LEAVES | {"domain"},
     "apply": LEAVES | {"domain", "store"},
-    "engines": {"domain", "errors"},
+    "engines": {"domain", "errors", "shown"},
     "routing": {"domain", "errors"},
     "chat": {"domain", "errors"},
     "ingest": BELOW_ROLES,

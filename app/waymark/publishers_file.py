@@ -20,10 +20,10 @@ import orjson
 import yaml
 
 from waymark.api.access import AllowedEndpoints
-from waymark.api.errors import kind, shown
 from waymark.api.schemas import RegisterRequest
 from waymark.domain.names import PublisherName, Registration
 from waymark.errors import InvalidValue, SettingsError
+from waymark.shown import kind, shown
 
 _FILE_BYTES_MAX = 16 * 2**20
 _COMPLAINTS_MAX = 20

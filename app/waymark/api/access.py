@@ -9,8 +9,9 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from typing import Literal, TypeAlias
 
 from waymark.api.bodies import Headers
-from waymark.api.errors import Unauthorized, shown
+from waymark.api.errors import Unauthorized
 from waymark.errors import InvalidValue
+from waymark.shown import shown
 
 Access: TypeAlias = Literal["open", "read", "write"]
 

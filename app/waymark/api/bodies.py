@@ -15,10 +15,11 @@ import msgpack
 import orjson
 from starlette.types import Receive
 
-from waymark.api.errors import Unfit, kind, shown
+from waymark.api.errors import Unfit
 from waymark.api.lists import cut, cut_hashes
 from waymark.api.request_cache import RequestCache, Text
 from waymark.errors import InvalidValue
+from waymark.shown import kind, shown
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from waymark.api.dynamo_schemas import (
     DynamoRegisterRequest,
     DynamoUnregisterRequest,
 )
-from waymark.api.errors import short, shown
+from waymark.api.errors import short
 from waymark.api.operations import Answer
 from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
 from waymark.domain.hashing import namespace
@@ -28,6 +28,7 @@ from waymark.domain.table import HolderTable
 from waymark.errors import Conflict, InvalidValue, NotFound
 from waymark.metrics import Metrics
 from waymark.settings import Settings
+from waymark.shown import shown
 from waymark.store.reader import KeySource
 from waymark.store.store import Store
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from pydantic import BaseModel, Field, ValidationError
 
 from waymark.errors import Conflict, InvalidValue, NotFound, StoreUnavailable, WaymarkError
+from waymark.shown import SHOWN_MAX, kind, shown
 
 #: Characters of a client's value that an error may repeat.
-SHOWN_MAX = 80
 
 #: Fields whose values are secrets of a tenant; an error names them and shows nothing.
 _SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
@@ -50,37 +49,9 @@ class Unauthorized(WaymarkError):
     sentence = "this needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
 
 
-def shown(value: object) -> str:
-    """A client's value as an error may repeat it: short, one line, containers only by their kind."""
-    if isinstance(value, str):
-        text = orjson.dumps(value[:SHOWN_MAX]).decode()
-        return text if len(text) <= SHOWN_MAX else text[: SHOWN_MAX - 3] + "..."
-    if value is None or isinstance(value, bool | int):
-        return orjson.dumps(value).decode()
-    if isinstance(value, float):
-        return repr(value)
-    return kind(value)
-
-
 def short(name: str) -> str:
     """A name inside a sentence that clients match on: as it is, quoted and cut only where it is long."""
     return name if len(name) <= SHOWN_MAX else shown(name)
-
-
-def kind(value: object) -> str:
-    """The JSON or msgpack kind of a value, as a noun."""
-    for kinds, noun in (
-        (str, "a string"),
-        (bool, "a boolean"),
-        (int, "an integer"),
-        (float, "a floating-point number"),
-        (list, "a list"),
-        (dict, "an object"),
-        (bytes, "binary"),
-    ):
-        if isinstance(value, kinds):
-            return noun
-    return "null" if value is None else "an extension type"
 
 
 def is_beyond_64_bits(value: object) -> bool:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from waymark.api.bodies import Body
-from waymark.api.errors import shown
 from waymark.api.operations import Answer
 from waymark.api.prompts import check_count
 from waymark.apply.applier import Applier, Fenced, Incoming, resumed
@@ -27,6 +26,7 @@ from waymark.engines.standard import decode_event
 from waymark.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import Settings
+from waymark.shown import shown
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
 from waymark.store.store import Store

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from waymark.api.errors import Unfit, shown
+from waymark.api.errors import Unfit
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
 from waymark.domain.names import (
     DEFAULT_TENANT,
@@ -34,6 +34,7 @@ from waymark.domain.names import (
 )
 from waymark.domain.status import StreamStatus
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, URL, WEIGHT_MAX, Role, Target, is_url
+from waymark.shown import shown
 from waymark.store.parsing import RecordKind
 
 _BLOCK_SIZE = "an integer of 1..65536, tokens per block"

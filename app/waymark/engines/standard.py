@@ -7,7 +7,6 @@ never be taken for the beginning of a prompt.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -17,6 +16,8 @@ from waymark.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
 from waymark.engines import wire
 from waymark.engines.wire import Ignored, Rejected
 from waymark.errors import InvalidValue
+from waymark.shown import kind as kind_of
+from waymark.shown import shown
 
 _DECIMAL: Final = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _TOO_LONG_DECIMAL: Final = re.compile(r"-?[0-9]{21,}", re.ASCII)
@@ -57,7 +58,7 @@ def decode_event(document: Mapping[str, object]) -> Event:
     if event is Ignored.EMPTY:
         raise InvalidValue("seq_hashes is an empty list; name at least one block", field="seq_hashes")
     if isinstance(event, Ignored):
-        kind = _shown(document.get("event_type"))
+        kind = shown(document.get("event_type"))
         raise InvalidValue(f"event_type is {kind}; it must be {_WANTED['event_type']}", field="event_type")
     return event
 
@@ -78,7 +79,7 @@ def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
     if value is None and reason == "missing":
         told = "missing"
     else:
-        told = _kind(value) if field in _SECRET and index is None else _shown(value)
+        told = kind_of(value) if field in _SECRET and index is None else shown(value)
     sentence = f"{wire.at(field, index)} is {told}; it must be {wanted}"
     return InvalidValue(sentence, reason=reason, field=field, index=index)
 
@@ -88,38 +89,14 @@ def _is_beyond_64_bits(value: object) -> bool:
     return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
 
 
-def _shown(value: object) -> str:
-    """A value as JSON writes it, bounded; containers only by their kind."""
-    if isinstance(value, str):
-        text = json.dumps(value[:40])  # in ASCII: also half of a surrogate pair can be shown
-        return text if len(text) <= 80 else text[:77] + "..."
-    if value is None or isinstance(value, bool | float):
-        return json.dumps(value)
-    return wire.shown(value) if isinstance(value, int) else _kind(value)
-
-
-def _kind(value: object) -> str:
-    for kinds, noun in (
-        (str, "a string"),
-        (bool, "a boolean"),
-        (int | float, "a number"),
-        (list, "a list"),
-        (Mapping, "an object"),
-        (bytes, "binary"),
-    ):
-        if isinstance(value, kinds):
-            return noun
-    return "null" if value is None else "an extension type"
-
-
 def read_event(event: Any) -> Event | Ignored:
     """One event of a batch, a map with ``event_type``."""
     if not isinstance(event, Mapping):
-        raise Rejected("bad_event", f"an event is {wire.shown(event)}, not a map")
+        raise Rejected("bad_event", f"an event is {shown(event)}, not a map")
     kind = event.get("event_type")
     if not isinstance(kind, str):
         reason = "missing" if kind is None else "invalid_type"
-        raise Rejected("bad_event", f"event_type is {wire.shown(kind)}, not a name", field="event_type", reason=reason)
+        raise Rejected("bad_event", f"event_type is {shown(kind)}, not a name", field="event_type", reason=reason)
     if kind not in ("stored", "removed", "cleared"):
         return Ignored.UNKNOWN_TYPE
 
@@ -188,7 +165,7 @@ def _text(event: Mapping[Any, Any], field: str, *, secret: bool = False) -> str 
         if value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value):
             return value or None
         raise Rejected("bad_envelope", f"{field} is no Unicode text", field=field)
-    told = f"a {type(value).__name__}" if secret else wire.shown(value)
+    told = f"a {type(value).__name__}" if secret else shown(value)
     raise Rejected("bad_envelope", f"{field} is {told}, not text", field=field, reason="invalid_type")
 
 
@@ -199,7 +176,7 @@ def _u32(event: Mapping[Any, Any], field: str) -> int | None:
     if wire.is_u32(value):
         return value
     reason = "out_of_range" if type(value) is int else "invalid_type"
-    sentence = f"{field} is {wire.shown(value)}, not an integer of 0..{U32_MAX}"
+    sentence = f"{field} is {shown(value)}, not an integer of 0..{U32_MAX}"
     raise Rejected("bad_envelope", sentence, field=field, reason=reason)
 
 
@@ -208,7 +185,7 @@ def _event_id(value: Any) -> int:
     if type(number) is int and 0 <= number <= U64_MASK:
         return number
     reason = "missing" if value is None else "out_of_range" if type(number) is int else "invalid_type"
-    sentence = f"event_id is {wire.shown(value)}, not an integer of 0..{U64_MASK}"
+    sentence = f"event_id is {shown(value)}, not an integer of 0..{U64_MASK}"
     raise Rejected("bad_envelope", sentence, field="event_id", reason=reason)
 
 
@@ -243,5 +220,5 @@ def _parent(event: Mapping[Any, Any], *, is_identity: bool) -> int | None:
         return parent
     if is_identity:
         return None
-    sentence = f"parent_hash is {_shown(parent)} at base_block_idx {_shown(index)}: the parent is not known"
+    sentence = f"parent_hash is {shown(parent)} at base_block_idx {shown(index)}: the parent is not known"
     raise Rejected("parent_unknown", sentence, field="parent_hash")

@@ -14,6 +14,7 @@ from waymark.domain.hashing import extra_digest
 from waymark.domain.names import U32_MAX, Adapter
 from waymark.engines import wire
 from waymark.engines.wire import Ignored, Rejected
+from waymark.shown import shown
 
 STORED_FIELDS: Final = (
     "block_hashes",
@@ -43,9 +44,9 @@ def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event
     elif isinstance(event, dict):
         tag, listed, named = event.get("type"), None, event
     else:
-        raise Rejected("bad_event", f"an event is {wire.shown(event)}, not a map or a list with a tag")
+        raise Rejected("bad_event", f"an event is {shown(event)}, not a map or a list with a tag")
     if not isinstance(tag, str):
-        raise Rejected("bad_event", f"an event's type is {wire.shown(tag)}, not a name")
+        raise Rejected("bad_event", f"an event's type is {shown(tag)}, not a name")
 
     locality = named.get("locality")
     if isinstance(locality, str) and locality.upper() == "REMOTE":
@@ -114,8 +115,8 @@ def _adapter(lora_name: Any, lora_id: Any) -> Adapter:
     if lora_name is None or lora_name == "":
         if lora_id is None or type(lora_id) is int:
             return lora_id
-        raise Rejected("bad_lora", f"lora_id is {wire.shown(lora_id)}, not an integer")
-    raise Rejected("bad_lora", f"lora_name is {wire.shown(lora_name)}, not a name")
+        raise Rejected("bad_lora", f"lora_id is {shown(lora_id)}, not an integer")
+    raise Rejected("bad_lora", f"lora_name is {shown(lora_name)}, not a name")
 
 
 def _group(value: Any) -> int | None:
@@ -123,7 +124,7 @@ def _group(value: Any) -> int | None:
         return None
     if wire.is_u32(value):
         return value
-    raise Rejected("bad_group", f"group_idx is {wire.shown(value)}, not an integer of 0..{U32_MAX}")
+    raise Rejected("bad_group", f"group_idx is {shown(value)}, not an integer of 0..{U32_MAX}")
 
 
 def _is_main(kind: Any) -> bool | None:
@@ -131,7 +132,7 @@ def _is_main(kind: Any) -> bool | None:
         return None
     if isinstance(kind, str):
         return kind in _MAIN_ATTENTION
-    raise Rejected("bad_group", f"kv_cache_spec_kind is {wire.shown(kind)}, not a name")
+    raise Rejected("bad_group", f"kv_cache_spec_kind is {shown(kind)}, not a name")
 
 
 # ---- extra keys ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeGuard
 
 from waymark.domain.hashing import token_bytes
 from waymark.domain.names import U32_MAX, U64_MASK, normal_medium
+from waymark.shown import shown
 
 BLOCK_SIZE_MAX: Final = 65536
 
@@ -47,17 +48,6 @@ class Rejected(Exception):
         self.field = field
         self.reason = reason
         self.index = index
-
-
-def shown(value: object) -> str:
-    """A value as a sentence may hold it: bounded, whatever it is. Not for tokens and salts."""
-    if value is None:
-        return "nil"
-    if isinstance(value, int):
-        return str(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, str):
-        return repr(value[:40])
-    return f"a {type(value).__name__}"
 
 
 # ---- values ----------------------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""How a sentence shows a value that came from outside: short, on one line, as JSON writes it.
+
+The caller decides whether the value may be shown at all. Tokens, salts and secrets are named by ``kind`` only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+SHOWN_MAX = 80
+"""Characters that a value may take."""
+
+
+def shown(value: object) -> str:
+    """The value in at most ``SHOWN_MAX`` characters; a container or an integer beyond 64 bits only by its kind."""
+    if isinstance(value, str):
+        text = _quoted(value[:SHOWN_MAX])
+        return text if len(text) <= SHOWN_MAX else text[: SHOWN_MAX - 3] + "..."
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
+    return repr(value) if isinstance(value, float) else kind(value)
+
+
+def kind(value: object) -> str:
+    """The JSON or msgpack kind of a value, as a noun."""
+    for kinds, noun in (
+        (str, "a string"),
+        (bool, "a boolean"),
+        (int, "an integer"),
+        (float, "a floating-point number"),
+        (list, "a list"),
+        (Mapping, "an object"),
+        (bytes, "binary"),
+    ):
+        if isinstance(value, kinds):
+            return noun
+    return "null" if value is None else "an extension type"
+
+
+def _quoted(text: str) -> str:
+    # Half of a surrogate pair has no UTF-8, so it is written in ASCII.
+    return json.dumps(text, ensure_ascii=any("\ud800" <= char <= "\udfff" for char in text))
