@@ -86,7 +86,13 @@ async def test_bodies_say_what_is_required_and_how_else_it_may_be_called(documen
         "also accepted as model_name, modelname"
     )
     assert schemas["QueryRequest"]["properties"]["token_ids"]["items"]["maximum"] == 2**32 - 1
-    assert schemas["RegisterRequest"]["properties"]["type"]["enum"] == ["vLLM", "SGLang", "Mooncake", "standard"]
+    assert schemas["RegisterRequest"]["properties"]["type"]["enum"] == [
+        "vLLM",
+        "SGLang",
+        "Mooncake",
+        "standard",
+        "none",
+    ]
     assert schemas["RegisterRequest"]["properties"]["block_size"]["maximum"] == 65536
 
 
@@ -175,7 +181,7 @@ async def test_page_reads_without_a_network(api: httpx.AsyncClient) -> None:
     answer = await api.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")
     assert all(f" {path}<" in answer.text for path in PATHS)
-    assert not re.search(r"<script|https?://", answer.text)
+    assert not re.search(r"""<script|@import|url\(|(src|href|action)=["']?(https?:)?//""", answer.text)
     # Also of bodies that are lists of objects, or objects by name.
     for told in ("event_id</code> *", "seq_hashes</code>", "the registered instance_id", "longest_matched</code> *"):
         assert told in answer.text, told
