@@ -30,10 +30,10 @@ def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytes
     rows = written["rows"]
     assert {"P1", "P2", "P3", "P4", "P5", "P6"} <= {row["target"] for row in rows}
     assert all(row["figure"] > 0 for row in rows)
-    # One block is one key and one id: a figure out of these bounds is of something else.
+    # One block is one key and one id of fourteen digits: a figure out of these bounds is of something else.
     (block,) = [row for row in rows if row["what"].startswith("one holder, without its entry")]
-    assert 50 < block["figure"] < 100
-    assert block["holds"] is True
+    assert 60 < block["figure"] < 110
+    assert block["holds"] is (block["figure"] <= 80)
     printed = capsys.readouterr().out
     assert all(row["what"] in printed for row in rows)
     assert written["about"]["quick"] is True
