@@ -36,53 +36,76 @@ _TEXT, _HTML = "text/plain", "text/html"
 #: The hot paths.
 _QUERIES = frozenset({"/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash"})
 
-_PARTIAL = {"X-Waymark-Partial": "true where the deadline ended the walk: the numbers are lower bounds; else absent"}
-_NOTE = {"X-Waymark-Note": "that there is nothing to recover, and why"}
+_PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
+_NOTE = {"X-Waymark-Note": "the reason why there is nothing to recover"}
 
-_HEALTH = Doc("200 while the process turns.", answer=bodies.HealthAnswer, needs_redis=False)
-_READY = Doc("200 when queries can be answered.", answer=bodies.ReadyAnswer)
-_DYNAMO_HEALTH = Doc("200 while the process turns, and no body.", media_type=_TEXT, needs_redis=False)
-_METRICS = Doc("Prometheus text.", media_type=_TEXT, needs_redis=False)
-_SERVICES = Doc("Every registration.", answer=bodies.ServicesAnswer)
-_WORKERS = Doc("Publishers and ingest workers, with their state.", answer=bodies.WorkersAnswer)
-_GLOBAL_VIEW = Doc("Contexts, their instances and block counts.", answer=bodies.GlobalViewAnswer)
+_HEALTH = Doc("Answers 200 while the process is alive.", answer=bodies.HealthAnswer, needs_redis=False)
+_READY = Doc("Answers 200 when the process can answer queries.", answer=bodies.ReadyAnswer)
+_DYNAMO_HEALTH = Doc("Answers 200 without a body while the process is alive.", media_type=_TEXT, needs_redis=False)
+_METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, needs_redis=False)
+_SERVICES = Doc("Lists every registration.", answer=bodies.ServicesAnswer)
+_WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=bodies.WorkersAnswer)
+_GLOBAL_VIEW = Doc("Lists contexts with their instances and block counts.", answer=bodies.GlobalViewAnswer)
 _QUERY = Doc(
-    "How much of a prompt each instance has, by tokens.", bodies.QueryRequest, bodies.QueryAnswer, headers=_PARTIAL
+    "Returns how much of a prompt each instance has; the prompt is given by its tokens.",
+    bodies.QueryRequest,
+    bodies.QueryAnswer,
+    headers=_PARTIAL,
 )
-_QUERY_BY_HASH = Doc("The same, by rolling hashes.", bodies.QueryByHashRequest, bodies.QueryAnswer, headers=_PARTIAL)
-_REGISTER = Doc("Subscribe to a publisher.", bodies.RegisterRequest, bodies.RegisterAnswer, errors=(409,))
-_UNREGISTER = Doc("Take a publisher out.", bodies.UnregisterRequest, bodies.UnregisterAnswer, errors=(404,))
+_QUERY_BY_HASH = Doc(
+    "Returns the same for a prompt that is given by the rolling hashes of its blocks.",
+    bodies.QueryByHashRequest,
+    bodies.QueryAnswer,
+    headers=_PARTIAL,
+)
+_REGISTER = Doc(
+    "Registers a publisher and subscribes to its events.", bodies.RegisterRequest, bodies.RegisterAnswer, errors=(409,)
+)
+_UNREGISTER = Doc(
+    "Removes a publisher and its blocks.", bodies.UnregisterRequest, bodies.UnregisterAnswer, errors=(404,)
+)
 _EVENTS = Doc(
-    "Standard events, for publishers without a socket.",
+    "Applies standard events of publishers that have no socket.",
     bodies.EventsRequest,
     bodies.EventsAnswer,
     errors=(404, 409),
     may_be_list=True,
 )
 _DYNAMO_QUERY = Doc(
-    "How much of a prompt each worker has.",
+    "Returns how much of a prompt each worker has.",
     dynamo_bodies.DynamoQueryRequest,
     dynamo_bodies.DynamoQueryAnswer,
     errors=(404,),
     headers=_PARTIAL,
 )
 _DYNAMO_QUERY_BY_HASH = Doc(
-    "The same, by local hashes of the base model.",
+    "Returns the same for a prompt of the base model that is given by its local hashes.",
     dynamo_bodies.DynamoQueryByHashRequest,
     dynamo_bodies.DynamoQueryAnswer,
     errors=(404,),
     headers=_PARTIAL,
 )
 _DYNAMO_REGISTER = Doc(
-    "Subscribe to an engine.", dynamo_bodies.DynamoRegisterRequest, dynamo_bodies.DynamoStatus, 201, errors=(409,)
+    "Registers an engine and subscribes to its events.",
+    dynamo_bodies.DynamoRegisterRequest,
+    dynamo_bodies.DynamoStatus,
+    201,
+    errors=(409,),
 )
 _DYNAMO_UNREGISTER = Doc(
-    "Take an instance out.", dynamo_bodies.DynamoUnregisterRequest, dynamo_bodies.DynamoStatus, errors=(404,)
+    "Removes an instance and its blocks.",
+    dynamo_bodies.DynamoUnregisterRequest,
+    dynamo_bodies.DynamoStatus,
+    errors=(404,),
 )
-_DYNAMO_WORKERS = Doc("Registered workers.", answer=dynamo_bodies.DynamoWorkers)
-_DUMP = Doc("The groups; there are no events to recover.", answer=dynamo_bodies.DynamoDump, headers=_NOTE)
+_DYNAMO_WORKERS = Doc("Lists the registered workers.", answer=dynamo_bodies.DynamoWorkers)
+_DUMP = Doc(
+    "Lists the groups. It contains no events, because the index is in Redis.",
+    answer=dynamo_bodies.DynamoDump,
+    headers=_NOTE,
+)
 _REGISTER_PEER = Doc(
-    "Remember a peer.",
+    "Adds a peer to the list of this process.",
     dynamo_bodies.PeerRequest,
     dynamo_bodies.DynamoStatus,
     201,
@@ -90,14 +113,14 @@ _REGISTER_PEER = Doc(
     headers=_NOTE,
 )
 _DEREGISTER_PEER = Doc(
-    "Forget a peer.",
+    "Removes a peer from the list of this process.",
     dynamo_bodies.PeerRequest,
     dynamo_bodies.DynamoStatus,
     errors=(404,),
     needs_redis=False,
     headers=_NOTE,
 )
-_PEERS = Doc("The peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
+_PEERS = Doc("Lists the peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
 
 
 def create_app(store: Store, settings: Settings, metrics: Metrics) -> ASGIApp:
@@ -112,7 +135,7 @@ def create_app(store: Store, settings: Settings, metrics: Metrics) -> ASGIApp:
     async def not_routed(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         metrics.http_requests.labels(route="none", method="other", status=str(error.status_code)).inc()
-        sentence = "there is no such path; GET /docs lists those there are"
+        sentence = "there is no such path; GET /docs lists the paths that exist"
         return _json({"error": sentence, "reason": "not_found"}, error.status_code)
 
     app = Starlette(
@@ -167,8 +190,14 @@ def _operations(store: Store, contract: Contract, dependencies: Dependencies) ->
         ("GET", "/health", "open", probes.health, _HEALTH),
         ("GET", "/ready", "open", probes.ready, _READY),
         ("GET", "/metrics", "read", probes.metrics, _METRICS),
-        ("GET", "/openapi.json", "read", contract.openapi, Doc("This contract.", needs_redis=False)),
-        ("GET", "/docs", "read", contract.docs, Doc("This contract to read.", media_type=_HTML, needs_redis=False)),
+        ("GET", "/openapi.json", "read", contract.openapi, Doc("Returns this contract.", needs_redis=False)),
+        (
+            "GET",
+            "/docs",
+            "read",
+            contract.docs,
+            Doc("Returns this contract as a page.", media_type=_HTML, needs_redis=False),
+        ),
         ("POST", "/dynamo/register", "write", dynamo.register, _DYNAMO_REGISTER),
         ("POST", "/dynamo/unregister", "write", dynamo.unregister, _DYNAMO_UNREGISTER),
         ("GET", "/dynamo/workers", "read", dynamo_views.workers, _DYNAMO_WORKERS),
@@ -192,7 +221,7 @@ def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlet
     dependencies = _dependencies(settings, metrics, gate)
     table: list[tuple[str, Handler, Doc]] = [
         ("/health", probes.health, _HEALTH),
-        ("/ready", probes.ready, Doc("200 when Redis answers.")),
+        ("/ready", probes.ready, Doc("Answers 200 when Redis answers.")),
         ("/metrics", probes.metrics, _METRICS),
     ]
     return Starlette(

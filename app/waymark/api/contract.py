@@ -23,23 +23,23 @@ from waymark.api.operations import Answer, Operation
 _REF = "#/components/schemas/{model}"
 
 _ERRORS = {
-    400: "The body cannot be read, or its fields do not fit.",
-    401: "No bearer token, or the wrong one, where one is set.",
-    404: "The thing named does not exist.",
-    405: "Another method.",
-    409: "It contradicts what is there; nothing has changed.",
-    413: "The body is longer, or has more tokens, than is read.",
-    415: "Neither JSON nor msgpack.",
-    422: "The fields of the body do not fit.",
-    500: "A fault of this service; its log has it.",
-    503: "Redis is away; Retry-After says when to come back.",
+    400: "The body cannot be read, or one of its fields is not valid.",
+    401: "The bearer token that this service requires is missing or wrong.",
+    404: "What the request names does not exist.",
+    405: "This path does not support the method.",
+    409: "The request contradicts what is registered. Nothing has changed.",
+    413: "The body is longer, or has more tokens, than this service accepts.",
+    415: "The body is neither JSON nor msgpack.",
+    422: "One of the fields of the body is not valid.",
+    500: "This service has failed. Its log contains the error.",
+    503: "Redis is unavailable. Retry-After says when to try again.",
 }
 
 #: Headers that come with a status, whatever the operation; those of a success are its own.
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
-    405: {"Allow": "the methods that this path knows"},
-    503: {"Retry-After": "seconds until it may be tried again"},
+    405: {"Allow": "the methods that this path supports"},
+    503: {"Retry-After": "the seconds after which to try again"},
 }
 
 
@@ -91,7 +91,11 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Waymark", "version": __version__, "description": "Who has which prefix in its KV cache."},
+        "info": {
+            "title": "Waymark",
+            "version": __version__,
+            "description": "Waymark reports which inference engine already has a prefix in its KV cache.",
+        },
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -121,7 +125,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         is_success = status == doc.status
         model = doc.answer if is_success else error
         answer: dict[str, Any] = {
-            "description": "Done." if is_success else _ERRORS[status],
+            "description": "The request succeeded." if is_success else _ERRORS[status],
             "content": {doc.media_type: {}} if model is None else _content(model, formats),
         }
         headers = doc.headers if is_success else _HEADERS.get(status)
@@ -146,7 +150,7 @@ def page(document: dict[str, Any]) -> str:
         "<style>body{font:15px/1.5 sans-serif;max-width:56em;margin:2em auto;padding:0 1em}"
         "code{background:#eee}td,th{text-align:left;vertical-align:top;padding:0 1em 0 0}</style>",
         f"<h1>Waymark {escape(document['info']['version'])}</h1>",
-        "<p>The same as <a href=openapi.json>openapi.json</a>, for reading.</p>",
+        "<p>This page shows what <a href=openapi.json>openapi.json</a> contains.</p>",
     ]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():

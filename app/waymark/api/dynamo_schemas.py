@@ -10,7 +10,7 @@ from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
 from waymark.api.schemas import Hashes, Rank, TokenIds
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U32_MAX, U64_MASK
 
-_GROUP = f"{OPTIONAL_NAME}; empty is '{DEFAULT_TENANT}'"
+_GROUP = f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'"
 _RANK = f"an integer of 0..{U32_MAX}"
 _ID = "an integer of 0..2^64-1"
 
@@ -20,7 +20,7 @@ InstanceId = Annotated[int, Field(ge=0, le=U64_MASK)]
 class _Grouped(Request):
     model_name: Name = Field(description=NAME)
     routing_group: OptionalName = Field(default=None, description=_GROUP)
-    tenant_id: OptionalName = Field(default=None, description=f"{_GROUP}; routing_group wins")
+    tenant_id: OptionalName = Field(default=None, description=f"{_GROUP}; routing_group takes precedence")
 
     @property
     def partition(self) -> str | None:
@@ -29,7 +29,7 @@ class _Grouped(Request):
 
 
 class DynamoRegisterRequest(_Grouped):
-    """An engine's publisher of KV events."""
+    """The publisher of KV events that Waymark subscribes to."""
 
     instance_id: InstanceId = Field(description=_ID)
     endpoint: str = Field(description=f"a text, {ENDPOINT}")
@@ -39,27 +39,27 @@ class DynamoRegisterRequest(_Grouped):
     additional_salt: OptionalName = Field(
         default=None,
         validation_alias=AliasChoices("additional_salt", "additionalsalt"),
-        description=f"{OPTIONAL_NAME}; empty is none",
+        description=f"{OPTIONAL_NAME}; empty means none",
     )
 
 
 class DynamoUnregisterRequest(_Grouped):
-    """The publishers to take out: without a group in all of them, without ``dp_rank`` all ranks."""
+    """The publishers to remove: without a group, in all groups; without ``dp_rank``, all ranks."""
 
     instance_id: InstanceId = Field(description=_ID)
     dp_rank: Rank | None = Field(default=None, description=_RANK)
 
 
 class DynamoQueryRequest(_Grouped):
-    """How much of a prompt each worker already has; the block size is that of the model and group."""
+    """A prompt, by its tokens. The model and group determine the block size."""
 
     token_ids: TokenIds = Field(description="a list of token ids, or in msgpack a bin of little-endian u32")
-    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is the base model")
-    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is none")
+    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
+    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")
 
 
 class DynamoQueryByHashRequest(_Grouped):
-    """As a query by tokens, with the local hashes of the prompt's blocks."""
+    """A prompt, by the local hashes of its blocks."""
 
     block_hashes: Hashes = Field(
         description="a list of local hashes, signed or unsigned, or in msgpack a bin of little-endian u64"
@@ -67,31 +67,33 @@ class DynamoQueryByHashRequest(_Grouped):
 
 
 class PeerRequest(Request):
-    """A peer's base URL."""
+    """The base URL of a peer."""
 
     url: Annotated[str, Field(max_length=4096)] = Field(description="a text of at most 4096 characters")
 
 
 class DynamoStatus(BaseModel):
-    """Done."""
+    """The request succeeded."""
 
     status: str
 
 
 class DynamoInstance(BaseModel):
-    """One worker's unbroken prefixes, in tokens, the maximum over its ranks."""
+    """The unbroken prefixes of one worker, in tokens: the maximum over its ranks."""
 
-    longest_matched: int = Field(description="same as disk")
-    gpu: int = Field(description="through blocks on the device")
-    dp: dict[str, int] = Field(description="device tokens of each rank with a match")
-    cpu: int = Field(description="through blocks on device or host")
-    disk: int = Field(description="through blocks anywhere")
+    longest_matched: int = Field(description="the same as disk")
+    gpu: int = Field(description="the unbroken prefix on the device")
+    dp: dict[str, int] = Field(description="the device tokens of each rank that has a match")
+    cpu: int = Field(description="the unbroken prefix on device or host")
+    disk: int = Field(description="the unbroken prefix on any medium")
 
 
 class DynamoQueryAnswer(BaseModel):
-    """Workers with a match."""
+    """The workers that have a match."""
 
-    scores: dict[str, dict[str, int]] = Field(description="device tokens by instance_id and rank, without zeros")
+    scores: dict[str, dict[str, int]] = Field(
+        description="the device tokens by instance_id and rank; ranks with 0 are left out"
+    )
     frequencies: list[int] = Field(description="always empty")
     instances: dict[str, DynamoInstance]
 
@@ -101,20 +103,20 @@ class DynamoListener(BaseModel):
 
     endpoint: str
     status: Literal["failed", "pending", "active"]
-    last_error: str | None = Field(default=None, description="absent where there was none")
+    last_error: str | None = Field(default=None, description="absent if there was no error")
 
 
 class DynamoWorker(BaseModel):
     """One worker of one model and group."""
 
     instance_id: InstanceId
-    source: Literal["zmq", "discovery"] = Field(description="discovery where its events come by HTTP")
-    status: Literal["failed", "pending", "active"] = Field(description="the worst of its listeners")
+    source: Literal["zmq", "discovery"] = Field(description="discovery if its events arrive by HTTP")
+    status: Literal["failed", "pending", "active"] = Field(description="the worst status of its listeners")
     model_name: str
     routing_group: str
     block_size: int
-    endpoints: dict[str, str] = Field(description="by rank")
-    listeners: dict[str, DynamoListener] = Field(description="by rank")
+    endpoints: dict[str, str] = Field(description="endpoints by rank")
+    listeners: dict[str, DynamoListener] = Field(description="subscriptions by rank")
 
 
 class DynamoWorkers(RootModel[list[DynamoWorker]]):
@@ -129,14 +131,14 @@ class DynamoDumpedGroup(BaseModel):
 
 
 class DynamoDump(RootModel[dict[str, DynamoDumpedGroup]]):
-    """By ``model:group``."""
+    """The groups, by ``model:group``."""
 
 
 class DynamoPeers(RootModel[list[str]]):
-    """Base URLs, as they were registered."""
+    """The base URLs of the peers, as they were registered."""
 
 
 class DynamoErrorBody(BaseModel):
-    """Every answer of the Dynamo dialect that is not a 2xx."""
+    """The body of every answer in the Dynamo dialect that is not a 2xx."""
 
     error: str

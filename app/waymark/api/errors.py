@@ -25,18 +25,20 @@ _SHAPE_ERRORS = frozenset({"missing", "invalid_type", "invalid_value", "out_of_r
 
 
 class ErrorBody(BaseModel):
-    """Every answer that is not a 2xx, outside the Dynamo dialect."""
+    """The body of every answer outside the Dynamo dialect that is not a 2xx."""
 
-    error: str = Field(description="what is wrong, with which value, and the way out")
+    error: str = Field(description="a sentence with the problem, the value and the remedy")
     reason: str = Field(
         description="one of: invalid_json, invalid_msgpack, missing, invalid_type, invalid_value, out_of_range, "
         "conflict, gap, not_found, method_not_allowed, too_large, unsupported_content_type, unauthorized, "
         "unavailable, internal"
     )
-    field: str | None = Field(default=None, description="the field it is about, as the client spelled it")
-    index: int | None = Field(default=None, description="the position inside that field, from 0")
-    applied: int | None = Field(default=None, description="of a gap: how many events were applied before it")
-    expected: int | None = Field(default=None, description="of a gap: the event_id to go on from")
+    field: str | None = Field(
+        default=None, description="the field that the sentence is about, as the client spelled it"
+    )
+    index: int | None = Field(default=None, description="the position inside that field, counted from 0")
+    applied: int | None = Field(default=None, description="the number of events that were applied before a gap")
+    expected: int | None = Field(default=None, description="the event_id to continue from after a gap")
 
 
 class Unfit(InvalidValue):
@@ -46,7 +48,7 @@ class Unfit(InvalidValue):
 class Unauthorized(WaymarkError):
     """No bearer token, or the wrong one, where one is needed."""
 
-    sentence = "this needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
+    sentence = "this request needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
 
 
 def short(name: str) -> str:

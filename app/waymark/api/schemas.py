@@ -117,43 +117,52 @@ EventId = Annotated[
 
 
 class RegisterRequest(Request):
-    """A publisher of KV events to subscribe to."""
+    """The publisher of KV events that Waymark subscribes to."""
 
-    endpoint: Endpoint = Field(
-        default=None, description=f"{ENDPOINT}; only for types standard and none it may be absent"
-    )
+    endpoint: Endpoint = Field(default=None, description=f"{ENDPOINT}; only types standard and none may leave it out")
     replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
-    type: Kind = Field(description="one of vLLM, SGLang, Mooncake, standard, none, in any case")
+    type: Kind = Field(description="one of vLLM, SGLang, Mooncake, standard, none, in upper or lower case")
     modelname: Name = Field(
-        validation_alias=AliasChoices("modelname", "model_name", "model"), description=f"{NAME}, the model's name"
+        validation_alias=AliasChoices("modelname", "model_name", "model"), description=f"{NAME}, the name of the model"
     )
-    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is the base model")
-    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is '{DEFAULT_TENANT}'")
-    instance_id: Name = Field(description=f"{NAME}, what a router picks")
+    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
+    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
+    instance_id: Name = Field(description=f"{NAME}, the name that a router picks")
     block_size: BlockSize = Field(description=_BLOCK_SIZE)
     dp_rank: Rank = Field(default=0, description=_RANK)
     additionalsalt: OptionalName = Field(
         default=None,
         validation_alias=AliasChoices("additionalsalt", "additional_salt"),
-        description=f"{OPTIONAL_NAME}; empty is none",
+        description=f"{OPTIONAL_NAME}; empty means none",
     )
-    scope: Scope | None = Field(default=None, description="instance or shared; shared is the default for Mooncake")
-    copies: Copies | None = Field(default=None, description="count or set; count is the default for vLLM and SGLang")
-    sequence: Sequence = Field(default="publisher", description="publisher or rank: what counts the frames")
-    address: Url = Field(default=None, description=f"{URL}: where requests go")
+    scope: Scope | None = Field(
+        default=None,
+        description="instance, or shared for a pool that all instances read; Mooncake has shared as its default",
+    )
+    copies: Copies | None = Field(
+        default=None,
+        description="count, if an engine may store a block several times, or set; vLLM and SGLang have count as default",
+    )
+    sequence: Sequence = Field(
+        default="publisher",
+        description="publisher where one counter numbers all frames, or rank where each rank has a counter",
+    )
+    address: Url = Field(default=None, description=f"{URL}: the address that requests are sent to")
     role: ARole = Field(default=Role.BOTH, description=f"one of {', '.join(Role)}")
-    weight: Weight = Field(default=1.0, description=f"a number of 0 to {WEIGHT_MAX:.0f}; 0 takes no new requests")
+    weight: Weight = Field(
+        default=1.0, description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
+    )
     labels: Labels = Field(
         default={},
         description=f"an object of at most {LABELS_MAX} texts by name, each of at most {LABEL_BYTES_MAX} bytes",
     )
-    metrics_url: Url = Field(default=None, description=f"{URL}; absent is /metrics of the address")
+    metrics_url: Url = Field(default=None, description=f"{URL}; the default is /metrics of the address")
 
     def registration(self) -> Registration:
         """The registration with its defaults filled in; ``Unfit`` where fields contradict each other."""
         if self.type is EngineKind.NONE and self.endpoint is not None:
             raise Unfit(
-                f"endpoint is {shown(self.endpoint)}; type none tells no events: leave it out, or name the type",
+                f"endpoint is {shown(self.endpoint)}; an engine of type none sends no events: leave the endpoint out, or name the type",
                 field="endpoint",
             )
         if self.endpoint is None and self.type not in (EngineKind.STANDARD, EngineKind.NONE):
@@ -161,7 +170,7 @@ class RegisterRequest(Request):
                 f"endpoint is missing; for type {self.type} it must be {ENDPOINT}", reason="missing", field="endpoint"
             )
         if self.replay_endpoint is not None and self.endpoint is None:
-            raise Unfit("replay_endpoint needs an endpoint to replay for; send both", field="replay_endpoint")
+            raise Unfit("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
         counts = self.type in (EngineKind.VLLM, EngineKind.SGLANG)
         return Registration(
             kind=self.type,
@@ -182,27 +191,28 @@ class RegisterRequest(Request):
 
 
 class UnregisterRequest(Request):
-    """The publishers to take out: one rank, or without ``dp_rank`` all ranks of the instance."""
+    """The publishers to remove: one rank, or without ``dp_rank`` all ranks of the instance."""
 
     instance_id: Name = Field(description=NAME)
-    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is '{DEFAULT_TENANT}'")
+    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
     dp_rank: Rank | None = Field(default=None, description=_RANK)
 
 
 class _Prompt(Request):
     model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
     block_size: BlockSize = Field(description=_BLOCK_SIZE)
-    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is '{DEFAULT_TENANT}'")
-    instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is every instance")
-    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is the base model")
+    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
+    instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
+    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     lora_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
-        default=None, description="an integer of 0..2^63-1, not together with lora_name; absent is the base model"
+        default=None,
+        description="an integer of 0..2^63-1, and not together with lora_name; the default is the base model",
     )
-    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty is none")
+    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")
     additional_salt: OptionalName = Field(
         default=None,
         validation_alias=AliasChoices("additional_salt", "additionalsalt"),
-        description=f"{OPTIONAL_NAME}; empty is none",
+        description=f"{OPTIONAL_NAME}; empty means none",
     )
 
     @property
@@ -224,13 +234,13 @@ class _Prompt(Request):
 
 
 class QueryRequest(_Prompt):
-    """How much of a prompt each instance already has."""
+    """A prompt, by its tokens."""
 
     token_ids: TokenIds = Field(description="a list of token ids, or in msgpack a bin of little-endian u32")
 
 
 class QueryByHashRequest(_Prompt):
-    """As a query by tokens, with the rolling hashes of the prompt's blocks."""
+    """A prompt, by the rolling hashes of its blocks."""
 
     seq_hashes: Hashes = Field(
         validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
@@ -239,61 +249,65 @@ class QueryByHashRequest(_Prompt):
 
 
 class RegisterAnswer(BaseModel):
-    """The publisher is registered; it need not be up."""
+    """The publisher is registered. Waymark connects to it as soon as it runs."""
 
     status: Literal["registered successfully"]
     instance_id: str
 
 
 class UnregisterAnswer(BaseModel):
-    """What is gone, as ``instance|tenant|rank``."""
+    """The publishers that were removed, as ``instance|tenant|rank``."""
 
     status: Literal["unregistered successfully"]
     removed_instances: list[str]
 
 
 class InstanceRow(BaseModel):
-    """One instance, in tokens. A medium that is none of these three has a field under its upper-case name."""
+    """What one instance has, in tokens. Any other medium has a field under its upper-case name."""
 
     model_config = ConfigDict(extra="allow")
 
     __pydantic_extra__: dict[str, int]
 
-    longest_matched: int = Field(description="unbroken prefix on any medium and rank")
-    GPU: int = Field(description="of the matched tokens, how many are on a device")
-    DP: dict[str, int] = Field(description="of the matched tokens, how many each rank has on any medium")
-    CPU: int = Field(description="of the matched tokens, how many are in host memory")
-    DISK: int = Field(description="of the matched tokens, how many are on disk or in other storage")
+    longest_matched: int = Field(description="the unbroken prefix that the instance has, over all media and ranks")
+    GPU: int = Field(description="the matched tokens that are on a device")
+    DP: dict[str, int] = Field(description="the matched tokens that each rank has, over all media")
+    CPU: int = Field(description="the matched tokens that are in host memory")
+    DISK: int = Field(description="the matched tokens that are on disk or in other storage")
 
 
 class QueryAnswer(RootModel[dict[str, dict[str, InstanceRow]]]):
-    """By tenant and instance; empty where the tenant is not known."""
+    """The instances of the tenant. The object is empty if the tenant is not known."""
 
 
 class StandardEvent(BaseModel):
     """One event of the KV Events envelope, as ``engines.standard`` reads it; this model is its documentation."""
 
-    event_id: EventId = Field(description="the event's number in its stream, one more each time")
+    event_id: EventId = Field(description="the number of the event in its stream, which rises by one with each event")
     event_type: Literal["stored", "removed", "cleared"]
     backend_id: str = Field(description="the registered instance_id")
-    tenant_id: str | None = Field(None, description=f"empty is '{DEFAULT_TENANT}'")
-    model_name: str | None = Field(None, description="absent or null: the registered one, as of the next two")
-    block_size: BlockSize | None = Field(None, description=_BLOCK_SIZE)
-    dp_rank: Rank | None = Field(None, description=_RANK)
+    tenant_id: str | None = Field(None, description=f"empty means '{DEFAULT_TENANT}'")
+    model_name: str | None = Field(None, description="the default is the registered name")
+    block_size: BlockSize | None = Field(None, description=f"{_BLOCK_SIZE}; the default is the registered size")
+    dp_rank: Rank | None = Field(None, description=f"{_RANK}; the default is the registered rank")
     medium: Annotated[str, Field(pattern="^[A-Za-z0-9_]{0,32}$")] | None = Field(
-        None, description="in any case, but not DP; absent is GPU, and of a cleared event every medium"
+        None, description="upper or lower case, but not DP; the default is GPU, and every medium for a cleared event"
     )
-    lora_name: str | None = Field(None, description="empty is the base model")
-    additional_salt: str | None = Field(None, description="empty is none")
+    lora_name: str | None = Field(None, description="empty means the base model")
+    additional_salt: str | None = Field(None, description="empty means none")
     seq_hashes: Hashes | None = Field(
-        None, description="at least one, if not cleared: rolling hashes, or with token_ids the publisher's own"
+        None,
+        description="at least one, except in a cleared event: rolling hashes, or with token_ids the hashes of the publisher",
     )
     base_block_idx: Rank | None = Field(
-        None, description=f"{_RANK}: where in the prompt a stored event is; it or parent_hash has to be there"
+        None,
+        description=f"{_RANK}: the position of the first block in the prompt; a stored event needs this or parent_hash",
     )
-    parent_hash: Hash | None = Field(None, description="hash of the block before the first")
-    token_ids: TokenIds | None = Field(None, description="the tokens of the blocks; absent where hashes are rolling")
-    timestamp: Any = Field(None, description="milliseconds; accepted and not used")
+    parent_hash: Hash | None = Field(None, description="the hash of the block before the first")
+    token_ids: TokenIds | None = Field(
+        None, description="the tokens of the blocks; absent if the hashes are rolling hashes"
+    )
+    timestamp: Any = Field(None, description="milliseconds; Waymark does not use it")
 
 
 class EventsRequest(RootModel[StandardEvent | list[StandardEvent]]):
@@ -301,14 +315,14 @@ class EventsRequest(RootModel[StandardEvent | list[StandardEvent]]):
 
 
 class EventsAnswer(BaseModel):
-    """How many events were applied, and how many had been applied before."""
+    """The number of events that were applied, and of those that had been applied before."""
 
     applied: int
     stale: int
 
 
 class Service(BaseModel):
-    """One registration; what it does not have is empty."""
+    """One registration. A field that was not registered is empty."""
 
     Endpoint: str
     ReplayEndpoint: str
@@ -335,7 +349,7 @@ class ServicesAnswer(BaseModel):
 
 
 class Publisher(BaseModel):
-    """One registered publisher and how its events come in."""
+    """One registered publisher and the state of its stream."""
 
     instance_id: str
     tenant_id: str
@@ -343,30 +357,30 @@ class Publisher(BaseModel):
     model_name: str
     type: EngineKind
     scope: Scope
-    endpoint: str | None = Field(description="null where no socket is subscribed to")
-    address: str | None = Field(description="where requests go")
+    endpoint: str | None = Field(description="null if the publisher has no socket")
+    address: str | None = Field(description="the address that requests are sent to")
     role: Role
-    weight: float = Field(description="0 takes no new requests")
+    weight: float = Field(description="an engine with weight 0 gets no new requests")
     labels: dict[str, str]
     metrics_url: str | None
     status: StreamStatus
-    watermark: int | None = Field(description="number of the last frame that was applied")
-    lag_seconds: float | None = Field(description="age of the newest applied batch, by its publisher's clock")
+    watermark: int | None = Field(description="the number of the last frame that was applied")
+    lag_seconds: float | None = Field(description="the age of the newest applied batch, by the clock of its publisher")
     gaps: int
     restarts: int
     unsalted_events: int
-    blocks: dict[str, int] = Field(description="blocks held, by medium")
+    blocks: dict[str, int] = Field(description="the blocks that are held, by medium")
     last_error: str | None
-    replay: bool = Field(description="whether what is missing can be asked for again")
-    worker: str | None = Field(description="id of the ingest worker that has it")
-    counters: dict[str, int] = Field(description="what has been counted of its events, by name")
+    replay: bool = Field(description="whether missing batches can be requested again")
+    worker: str | None = Field(description="the id of the ingest worker that applies this stream")
+    counters: dict[str, int] = Field(description="counters of this stream, by name")
 
 
 class IngestWorker(BaseModel):
     """One ingest worker that is alive."""
 
     id: str
-    streams: int = Field(description="publishers that it has")
+    streams: int = Field(description="the number of streams that this worker applies")
 
 
 class UnreadableRecord(BaseModel):
@@ -374,17 +388,17 @@ class UnreadableRecord(BaseModel):
 
     kind: RecordKind
     key: str
-    field: str = Field(description="of a hash or a set; empty where it is the whole key")
+    field: str = Field(description="the field of a hash or the member of a set; empty if the whole key is unreadable")
     reason: str
 
 
 class WorkersAnswer(BaseModel):
-    """Publishers in order of registration, and the ingest workers."""
+    """Publishers in order of registration, ingest workers, and unreadable records."""
 
     publishers: list[Publisher]
     workers: list[IngestWorker]
     unreadable: list[UnreadableRecord] = Field(
-        description="records that this release cannot read and skips: of a newer release, or damaged"
+        description="records that this release skips, because a newer release wrote them or they are damaged"
     )
 
 
@@ -396,9 +410,11 @@ class Context(BaseModel):
     block_size: int
     lora_name: str
     additional_salt: str
-    blocks: dict[str, int] = Field(description="blocks held, by medium, each holder's counted")
-    instances: dict[str, dict[str, int]] = Field(description="blocks held, by instance and medium")
-    pools: dict[str, dict[str, int]] = Field(description="the same of shared publishers")
+    blocks: dict[str, int] = Field(
+        description="the blocks that are held, by medium; a block with two holders counts twice"
+    )
+    instances: dict[str, dict[str, int]] = Field(description="the blocks that are held, by instance and medium")
+    pools: dict[str, dict[str, int]] = Field(description="the blocks in shared pools, by pool and medium")
 
 
 class GlobalViewAnswer(BaseModel):
@@ -409,15 +425,13 @@ class GlobalViewAnswer(BaseModel):
 
 
 class HealthAnswer(BaseModel):
-    """The process turns."""
+    """The process is alive."""
 
     status: Literal["ok"]
 
 
 class ReadyAnswer(BaseModel):
-    """Queries can be answered."""
+    """The process can answer queries."""
 
     status: Literal["ready"]
-    warnings: list[str] = Field(
-        default=[], description="what is wrong with a Redis that answers; absent where nothing is"
-    )
+    warnings: list[str] = Field(default=[], description="problems of a Redis that answers; absent if there are none")
