@@ -46,90 +46,96 @@ class Metrics:
     http_requests = counter("How many HTTP requests were answered.", "route", "method", "status")
     http_request_duration_seconds = histogram("How long an HTTP request took.", _REQUEST_BUCKETS, "route")
     http_connections = gauge("How many HTTP connections are open.")
-    http_connections_cut = counter("How many HTTP connections were cut before their time, by why.", "reason")
-    http_trailer_fields_dropped = counter("How many fields behind the body of a request were dropped.")
+    http_connections_cut = counter("How many HTTP connections this process closed early, by reason.", "reason")
+    http_trailer_fields_dropped = counter("How many trailer fields of requests were dropped.")
     http_bodies_bytes = gauge("How many bytes of request bodies are held.")
 
     # ---- queries
-    queries = counter("How many queries were answered, by registered model and by what was found.", "model", "result")
-    query_blocks = histogram("How many complete blocks a query asked about.", _BLOCK_BUCKETS)
+    queries = counter("How many queries were answered, by registered model and result.", "model", "result")
+    query_blocks = histogram("How many complete blocks the prompt of a query had.", _BLOCK_BUCKETS)
     query_matched_blocks = histogram("How many blocks the best instance of a query already had.", _BLOCK_BUCKETS)
-    query_looked_up_blocks = counter("How many blocks queries looked up, in Redis or among the hot ones.")
-    hot_block_hits = counter("How many of the blocks that queries looked up were at hand, as hot ones.")
-    hot_block_bytes = gauge("How many bytes of hot blocks are kept.")
-    answer_cache_hits = counter("How many answers had been counted for the same blocks.")
-    answer_cache_bytes = gauge("How many bytes of answers are remembered.")
-    text_cache_hits = counter("How many queries said the same as one before them, but for the prompt.")
-    text_cache_bytes = gauge("How many bytes of texts of queries are remembered.")
+    query_looked_up_blocks = counter("How many blocks queries looked up, in Redis or in the cache of hot blocks.")
+    hot_block_hits = counter("How many block lookups the cache of hot blocks answered.")
+    hot_block_bytes = gauge("How many bytes the cache of hot blocks holds.")
+    answer_cache_hits = counter("How many answers came from the answer cache.")
+    answer_cache_bytes = gauge("How many bytes the answer cache holds.")
+    text_cache_hits = counter(
+        "How many queries differed from an earlier one in their prompt only and were found in the request cache."
+    )
+    text_cache_bytes = gauge("How many bytes the request cache holds.")
     query_round_trips = histogram("How many times a query waited for Redis.", _ROUND_TRIP_BUCKETS)
-    fetch_duration_seconds = histogram("How long a query waited for Redis, each time.", _SCRIPT_BUCKETS)
-    query_partial = counter("How many queries were answered at their deadline with what was found by then.")
+    fetch_duration_seconds = histogram("How long one round trip of a query to Redis took.", _SCRIPT_BUCKETS)
+    query_partial = counter("How many queries reached their deadline and were answered in part.")
 
     # ---- what publishers send
     frames = counter("How many frames were received, live or by replay.")
     frame_bytes = counter("How many bytes of payload were received, live or by replay.")
     events = counter("How many events were decoded.", "type")
     batches = counter("How many batches were applied.")
-    frames_malformed = counter("How many frames did not have the form of a frame.")
-    batches_over_ceiling = counter("How many batches were lost, or read in part, because of a ceiling.", "ceiling")
+    frames_malformed = counter("How many frames were malformed.")
+    batches_over_ceiling = counter(
+        "How many batches were lost, or read in part, because they were above a ceiling.", "ceiling"
+    )
     decode_errors = counter("How many events or payloads could not be decoded.", "kind")
-    events_ignored = counter("How many events were understood and not applied.", "reason")
+    events_ignored = counter("How many events were decoded and not applied.", "reason")
 
     # ---- order
-    gaps = counter("How many times a frame came with batches missing before it.")
-    batches_lost = counter("How many missing batches could not be had again.")
-    replays = counter("How many replays ended, by how they ended.", "outcome")
-    replays_running = gauge("How many replays run now.")
+    gaps = counter("How many times batches were missing before a frame.")
+    batches_lost = counter("How many missing batches no replay could recover.")
+    replays = counter("How many replays ended, by outcome.", "outcome")
+    replays_running = gauge("How many replays are running.")
     replays_waiting = gauge("How many streams wait for a place to replay.")
-    replay_places_yielded = counter("How many times a replay gave its place to another stream, by why.", "reason")
-    restarts = counter("How many times a publisher began a new life.")
-    stale_batches = counter("How many batches had been applied before.")
-    lag_seconds = histogram("How long it took from a batch's own time until it was applied.", _LAG_BUCKETS)
+    replay_places_yielded = counter("How many times a replay gave up its place to another stream, by reason.", "reason")
+    restarts = counter("How many times a publisher restarted and began a new life.")
+    stale_batches = counter("How many batches were skipped because they had been applied before.")
+    lag_seconds = histogram("How long it took from the timestamp of a batch until the batch was applied.", _LAG_BUCKETS)
     last_batch_timestamp_seconds = gauge(
-        "Which Unix time it was when a batch was last applied; 0 before the first.", over="max"
+        "How many seconds after 1970 (Unix time) a batch was last applied; 0 before the first.", over="max"
     )
 
     # ---- the index
-    blocks_applied = counter("How many blocks were added to or taken from the index, by model.", "op", "model")
-    apply_duration_seconds = histogram("How long it took Redis to apply what was sent to it at once.", _REQUEST_BUCKETS)
+    blocks_applied = counter("How many blocks were added to the index or removed from it, by model.", "op", "model")
+    apply_duration_seconds = histogram("How long one call to Redis that applies batches took.", _REQUEST_BUCKETS)
     script_duration_seconds = histogram(
-        "How long a call of a script took, the way there and back included.", _SCRIPT_BUCKETS, "script"
+        "How long a script call took, including the round trip.", _SCRIPT_BUCKETS, "script"
     )
-    script_replies = counter("How many calls of scripts were answered, by script and verdict.", "script", "verdict")
-    calls_waiting = gauge("How many calls wait until the blocks under way leave room for them.")
+    script_replies = counter("How many script calls were answered, by script and verdict.", "script", "verdict")
+    calls_waiting = gauge("How many calls wait because too many blocks are under way to Redis.")
     waiting_blocks = gauge("How many blocks wait for their parent.")
-    waiting_dropped = counter("How many blocks were dropped while they waited for their parent.")
-    unresolved = counter("How many engine hashes of events named no block that is known.")
-    buffer_bytes = gauge("How many bytes of frames wait in streams' buffers.")
-    buffer_frames = gauge("How many frames wait in streams' buffers.")
-    buffer_dropped = counter("How many frames did not fit into a stream's buffer and became a gap.")
-    sweep_blocks = counter("How many blocks a dead holder was taken out of.")
-    sweeps = counter("How many dead holders were swept to their end.")
-    dead_holders = gauge("How many dead holders are still to be swept.", over="max")
+    waiting_dropped = counter("How many blocks were dropped because their parent did not arrive.")
+    unresolved = counter("How many engine hashes in events named an unknown block.")
+    buffer_bytes = gauge("How many bytes of frames wait in the buffers of streams.")
+    buffer_frames = gauge("How many frames wait in the buffers of streams.")
+    buffer_dropped = counter("How many frames did not fit into the buffer of a stream and became a gap.")
+    sweep_blocks = counter("How many blocks sweeps have removed a dead holder from.")
+    sweeps = counter("How many dead holders were swept completely.")
+    dead_holders = gauge("How many dead holders have not been swept yet.", over="max")
 
     # ---- who does what
-    workers = gauge("How many ingest workers are alive, as an ingest worker sees it.", over="max")
+    workers = gauge("How many ingest workers are alive, as seen by an ingest worker.", over="max")
     publishers = gauge(
-        "How many publishers are registered, by how they tell, as an ingest worker sees it.", "feed", over="max"
+        "How many publishers are registered, by the way their events arrive, as seen by an ingest worker.",
+        "feed",
+        over="max",
     )
-    instances = gauge("How many instances are registered, as an ingest worker sees it.", over="max")
-    groups = gauge("How many groups have a publisher, as an ingest worker sees it.", over="max")
-    streams = gauge("How many streams this worker has, by status.", "status")
-    streams_max = gauge("How many streams this worker takes at most, by its limit of open files.")
-    streams_left = gauge("How many streams no ingest worker has room for, as an ingest worker sees it.", over="max")
-    holders = gauge("How many live holders the streams of this worker have.")
+    instances = gauge("How many instances are registered, as seen by an ingest worker.", over="max")
+    groups = gauge("How many groups have a publisher, as seen by an ingest worker.", over="max")
+    streams = gauge("How many streams this worker applies, by status.", "status")
+    streams_max = gauge("How many streams this worker can apply within its limit of open files.")
+    streams_left = gauge("How many streams no ingest worker has room for, as seen by an ingest worker.", over="max")
+    holders = gauge("How many live holders belong to the streams of this worker.")
     leases_taken = counter("How many times this worker took the lease of a stream.")
-    leases_lost = counter("How many times a stream of this worker turned out to be another's.")
+    leases_lost = counter("How many times this worker lost the lease of a stream to another worker.")
 
     # ---- the process
-    redis_up = gauge("Whether Redis answered when last asked: 1 or 0.", over="min")
-    publishers_refused = gauge("How many publishers of the file are registered otherwise than it says.", over="max")
-    records_unreadable = gauge(
-        "How many records in Redis this process cannot read, by what they are.", "kind", over="max"
+    redis_up = gauge("Whether Redis answered the last check: 1 or 0.", over="min")
+    publishers_refused = gauge(
+        "How many publishers in the publishers file are registered with other values.", over="max"
     )
-    redis_errors = counter("How many times Redis did not answer as it should, by how.", "kind")
+    records_unreadable = gauge("How many records in Redis this process cannot read, by kind.", "kind", over="max")
+    redis_errors = counter("How many calls to Redis failed, by kind.", "kind")
     redis_misconfigured = gauge(
-        "Whether something is wrong with a Redis that answers, by what: 1 or 0.", "reason", over="max"
+        "Whether a Redis that answers is misconfigured, by reason: 1 or 0.", "reason", over="max"
     )
     redis_memory_bytes = gauge("How many bytes each primary of Redis uses.", "primary", over="max")
     redis_memory_max_bytes = gauge(
@@ -139,7 +145,7 @@ class Metrics:
         "How many keys each primary of Redis has evicted since it started.", "primary", over="max"
     )
     build_info = gauge(
-        "Which version runs, and as what; the value is always 1.",
+        "Which version and role this process has; the value is always 1.",
         "version",
         "python",
         "role",

@@ -47,7 +47,7 @@ def hide_password(url: str) -> str:
 
 def _checked_url(url: str) -> str:
     if not re.match(r"[a-z][a-z0-9+.-]*://", url):
-        raise ValueError("it has no scheme: give something like redis://host:6379/0")
+        raise ValueError("it has no scheme: give a URL such as redis://host:6379/0")
     return url
 
 
@@ -112,85 +112,85 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     redis_url: _Url = "memory://"
-    """Where the index is; `memory://` is an emulated Redis inside this process, for a trial."""
+    """The URL of the Redis that holds the index; `memory://` is an emulated Redis inside this process, for a trial."""
     redis_read_url: _Url | None = None
-    """Where queries read, such as a Redis replica; without it, where the index is."""
+    """The URL of the Redis that queries read from, such as a replica; the default is `WAYMARK_REDIS_URL`."""
     redis_timeout_seconds: float = Field(2.0, ge=0.05, le=60)
-    """How long to wait for a connection or a reply of Redis."""
+    """How long to wait for a connection to Redis, and for a reply."""
     redis_username: str | None = Field(None, min_length=1)
-    """The user of Redis, where its URL names none."""
+    """The user name for Redis, if its URL contains none."""
     redis_password_file: Path | None = None
-    """The file with the password of Redis, read for every new connection."""
+    """The file with the password for Redis; it is read for every new connection."""
     redis_sentinel_username: str | None = Field(None, min_length=1)
-    """The user of the Sentinels, who have users of their own."""
+    """The user name for the Sentinels; it is separate from that for Redis."""
     redis_sentinel_password_file: Path | None = None
-    """The file with the password of the Sentinels, read for every new connection."""
+    """The file with the password for the Sentinels; it is read for every new connection."""
     redis_tls_ca_file: Path | None = None
-    """The PEM file with the CA that signs the certificates of Redis; without it, the CAs of the system."""
+    """The PEM file with the CA that signs the certificates of Redis; the default is the CAs of the system."""
     redis_tls_cert_file: Path | None = None
-    """The PEM file with our own certificate, where Redis asks for one."""
+    """The PEM file with the client certificate, if Redis requires one."""
     redis_tls_key_file: Path | None = None
-    """The PEM file with the key of that certificate, where it is not in the same file."""
+    """The PEM file with the key of the client certificate, if the certificate file does not contain it."""
     redis_tls_verify: Annotated[Literal["full", "ca", "none"], BeforeValidator(_lower)] = "full"
-    """What a certificate of Redis must show: that it is for the host, only that a known CA signed it, or nothing."""
+    """What is checked of a certificate of Redis: its CA and host name, its CA only, or nothing."""
     host: str = Field("0.0.0.0", min_length=1)
-    """The address the HTTP API listens on."""
+    """The address that the HTTP API listens on."""
     port: int = Field(13333, ge=1, le=65535)
-    """The TCP port the HTTP API listens on."""
+    """The TCP port that the HTTP API listens on."""
     ingest_port: int = Field(0, ge=0, le=65535)
-    """The TCP port on which an ingest worker answers `/health`, `/ready` and `/metrics`; 0 is none."""
+    """The TCP port on which an ingest worker answers `/health`, `/ready` and `/metrics`; 0 means no port."""
     hash_seed: int = Field(1337, ge=0, le=2**64 - 1)
-    """The seed of every block's hash; all who share one Redis need the same."""
+    """The seed of the block hashes; all processes that share a Redis need the same seed."""
     shards: int = Field(1, ge=1, le=256)
-    """Over how many Redis Cluster slots the blocks of a new group are spread."""
+    """The number of Redis Cluster slots that the blocks of a new group are spread over."""
     query_deadline_ms: int = Field(1000, ge=1, le=60_000)
-    """How long a query may walk before it answers with what it has found."""
+    """How long a query may take before it answers with what it has found."""
     native: bool = True
-    """Whether the part in C is used where it was built; `false` is for comparing."""
+    """Whether the native module is used if it was built; `false` selects the pure-Python path."""
     hot_block_ms: int = Field(200, ge=0, le=60_000)
-    """How long a replica keeps a block value that many holders share; 0 keeps none."""
+    """How long a replica keeps a block value that many holders share; 0 disables this cache."""
     hot_block_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """How many bytes of such values a replica keeps at most."""
+    """How many bytes of such block values a replica keeps at most."""
     answer_cache_bytes: int = Field(8 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """How many bytes of answers a replica remembers by what was found, so that it need not count again; 0 is none."""
+    """The size of the answer cache of a replica, which reuses an answer for the same blocks; 0 disables it."""
     text_cache_bytes: int = Field(1 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """How many bytes a replica remembers of what queries said beside their prompts, by their text; 0 is none."""
+    """The size of the request cache of a replica, which reuses the parsed fields of a query; 0 disables it."""
     max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
-    """The largest request body that is read."""
+    """The largest request body that is accepted, in bytes."""
     max_tokens: int = Field(2**21, ge=1, le=2**26)
-    """The most tokens or hashes one request may hold."""
+    """The most tokens or hashes that one request may contain."""
     bodies_max_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of request bodies are held at once; beyond it the one that has been arriving longest is cut."""
+    """How many bytes of request bodies are held at once; above it, the request that has taken longest is closed."""
     request_seconds: float = Field(30.0, ge=0.1, le=3600)
-    """How long a request may take to arrive and its answer to be taken; then the connection is cut."""
+    """How long a client may take to send a request, and to read the answer, before its connection is closed."""
     requests_at_once: int = Field(16, ge=1, le=32)
-    """How many requests that read work at once, and how many that write; more only help far from Redis."""
+    """How many reading and how many writing requests run at once; more only help if Redis is far away."""
     connections_max: int = Field(4096, ge=1, le=1_000_000)
-    """How many HTTP connections are held at once; beyond it the one that has been silent longest is cut."""
+    """How many HTTP connections are open at once; above it, the connection that is idle longest is closed."""
     api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
-    """The bearer token that requests which write must carry; without it anybody may write."""
+    """The bearer token that writing requests need; without this setting every client may write."""
     protect_reads: bool = False
-    """Whether requests that read must carry the token too."""
+    """Whether reading requests need the token, too."""
     allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
-    """The globs and CIDRs that registered endpoints must match; without any, every endpoint may be registered."""
+    """The globs and CIDRs that registered endpoints must match; the default allows every endpoint."""
     on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
-    """What happens to a stream's blocks when batches are lost for good: they stay, or its life ends."""
+    """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
     probe_seconds: float = Field(30.0, ge=1, le=3600)
-    """After how long without a frame a publisher is asked whether it still lives."""
+    """After how long without a frame a publisher is probed."""
     replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
     """How long to wait for the next reply of a replay."""
     replay_seconds: float = Field(120.0, ge=1, le=3600)
-    """How long one replay may take in all."""
+    """How long one replay may take in total."""
     replays_max: int = Field(8, ge=1, le=256)
-    """How many replays one ingest worker runs at a time; what each still has to apply is in memory."""
+    """How many replays one ingest worker runs at once; each holds unapplied batches in memory."""
     replay_bytes_per_second_min: int = Field(16_384, ge=0, le=1024 * _MIB)
-    """Below how many bytes per second a replay gives its place to a stream that waits for one; 0 is never."""
+    """Below how many bytes per second a replay gives up its place to a stream that waits; 0 means never."""
     publisher_timeout: float = Field(60.0, ge=0, le=7 * _DAY)
-    """After how many seconds without a connection a publisher's blocks are no longer counted; 0 is never."""
+    """After how many seconds without a connection the blocks of a publisher are no longer counted; 0 means never."""
     lease_seconds: float = Field(8.0, ge=1, le=300)
-    """How long a stream stays with an ingest worker that has fallen silent."""
+    """After how long without a heartbeat an ingest worker loses the lease of a stream."""
     worker_id: str = Field(default_factory=_new_worker_id, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
-    """The name of this ingest worker, which no other may have at the same time."""
+    """The name of this ingest worker; no two running workers may have the same name."""
     stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
     """How many bytes of frames a stream keeps while they cannot be applied."""
     stream_buffer_frames: int = Field(20_000, ge=1, le=10_000_000)
@@ -198,45 +198,45 @@ class Settings(BaseSettings):
     fold_batches: int = Field(64, ge=1, le=4096)
     """How many waiting batches of one stream go to Redis in one call."""
     apply_blocks_max: int = Field(1024, ge=0, le=1_000_000)
-    """How many blocks all ingest workers together have under way to one Redis server; 0 is no bound."""
+    """How many blocks all ingest workers together may have under way to one Redis server; 0 means no bound."""
     frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
-    """The largest frame that is read; a connection that brings four times as much is cut."""
+    """The largest frame that is read, in bytes; a connection that sends a frame four times as large is closed."""
     batch_events_max: int = Field(65_536, ge=1024, le=16_777_216)
-    """The most events of a batch; one with more is not read, and lost."""
+    """The most events that a batch may have; a batch with more is lost."""
     event_hashes_max: int = Field(262_144, ge=1024, le=16_777_216)
-    """The most blocks of an event; a batch with more in one event is not read, and lost."""
+    """The most blocks that an event may have; a batch that contains a larger event is lost."""
     rejected_events_max: int = Field(1_000, ge=16, le=16_777_216)
-    """How many events of a batch that cannot be decoded are counted one by one; those beyond count as one."""
+    """How many undecodable events of a batch are counted one by one; the rest counts as one."""
     hash_cache_entries: int = Field(200_000, ge=1, le=100_000_000)
-    """How many engine hashes a worker remembers per stream."""
+    """How many engine hashes an ingest worker caches per stream."""
     waiting_blocks: int = Field(10_000, ge=0, le=10_000_000)
-    """How many blocks per stream may wait for a parent that has not come yet."""
+    """How many blocks per stream may wait for a parent that has not arrived yet."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
-    """How fast a worker removes what dead holders left."""
+    """From how many blocks per second an ingest worker removes dead holders."""
     medium_ttl: Annotated[dict[_Medium, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
-    """After how many seconds blocks on a medium that reports no removals are forgotten, such as `DISK=3600,CPU=600`."""
+    """After how many seconds blocks on a medium without removal events expire, such as `DISK=3600,CPU=600`."""
     publishers_file: str | None = None
-    """A JSON or YAML file of publishers that ingest workers register at the start, and again with an empty Redis."""
+    """A JSON or YAML file of publishers that ingest workers register when they start, or when Redis lost its data."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
-    """The least important log lines that are written."""
+    """The lowest level of log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
-    """How log lines look: for people or for programs."""
+    """The format of log lines: `text` for people, `json` for programs."""
     access_log: bool = False
     """Whether every HTTP request is logged."""
     metrics_models_max: int = Field(100, ge=0, le=10_000)
-    """How many models have metrics of their own; those beyond are counted together, as `other`."""
+    """How many models have a label of their own in metrics; all others are counted as `other`."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
         if self.protect_reads and self.api_token is None:
             raise ValueError(
-                "WAYMARK_PROTECT_READS is true but there is no WAYMARK_API_TOKEN: set one, or leave it out"
+                "WAYMARK_PROTECT_READS is true but there is no WAYMARK_API_TOKEN: set one, or leave the former out"
             )
         if self.redis_read_url is not None and self.redis_read_url.startswith("memory://"):
-            raise ValueError("WAYMARK_REDIS_READ_URL is memory://, which nobody writes to: leave it out")
+            raise ValueError("WAYMARK_REDIS_READ_URL is memory://, which would stay empty: leave it out")
         if self.max_body_bytes > self.bodies_max_bytes:
             raise ValueError(
-                f"WAYMARK_MAX_BODY_BYTES is {self.max_body_bytes}, more than all bodies together may have:"
+                f"WAYMARK_MAX_BODY_BYTES is {self.max_body_bytes}, more than all bodies together may hold:"
                 f" give at most WAYMARK_BODIES_MAX_BYTES, {self.bodies_max_bytes}"
             )
         if self.replay_idle_seconds > self.replay_seconds:

@@ -141,7 +141,7 @@ class RegisterRequest(Request):
     )
     copies: Copies | None = Field(
         default=None,
-        description="count, if an engine may store a block several times, or set; vLLM and SGLang have count as default",
+        description="count, if an engine may store a block several times, or set; vLLM and SGLang default to count",
     )
     sequence: Sequence = Field(
         default="publisher",
@@ -162,7 +162,8 @@ class RegisterRequest(Request):
         """The registration with its defaults filled in; ``Unfit`` where fields contradict each other."""
         if self.type is EngineKind.NONE and self.endpoint is not None:
             raise Unfit(
-                f"endpoint is {shown(self.endpoint)}; an engine of type none sends no events: leave the endpoint out, or name the type",
+                f"endpoint is {shown(self.endpoint)}; an engine of type none sends no events: "
+                "leave the endpoint out, or name the type",
                 field="endpoint",
             )
         if self.endpoint is None and self.type not in (EngineKind.STANDARD, EngineKind.NONE):
@@ -297,7 +298,7 @@ class StandardEvent(BaseModel):
     additional_salt: str | None = Field(None, description="empty means none")
     seq_hashes: Hashes | None = Field(
         None,
-        description="at least one, except in a cleared event: rolling hashes, or with token_ids the hashes of the publisher",
+        description="at least one, unless cleared: rolling hashes, or with token_ids the hashes of the publisher",
     )
     base_block_idx: Rank | None = Field(
         None,
