@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from tests.benchmarks import prompts
+from tests.benchmarks import compare, prompts
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.capacity import Constants, example
 from tests.benchmarks.feed import payloads
@@ -62,6 +63,26 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.Cap
 
     assert ended.value.code == 2
     assert "'P11' is none of P1, P2, P3, P4, P5, P6, P7, P8, P9, P10, long, capacity" in capsys.readouterr().err
+
+
+@pytest.mark.outside
+def test_two_trees_are_measured_in_turns(tmp_path: Path) -> None:
+    for name in ("now", "before"):
+        scripts = tmp_path / name / ".venv" / "bin"
+        scripts.mkdir(parents=True)
+        (scripts / "waymark").symlink_to(Path(sys.executable).parent / "waymark")
+    sizes = compare.Sizes(1, queries=4, frames=32, blocks_max=1024, live_frames=4)
+
+    rows = compare.measure([tmp_path / "now", tmp_path / "before"], compare.KINDS, sizes)
+
+    assert len(rows) == 2 * len(compare.KINDS)
+    assert all(row.figure > 0 and row.other and row.other > 0 and row.ratio for row in rows)
+    assert {row.bar for row in rows if "CPU of the" in row.what or "p50" in row.what} == {compare.BAR}
+
+
+def test_a_tree_without_an_environment_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main([str(tmp_path)]) == 2
+    assert "install it into an environment of its own" in capsys.readouterr().err
 
 
 def test_a_bar_is_for_the_ratio_where_there_is_one() -> None:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,13 +170,17 @@ def waymark(
     *,
     is_pure: bool = False,
     is_awaited: bool = True,
+    command: Sequence[str] = (sys.executable, "-m", "waymark"),
 ) -> Iterator[Server]:
-    """``waymark query`` or ``waymark ingest``, once it is up; ``is_pure``: without the C extension."""
+    """``waymark query`` or ``waymark ingest``, once it is up; ``is_pure``: without the C extension.
+
+    ``command`` is another ``waymark`` than this environment's.
+    """
     port = unused_port()
     values = {"REDIS_URL": url, "HOST": "127.0.0.1", "LOG_LEVEL": "warning", "NATIVE": str(not is_pure).lower()}
     values["INGEST_PORT" if role == "ingest" else "PORT"] = str(port)
     settings = {f"WAYMARK_{key}": value for key, value in values.items()} | dict(environ or {})
-    with running(folder, f"{role}-{port}", sys.executable, "-m", "waymark", role, **settings) as process:
+    with running(folder, f"{role}-{port}", *command, role, **settings) as process:
         server = Server(f"waymark {role}", process.pid, port, "/dynamo")
         if is_awaited:
             wait_until(server.is_up, f"waymark {role} is up", START_SECONDS)

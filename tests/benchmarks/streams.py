@@ -119,10 +119,10 @@ def _backlogs(blocks: int) -> Iterator[tuple[str, list[Payload]]]:
             gone = [hashes for prompt in new for hashes in _hashes(prompt, size)]
             yield f"removed, {size} at a time", [(feed.removed(each), len(each)) for each in gone] + new_stores(64)
     yield "new, 2 a store", new_stores(blocks // 16, 2)
-    yield DECODE, list(_decode_steps(blocks // 8)) + new_stores(64)
+    yield DECODE, list(decode_steps(blocks // 8)) + new_stores(64)
 
 
-def _decode_steps(blocks: int) -> Iterator[Payload]:
+def decode_steps(blocks: int) -> Iterator[Payload]:
     """Batches of one block for each of 16 sequences, which is what an engine publishes while it decodes."""
     length = max(1, blocks // SEQUENCES // PIECE_BLOCKS)
     sequences = list(islice(prompts.fresh(length), SEQUENCES))
