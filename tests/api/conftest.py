@@ -12,7 +12,7 @@ import pytest
 
 from waymark.api.application import create_app
 from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.domain.names import Adapter, Holder
+from waymark.domain.names import Adapter, Holder, HolderName
 from waymark.domain.runs import Commit, Run
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -124,7 +124,7 @@ def hold(store: Store) -> Hold:
         of = claim.registration
         dp_rank = rank if batch_rank is None else batch_rank
         holder = Holder(0, claim.publisher, instance_id, dp_rank, medium, of.block_size, instance_id, of.scope)
-        begin = Begin(f"{dp_rank} {medium}", holder)
+        begin = Begin(HolderName(dp_rank, medium), holder)
         ids = await store.records.new_life(grant, unit="", is_restart=False, begin=[begin], above=grant.above)
         assert ids is not None
         ns = namespace(adapter, salts)

@@ -18,7 +18,7 @@ from tests.benchmarks.options import Options
 from tests.benchmarks.processes import RedisServer, redis_server
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tests.benchmarks.report import Row, against
-from waymark.domain.names import EngineKind, Holder, Registration
+from waymark.domain.names import EngineKind, Holder, HolderName, Registration
 from waymark.domain.runs import Commit, Run
 from waymark.store.leases import Grant
 from waymark.store.records import Begin
@@ -96,7 +96,7 @@ async def owner(store: Store, instance_id: str, kind: EngineKind = EngineKind.VL
     assert grant is not None
     begin = [
         Begin(
-            f"{rank} GPU",
+            HolderName(rank, "GPU"),
             Holder(0, grant.publisher, instance_id, rank, "GPU", BLOCK_SIZE, instance_id, "instance"),
         )
         for rank in range(ranks)

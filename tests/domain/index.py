@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.factories import SEED, batch, registration
 from waymark.domain.events import Batch, Event
-from waymark.domain.names import U64_MASK, Registration
+from waymark.domain.names import U64_MASK, HolderName, Registration, Unit
 from waymark.domain.resolver import Plan, Resolver
 from waymark.domain.runs import Run
 from waymark.domain.slices import finish
@@ -71,7 +71,7 @@ class Index:
         for run in self.runs:
             self._apply(run)
 
-    def end(self, unit: str) -> None:
+    def end(self, unit: Unit) -> None:
         """End the holders of a unit, '*' for a new life."""
         self.waiting_lost += self.resolver.end(unit)
         for holder in set(self.copies) - set(self.resolver.holders.values()):
@@ -115,10 +115,21 @@ class Index:
     def held(self, name: str = "0 GPU") -> Counter[int]:
         """Block keys with their copies on a rank and medium; of standard streams all dimensions together."""
         found: Counter[int] = Counter()
+        unit = HolderName.parse(name)
         for other, holder in self.resolver.holders.items():
-            if other == name or other.startswith(name + " "):
+            if other.is_of(unit):
                 found.update(self.copies[holder])
         return found
+
+    @property
+    def holders(self) -> dict[str, int]:
+        """Live holder ids by the text form of their names."""
+        return {str(name): holder for name, holder in self.resolver.holders.items()}
+
+    @property
+    def begun(self) -> list[str]:
+        """Of the holders that the last fold began, the names."""
+        return list(map(str, self.plan.begun))
 
     def has(self, *keys: int, on: str = "0 GPU") -> bool:
         """Whether exactly these blocks are there."""

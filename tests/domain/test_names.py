@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.factories import registration
-from waymark.domain.names import GroupName, PublisherName, is_endpoint, normal_medium
+from waymark.domain.names import GroupName, HolderName, PublisherName, Unit, is_endpoint, normal_medium
 
 SPELLINGS = {
     "GPU": "device GPU HBM NPU XPU",
@@ -113,3 +113,45 @@ def test_a_registration_knows_its_publisher_and_its_group() -> None:
     of = registration(tenant_id="t", dp_rank=2)
     assert of.name == PublisherName("pod-1", "t", 2)
     assert of.group == GroupName("t", "m")
+
+
+# ---- holders ---------------------------------------------------------------------------------------
+
+NAMES = {
+    "0 GPU": HolderName(0, "GPU"),
+    "12 CXL_2": HolderName(12, "CXL_2"),
+    "0 DISK #7": HolderName(0, "DISK", epoch=7),
+    "3 DISK 0123456789abcdef": HolderName(3, "DISK", "0123456789abcdef"),
+    "3 DISK 0123456789abcdef #0": HolderName(3, "DISK", "0123456789abcdef", 0),
+}
+
+
+@pytest.mark.parametrize(("text", "name"), NAMES.items())
+def test_the_name_of_a_holder_and_its_text_form(text: str, name: HolderName) -> None:
+    assert HolderName.parse(text) == name
+    assert str(name) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "0 ", "GPU", "GPU 0", "00 GPU", "-1 GPU", "٣ GPU", "0  GPU", " 0 GPU", "0 GPU ", "0 GPU #", "0 GPU #07"]
+    + ["0 GPU #x", "0 GPU a b", "0 GPU #1 #2", "0 GPU\n #1 ", "0 GPU a #1 b", "12345678901 GPU"],
+)
+def test_what_is_no_name_of_a_holder(text: str) -> None:
+    with pytest.raises(ValueError, match="not a holder's name"):
+        HolderName.parse(text)
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=str)
+def test_a_holder_ends_with_its_rank_its_name_and_what_its_name_begins_with(name: HolderName) -> None:
+    """As in ``new_life.lua``, where a unit is a text and ends the names that are it or begin with it and a space."""
+    others: list[Unit] = ["*", 0, 1, 3, 12, HolderName(3, "DISK"), HolderName(0, "DISK"), HolderName(0, "CPU")]
+    others += [HolderName(0, "DISK", epoch=8), HolderName(3, "DISK", "fedcba9876543210"), *NAMES.values()]
+    for unit in others:
+        text = str(unit)
+        assert name.is_of(unit) == (unit == "*" or f"{name} ".startswith(f"{text} ")), unit
+
+
+def test_the_epochs_of_a_holder_have_one_lasting_name() -> None:
+    lasting = {str(name.lasting) for name in NAMES.values()}
+    assert lasting == {text.partition(" #")[0] for text in NAMES}

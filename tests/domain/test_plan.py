@@ -8,7 +8,7 @@ import pytest
 
 from tests.domain.index import Index
 from tests.factories import batch, cleared, envelope, keys, registration, removed, stored
-from waymark.domain.names import EngineKind, Holder
+from waymark.domain.names import EngineKind, Holder, HolderName
 from waymark.domain.plan import EXTRA_KEYS, MEDIA_MAX, OWN_HASHES
 from waymark.domain.resolver import Plan
 
@@ -22,7 +22,7 @@ def test_a_plan_begins_the_holders_that_are_missing() -> None:
     index = Index(registration(EngineKind.MOONCAKE))
     index.events(stored([1], "A"))
     index.fold(batch(stored([2], "B", parent=1)), batch(stored([1], "A", medium="CPU"), rank=3))
-    assert index.plan.begun == {"3 CPU": Holder(0, 1, "pod-1", 3, "CPU", 4, "pod-1", "shared")}
+    assert index.plan.begun == {HolderName(3, "CPU"): Holder(0, 1, "pod-1", 3, "CPU", 4, "pod-1", "shared")}
     assert (index.plan.ended, index.plan.facts_changed) == ([], False)
 
 
@@ -100,8 +100,8 @@ def test_a_clear_ends_all_media_of_its_rank_and_no_other_rank(index: Index) -> N
     for rank in (0, 1, 10):
         index.events(stored([1], "A"), stored([1], medium="CPU"), rank=rank)
     index.events(cleared(), rank=1)
-    assert index.plan.ended == ["1"]
-    assert set(index.resolver.holders) == {"0 GPU", "0 CPU", "10 GPU", "10 CPU"}
+    assert index.plan.ended == [1]
+    assert set(index.holders) == {"0 GPU", "0 CPU", "10 GPU", "10 CPU"}
     assert index.has(*keys("A"), on="10 CPU")
 
 
@@ -115,7 +115,7 @@ def test_what_stands_before_the_last_clear_of_its_rank_is_not_written(index: Ind
     assert index.has(*keys("EF"))
     assert index.has(*keys("D"), on="1 GPU")
     assert {h for run in index.runs for h in run.hashes} == {4, 5, 6}
-    assert set(index.plan.begun) == {"0 GPU", "1 GPU"}
+    assert set(index.begun) == {"0 GPU", "1 GPU"}
 
 
 def test_after_a_clear_the_old_blocks_are_nobodys_parent(index: Index) -> None:
@@ -230,7 +230,7 @@ def test_a_rank_with_a_registration_of_its_own_is_not_ours_to_apply() -> None:
     index.events(stored([1], "A"))
     index.events(stored([2], "B"), removed(1), cleared(), rank=1)
     assert index.has(*keys("A"))
-    assert index.resolver.holders == {"0 GPU": 1}
+    assert index.holders == {"0 GPU": 1}
     assert index.ignored == {"other_registration": 3}
     index.resolver.foreign_ranks = frozenset()
     index.events(stored([2], "B"), rank=1)
@@ -245,7 +245,7 @@ def test_a_publisher_has_so_many_media_and_no_more(index: Index) -> None:
     assert index.ignored == {"too_many_media": 4}
     assert index.has(*keys("A"), on=f"1 M{MEDIA_MAX - 1}")
     index.events(stored([1], medium="M3"), rank=2)
-    assert "2 M3" in index.resolver.holders
+    assert "2 M3" in index.holders
 
 
 def test_holders_of_all_ranks_together_are_bounded_too(index: Index) -> None:

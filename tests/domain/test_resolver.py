@@ -27,7 +27,7 @@ def index() -> Index:
 def test_a_dense_store_at_the_root(index: Index) -> None:
     index.events(stored([1, 2, 3], "ABC"))
     assert index.held() == dict.fromkeys(keys("ABC"), 1)
-    assert index.resolver.holders == {"0 GPU": 1}
+    assert index.holders == {"0 GPU": 1}
 
 
 def test_a_store_goes_on_from_its_parent(index: Index) -> None:
@@ -182,7 +182,7 @@ def test_off_the_gpu_each_hash_keeps_the_namespace_it_is_known_in(index: Index) 
     index.events(stored([1], "A"), stored([2], "B", salts=("s",)))
     index.events(stored([1, 2], "AB", medium="CPU"))
     assert index.has(*keys("A"), *keys("B", ns=SALTED), on="0 CPU")
-    assert index.entries[index.resolver.holders["0 CPU"]] == {1: (0, keys("A")[0]), 2: (SALTED, keys("B")[0])}
+    assert index.entries[index.holders["0 CPU"]] == {1: (0, keys("A")[0]), 2: (SALTED, keys("B")[0])}
 
 
 # ---- extra keys ------------------------------------------------------------------------------------

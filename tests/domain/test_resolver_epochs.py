@@ -39,10 +39,10 @@ def test_an_epoch_is_a_holder_of_its_own_that_begins_with_its_first_block() -> N
     index.events(stored([1], "A"))
     on_disk(index, [1])
     at(index, DISK=8)
-    assert list(index.plan.begun) == ["0 DISK #7"]
+    assert index.begun == ["0 DISK #7"]
     on_disk(index, [1])
-    assert list(index.plan.begun) == ["0 DISK #8"]
-    assert list(index.resolver.holders) == ["0 GPU", "0 DISK #7", "0 DISK #8"]
+    assert index.begun == ["0 DISK #8"]
+    assert list(index.holders) == ["0 GPU", "0 DISK #7", "0 DISK #8"]
 
 
 def test_what_was_stored_before_there_were_epochs_is_over() -> None:

@@ -146,7 +146,7 @@ class Engine:
 
 
 def contents(index: Index) -> dict[str, Counter[int]]:
-    return {name: index.held(name) for name in index.resolver.holders if index.held(name)}
+    return {name: index.held(name) for name in index.holders if index.held(name)}
 
 
 @settings(deadline=None, max_examples=120)

@@ -96,7 +96,7 @@ def test_streams_of_the_envelope_are_apart(index: Index) -> None:
     assert len(index.resolver.holders) == 4
     assert index.has(*keys("A"), *keys("A", ns=namespace("x", [])))
     assert index.has(*keys("A"), on="2 GPU")
-    assert index.plan.begun[next(name for name in index.resolver.holders if name[0] == "2")].backend_id == "b"
+    assert index.plan.begun[next(name for name in index.resolver.holders if name.dp_rank == 2)].backend_id == "b"
 
 
 def test_an_event_that_came_before_is_dropped(index: Index) -> None:

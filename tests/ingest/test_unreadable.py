@@ -308,7 +308,7 @@ async def test_what_cannot_be_read_is_shown_counted_and_logged_once(
             "kind": "registration",
             "key": "wm:publishers",
             "field": '["n","z",0]',
-            "reason": "kind is none of vLLM, SGLang, Mooncake, standard",
+            "reason": "kind is none of vLLM, SGLang, Mooncake, standard, none",
         }
     assert scene.hand.metric("records_unreadable", kind="registration") == 1
     seen = await status.gather(scene.look, status.Wanted())

@@ -23,6 +23,10 @@ async def state_of(stream: Stream) -> StreamState:
     return state
 
 
+async def holders_of(stream: Stream) -> dict[str, int]:
+    return {str(name): holder for name, holder in (await state_of(stream)).holders.items()}
+
+
 async def dead_of(redis: Redis) -> set[bytes]:
     return set((await snapshot(redis)).get(keys.dead(1).encode(), ("set", False, set()))[2])
 
@@ -79,7 +83,7 @@ async def microseconds(redis: Redis) -> int:
 async def test_ids_ascend_and_a_live_name_keeps_its_own(stream: Stream) -> None:
     assert await stream.begin("0 GPU", "0 CPU") == [1, 2]
     assert await stream.begin("0 CPU", "1 GPU", "0 GPU") == [2, 3, 1]
-    assert (await state_of(stream)).holders == {"0 GPU": 1, "0 CPU": 2, "1 GPU": 3}
+    assert await holders_of(stream) == {"0 GPU": 1, "0 CPU": 2, "1 GPU": 3}
 
 
 async def test_beginning_what_is_there_changes_only_the_version(redis: Redis, stream: Stream) -> None:
@@ -117,7 +121,7 @@ async def test_a_unit_ends(redis: Redis, stream: Stream, unit: str, left: list[s
     names = ["0 GPU", "0 GPU 0123456789abcdef", "0 CPU", "10 GPU", "10 CPU"]
     ids = dict(zip(names, await stream.begin(*names), strict=True))
     await stream.end(unit)
-    assert (await state_of(stream)).holders == {name: ids[name] for name in left}
+    assert await holders_of(stream) == {name: ids[name] for name in left}
     table = await stream.store.reader.table(GROUP)
     assert table is not None
     assert table.holders.keys() == {ids[name] for name in left}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 
-from waymark.domain.names import EngineKind, GroupName, Holder, Registration
+from waymark.domain.names import EngineKind, GroupName, Holder, HolderName, Registration
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
@@ -216,12 +216,11 @@ def begins(claim: Claim, *names: str) -> list[Begin]:
         Begin(
             name,
             Holder(
-                0, claim.publisher, of.instance_id, int(name.split()[0]), name.split()[1], of.block_size,
-                of.instance_id, of.scope,
+                0, claim.publisher, of.instance_id, name.dp_rank, name.medium, of.block_size, of.instance_id, of.scope
             ),
         )
-        for name in names
-    ]  # fmt: skip
+        for name in map(HolderName.parse, names)
+    ]
 
 
 async def claim_of(store: Store, of: Registration) -> Claim:

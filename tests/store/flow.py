@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.store.factories import GROUP, begins, claim_of, registration, removed, stored
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
-from waymark.domain.names import PublisherName
+from waymark.domain.names import HolderName, PublisherName
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.store.leases import Grant
 from waymark.store.registry import GroupEntry
@@ -93,7 +93,7 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert await applied(store, one, stored(gpu, [700], seq=3)) is Verdict.FENCED
     state = await store.records.read(heir)
     assert state is not None
-    assert (state.watermark, state.holders) == (2, {"0 GPU": gpu, "0 CPU": cpu})
+    assert (state.watermark, state.holders) == (2, {HolderName(0, "GPU"): gpu, HolderName(0, "CPU"): cpu})
 
     cleared = await store.records.new_life(heir, unit="0 GPU", is_restart=False, begin=[], above=heir.above)
     assert cleared == []

@@ -12,6 +12,7 @@ from tests.patience import within
 from tests.store.factories import registration, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Cluster, Server, farm, is_cluster_ok, moving, start_cluster
+from waymark.domain.names import HolderName
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.store import Store
@@ -191,7 +192,7 @@ async def test_a_replica_takes_over_and_everything_goes_on() -> None:
                 state = await store.records.read(grant)
                 assert state is not None
                 seq = (state.watermark or 0) + 1
-                await applied(store, grant, stored(state.holders["0 GPU"], range(600 + seq, 700), seq=seq))
+                await applied(store, grant, stored(state.holders[HolderName(0, "GPU")], range(600 + seq, 700), seq=seq))
             except StoreUnavailable:
                 return False
             return True

@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
+from waymark.domain.names import HolderName
 from waymark.domain.runs import Commit
 from waymark.store.records import Facts, StreamState
 from waymark.store.scripts import Verdict
@@ -35,9 +36,22 @@ async def test_what_is_written_is_read(stream: Stream) -> None:
     assert await stream.store.records.write(stream.grant, written, {"gaps": 3, "restarts": 0})
     state = await state_of(stream)
     assert (state.status, state.flags, state.main_groups) == ("active", frozenset({"a", "b"}), "1")
-    assert (state.holders, state.event_ids, state.counters) == ({"0 GPU": gpu}, {gpu: 9}, {"gaps": 3, "restarts": 0})
+    assert (state.holders, state.event_ids, state.counters) == (
+        {HolderName(0, "GPU"): gpu},
+        {gpu: 9},
+        {"gaps": 3, "restarts": 0},
+    )
     assert await stream.store.records.write(stream.grant, {"flags": "", "main_groups": ""}, {})
     assert (await state_of(stream)).flags == frozenset()
+
+
+async def test_holders_of_every_form_of_name_are_read(stream: Stream) -> None:
+    """A standard publisher's holder on a medium whose blocks go by time has all four parts."""
+    names = ["0 GPU", "0 DISK #7", "1 DISK 0123456789abcdef", "1 DISK 0123456789abcdef #7"]
+    ids = await stream.begin(*names)
+    state = await state_of(stream)
+    assert {str(name): holder for name, holder in state.holders.items()} == dict(zip(names, ids, strict=True))
+    assert not state.is_damaged
 
 
 @pytest.mark.parametrize("ts", [None, 0.0, 1767225600.123456])

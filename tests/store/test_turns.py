@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from tests.store.factories import Stream, begins, hgetall
 from waymark.apply.applier import Applier, Fenced
+from waymark.domain.names import HolderName
 from waymark.domain.resolver import Resolver
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
@@ -104,9 +105,9 @@ async def test_a_stream_goes_on_with_a_change_whose_reply_was_lost(
     await stream.begin("0 GPU", "0 CPU")
     unheard = Unheard(client)
     applier = await applier_of(stream, unheard)
-    await applier.new_life("0 GPU")
+    await applier.new_life(HolderName(0, "GPU"))
     assert len(unheard.calls) == 2
-    assert applier.resolver.holders == {"0 CPU": 2}
+    assert applier.resolver.holders == {HolderName(0, "CPU"): 2}
     assert await redis.smembers(keys.dead(1)) == {b"1"}
 
     # What the first call left on its way arrives when there is another holder of that name.
@@ -115,7 +116,7 @@ async def test_a_stream_goes_on_with_a_change_whose_reply_was_lost(
     assert (await client.run("new_life", late_keys, late_args))[0] == b"fenced"
     state = await stream.store.records.read(stream.grant)
     assert state is not None
-    assert state.holders == {"0 CPU": 2, "0 GPU": 3}
+    assert state.holders == {HolderName(0, "CPU"): 2, HolderName(0, "GPU"): 3}
 
 
 async def test_a_change_that_redis_has_lost_again_is_not_gone_on_with(
@@ -125,10 +126,10 @@ async def test_a_change_that_redis_has_lost_again_is_not_gone_on_with(
     applier = await applier_of(stream, Unheard(client))
     before = await hgetall(redis, stream.grant.record)
     await stream.begin("0 CPU")
-    applier.resolver.holders["0 CPU"] = 2
+    applier.resolver.holders[HolderName(0, "CPU")] = 2
     # The replica that takes over knows of no "0 CPU"; the change that was under way is made on it.
     await redis.delete(stream.grant.record)
     await redis.hset(stream.grant.record, mapping={name.decode(): value for name, value in before.items()})
     with pytest.raises(Fenced):
-        await applier.new_life("0 GPU")
+        await applier.new_life(HolderName(0, "GPU"))
     assert (await hgetall(redis, stream.grant.record))[b"holder:0 GPU"] == b"1", "nothing was ended"

@@ -30,7 +30,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.apply.portions import portions_of_hashes, portions_of_runs
 from waymark.apply.slices import Pacer
 from waymark.domain.events import Batch
-from waymark.domain.names import Holder
+from waymark.domain.names import Holder, HolderName, Unit
 from waymark.domain.plan import Plan, epochs
 from waymark.domain.resolver import Resolver
 from waymark.domain.runs import Commit, Mode, Run
@@ -186,7 +186,7 @@ class Applier:
         if verdict is Verdict.FENCED:
             raise Fenced
 
-    async def new_life(self, unit: str = "*") -> None:
+    async def new_life(self, unit: Unit = "*") -> None:
         """End the holders of ``unit``; of '*' the whole life with its watermark and flags."""
         await self._turn(unit, is_restart=unit == "*")
 
@@ -242,12 +242,12 @@ class Applier:
         await self.new_life()
         raise Fenced
 
-    async def _turn(self, unit: str, *, is_restart: bool) -> None:
-        await self._change(unit=unit, is_restart=is_restart, begin=[])
+    async def _turn(self, unit: Unit, *, is_restart: bool) -> None:
+        await self._change(unit=str(unit), is_restart=is_restart, begin=[])
         self.counters["waiting_lost"] += self.resolver.end(unit)
         self.counters["waiting"] = self.resolver.waiting.blocks
 
-    async def _begin(self, begun: Mapping[str, Holder]) -> None:
+    async def _begin(self, begun: Mapping[HolderName, Holder]) -> None:
         begin = [Begin(name, holder) for name, holder in begun.items()]
         ids = await self._change(unit="", is_restart=False, begin=begin)
         self.resolver.begin(list(begun), ids)

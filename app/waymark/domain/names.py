@@ -89,6 +89,50 @@ class Registration:
         return GroupName(self.tenant_id, self.model_name)
 
 
+class HolderName(NamedTuple):
+    """Which holder of its stream one is. Its text form is what the stream's record and the scripts know it by."""
+
+    dp_rank: int
+    medium: str
+    digest: str = ""
+    """Standard events: of the further dimensions of their stream."""
+    epoch: int | None = None
+    """On media whose blocks go by time: which stretch of it."""
+
+    @classmethod
+    def parse(cls, text: str) -> HolderName:
+        """The name that ``str`` wrote; ValueError where it wrote no such text."""
+        match = _HOLDER_NAME.fullmatch(text)
+        if match is None:
+            raise ValueError("not a holder's name, <rank> <medium>[ <digest>][ #<epoch>]")
+        rank, medium, digest, epoch = match.groups("")
+        return cls(int(rank), medium, digest, int(epoch) if epoch else None)
+
+    def __str__(self) -> str:
+        digest = f" {self.digest}" if self.digest else ""
+        epoch = "" if self.epoch is None else f" #{self.epoch}"
+        return f"{self.dp_rank} {self.medium}{digest}{epoch}"
+
+    @property
+    def lasting(self) -> HolderName:
+        """The name without its epoch."""
+        return self if self.epoch is None else HolderName(self.dp_rank, self.medium, self.digest)
+
+    def is_of(self, unit: Unit) -> bool:
+        """Whether it ends with ``unit``; ``new_life.lua`` has the same rule for the text forms."""
+        if unit == "*" or unit == self:
+            return True
+        if not isinstance(unit, HolderName):
+            return unit == self.dp_rank
+        return unit.epoch is None and unit[:2] == self[:2] and unit.digest in ("", self.digest)
+
+
+_HOLDER_NAME = re.compile(r"(0|[1-9][0-9]{0,9}) ([^ ]+)(?: ([^ #][^ ]*))?(?: #(0|[1-9][0-9]{0,15}))?")
+
+Unit: TypeAlias = int | HolderName | Literal["*"]
+"""Holders of a stream that end together: those of a rank, one (with an epoch or all of its epochs), or all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
     """One life of one rank of a publisher on one medium; ``id`` is never used again."""

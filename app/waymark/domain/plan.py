@@ -1,8 +1,6 @@
 """What an event of a stream belongs to, whether it counts, and what a fold asks for before it is resolved.
 
-A **unit** is what a clear ends: a rank (``"0"``), or for standard events one stream of the envelope, by the name
-of its holder. Holders are named ``<rank> <medium>``, with a digest of the further dimensions for standard events, and
-``#<epoch>`` on media whose blocks go by time.
+A **unit** is what a clear ends: a rank, or for standard events one stream of the envelope, by the name of its holder.
 How batches are folded must not change what comes of them, so facts are learned from what a clear undoes, too.
 """
 
@@ -10,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
-from waymark.domain.names import Holder, Registration, normal_medium
+from waymark.domain.names import Holder, HolderName, Registration, Unit, normal_medium
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.spaces import Spaces
 
@@ -28,18 +27,21 @@ MEDIA_MAX = 16
 HOLDERS_MAX = 64 * MEDIA_MAX
 """Ranks and dimensions come from events: this many at a time, of all media."""
 
+# Asked several times for each event, and there are few.
+_name = lru_cache(HOLDERS_MAX)(HolderName)
+
 
 @dataclass(slots=True)
 class Plan:
     """What must happen before a fold can be resolved."""
 
-    ended: list[str] = field(default_factory=list)
-    """Units to end: a rank, or the name of a standard stream's holder."""
-    begun: dict[str, Holder] = field(default_factory=dict)
+    ended: list[Unit] = field(default_factory=list)
+    """A rank, or the name of a standard stream's holder."""
+    begun: dict[HolderName, Holder] = field(default_factory=dict)
     """Holders to begin, by name."""
     facts_changed: bool = False
     """Flags or the main group have changed and must be kept before anything is applied."""
-    last_clear: dict[str, tuple[int, int]] = field(default_factory=dict)
+    last_clear: dict[Unit, tuple[int, int]] = field(default_factory=dict)
     """(batch, event) of the last clear of a unit in the fold; what it has before that is not written at all."""
 
 
@@ -57,18 +59,20 @@ class Planner:
         self._registration = registration
         self._publisher = publisher
 
-    def plan(self, batches: Sequence[Batch], holders: Mapping[str, int], event_ids: Mapping[int, int]) -> Slices[Plan]:
+    def plan(
+        self, batches: Sequence[Batch], holders: Mapping[HolderName, int], event_ids: Mapping[int, int]
+    ) -> Slices[Plan]:
         """What must be ended, begun and kept first. Learns flags and the main group on the way."""
         plan = Plan()
         before = (frozenset(self.flags), self.main_group)
-        seen = {lasting(name): event_ids[h] for name, h in holders.items() if h in event_ids}
+        seen = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids}
         for i, batch in enumerate(batches):
             for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
                 self._find_clears(plan, i, batch, start, seen)
                 if len(batch.events) > _EVENTS_AT_ONCE:
                     yield
         plan.ended = list(plan.last_clear)
-        kept = {name for name in holders if not any(is_of(name, unit) for unit in plan.ended)}
+        kept = {name for name in holders if not any(name.is_of(unit) for unit in plan.ended)}
         for i, batch in enumerate(batches):
             for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
                 self._find_holders(plan, i, batch, start, kept)
@@ -77,13 +81,13 @@ class Planner:
         plan.facts_changed = before != (frozenset(self.flags), self.main_group)
         return plan
 
-    def _find_clears(self, plan: Plan, i: int, batch: Batch, start: int, seen: dict[str, int]) -> None:
+    def _find_clears(self, plan: Plan, i: int, batch: Batch, start: int, seen: dict[HolderName, int]) -> None:
         """``seen``: the last event_id of each standard stream; a clear that is not newer came before."""
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             envelope = event.envelope
             if envelope is None:
                 if isinstance(event, Cleared) and not self._skip_reason_of(batch, event):
-                    plan.last_clear[str(self.rank(batch, event))] = (i, j)
+                    plan.last_clear[self.rank(batch, event)] = (i, j)
             elif not self._skip_reason_of(batch, event):
                 name = self._lasting_name(batch, event)
                 if envelope.event_id > seen.get(name, -1):
@@ -91,7 +95,7 @@ class Planner:
                     if isinstance(event, Cleared):
                         plan.last_clear[name] = (i, j)
 
-    def _find_holders(self, plan: Plan, i: int, batch: Batch, start: int, kept: set[str]) -> None:
+    def _find_holders(self, plan: Plan, i: int, batch: Batch, start: int, kept: set[HolderName]) -> None:
         """Learn facts, and name the holders that there are not yet; ``kept`` are there."""
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             if isinstance(event, Removed) or self._skip_reason_of(batch, event):
@@ -123,25 +127,24 @@ class Planner:
             return event.envelope.dp_rank
         return self._registration.dp_rank if batch.dp_rank is None else batch.dp_rank
 
-    def name(self, batch: Batch, event: Event) -> str:
+    def name(self, batch: Batch, event: Event) -> HolderName:
         """The name of the event's holder in this stream."""
         name = self._lasting_name(batch, event)
-        epoch = self.epochs.get(event.medium or "GPU") if self.epochs else None
-        return name if epoch is None else f"{name} #{epoch}"
+        epoch = self.epochs.get(name.medium) if self.epochs else None
+        return name if epoch is None else _name(name.dp_rank, name.medium, name.digest, epoch)
 
-    def expired(self, holders: Mapping[str, int]) -> list[str]:
+    def expired(self, holders: Mapping[HolderName, int]) -> list[HolderName]:
         """Names of holders whose time is over: of an epoch before the last, or from before there were any."""
         return [
             name
             for name in holders
-            if (epoch := self.epochs.get(name.split(" ")[1])) is not None
-            and (name == lasting(name) or int(name.rpartition("#")[2]) < epoch - 1)
+            if (epoch := self.epochs.get(name.medium)) is not None and (name.epoch is None or name.epoch < epoch - 1)
         ]
 
-    def _lasting_name(self, batch: Batch, event: Event) -> str:
+    def _lasting_name(self, batch: Batch, event: Event) -> HolderName:
         """The name without an epoch, which is also the unit that a standard clear ends."""
-        name = f"{self.rank(batch, event)} {event.medium or 'GPU'}"
-        return name if event.envelope is None else f"{name} {self.spaces.dimensions(event, event.envelope)}"
+        digest = "" if event.envelope is None else self.spaces.dimensions(event, event.envelope)
+        return _name(self.rank(batch, event), event.medium or "GPU", digest)
 
     def _holder(self, batch: Batch, event: Stored | Cleared) -> Holder:
         registration = self._registration
@@ -167,7 +170,7 @@ class Planner:
 
     def is_cleared(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> bool:
         """Whether a later event of the fold clears it away."""
-        units = [str(self.rank(batch, event))]
+        units: list[Unit] = [self.rank(batch, event)]
         if event.envelope is not None:
             units.append(self._lasting_name(batch, event))
         return any((i, j) < plan.last_clear.get(unit, (-1, -1)) for unit in units)
@@ -208,18 +211,8 @@ def epochs(medium_ttl: Mapping[str, int], now: float) -> dict[str, int]:
     return {normal_medium(name) or name: int(now // seconds) for name, seconds in medium_ttl.items()}
 
 
-def lasting(name: str) -> str:
-    """A holder's name without its epoch."""
-    return name.partition(" #")[0]
-
-
-def is_of(name: str, unit: str) -> bool:
-    """Whether a holder's name belongs to a unit."""
-    return name == unit or name.startswith(unit + " ")
-
-
-def _has_room(name: str, kept: set[str], plan: Plan) -> bool:
+def _has_room(name: HolderName, kept: set[HolderName], plan: Plan) -> bool:
     if len(kept) + len(plan.begun) >= HOLDERS_MAX:
         return False
-    media = {other.split(" ")[1] for other in (*kept, *plan.begun)}
-    return name.split(" ")[1] in media or len(media) < MEDIA_MAX
+    media = {other.medium for other in (*kept, *plan.begun)}
+    return name.medium in media or len(media) < MEDIA_MAX

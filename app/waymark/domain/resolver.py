@@ -18,8 +18,8 @@ from typing import TypeAlias
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.hashing import extend
 from waymark.domain.memory import HashMemory, namespace_of, place_of, seq_hash_of
-from waymark.domain.names import EngineKind, Registration
-from waymark.domain.plan import EXTRA_KEYS, OWN_HASHES, UNTRUSTED, Plan, Planner, is_of, lasting
+from waymark.domain.names import EngineKind, HolderName, Registration, Unit
+from waymark.domain.plan import EXTRA_KEYS, OWN_HASHES, UNTRUSTED, Plan, Planner
 from waymark.domain.runs import Mode, Run, RunList
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.waiting import Waiting, WaitingRoom
@@ -46,7 +46,7 @@ class Resolver:
         self.registration = registration
         self.memory = HashMemory(memory_entries)
         self.waiting = WaitingRoom(waiting_blocks)
-        self.holders: dict[str, int] = {}
+        self.holders: dict[HolderName, int] = {}
         """Live holder ids by name."""
         self.event_ids: dict[int, int] = {}
         """Standard events: the last event_id per holder. It is ahead of Redis by what is resolved and not applied."""
@@ -83,7 +83,7 @@ class Resolver:
 
     def resume(
         self,
-        holders: Mapping[str, int],
+        holders: Mapping[HolderName, int],
         flags: frozenset[str],
         main_group: int | None,
         event_ids: Mapping[int, int],
@@ -96,7 +96,7 @@ class Resolver:
         for name, holder in holders.items():
             self._inherit(name, holder)
 
-    def begin(self, names: Sequence[str], ids: Sequence[int]) -> None:
+    def begin(self, names: Sequence[HolderName], ids: Sequence[int]) -> None:
         """Holders that were begun for a plan."""
         for name, holder in zip(names, ids, strict=True):
             self._inherit(name, holder)
@@ -104,9 +104,9 @@ class Resolver:
                 self._moved[holder] = self.event_ids[holder]
             self._begin(name, holder, is_new=True)
 
-    def end(self, unit: str) -> int:
+    def end(self, unit: Unit) -> int:
         """Forget the holders of a unit ('*': all, and the life with them); blocks that waited are counted."""
-        names = [name for name in self.holders if unit == "*" or is_of(name, unit)]
+        names = [name for name in self.holders if name.is_of(unit)]
         ended = [self.holders.pop(name) for name in names]
         for holder in ended:
             self.memory.end(holder)
@@ -117,24 +117,24 @@ class Resolver:
             self._planner.main_group = None
         return self.waiting.clear(ended)
 
-    def at(self, epochs: Mapping[str, int]) -> list[str]:
+    def at(self, epochs: Mapping[str, int]) -> list[HolderName]:
         """Set the present epoch of media whose blocks go by time; the names of holders whose time is over."""
         self._planner.epochs = dict(epochs)
         return self._planner.expired(self.holders)
 
-    def _inherit(self, name: str, holder: int) -> None:
+    def _inherit(self, name: HolderName, holder: int) -> None:
         """The order of a standard stream does not end with an epoch."""
         known = [self.event_ids[other] for other in self._epochs_of(name) if other in self.event_ids]
         if known:
             self.event_ids[holder] = max(known)
 
-    def _epochs_of(self, name: str) -> list[int]:
+    def _epochs_of(self, name: HolderName) -> list[int]:
         """The holders of all epochs of a name, oldest first."""
-        return [holder for other, holder in self.holders.items() if lasting(other) == lasting(name)]
+        return [holder for other, holder in self.holders.items() if other.lasting == name.lasting]
 
-    def _begin(self, name: str, holder: int, *, is_new: bool) -> None:
+    def _begin(self, name: HolderName, holder: int, *, is_new: bool) -> None:
         self.holders[name] = holder
-        self.memory.begin(holder, int(name.split(" ", 1)[0]), is_new=is_new)
+        self.memory.begin(holder, name.dp_rank, is_new=is_new)
 
     def mode(self, holder: int) -> Mode:
         """How copies of this holder count now."""
@@ -150,7 +150,7 @@ class Resolver:
             yield from self.memory.trim()
         return (yield from self._planner.plan(batches, self.holders, self.event_ids))
 
-    def name_of(self, batch: Batch, event: Event) -> str:
+    def name_of(self, batch: Batch, event: Event) -> HolderName:
         """The name of the event's holder in this stream."""
         return self._planner.name(batch, event)
 
@@ -393,7 +393,7 @@ class Resolver:
         if event.envelope is None:
             return
         name = self._planner.name(batch, event)
-        if plan.last_clear.get(lasting(name)) != (i, j):
+        if plan.last_clear.get(name.lasting) != (i, j):
             self.ignored["seen"] += 1
         elif (holder := self.holders.get(name)) is not None:
             self._moved[holder] = self.event_ids[holder] = event.envelope.event_id

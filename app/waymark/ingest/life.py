@@ -261,14 +261,14 @@ class Life:
         await self._flag(JOINED_LATE)
 
     def has_holders_of(self, dp_rank: int) -> bool:
-        return any(name.startswith(f"{dp_rank} ") for name in self.applier.resolver.holders)
+        return any(name.dp_rank == dp_rank for name in self.applier.resolver.holders)
 
     async def yield_ranks(self) -> None:
         """End what is held here for ranks that have a registration of their own by now: theirs tells of them."""
         resolver = self.applier.resolver
-        ranks = {int(name.split(" ", 1)[0]) for name in resolver.holders}
+        ranks = {name.dp_rank for name in resolver.holders}
         for dp_rank in ranks & resolver.foreign_ranks:
-            await self.applier.new_life(str(dp_rank))
+            await self.applier.new_life(dp_rank)
 
     async def lose(self, seq: int) -> None:
         """The batches before ``seq`` cannot be had again: go on without them, or end the life."""

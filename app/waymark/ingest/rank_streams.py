@@ -52,7 +52,7 @@ class RankStreams:
         elif judgement is Judgement.GAP:
             is_end = is_late = await self._lose(order, incoming.seq)
         if is_end:
-            await life.applier.new_life(str(dp_rank))
+            await life.applier.new_life(dp_rank)
             life.count("restarts")
             order.restart()
             order.last_live = frame.seq

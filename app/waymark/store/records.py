@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
 
-from waymark.domain.names import Holder, Registration
+from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.status import StreamStatus
 from waymark.errors import RecordDamaged
 from waymark.store import keys
@@ -29,10 +29,9 @@ T = TypeVar("T")
 #: Record fields that are counters begin with this.
 _COUNTER = "count:"
 
-#: The rest of the names of some of its fields: rank, medium, digest of further dimensions; a holder id.
-_HOLDER_NAME = re.compile(r"[0-9]{1,10} [^ ]+( [^ ]+)?")
+#: Fields with the ids of live holders, and with the last event_ids of holders, begin with these.
+_HOLDER, _EVENT = "holder:", "event:"
 _HOLDER_ID = re.compile(r"[0-9]{1,16}")
-_ANY = re.compile(r"(?s).*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,8 @@ class StreamState:
     digest: str
     flags: frozenset[str]
     main_groups: str
-    holders: Mapping[str, int]
-    """Live holder ids by name, ``<rank> <medium>`` with the digest of further dimensions for standard events."""
+    holders: Mapping[HolderName, int]
+    """Ids of the live ones."""
     event_ids: Mapping[int, int]
     """Standard events: the last event_id per holder."""
     counters: Mapping[str, int]
@@ -98,7 +97,7 @@ class Facts(TypedDict, total=False):
 class Begin:
     """A holder to begin, under the name by which its stream knows it."""
 
-    name: str
+    name: HolderName
     holder: Holder = field(repr=False)
 
 
@@ -126,8 +125,8 @@ class Records:
                 f"publisher {grant.claim.registration.name} there"
             )
         by, _, turn = fields.text("turn").partition(" ")
-        holders = fields.integers("holder:", _HOLDER_NAME)
-        event_ids = fields.integers("event:", _HOLDER_ID)
+        holders = fields.integers(_HOLDER, HolderName.parse)
+        event_ids = fields.integers(_EVENT, _holder_id)
         watermark, main_group = fields.integer("watermark"), fields.integer("main_groups")
         return StreamState(
             life=fields.text("life"),
@@ -138,11 +137,11 @@ class Records:
             flags=frozenset(fields.text("flags").split()),
             main_groups="" if main_group is None else str(main_group),
             holders=holders,
-            event_ids={int(holder): event_id for holder, event_id in event_ids.items()},
-            counters=fields.integers(_COUNTER),
+            event_ids=event_ids,
+            counters=fields.integers(_COUNTER, str),
             status=fields.status(),
             turn=turn if by == grant.token else "",
-            is_damaged=fields.is_damaged(("watermark", "main_groups", "holder:", "event:")),
+            is_damaged=fields.is_damaged(("watermark", "main_groups", _HOLDER, _EVENT)),
         )
 
     async def adopt(self, grant: Grant, state: StreamState) -> None:
@@ -154,7 +153,8 @@ class Records:
         words: list[str] = []
         for holder in lost:
             if holder.id not in known:
-                words += (f"holder:{holder.dp_rank} {holder.medium} {holder.id}", str(holder.id))
+                name = HolderName(holder.dp_rank, holder.medium, digest=str(holder.id))
+                words += (f"{_HOLDER}{name}", str(holder.id))
         if words:
             await self._scripts.write_record(grant.record, grant.token, words)
 
@@ -194,7 +194,7 @@ class Records:
             above,
             unit,
             word if is_restart else "",
-            [word for each in begin for word in (each.name, encode_holder(each.holder))],
+            [word for each in begin for word in (str(each.name), encode_holder(each.holder))],
         )
         if not outcome.is_applied:
             return None
@@ -243,7 +243,7 @@ class Records:
                     status=fields.status(),
                     watermark=fields.integer("watermark"),
                     lag_seconds=None if ts is None else max(0.0, now - ts),
-                    counters=fields.integers(_COUNTER),
+                    counters=fields.integers(_COUNTER, str),
                     blocks=held,
                     last_error=fields.text("last_error") or None,
                     worker=fields.text("worker") if fields.has("worker") else None,
@@ -256,9 +256,9 @@ class Records:
         asked: list[tuple[int, str]] = []
         lengths: list[tuple[str, ...]] = []
         for i, (claim, fields) in enumerate(zip(claims, records, strict=True)):
-            for name, holder in fields.integers("holder:", _HOLDER_NAME).items():
+            for name, holder in fields.integers(_HOLDER, HolderName.parse).items():
                 for shard in range(claim.shards):
-                    asked.append((i, name.split(" ")[1]))
+                    asked.append((i, name.medium))
                     engine = keys.engine(claim.group_id, shard, holder)
                     lengths += (("HLEN", engine), ("HGET", engine, "*"))
         blocks: list[dict[str, int]] = [{} for _ in claims]
@@ -329,14 +329,14 @@ class _StreamFields:
         raw = self._fields.get(name)
         return self._parsed(name, number_of, raw, name) if raw else None
 
-    def integers(self, beginning: str, form: re.Pattern[str] = _ANY) -> dict[str, int]:
-        """Integers of the fields whose names begin so, by the rest of their names, which have the ``form``."""
-        found: dict[str, int] = {}
+    def integers(self, beginning: str, name_of: Callable[[str], T]) -> dict[T, int]:
+        """Integers of the fields whose names begin so, by what ``name_of`` reads in the rest of their names."""
+        found: dict[T, int] = {}
         for name, raw in self._fields.items():
             if name.startswith(beginning):
-                value = self._parsed(name, _named_integer, form, name[len(beginning) :], raw)
-                if value is not None:
-                    found[name[len(beginning) :]] = value
+                named = self._parsed(name, _named_integer, name_of, name[len(beginning) :], raw)
+                if named is not None:
+                    found[named[0]] = named[1]
         return found
 
     def _parsed(self, name: str, parse: Callable[..., T], *parts: Any) -> T | None:
@@ -346,10 +346,18 @@ class _StreamFields:
         return found
 
 
-def _named_integer(form: re.Pattern[str], name: str, raw: bytes) -> int:
-    if form.fullmatch(name) is None:
-        raise Malformed("its name is not as it should be")
-    return integer_of(raw, "it")
+def _named_integer(name_of: Callable[[str], T], name: str, raw: bytes) -> tuple[T, int]:
+    try:
+        named = name_of(name)
+    except ValueError:
+        raise Malformed("its name is not as it should be") from None
+    return named, integer_of(raw, "it")
+
+
+def _holder_id(text: str) -> int:
+    if _HOLDER_ID.fullmatch(text) is None:
+        raise ValueError
+    return int(text)
 
 
 def _status_of(raw: bytes) -> StreamStatus:
