@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -59,7 +60,10 @@ def main() -> int:
     )
     parser.add_argument("--without", action="append", default=[], metavar="INSTANCE", help="without this publisher")
     parser.add_argument("--quiet", action="store_true", help="a line for each seed, and what differs")
+    parser.add_argument("--app", metavar="DIRECTORY", help="run the processes of another checkout, by its source root")
     arguments = parser.parse_args()
+    if arguments.app:
+        os.environ["PYTHONPATH"] = arguments.app  # only processes that are started from here on read it
     failed = 0
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         options = Options(

@@ -6,8 +6,9 @@ itself, and that is a finding; so is a traceback in a log.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tests.e2e.fleet import Member, new_member
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TOLD_LINES = 12
 READY_SECONDS = 20.0
+#: A process does what is asked of it, and a worker applies honest frames, before it has used so much CPU for others.
+BUSY_CPU_SECONDS = 8.0
 
 
 class Mismatch(AssertionError):
@@ -61,7 +64,7 @@ class Crew:
         """As an orchestrator does; it has to end by itself, and well."""
         self._leaves(member)
         member.ask_to_end()
-        await wait_until(lambda: not member.is_running, f"{member.name} ends when it is told to", READY_SECONDS)
+        await self._within(member, lambda: not member.is_running, "ends when it is told to")
         if member.exit_code != 0:
             raise Mismatch(f"{member.name} was told to end, and ended with {member.exit_code}", *tail(member))
 
@@ -94,7 +97,20 @@ class Crew:
                 self.start(member)
         self.check()
         for member in self.members:
-            await wait_until(member.is_ready, f"{member.name} is ready", READY_SECONDS)
+            await self._within(member, member.is_ready, "is ready")
+
+    async def _within(self, member: Member, predicate: Callable[[], bool | Awaitable[bool]], what: str) -> None:
+        """Wait for what a process does before it has worked for long: who has, is kept busy by somebody."""
+        used = cpu_seconds(member)
+
+        async def is_so() -> bool:
+            busy = cpu_seconds(member) - used
+            if busy > BUSY_CPU_SECONDS:
+                raise Mismatch(f"{member.name} has worked for {busy:.1f} s, and not yet: it {what}")
+            answer = predicate()
+            return await answer if inspect.isawaitable(answer) else answer
+
+        await wait_until(is_so, f"{member.name} {what}", READY_SECONDS)
 
     # ---- what is seen of them --------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgpack
 
 from tests.chaos.model import BLOCK_SIZE, Held
+from tests.conftest import wait_until
 from tests.model import Place, Space, Tokens
 from waymark.domain.names import PublisherName
 from waymark.simulator import Dimensions, Encoder, Faults, PrefixCache, SimulatedPublisher
@@ -29,6 +30,7 @@ SPACES = (Space(), Space(), Space(), Space("adapter"), Space(None, ("salt",)))
 """What a request may name; most name neither."""
 #: More than an engine publishes in a session.
 ALL_BATCHES = 1_000_000
+HEARD_SECONDS = 20.0
 _KINDS = {"vllm": "vLLM", "sglang": "SGLang", "standard": "standard"}
 
 
@@ -97,7 +99,7 @@ def draw(rng: random.Random) -> list[Spec]:
 
 
 class Publisher:
-    """One engine. Open it before use."""
+    """One engine. Open it, register it, and let it begin before use."""
 
     def __init__(self, spec: Spec, seed: int) -> None:
         self.spec = spec
@@ -128,7 +130,6 @@ class Publisher:
     async def open(self, stack: AsyncExitStack) -> None:
         if self._socket is not None:
             await stack.enter_async_context(self._socket)
-        self._start()
 
     @property
     def socket(self) -> SimulatedPublisher:
@@ -175,7 +176,15 @@ class Publisher:
         for cache in self.caches.values():
             cache.restart()
         await self.socket.restart(rebind=True)
-        self._start()
+        await self.begin()
+
+    async def begin(self) -> None:
+        """What an engine tells first; one without a replay endpoint waits until somebody hears it."""
+        if self._socket is not None and not self.spec.buffer_batches:
+            socket = self._socket
+            await wait_until(lambda: socket.subscribers > 0, f"{self.spec.label} is heard", HEARD_SECONDS)
+        if self.spec.dialect.startswith("sglang"):
+            self.clear()
 
     def beat(self) -> None:
         """A batch without events: what is in order before it is applied once it is."""
@@ -184,10 +193,6 @@ class Publisher:
     @property
     def last_seq(self) -> int:
         return self.socket.next_seq - 1
-
-    def _start(self) -> None:
-        if self.spec.dialect.startswith("sglang"):
-            self.clear()
 
     def _tell(self, events: list[WireEvent], rank: int) -> None:
         if self.sender is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tests.chaos.controller import Controller
-from tests.chaos.fleet import Crew, Mismatch, cpu_seconds
+from tests.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, cpu_seconds
 from tests.chaos.model import BLOCK_SIZE, Bounds
 from tests.chaos.publishers import MODEL_NAME, SPACES, TENANTS, Publisher
 from tests.chaos.trace import Deadline, Trace
@@ -18,8 +18,6 @@ from tests.e2e.fleet import Member
 from tests.model import Space, Tokens
 from waymark.domain.hashing import extend, token_bytes
 
-#: An honest publisher's frames are applied before a worker has used so much CPU for whatever else it has.
-LAG_CPU_SECONDS = 8.0
 SETTLE_SECONDS = 30.0
 ANSWER_SECONDS = 4.0
 _BEAT_SECONDS = 1.0
@@ -95,7 +93,7 @@ class Quiet:
             about = self._about(waiting[0], states)
             for worker in self._crew.workers:
                 busy = cpu_seconds(worker) - used.get(worker.pid, 0.0)
-                if busy > LAG_CPU_SECONDS:
+                if busy > BUSY_CPU_SECONDS:
                     raise Mismatch(f"{worker.name} has worked for {busy:.1f} s, and still waiting: {labels}", *about)
             if deadline.is_over:
                 raise Mismatch(f"not where they should be: {labels}", *about)

@@ -95,6 +95,8 @@ class Session:
             for publisher in self._publishers:
                 await publisher.open(stack)
                 await controller.register(publisher)
+            for publisher in self._publishers:
+                await publisher.begin()
             controller.quiet()
             keeps = self._settings["on_gap"] == "keep"
             quiet = Quiet(crew, self._publishers, self._prompts, controller, trace, keeps_on_gap=keeps)
@@ -153,7 +155,6 @@ class Session:
         """A new process, from whose first batch on everything is heard."""
         async with publisher.lock:
             await publisher.restart()
-            await wait_until(lambda: publisher.socket.subscribers > 0, f"{publisher.spec.label} is heard", 20)
             publisher.beat()
 
     def _lasting_excuse(self, publisher: Publisher) -> str:
