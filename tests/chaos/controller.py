@@ -50,7 +50,7 @@ class Controller:
         await self._send("/unregister", body, {200, 404})
 
     async def send_events(self, publisher: Publisher) -> None:
-        """Until all of them are acknowledged."""
+        """Until all of them are acknowledged, or nobody knows the publisher any more: it is registered again first."""
         sender = publisher.sender
         assert sender is not None
         while (due := sender.due()) is not None:
@@ -64,7 +64,7 @@ class Controller:
                     raise Mismatch(f"/events of {publisher.spec.label}: {answer.text[:300]}")
                 sender.go_back(stream, expected)
             else:
-                await asyncio.sleep(_PAUSE_SECONDS)  # not restored yet
+                return
 
     async def _send(self, path: str, body: Any, statuses: set[int]) -> httpx.Response:
         """To any replica, until one takes it."""

@@ -55,6 +55,8 @@ class Quiet:
                 if self._controller.has_lost_writes:
                     publisher.clear()  # it cannot know what the index has lost, and so begins anew
                 await self._controller.send_events(publisher)
+                if publisher.sender.due() is not None:
+                    raise Mismatch(f"{publisher.spec.label} is listed, and its events are not taken")
         states = await self._settled()
         degraded = [each for each in self._publishers if states.get(each, {}).get("status") == "degraded"]
         for publisher in degraded:

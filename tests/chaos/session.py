@@ -198,9 +198,7 @@ class Session:
                 try:
                     answer = await client.post(f"http://127.0.0.1:{replica.port}/query", json=body)
                 except httpx.TransportError:
-                    if replica.is_running and replica not in crew.down:
-                        self.trace(f"{replica.name} cuts a query")
-                    continue
+                    continue  # it has just been killed, or is about to start
                 self.outcome.probes += 1
                 if answer.status_code == 503:
                     continue
