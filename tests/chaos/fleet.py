@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -43,6 +44,8 @@ class Crew:
         self.witnesses: set[Member] = set()
         """Workers that nobody has ended since the last quiet point: they remember who was registered."""
         self._stopped: set[Member] = set()
+        self._fresh: set[Member] = set()
+        """Started, and not seen to be ready since: Python may not have come as far as to hear a signal."""
         self._read: dict[Path, int] = {}
 
     @property
@@ -65,7 +68,7 @@ class Crew:
         self._leaves(member)
         member.ask_to_end()
         await self._within(member, lambda: not member.is_running, "ends when it is told to")
-        if member.exit_code != 0:
+        if member.exit_code != 0 and not (member in self._fresh and member.exit_code == -signal.SIGTERM):
             raise Mismatch(f"{member.name} was told to end, and ended with {member.exit_code}", *tail(member))
 
     def stop(self, member: Member) -> None:
@@ -81,6 +84,7 @@ class Crew:
     def start(self, member: Member) -> None:
         member.start()
         self.down.discard(member)
+        self._fresh.add(member)
 
     def _leaves(self, member: Member) -> None:
         self.down.add(member)
@@ -98,6 +102,7 @@ class Crew:
         self.check()
         for member in self.members:
             await self._within(member, member.is_ready, "is ready")
+        self._fresh.clear()
 
     async def _within(self, member: Member, predicate: Callable[[], bool | Awaitable[bool]], what: str) -> None:
         """Wait for what a process does before it has worked for long: who has, is kept busy by somebody."""
