@@ -119,6 +119,17 @@ class Crew:
 
     # ---- what is seen of them --------------------------------------------------------------------------
 
+    def said_of(self, name: str) -> list[str]:
+        """The last lines of all workers' logs, also of those that were killed, that name a stream; in order of time."""
+        paths = [path for worker in self.workers for path in worker.log_path.parent.glob(f"{worker.name}-*.log")]
+        lines = [
+            f"{line[:24]} {path.stem}: {line[24:].strip()[:200]}"
+            for path in paths
+            for line in path.read_text(errors="replace").splitlines()
+            if name in line
+        ]
+        return sorted(lines)[-_TOLD_LINES:]
+
     def check(self) -> None:
         """Nobody has ended, and no log has a traceback."""
         for member in self.members:

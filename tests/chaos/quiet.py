@@ -113,12 +113,13 @@ class Quiet:
     def _about(self, publisher: Publisher, states: Mapping[Publisher, Mapping[str, Any]]) -> list[str]:
         state = states.get(publisher)
         lines = [f"  {publisher.spec}; excuse: {publisher.excuse or 'none'}"]
+        log = [f"    {line}" for line in self._crew.said_of(str(publisher.spec.name))]
         if state is None:
             return [*lines, "  it is not listed"]
         counters = {name: state["counters"][name] for name in _COUNTERS if state["counters"].get(name)}
         seq = "" if publisher.sender is not None else f" (told {publisher.last_seq})"
         said = f"status {state['status']}, watermark {state['watermark']}{seq}, worker {state['worker']}"
-        return [*lines, f"  {said}, {counters}", f"  last error: {state['last_error'] or 'none'}"]
+        return [*lines, f"  {said}, {counters}", f"  last error: {state['last_error'] or 'none'}", *log]
 
     # ---- until all answers are right -------------------------------------------------------------------
 

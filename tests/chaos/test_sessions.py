@@ -17,13 +17,10 @@ from tests.chaos.publishers import draw
 from tests.chaos.session import Options
 from tests.model import BASE, Place
 
-#: Those that heal; the others come with what heals them.
-HEALS = ("worker killed", "worker stopped", "redis paused", "redis killed", "engine restarted", "engine frames lost")
 
-
-@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("seed", [700])
 def test_every_answer_is_the_models_whatever_breaks(seed: int) -> None:
-    outcome, found = run(Options(seed, rounds=2, only=HEALS))
+    outcome, found = run(Options(seed, rounds=2))
     assert not found, "\n".join(found)
     assert outcome.rounds == 3
     assert outcome.answers > 0
