@@ -137,6 +137,17 @@ async def test_the_same_rank_under_another_model_is_named(client: httpx.AsyncCli
     assert answer.json() == {"error": "instance 1 is already registered for model=n routing_group=default"}
 
 
+async def test_where_reads_are_protected_the_other_group_is_not_named(
+    store: Store, make_client: MakeClient, register: Register
+) -> None:
+    """It may be another tenant's."""
+    await register("1", tenant_id="acme", modelname="secret")
+    client = await make_client(store, api_token="s3cret", protect_reads=True)
+    answer = await client.post("/dynamo/register", json=REGISTER, headers={"authorization": "Bearer s3cret"})
+    assert answer.status_code == 409
+    assert answer.json() == {"error": "instance 1 is already registered for another model or routing_group"}
+
+
 @pytest.mark.parametrize("there", [{}, {"dp_rank": 1}, {"routing_group": "g"}, {"model_name": "n"}], ids=str)
 @pytest.mark.parametrize("more", [{}, {"dp_rank": 1}, {"block_size": 3}, {"model_name": "n"}], ids=str)
 async def test_an_instance_is_of_one_model_and_routing_group(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream, registration, stored, stream_of
+from tests.store.factories import Stream, hgetall, registration, stored, stream_of
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
@@ -155,3 +155,25 @@ async def test_a_group_without_a_table_does_not_make_the_others_forgotten(
     await redis.hset(keys.GROUPS, keys.group_field(GroupName("b", "m")).decode(), "2 1")
     assert await asked(replica, "b") == {}
     assert replica.incarnation.changes == 0
+
+
+@pytest.mark.parametrize("junk", [b"junk", b"[1,2]", None], ids=["no JSON", "no texts", "gone"])
+async def test_a_table_that_cannot_be_read_does_not_make_the_others_forgotten(
+    store: Store, redis: Redis, replica: Store, hot: HotBlocks, junk: bytes | None
+) -> None:
+    """Query after query, of a group that was read before: other tenants' tables and hot blocks stay."""
+    await crowded(store, redis, "a", 300)
+    other = await crowded(store, redis, "b", 300)
+    assert await asked(replica, "a") == {"pod-a": 300}
+    assert await asked(replica, "b") == {"pod-b": 300}
+    table, kept = keys.holders(other.grant.group_id), len(hot)
+    before = await hgetall(redis, table)
+    await (redis.hdel(table, "group") if junk is None else redis.hset(table, "group", junk))
+    await redis.hset(table, "version", "changed")
+    for _ in range(6):
+        assert await asked(replica, "b") == {}
+    assert replica.incarnation.changes == 0
+    assert len(hot) == kept
+    # As soon as it can be read again, it is.
+    await redis.hset(table, mapping={name: before[name] for name in (b"group", b"version")})
+    assert await asked(replica, "b") == {"pod-b": 300}

@@ -64,7 +64,8 @@ class Dynamo:
             copies="count",
             sequence="publisher",
         )
-        _check_new(registration, await self._store.registry.registrations())
+        registrations = await self._store.registry.registrations()
+        _check_new(registration, registrations, names_others=not self._settings.protect_reads)
         if not await self._store.registry.register(registration):
             raise _already_registered(registration)
         return Answer({"status": "ok"}, 201)
@@ -198,18 +199,17 @@ def _group(partition: str | None, model_name: str) -> GroupName:
     return GroupName(partition or DEFAULT_TENANT, model_name)
 
 
-def _check_new(new: Registration, registrations: list[Registration]) -> None:
+def _check_new(new: Registration, registrations: list[Registration], *, names_others: bool) -> None:
     """Raise ``Conflict`` where the rank is registered already, or its group has another block size.
 
-    As released, an instance is of one model and routing group, too.
+    As released, an instance is of one model and routing group, too; which, is said where ``names_others`` allows it.
     """
     first = next((old for old in registrations if old.group == new.group), None)
     other = next((old for old in registrations if old.instance_id == new.instance_id and old.group != new.group), None)
     if other is not None:
-        raise Conflict(
-            f"instance {new.instance_id} is already registered for model={short(other.model_name)} "
-            f"routing_group={short(other.tenant_id)}"
-        )
+        model, tenant = short(other.model_name), short(other.tenant_id)
+        where = f"model={model} routing_group={tenant}" if names_others else "another model or routing_group"
+        raise Conflict(f"instance {new.instance_id} is already registered for {where}")
     if any(old.name == new.name for old in registrations):
         raise _already_registered(new)
     if first is not None and first.block_size != new.block_size:

@@ -142,8 +142,7 @@ class Reader:
                 if changes == self._incarnation.changes:
                     if known is None:
                         return None
-                    # The id is another group's now: this Redis has come back empty.
-                    self._incarnation.forget()
+                    await self._doubt(group, known, until)
                 query.restart()
             return None
         except TimeoutError:
@@ -193,6 +192,17 @@ class Reader:
                 self._usual.pop(group_id, None)
             self._groups[group] = entry
         return entry
+
+    async def _doubt(self, group: GroupName, known: GroupEntry, until: float) -> None:
+        """Ask for the id of a group again, whose table does not answer for it; another one: Redis has come back empty.
+
+        Where the id still holds, the table cannot be read, or is gone, and only this group suffers from that.
+        """
+        self._groups.pop(group, None)
+        async with asyncio.timeout_at(until):
+            entry = await self._registry.group(group)
+        if entry != known:
+            self._incarnation.forget()
 
     async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float, changes: int) -> bool:
         """Walk to the end; False where what is remembered of the group does not hold. TimeoutError at ``until``."""
