@@ -2,8 +2,8 @@
 --
 -- Say that an ingest worker is alive, by the clock of Redis; learn who else is.
 --
--- KEYS  workers       zset  worker id, scored by the Redis time of its last beat, in seconds
--- ARGV  worker        who beats, and after a slash how many streams it takes; '' only asks
+-- KEYS  workers       zset  worker id, scored by the Redis time of its last heartbeat, in seconds
+-- ARGV  worker        the worker that is alive, and after a slash how many streams it takes; '' only asks
 --       keep_seconds  workers silent for longer are forgotten
 --       leaving       '1': this one is forgotten now
 --

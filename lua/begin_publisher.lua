@@ -8,8 +8,8 @@
 --       name       `["instance","tenant",rank]`, to know the record by
 --       row        what readers are told of it, JSON
 --       group      `["tenant","model"]`, to know the table by
---       version    a random word
---       life       a random word
+--       version    a random nonce
+--       life       a random nonce
 --       target     what routers are told of it, JSON; empty where it is a plain one
 --
 -- {'applied', 0}  it has them

@@ -9,7 +9,7 @@
 --       load       hash        what each target has to do
 -- ARGV  publisher  its integer id
 --       token      the token under which the fence was raised
---       version    a random word
+--       version    a random nonce
 --
 -- {'applied', ended}  so many holders ended
 -- {'fenced', 0}       somebody else ended it, or is about to; nothing written

@@ -7,7 +7,7 @@
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
 --       row        what readers are told of it, JSON
---       version    a random word
+--       version    a random nonce
 --
 -- {'applied', 0}  readers see it
 -- {'fenced', 0}   somebody else has the stream, or it is gone; nothing written

@@ -1,11 +1,11 @@
--- name_birth(birth; word) -> {verdict, word}
+-- name_birth(incarnation; nonce) -> {verdict, nonce}
 --
--- The word by which a Redis is known: another word means another Redis, or one that came back empty.
+-- Name the incarnation of this Redis. Another nonce later means another Redis, or one that came back empty.
 --
--- KEYS  birth  string  a random word
--- ARGV  word   given to it where it has none
+-- KEYS  incarnation  string  a random nonce
+-- ARGV  nonce        the value, if the key does not exist
 --
--- {'applied', word}  its word
+-- {'applied', nonce}  the value of the key
 
 redis.call('SETNX', KEYS[1], ARGV[1])
 return {'applied', redis.call('GET', KEYS[1])}

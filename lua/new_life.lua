@@ -4,7 +4,7 @@
 -- ended ones had. With nothing to end it only begins: a holder for a medium or rank not seen before. The same call may
 -- come twice, also late: it is done once, and never after another one.
 --
--- KEYS  holders  hash  the group's holder table; `version` is a new word after every change
+-- KEYS  holders  hash  the group's holder table; `version` is a new nonce after every change
 --       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name,
 --                      `event:<id>` the last event_id of a holder, `turn` the token and version of the last call
 --       fence    hash  shard 0's; `holder`: the highest holder id handed out or seen. Where it has none, this Redis is
@@ -12,11 +12,11 @@
 --       dead     set   holder ids whose blocks are still to be swept
 -- ARGV  token    the lease token the caller believes is the highest
 --       before   the version of the last call under this token whose reply the caller has seen; '' none
---       version  a random word; the same call again bears the same
+--       version  a random nonce; the same call again bears the same
 --       above    the highest holder id seen on the other shards; 0 where there are none
 --       unit     which holders end: '*' all; else the one of this name, and those whose name begins with it
 --                and a space (names are `<rank> <medium> ...`, so '0' is all of rank 0); '' none
---       life     '' goes on with this life of the stream; else a random word: a new life, and what the record
+--       life     '' goes on with this life of the stream; else a random nonce: a new life, and what the record
 --                knows of the old one (watermark, flags, ...) is forgotten
 --       begin*   name, holder record (JSON without the id); a name that is still live keeps its id
 --

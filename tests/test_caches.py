@@ -63,7 +63,7 @@ ELSEWHERE = {
     "store.incarnation:Incarnation": "the mechanism itself",
     "store.leases:Grant": "under one grant, which a Redis that came back empty does not know",
     "store.pacing:Pacer": "calls under way",
-    "store.pacing:_Lane": "calls under way",
+    "store.pacing:_ServerQueue": "calls under way",
     "store.parsing:RecordParser": "made by the incarnation",
     "store.read_connection:ReadConnection": "questions under way",
     "store.read_connection:_Question": "one answer",

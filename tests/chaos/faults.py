@@ -310,7 +310,7 @@ class Faults:
     async def _hostile_frame(self, fault: Fault) -> None:
         socket = self._hostile.socket
         usual, socket.encoder = socket.encoder, Raw(hostile_payload(fault.target, fault.size))
-        self._hostile.beat()
+        self._hostile.send_empty_batch()
         socket.encoder = usual
 
     async def _hostile_record(self, fault: Fault) -> None:

@@ -186,7 +186,7 @@ class Publisher:
         if self.spec.dialect.startswith("sglang"):
             self.clear()
 
-    def beat(self) -> None:
+    def send_empty_batch(self) -> None:
         """A batch without events: what is in order before it is applied once it is."""
         self.socket.publish([], ts=time.time(), rank=self.spec.rank)
 

@@ -85,7 +85,7 @@ class Quiet:
                 for publisher in waiting:
                     # One that is where it should be, and not yet content, asks its engine once that has been silent.
                     if states.get(publisher, {}).get("watermark") != publisher.last_seq:
-                        publisher.beat()
+                        publisher.send_empty_batch()
             states = await self._states()
             waiting = [each for each in waiting if not self._is_settled(each, states.get(each, {}))]
             if not waiting:

@@ -155,7 +155,7 @@ class Session:
         """A new process, from whose first batch on everything is heard."""
         async with publisher.lock:
             await publisher.restart()
-            publisher.beat()
+            publisher.send_empty_batch()
 
     def _lasting_excuse(self, publisher: Publisher) -> str:
         spec = publisher.spec

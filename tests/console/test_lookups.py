@@ -49,7 +49,7 @@ async def test_a_block_names_its_holders_and_those_that_have_ended(streams: list
 
 
 async def test_a_block_of_a_lost_publisher_is_not_counted(streams: list[Stream], waymark: Run) -> None:
-    await streams[0].store.records.mark(streams[0].grant, is_lost=True)
+    await streams[0].store.records.set_lost(streams[0].grant, is_lost=True)
     text = await waymark("inspect", "block", WORD)
     assert text.count("lost, not counted") == 2
 

@@ -81,7 +81,7 @@ async def test_a_namespace_has_its_own_blocks(store: Store, redis: Redis, waymar
 
 
 async def test_what_is_not_counted_says_so(streams: list[Stream], redis: Redis, waymark: Run) -> None:
-    await streams[0].store.records.mark(streams[0].grant, is_lost=True)
+    await streams[0].store.records.set_lost(streams[0].grant, is_lost=True)
     await streams[1].end()
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
     assert "  rank 0 GPU #1  oooooo....  lost, not counted" in text

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from waymark.apply.options import ApplyOptions
-from waymark.apply.slices import Pacer
+from waymark.apply.slices import SliceRunner
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.simulator.wire import BlockRemoved, BlockStored
 
@@ -145,10 +145,10 @@ async def test_the_loop_has_its_turn_as_often_as_the_clock_says(seconds: float) 
             await asyncio.sleep(0)
             turns += 1
 
-    pacer = Pacer(clock)
-    pacer.begin()
+    runner = SliceRunner(clock)
+    runner.begin()
     task = asyncio.create_task(others())
-    assert await pacer.run(work(300)) == "done"
+    assert await runner.run(work(300)) == "done"
     task.cancel()
     assert turns >= 300 // max(1, round(0.005 / seconds)) - 1
 
@@ -172,14 +172,14 @@ async def test_a_large_batch_gives_the_loop_back_all_the_way(
     pod = await bench.pod()
     await pod.caught_up()
     turns = 0
-    give_back = Pacer._give_back
+    give_back = SliceRunner._give_back
 
-    async def counting(pacer: Pacer) -> None:
+    async def counting(runner: SliceRunner) -> None:
         nonlocal turns
         turns += 1
-        await give_back(pacer)
+        await give_back(runner)
 
-    monkeypatch.setattr(Pacer, "_give_back", counting)
+    monkeypatch.setattr(SliceRunner, "_give_back", counting)
     before = turns
     await pod.at_watermark(pod.publisher.publish_payload(payload))
     events = len(msgpack.unpackb(payload)[1])

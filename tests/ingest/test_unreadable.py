@@ -147,13 +147,13 @@ class Scene:
     async def rounds(self, hand: Hand, count: int = 2) -> None:
         """The worker polls so often again, and is alive after that."""
 
-        def beats() -> float:
+        def heartbeats() -> float:
             return hand.metric("script_replies_total", script="beat", verdict="applied")
 
         for _ in range(count):
-            before = beats()
+            before = heartbeats()
             hand.worker.poller.hint.set()
-            await wait_until(lambda before=before: beats() > before or hand.task.done(), "the worker polls")  # type: ignore[misc]
+            await wait_until(lambda before=before: heartbeats() > before or hand.task.done(), "the worker polls")  # type: ignore[misc]
         assert not hand.task.done(), hand.task
 
     async def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:

@@ -24,7 +24,7 @@ async def test_who_is_silent_for_too_long_is_forgotten(redis: Redis, scripts: Sc
 
 
 async def test_a_redis_keeps_the_first_word_it_was_given(redis: Redis, scripts: Scripts) -> None:
-    assert await scripts.name_birth(keys.BIRTH, "a" * 16) == "a" * 16
-    assert await scripts.name_birth(keys.BIRTH, "b" * 16) == "a" * 16
+    assert await scripts.name_birth(keys.INCARNATION, "a" * 16) == "a" * 16
+    assert await scripts.name_birth(keys.INCARNATION, "b" * 16) == "a" * 16
     await redis.flushall()
-    assert await scripts.name_birth(keys.BIRTH, "c" * 16) == "c" * 16
+    assert await scripts.name_birth(keys.INCARNATION, "c" * 16) == "c" * 16

@@ -84,7 +84,7 @@ async def test_the_table_of_another_group_is_not_touched(redis: Redis, scripts: 
 
 async def test_a_mark_is_seen_by_readers(redis: Redis, stream: Stream) -> None:
     before = (await hgetall(redis, keys.holders(1)))[b"version"]
-    assert await stream.store.records.mark(stream.grant, is_lost=True)
+    assert await stream.store.records.set_lost(stream.grant, is_lost=True)
     table = await stream.store.reader.table(GROUP)
     assert table is not None
     assert table.publishers[1].is_lost

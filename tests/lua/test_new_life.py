@@ -187,7 +187,7 @@ async def test_who_takes_over_need_not_know_the_last_change(stream: Stream) -> N
     assert await stream.begin("0 GPU") == [1]
     heir = await stream.again()
     assert await heir.begin("0 CPU", "0 GPU") == [2, 1]
-    assert (await state_of(heir)).turn == heir.grant.turn.nonce
+    assert (await state_of(heir)).change == heir.grant.change.nonce
 
 
 async def test_a_restart_forgets_what_the_old_life_knew(stream: Stream) -> None:

@@ -40,7 +40,7 @@ FREEING = {"drop_fence", "drop_lease"}
 async def test_another_token_changes_nothing(
     redis: Redis, scripts: Scripts, stream: Stream, name: str, token: str
 ) -> None:
-    (gpu,) = await stream.begin("0 GPU", word=BEFORE)
+    (gpu,) = await stream.begin("0 GPU", nonce=BEFORE)
     await stream.apply(stored(gpu, [1, 2]))
     before = await snapshot(redis)
     assert (await CALLS[name](scripts, token)).verdict is Verdict.FENCED
@@ -60,7 +60,7 @@ async def test_a_publisher_that_is_gone_changes_nothing(
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - FREEING))
 async def test_out_of_memory_changes_nothing(redis: Redis, scripts: Scripts, stream: Stream, name: str) -> None:
-    (gpu,) = await stream.begin("0 GPU", word=BEFORE)
+    (gpu,) = await stream.begin("0 GPU", nonce=BEFORE)
     await stream.apply(stored(gpu, [1, 2]))
     before = await snapshot(redis)
     await redis.config_set("maxmemory", "1")

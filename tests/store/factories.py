@@ -145,11 +145,11 @@ class Stream:
     def entry(self) -> GroupEntry:
         return GroupEntry(self.grant.group_id, self.grant.shards)
 
-    async def begin(self, *names: str, word: str | None = None) -> list[int]:
+    async def begin(self, *names: str, nonce: str | None = None) -> list[int]:
         """Live holder ids by name, begun where they were not."""
         begin, above = begins(self.grant.claim, *names), self.grant.above
         ids = await self.store.records.new_life(
-            self.grant, unit="", is_restart=False, begin=begin, above=above, word=word
+            self.grant, unit="", is_restart=False, begin=begin, above=above, nonce=nonce
         )
         assert ids is not None
         return ids

@@ -86,8 +86,8 @@ async def live_and_end(store: Store, shards: int) -> None:
 
     assert await store.leases.renew(one, 60.0)
     assert await store.records.write(one, {"status": "active"}, {"frames": 2})
-    assert await store.records.mark(one, is_lost=True)
-    assert await store.records.mark(one, is_lost=False)
+    assert await store.records.set_lost(one, is_lost=True)
+    assert await store.records.set_lost(one, is_lost=False)
     assert await store.leases.take(one.claim, "worker-2", 60.0) is None
     heir = await granted(store, "pod-1", "worker-2", force=True)
     assert await applied(store, one, stored(gpu, [700], seq=3)) is Verdict.FENCED

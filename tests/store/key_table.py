@@ -21,7 +21,7 @@ PLACEHOLDERS = {
     "holders": r"[1-9]\d*( [1-9]\d*)*",
     "publisher": r"[1-9]\d*",
     "number": r"\d+",
-    "word": r"[0-9a-f]{16}",
+    "nonce": r"[0-9a-f]{16}",
     "token": r"[1-9]\d*\.[0-9a-f]{16}",
     "seconds": r"(\d+(\.\d+)?)?",
     "json": r"\{.+\}",

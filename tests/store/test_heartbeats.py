@@ -8,9 +8,9 @@ from waymark.store.heartbeats import Heartbeat
 from waymark.store.store import Store
 
 
-@pytest.mark.parametrize("beat", [Heartbeat("host.7.ab:c", None), Heartbeat("a", 0), Heartbeat("worker-1", 4096)])
-def test_a_member_says_what_it_was_made_of(beat: Heartbeat) -> None:
-    assert Heartbeat.of(beat.member) == beat
+@pytest.mark.parametrize("heartbeat", [Heartbeat("host.7.ab:c", None), Heartbeat("a", 0), Heartbeat("worker-1", 4096)])
+def test_a_member_says_what_it_was_made_of(heartbeat: Heartbeat) -> None:
+    assert Heartbeat.of(heartbeat.member) == heartbeat
 
 
 @pytest.mark.parametrize("limit", ["", "x", "-1", "1.5", "1" * 5000, "٣", "7/8"])

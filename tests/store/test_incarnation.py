@@ -53,9 +53,9 @@ def test_words_are_bounded() -> None:
     incarnation = Incarnation()
     known: set[int] = incarnation.cache({1})
     for place in range(5000):
-        incarnation.saw(place, b"word")
-    assert not known, "where a word was forgotten, nothing that it vouched for is kept"
-    assert len(incarnation._words) < 5000
+        incarnation.saw(place, b"nonce")
+    assert not known, "where a nonce was forgotten, nothing that was learned under it is kept"
+    assert len(incarnation._nonces) < 5000
 
 
 # ---- what it is for ----------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     told: Facts = {"flags": "extra", "main_groups": "0", "last_error": "no replay"}
     await store.records.write(grant, {**told, "status": "degraded"}, {"gaps": 1})
     await store.records.write(grant, {"flags": "", "main_groups": "", "last_error": ""}, {})
-    await store.records.mark(grant, is_lost=True)
+    await store.records.set_lost(grant, is_lost=True)
     for target in (Target(weight=2.0), Target(), Target(role=Role.PREFILL)):
         await store.registry.register(replace(of, target=target))
     await decide(store, redis, grant)

@@ -26,7 +26,7 @@ class Calls:
 
     async def call(self, number: int, blocks: int = FULL, server: object = None) -> None:
         end = self._ends.setdefault(number, asyncio.Event())
-        async with self.pacer.turn(server, blocks):
+        async with self.pacer.admit(server, blocks):
             self.under_way.append(number)
             self.most = max(self.most, len(self.under_way))
             try:
@@ -116,7 +116,7 @@ async def test_a_worker_with_less_than_a_call_pauses_after_each() -> None:
     now = 0.0
     pacer = Pacer(FULL + _CALL_COST, clock=lambda: now)
     pacer.workers = 5
-    async with pacer.turn(None, FULL):
+    async with pacer.admit(None, FULL):
         now = 0.01
     waiting = asyncio.create_task(Calls(pacer).call(0))
     await settled()
@@ -135,7 +135,7 @@ async def test_the_share_shrinks_while_calls_are_slow_and_grows_again() -> None:
     async def took(seconds: float, times: int) -> None:
         nonlocal now
         for _ in range(times):
-            async with pacer.turn(None, FULL):
+            async with pacer.admit(None, FULL):
                 now += seconds
             now += 10 * seconds  # whatever the pause is, it is over
 
@@ -161,16 +161,16 @@ async def test_the_share_shrinks_while_calls_are_slow_and_grows_again() -> None:
 
 async def test_whoever_waits_is_called_upon_to_renew_and_an_error_of_it_ends_the_wait() -> None:
     pacer = Pacer(FULL)
-    beats = 0
+    calls_while_waiting = 0
 
-    async def beat() -> None:
-        nonlocal beats
-        beats += 1
-        if beats == 2:
+    async def while_waiting() -> None:
+        nonlocal calls_while_waiting
+        calls_while_waiting += 1
+        if calls_while_waiting == 2:
             raise LookupError
 
     async def waits() -> None:
-        async with pacer.turn(None, FULL, beat):
+        async with pacer.admit(None, FULL, while_waiting):
             raise AssertionError("it must not be let through")
 
     calls = Calls(pacer)
@@ -195,7 +195,7 @@ async def test_cancellations_and_errors_leave_no_room_behind(seed: int) -> None:
     async def call() -> None:
         nonlocal under_way, most
         blocks = chosen.choice((1, 30, 200, FULL))
-        async with pacer.turn(None, blocks):
+        async with pacer.admit(None, blocks):
             under_way += blocks + _CALL_COST
             most = max(most, under_way)
             try:

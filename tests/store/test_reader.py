@@ -149,9 +149,9 @@ async def test_every_change_of_the_table_is_seen_by_the_next_query(store: Store,
     assert longest(await read(reader, CHAIN)) == {"pod-1": 2000}
     await store.registry.register(registration("pod-2"))
     assert longest(await read(reader, CHAIN)) == {"pod-1": 2000, "pod-2": 0}
-    await store.records.mark(held.grant, is_lost=True)
+    await store.records.set_lost(held.grant, is_lost=True)
     assert longest(await read(reader, CHAIN)) == {"pod-1": 0, "pod-2": 0}
-    await store.records.mark(held.grant, is_lost=False)
+    await store.records.set_lost(held.grant, is_lost=False)
     assert longest(await read(reader, CHAIN)) == {"pod-1": 2000, "pod-2": 0}
     await held.end("0 GPU")
     assert longest(await read(reader, CHAIN)) == {"pod-1": 10, "pod-2": 0}

@@ -67,13 +67,13 @@ async def test_a_worker_that_was_fenced_reads_and_writes_nothing(stream: Stream)
     records, grant = stream.store.records, stream.grant
     assert await records.read(grant) is None
     assert not await records.write(grant, {"status": "active"}, {})
-    assert not await records.mark(grant, is_lost=True)
+    assert not await records.set_lost(grant, is_lost=True)
     assert await records.new_life(grant, unit="*", is_restart=True, begin=[], above=0) is None
 
 
 async def test_a_lost_publisher_is_marked_and_comes_back(store: Store, stream: Stream) -> None:
     for is_lost in (True, False):
-        assert await store.records.mark(stream.grant, is_lost=is_lost)
+        assert await store.records.set_lost(stream.grant, is_lost=is_lost)
         table = await store.reader.table(GROUP)
         assert table is not None
         assert table.publishers[stream.grant.publisher].is_lost is is_lost
@@ -115,7 +115,7 @@ async def test_workers_that_are_alive_know_of_each_other(store: Store) -> None:
     assert await store.records.alive("", keep_seconds=60) == ["b"]
 
 
-async def test_a_redis_that_came_back_empty_has_another_birth(store: Store, redis: Redis) -> None:
+async def test_a_redis_that_came_back_empty_has_another_incarnation(store: Store, redis: Redis) -> None:
     incarnation = await store.records.incarnation()
     assert await store.records.incarnation() == incarnation
     await redis.flushall()

@@ -29,7 +29,7 @@ from waymark.domain.names import (
     GroupName,
     Registration,
     Scope,
-    Sequence,
+    SeqCounter,
     is_endpoint,
 )
 from waymark.domain.status import StreamStatus
@@ -143,7 +143,7 @@ class RegisterRequest(Request):
         default=None,
         description="count, if an engine may store a block several times, or set; vLLM and SGLang default to count",
     )
-    sequence: Sequence = Field(
+    sequence: SeqCounter = Field(
         default="publisher",
         description="publisher where one counter numbers all frames, or rank where each rank has a counter",
     )

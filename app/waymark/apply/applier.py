@@ -28,7 +28,7 @@ from typing import TypeVar
 from waymark.apply.counts import Counts
 from waymark.apply.options import ApplyOptions
 from waymark.apply.portions import portions_of_hashes, portions_of_runs
-from waymark.apply.slices import Pacer
+from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
 from waymark.domain.names import Holder, HolderName, Unit
 from waymark.domain.plan import Plan, epochs
@@ -91,13 +91,13 @@ class Applier:
         self._store = store
         self._metrics = metrics
         self._medium_ttl = medium_ttl
-        self.pacer = Pacer(beat=self._keep_lease if is_patient else None)
+        self.slices = SliceRunner(between=self._keep_lease if is_patient else None)
         self._counts = Counts(resolver, counters, metrics)
         self._asked = 0
         self._held = time.monotonic()
         """When the lease was last taken or renewed."""
-        self._turning: str | None = None
-        """The word of a change of holders whose reply has not come yet."""
+        self._changing: str | None = None
+        """The nonce of a change of holders whose reply has not arrived yet."""
 
     async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
         """The reply of a call that is made until Redis answers."""
@@ -119,7 +119,7 @@ class Applier:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _PAUSE_SECONDS_MAX)
             else:
-                self.pacer.begin()
+                self.slices.begin()
                 if self.last_error is not None:
                     self.last_error = None
                     self._metrics.redis_up.set(1)
@@ -132,22 +132,22 @@ class Applier:
         change that is being made knows all before it.
         """
         state = await self._store.records.read(self.grant)
-        if state is None or (state.turn != self._turning and dict(state.holders) != self.resolver.holders):
+        if state is None or (state.change != self._changing and dict(state.holders) != self.resolver.holders):
             raise Fenced
 
     async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
         """Apply batches in order; their event_ids, and with ``commit`` the watermark, move in the same step."""
         resolver, batches = self.resolver, [incoming.batch for incoming in fold]
-        plan = await self.pacer.run(resolver.plan(batches))
+        plan = await self.slices.run(resolver.plan(batches))
         if plan.facts_changed:
             await self.keep_facts()
         for unit in plan.ended:
-            await self._turn(unit, is_restart=False)
+            await self._end(unit, is_restart=False)
         if plan.begun:
             await self._begin(plan.begun)
-        for asked in portions_of_hashes(await self.pacer.run(resolver.lookups(plan, batches))):
+        for asked in portions_of_hashes(await self.slices.run(resolver.lookups(plan, batches))):
             await self._look_up(asked)
-        runs = await self.pacer.run(self._resolve(plan, fold))
+        runs = await self.slices.run(self._resolve(plan, fold))
         modes = {run.holder: resolver.mode(run.holder) for run in runs}
         event_ids = resolver.take_event_ids()
         *portions, last = portions_of_runs(runs, self.grant.shards)
@@ -188,9 +188,9 @@ class Applier:
 
     async def new_life(self, unit: Unit = "*") -> None:
         """End the holders of ``unit``; of '*' the whole life with its watermark and flags."""
-        await self._turn(unit, is_restart=unit == "*")
+        await self._end(unit, is_restart=unit == "*")
 
-    async def turn_epochs(self) -> None:
+    async def end_epochs(self) -> None:
         """On media that report no removals, what was not stored again in time ends, by whole holders."""
         for name in self.resolver.at(epochs(self._medium_ttl, time.time())):
             await self.new_life(name)
@@ -206,8 +206,8 @@ class Applier:
         if not written:
             raise Fenced
 
-    async def mark(self, *, is_lost: bool) -> None:
-        if not await self.answered(lambda: self._store.records.mark(self.grant, is_lost=is_lost)):
+    async def set_lost(self, *, is_lost: bool) -> None:
+        if not await self.answered(lambda: self._store.records.set_lost(self.grant, is_lost=is_lost)):
             raise Fenced
 
     async def renew(self, seconds: float, watermark: int | None) -> None:
@@ -217,7 +217,7 @@ class Applier:
             raise Fenced
         if await self.answered(lambda: self._store.records.watermark(self.grant)) != watermark:
             raise Fenced  # Redis has lost its last writes
-        shards = sorted(self.grant.marks)
+        shards = sorted(self.grant.shard_seqs)
         few = [shards[(self._asked + i) % len(shards)] for i in range(min(_SHARDS_ASKED, len(shards)))]
         self._asked += len(few)
         if await self.answered(lambda: self._store.index.has_lost(self.grant, few)):
@@ -242,7 +242,7 @@ class Applier:
         await self.new_life()
         raise Fenced
 
-    async def _turn(self, unit: Unit, *, is_restart: bool) -> None:
+    async def _end(self, unit: Unit, *, is_restart: bool) -> None:
         await self._change(unit=str(unit), is_restart=is_restart, begin=[])
         self.counters["waiting_lost"] += self.resolver.end(unit)
         self.counters["waiting"] = self.resolver.waiting.blocks
@@ -254,16 +254,16 @@ class Applier:
 
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[Begin]) -> list[int]:
         """End holders, or begin others: once, however often Redis is asked for it."""
-        above, word = await self._above(), random_nonce()
-        self._turning = word
+        above, nonce = await self._above(), random_nonce()
+        self._changing = nonce
         try:
             ids = await self.answered(
                 lambda: self._store.records.new_life(
-                    self.grant, unit=unit, is_restart=is_restart, begin=begin, above=above, word=word
+                    self.grant, unit=unit, is_restart=is_restart, begin=begin, above=above, nonce=nonce
                 )
             )
         finally:
-            self._turning = None
+            self._changing = None
         if ids is None:
             raise Fenced
         return ids
@@ -314,5 +314,5 @@ async def resumed(
         state = await store.records.read(grant)
         if state is None:
             raise Fenced
-    await applier.turn_epochs()
+    await applier.end_epochs()
     return applier, state

@@ -47,7 +47,7 @@ class RedisCli:
             *self.groups(),
             *self.publishers(),
             self.line("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES"),
-            self.line("GET", keys.BIRTH),
+            self.line("GET", keys.INCARNATION),
         ]
 
     def table(self, group: Group) -> list[str]:

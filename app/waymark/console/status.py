@@ -117,12 +117,12 @@ async def gather(look: Look, wanted: Wanted) -> Status:
             and wanted.model in (None, claim.registration.model_name)
         ]
     )
-    (beats,) = await look.several([("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES")])
+    (members,) = await look.several([("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES")])
     streams = Counter(state.worker for state in states if state.worker is not None)
     return Status(
         server=server_of(infos),
         warnings=warnings,
-        workers=_workers(beats, streams, _now(infos)),
+        workers=_workers(members, streams, _now(infos)),
         publishers=tuple(
             sorted(
                 (state for state in states if not wanted.statuses or state.status in wanted.statuses),
@@ -174,19 +174,19 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def _now(infos: Sequence[Mapping[str, Any]]) -> float:
-    """The clock of Redis, by which workers beat."""
+    """The clock of Redis, that dates heartbeats."""
     microseconds = infos[0].get("server_time_usec") if infos else None
     return time.time() if microseconds is None else int(microseconds) / 1e6
 
 
-def _workers(beats: Sequence[bytes], streams: Counter[str], now: float) -> tuple[WorkerState, ...]:
+def _workers(members: Sequence[bytes], streams: Counter[str], now: float) -> tuple[WorkerState, ...]:
     """``ZRANGE WITHSCORES``: id, score, id, score."""
     silent = {
-        Heartbeat.of(lenient_text(beats[i])): max(0.0, now - float(beats[i + 1])) for i in range(0, len(beats), 2)
+        Heartbeat.of(lenient_text(members[i])): max(0.0, now - float(members[i + 1])) for i in range(0, len(members), 2)
     }
     return tuple(
-        WorkerState(beat.worker, streams[beat.worker], seconds, beat.streams_max)
-        for beat, seconds in sorted(silent.items(), key=lambda item: item[0].member)
+        WorkerState(heartbeat.worker, streams[heartbeat.worker], seconds, heartbeat.streams_max)
+        for heartbeat, seconds in sorted(silent.items(), key=lambda item: item[0].member)
     )
 
 

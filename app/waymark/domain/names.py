@@ -34,7 +34,7 @@ class EngineKind(StrEnum):
 
 Scope = Literal["instance", "shared"]
 Copies = Literal["count", "set"]
-Sequence = Literal["publisher", "rank"]
+SeqCounter = Literal["publisher", "rank"]
 
 
 class PublisherName(NamedTuple):
@@ -72,7 +72,7 @@ class Registration:
     additional_salt: str | None
     scope: Scope
     copies: Copies
-    sequence: Sequence
+    sequence: SeqCounter
     target: Target = PLAIN
 
     @property

@@ -21,7 +21,7 @@ _CHUNK_BYTES = 8 * 2**20
 _TRIES = 3
 
 
-class Outcome(StrEnum):
+class CatchUpResult(StrEnum):
     COMPLETE = "complete"
     INCOMPLETE = "incomplete"
     """It broke off, and went no further when asked again."""
@@ -36,7 +36,7 @@ class Outcome(StrEnum):
 class CatchUp:
     """One catching up of one stream, on a place that it holds and may have to give up.
 
-    ``beat`` is called between chunks: a lease does not wait for a replay.
+    ``between_chunks`` is called between chunks: a lease does not wait for a replay.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CatchUp:
         bytes_per_second_min: int,
         fold_batches: int,
         message_bytes_max: int,
-        beat: Callable[[], Awaitable[None]],
+        between_chunks: Callable[[], Awaitable[None]],
     ) -> None:
         self.yielded: YieldReason | None = None
         """Why the place had to be given up before the end."""
@@ -64,7 +64,7 @@ class CatchUp:
         self._deadline = time.monotonic() + seconds
         self._fold_batches = fold_batches
         self._message_bytes_max = message_bytes_max
-        self._beat = beat
+        self._between_chunks = between_chunks
         self._hole: tuple[int, int] | None = None
         """(first seq missing, seq that came instead) of the request before; the same again is the publisher's own."""
 
@@ -73,7 +73,7 @@ class CatchUp:
         """The replies came below the lowest rate."""
         return self._pace.is_slow
 
-    async def run(self) -> Outcome:
+    async def run(self) -> CatchUpResult:
         """To the end, or to where the place is needed by another stream: YIELDED."""
         order = self._life.order
         has_heard, tries = False, 0
@@ -84,18 +84,18 @@ class CatchUp:
             has_heard = has_heard or not request.is_empty
             self._hole = request.hole
             if self.yielded is not None:
-                return Outcome.YIELDED
+                return CatchUpResult.YIELDED
             if request.is_over:
                 pass
             elif outcome is ReplayOutcome.COMPLETE:
                 if not request.is_empty or order.watermark is None:
-                    return Outcome.COMPLETE
+                    return CatchUpResult.COMPLETE
                 # Not even the batch at our watermark: it restarted, and has sent nothing yet.
                 await self._life.begin_anew("empty replay")
             elif not has_heard:
-                return Outcome.SILENT
+                return CatchUpResult.SILENT
             tries = 0 if order.watermark != before else tries + 1
-        return Outcome.INCOMPLETE
+        return CatchUpResult.INCOMPLETE
 
     async def _ask(self, request: _Request) -> ReplayOutcome | None:
         replay = Replay(
@@ -107,12 +107,12 @@ class CatchUp:
             message_bytes_max=self._message_bytes_max,
             deadline=self._deadline,
         )
-        self._life.applier.pacer.begin()
+        self._life.applier.slices.begin()
         async with replay:
             while chunk := await self._chunk(replay):
                 await request.read(chunk)
                 await self._life.flush()
-                await self._beat()
+                await self._between_chunks()
                 if request.is_over:
                     break
                 self.yielded = self._place.yield_reason(is_slow=self._pace.is_slow)

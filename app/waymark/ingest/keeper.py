@@ -1,6 +1,6 @@
 """Registers the publishers that must be registered, whatever Redis has forgotten.
 
-Those of the file are registered at the start. A Redis that came back empty has another incarnation word: then the
+Those of the file are registered at the start. A Redis that came back empty has another incarnation: then the
 file's publishers are registered again, and those whose registrations this worker has seen in the Redis before. All
 workers do so, and doing it twice changes nothing. A publisher that has registered under such a name in the new Redis
 came later and stays; what the file no longer names is left alone.

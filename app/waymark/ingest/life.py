@@ -118,9 +118,9 @@ class Life:
             return None
         self._metrics.frames.inc()
         self._metrics.frame_bytes.inc(len(payload))
-        pacer = self.applier.pacer
+        slices = self.applier.slices
         batch = _NO_BATCH if is_known else await self._decoded(payload)
-        digested = await pacer.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
+        digested = await slices.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
         return Incoming(seq, digested, batch, len(payload))
 
     async def _decoded(self, payload: bytes) -> Batch:
@@ -128,7 +128,7 @@ class Life:
             if len(payload) <= SHORT_BYTES:
                 batch = self._decode.short(payload)
             else:
-                batch = await self.applier.pacer.run(self._decode.slices(payload))
+                batch = await self.applier.slices.run(self._decode.slices(payload))
         except Undecodable as exc:
             batch = Batch(None, (), lost=exc.sentence if isinstance(exc, OverCeiling) else None)
             batch.rejected[exc.kind] += 1
@@ -182,7 +182,7 @@ class Life:
         """The publisher is there: frames in order, or a replay, have shown it."""
         if self.is_lost:
             self.is_lost = False
-            await self.applier.mark(is_lost=False)
+            await self.applier.set_lost(is_lost=False)
             log.info("publisher found again", extra=fields(stream=self.name))
 
     async def lost(self) -> None:
@@ -190,7 +190,7 @@ class Life:
         self.is_lost = True
         # Written first: whoever takes over after a crash in between will mark it found again.
         await self.applier.write({"status": StreamStatus.LOST}, {})
-        await self.applier.mark(is_lost=True)
+        await self.applier.set_lost(is_lost=True)
         log.warning("publisher lost", extra=fields(stream=self.name))
 
     # ---- what a replay has to show -----------------------------------------------------------------

@@ -133,7 +133,7 @@ class Poller:
         staying = [claim for claim in claims if not claim.is_leaving]
         mine = self._shares.of(staying, workers)
         by_http = [claim for claim in mine if claim.registration.endpoint is None]
-        await self._turn_epochs(by_http)
+        await self._end_epochs(by_http)
         await self._keep_groups(staying)
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
@@ -176,10 +176,10 @@ class Poller:
         self._leaving.update(claim.raw for claim in claims)
         await self._for_each("finish", left, self._store.registry.finish)
 
-    async def _turn_epochs(self, by_http: Iterable[Claim]) -> None:
+    async def _end_epochs(self, by_http: Iterable[Claim]) -> None:
         now = epochs(self._options.apply.medium_ttl, time.time())
         if now != self._epochs:
-            await self._for_each("turn_epochs", by_http, self._runner.turn_epochs)
+            await self._for_each("end_epochs", by_http, self._runner.end_epochs)
             self._epochs.clear()
             self._epochs.update(now)
 

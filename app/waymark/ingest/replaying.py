@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from waymark.ingest.catch_up import CatchUp, Outcome
+from waymark.ingest.catch_up import CatchUp, CatchUpResult
 from waymark.ingest.life import Life
 from waymark.ingest.replay_places import Place, ReplayPlaces
 from waymark.ingest.sockets import Context
@@ -76,7 +76,7 @@ class Replaying:
             self._place = None
         self._seconds_left = self._seconds
 
-    async def run(self, endpoint: str, *, is_unbroken: Callable[[], bool], needed_by: int | None) -> Outcome:
+    async def run(self, endpoint: str, *, is_unbroken: Callable[[], bool], needed_by: int | None) -> CatchUpResult:
         """Catch up, as often as it takes; WAITING where live frames can go on before that.
 
         ``needed_by`` is the seq of a live frame that waits. Live frames wait only where batches before them can
@@ -88,12 +88,12 @@ class Replaying:
             while True:
                 if not await self._has_place(needed_by):
                     self._life.go_on_unproven()
-                    return Outcome.WAITING
+                    return CatchUpResult.WAITING
                 if not is_unbroken():
                     # Perhaps only now, while this stream waited for its place.
                     self._life.is_proven = False
                 outcome = await self._slice(endpoint)
-                if outcome is not Outcome.YIELDED:
+                if outcome is not CatchUpResult.YIELDED:
                     return outcome
         except BaseException:
             self.drop()
@@ -113,7 +113,7 @@ class Replaying:
                 return False
         return True
 
-    async def _slice(self, endpoint: str) -> Outcome:
+    async def _slice(self, endpoint: str) -> CatchUpResult:
         """Catch up until the end, or until the place is needed by another stream."""
         place, self._place = self._place, None
         assert place is not None
@@ -128,7 +128,7 @@ class Replaying:
             bytes_per_second_min=self._bytes_per_second_min,
             fold_batches=self._fold_batches,
             message_bytes_max=self._message_bytes_max,
-            beat=self._tick,
+            between_chunks=self._tick,
         )
         try:
             outcome = await catch_up.run()
@@ -141,7 +141,7 @@ class Replaying:
             about = fields(stream=self._life.name, reason=catch_up.yielded, watermark=self._life.order.watermark)
             log.debug("replay gave its place up", extra=about)
             if self._seconds_left > 0:
-                return Outcome.YIELDED
-            outcome = Outcome.INCOMPLETE
+                return CatchUpResult.YIELDED
+            outcome = CatchUpResult.INCOMPLETE
         self._seconds_left = self._seconds
         return outcome

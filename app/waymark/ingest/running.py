@@ -138,7 +138,7 @@ class StreamRunner:
             is_patient=is_patient,
         )
 
-    async def turn_epochs(self, claim: Claim) -> None:
+    async def end_epochs(self, claim: Claim) -> None:
         """End what is over at a publisher that has no stream here, because its events come by HTTP."""
         grant = await self._take(claim)
         if grant is None:

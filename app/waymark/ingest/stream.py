@@ -15,7 +15,7 @@ from typing import Literal
 from waymark.apply.applier import Fenced, Incoming
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
-from waymark.ingest.catch_up import Outcome
+from waymark.ingest.catch_up import CatchUpResult
 from waymark.ingest.frames import Frame
 from waymark.ingest.life import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING, Life
 from waymark.ingest.order import Judgement
@@ -150,7 +150,7 @@ class Stream:
         now = time.monotonic()
         life, options = self._life, self._options
         await life.yield_ranks()
-        await life.applier.turn_epochs()
+        await life.applier.end_epochs()
         if now - self._renewed > options.lease_seconds / 4:
             self._renewed = now
             await life.applier.renew(options.lease_seconds, life.acknowledged)
@@ -206,7 +206,7 @@ class Stream:
     async def _live(self, frames: list[Frame]) -> None:
         self._heard = time.monotonic()
         life = self._life
-        life.applier.pacer.begin()
+        life.applier.slices.begin()
         for frame in frames:
             if frame.connection != self._connection:
                 await life.flush()
@@ -302,19 +302,19 @@ class Stream:
             outcome = await self._replaying.run(endpoint, is_unbroken=lambda: self._is_unbroken, needed_by=needed_by)
         except (InvalidValue, OSError) as exc:
             log.warning("replay not possible", extra=fields(stream=life.name, error=str(exc)))
-            outcome = Outcome.SILENT
+            outcome = CatchUpResult.SILENT
         is_other_life = life.begun != begun
         if is_other_life and not self._is_unbroken:
             self._over = self._connection
-        if outcome is Outcome.WAITING:
+        if outcome is CatchUpResult.WAITING:
             return
         life.count_replay(outcome)
         self._heard = time.monotonic()
         life.reasons -= {REPLAY_SILENT, REPLAY_INCOMPLETE, REPLAY_WAITING}
-        if outcome is Outcome.COMPLETE:
+        if outcome is CatchUpResult.COMPLETE:
             await life.found()
             return
-        life.reasons.add(REPLAY_SILENT if outcome is Outcome.SILENT else REPLAY_INCOMPLETE)
+        life.reasons.add(REPLAY_SILENT if outcome is CatchUpResult.SILENT else REPLAY_INCOMPLETE)
         if life.order.watermark == before and not is_other_life:
             # An endpoint that brings nothing holds live frames up once, not at every gap.
             self._silent_until = self._heard + options.probe_seconds

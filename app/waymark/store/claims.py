@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import orjson
 
-from waymark.domain.names import U32_MAX, Copies, EngineKind, GroupName, Holder, Registration, Scope, Sequence
+from waymark.domain.names import U32_MAX, Copies, EngineKind, GroupName, Holder, Registration, Scope, SeqCounter
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import PLAIN, WEIGHT_MAX, Role, Target
 from waymark.store import keys
@@ -22,7 +22,7 @@ _ROWS_MAX = 16_384
 
 _SCOPES: tuple[Scope, ...] = get_args(Scope)
 _COPIES: tuple[Copies, ...] = get_args(Copies)
-_SEQUENCES: tuple[Sequence, ...] = get_args(Sequence)
+_SEQ_COUNTERS: tuple[SeqCounter, ...] = get_args(SeqCounter)
 
 #: ``Holder`` fields as they stand in the table; its id is the field.
 _HOLDER_FIELDS = ("publisher", "instance_id", "dp_rank", "medium", "block_size", "backend_id", "scope")
@@ -74,7 +74,7 @@ class Claim:
             additional_salt=of.optional_text("additional_salt"),
             scope=of.one_of("scope", _SCOPES),
             copies=of.one_of("copies", _COPIES),
-            sequence=of.one_of("sequence", _SEQUENCES),
+            sequence=of.one_of("sequence", _SEQ_COUNTERS),
             target=_target_of(of),
         )
         return cls(

@@ -217,9 +217,9 @@ class Client:
         """What stands for the server that has ``key``, as far as is known: equal for keys of one question."""
         return self._redis.place(key) if isinstance(self._redis, Cluster) else None
 
-    async def publish(self, channel: str, word: str) -> None:
+    async def publish(self, channel: str, message: str) -> None:
         with self._translated():
-            await self._redis.execute_command("PUBLISH", channel, word)
+            await self._redis.execute_command("PUBLISH", channel, message)
 
     @asynccontextmanager
     async def subscription(self, channel: str) -> AsyncIterator[Subscription]:

@@ -2,7 +2,7 @@
 
 A Redis that came back empty hands out group and publisher ids from 1 again: what was remembered by such an id stands
 for something else now. So every cache of a process is made by the one ``Incarnation`` of its store, and all of them are
-emptied at once when a word that stands in Redis for its filling has changed.
+emptied at once when a nonce that stands in Redis for its filling has changed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Forgetful(Protocol):
 
 C = TypeVar("C", bound=Forgetful)
 
-#: Words remembered; beyond it everything is forgotten.
-_WORDS_MAX = 4096
+#: Nonces remembered; beyond it everything is forgotten.
+_NONCES_MAX = 4096
 
 
 class Incarnation:
     """The incarnation that a process believes Redis to have, and its caches.
 
-    A word stands at a place: ``wm:birth`` for the whole Redis, and one in each holder table, which is read anyway and
+    A nonce stands at a place: ``wm:birth`` for the whole Redis, and one in each holder table, which is read anyway and
     of which one primary of a Cluster may lose its own.
     """
 
@@ -31,7 +31,7 @@ class Incarnation:
         self.changes = 0
         """How often everything was forgotten. Before an answer of Redis is put into a cache, this must be what it was
         when Redis was asked."""
-        self._words: dict[int | str, bytes] = {}
+        self._nonces: dict[int | str, bytes] = {}
         self._caches: list[Forgetful] = []
 
     def cache(self, cache: C) -> C:
@@ -39,19 +39,19 @@ class Incarnation:
         self._caches.append(cache)
         return cache
 
-    def saw(self, place: int | str, word: bytes) -> None:
-        """A word that Redis has answered; where it is another one than before, everything is forgotten."""
-        known = self._words.get(place)
+    def saw(self, place: int | str, nonce: bytes) -> None:
+        """A nonce that Redis has answered; where it is another one than before, everything is forgotten."""
+        known = self._nonces.get(place)
         if known is None:
-            if len(self._words) >= _WORDS_MAX:
+            if len(self._nonces) >= _NONCES_MAX:
                 self.forget()
-        elif known != word:
+        elif known != nonce:
             self.forget()
-        self._words[place] = word
+        self._nonces[place] = nonce
 
     def forget(self) -> None:
         """Empty every cache."""
         self.changes += 1
-        self._words.clear()
+        self._nonces.clear()
         for cache in self._caches:
             cache.clear()

@@ -73,7 +73,7 @@ class Index:
                 return verdict
         verdicts = await asyncio.gather(
             *(
-                self._apply_shard(grant, shard, part, modes, None, grant.marks.get(shard), hold=hold)
+                self._apply_shard(grant, shard, part, modes, None, grant.shard_seqs.get(shard), hold=hold)
                 for shard, part in parts.items()
             )
         )
@@ -81,7 +81,7 @@ class Index:
             if refusal in verdicts:
                 return refusal
         if grant.claim.registration.sequence == "publisher":  # else its numbers are of several ranks
-            grant.marks.update({shard: part[-1][0].seq for shard, part in parts.items() if shard})
+            grant.shard_seqs.update({shard: part[-1][0].seq for shard, part in parts.items() if shard})
         if commit is None and not events:
             return Verdict.APPLIED
         outcome = await self._scripts.commit_batch(grant.record, grant.token, *_watermark(commit), events)
@@ -165,12 +165,12 @@ class Index:
         )
         if hold is None:
             return await call()
-        async with self._pacer.turn(self._client.place(prefix), len(blocks), hold):
+        async with self._pacer.admit(self._client.place(prefix), len(blocks), hold):
             return await call()
 
     async def has_lost(self, grant: Grant, shards: Iterable[int]) -> bool:
         """Whether any of these shards has lost writes that it had acknowledged under this grant."""
-        asked = [shard for shard in shards if shard in grant.marks]
+        asked = [shard for shard in shards if shard in grant.shard_seqs]
         if not asked:
             return False
         found = await self._client.several(
@@ -178,7 +178,8 @@ class Index:
         )
         # Without any token a shard has come back empty, or the publisher is gone, which its record tells.
         return any(
-            token is None or _seq_of(seq) < grant.marks[shard] for shard, (token, seq) in zip(asked, found, strict=True)
+            token is None or _seq_of(seq) < grant.shard_seqs[shard]
+            for shard, (token, seq) in zip(asked, found, strict=True)
         )
 
     async def entries(self, grant: Grant, wanted: Mapping[int, Sequence[int]]) -> dict[int, dict[int, tuple[int, int]]]:

@@ -14,7 +14,7 @@ from waymark.domain.names import GroupName, PublisherName
 GROUPS = "wm:groups"
 PUBLISHERS = "wm:publishers"
 WORKERS = "wm:workers"
-BIRTH = "wm:birth"
+INCARNATION = "wm:birth"
 #: The channel on which "look again" is said; a hint only.
 CONTROL = "wm:control"
 

@@ -23,7 +23,7 @@ def random_nonce() -> str:
 
 
 @dataclass(slots=True)
-class Turn:
+class HolderChange:
     """The last change of its holders that a grant has seen acknowledged."""
 
     nonce: str = ""
@@ -37,10 +37,10 @@ class Grant:
     token: str
     above: int
     """The highest holder id seen on any shard when the fence was raised."""
-    marks: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    shard_seqs: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
     """Of each shard but the first, the seq of the last batch whose blocks it has acknowledged under this grant, -1 for
     none."""
-    turn: Turn = field(default_factory=Turn, compare=False, repr=False)
+    change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
     seconds: float = 0.0
     """How long the lease lasts without being renewed."""
     is_forgotten: bool = False
@@ -90,8 +90,8 @@ class Leases:
             counter, holder = await self._raise_fences(claim, own)
             if counter is None:
                 # A shard that comes back empty later has not even the mark of having nothing.
-                marks = dict.fromkeys(range(1, claim.shards), -1)
-                return Grant(claim, own, holder, marks, seconds=seconds, is_forgotten=is_forgotten)
+                shard_seqs = dict.fromkeys(range(1, claim.shards), -1)
+                return Grant(claim, own, holder, shard_seqs, seconds=seconds, is_forgotten=is_forgotten)
             # A failover has set the record back; the shards remember more.
             above = counter
 

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 #: What a call costs beside its blocks, in blocks.
 _CALL_COST = 32
 #: How often whoever waits is called upon to renew what would run out.
-_BEAT_SECONDS = 0.5
+_WAITING_SECONDS = 0.5
 #: Calls that take so many times as long as they lately did are a sign that others want Redis.
 _SLOW = 3.0
 #: How much one call counts in the average, so that a single one that was slow by chance changes nothing.
@@ -38,39 +38,39 @@ class Pacer:
         """How many share Redis, by the last poll."""
         self._blocks_max = blocks_max
         self._clock = clock
-        self._lanes: dict[object, _Lane] = {}
+        self._queues: dict[object, _ServerQueue] = {}
 
     @property
     def waiting(self) -> int:
         """Calls that wait."""
-        return sum(len(lane.waiting) for lane in self._lanes.values())
+        return sum(len(queue.waiting) for queue in self._queues.values())
 
     @asynccontextmanager
-    async def turn(
-        self, server: object, blocks: int, beat: Callable[[], Awaitable[None]] | None = None
+    async def admit(
+        self, server: object, blocks: int, while_waiting: Callable[[], Awaitable[None]] | None = None
     ) -> AsyncIterator[None]:
-        """A call of so many blocks to ``server``; ``beat`` is called now and then while it waits."""
+        """A call of so many blocks to ``server``; ``while_waiting`` is called now and then while it waits."""
         if not self._blocks_max:
             yield
             return
-        lane = self._lanes.get(server)
-        if lane is None:
-            if len(self._lanes) >= _SERVERS_MAX:
-                self._lanes = {server: lane for server, lane in self._lanes.items() if not lane.is_idle}
-            lane = self._lanes[server] = _Lane(self._clock)
+        queue = self._queues.get(server)
+        if queue is None:
+            if len(self._queues) >= _SERVERS_MAX:
+                self._queues = {server: queue for server, queue in self._queues.items() if not queue.is_idle}
+            queue = self._queues[server] = _ServerQueue(self._clock)
         cost = blocks + _CALL_COST
-        lane.share = self._blocks_max / max(1, self.workers)
-        await lane.enter(cost, beat)
+        queue.share = self._blocks_max / max(1, self.workers)
+        await queue.enter(cost, while_waiting)
         began = self._clock()
         is_answered = False
         try:
             yield
             is_answered = True
         finally:
-            lane.leave(cost, self._clock() - began, is_answered=is_answered)
+            queue.leave(cost, self._clock() - began, is_answered=is_answered)
 
 
-class _Lane:
+class _ServerQueue:
     """What is under way to one server."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -90,7 +90,7 @@ class _Lane:
     def is_idle(self) -> bool:
         return not self._under_way and not self.waiting
 
-    async def enter(self, cost: int, beat: Callable[[], Awaitable[None]] | None) -> None:
+    async def enter(self, cost: int, while_waiting: Callable[[], Awaitable[None]] | None) -> None:
         if not self.waiting and self._has_room(cost):
             self._under_way += cost
             return
@@ -99,9 +99,9 @@ class _Lane:
         self._let_through()
         try:
             while not let_through.done():
-                await asyncio.wait([let_through], timeout=_BEAT_SECONDS)
-                if beat is not None and not let_through.done():
-                    await beat()
+                await asyncio.wait([let_through], timeout=_WAITING_SECONDS)
+                if while_waiting is not None and not let_through.done():
+                    await while_waiting()
         except BaseException:
             if let_through.done():
                 self._under_way -= cost

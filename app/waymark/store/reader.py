@@ -1,7 +1,7 @@
 """Queries: walk a prompt's chain through Redis, in few round trips.
 
 A replica keeps two things between queries, and both are checked by every query: which id a group has, and the
-group's holder table with its random version word. Whatever Redis answers now wins; nothing here is a source of
+group's holder table with its random version nonce. Whatever Redis answers now wins; nothing here is a source of
 truth.
 """
 

@@ -51,8 +51,8 @@ class StreamState:
     """Standard events: the last event_id per holder."""
     counters: Mapping[str, int]
     status: StreamStatus
-    turn: str
-    """The word of the last change of holders under the present token; '' for none."""
+    change: str
+    """The nonce of the last change of holders under the present token; '' for none."""
     is_damaged: bool = False
     """Where the stream stands, or which holders it has, cannot be read: its life has to end."""
 
@@ -124,7 +124,7 @@ class Records:
                 f"the record {grant.record} is of another release; run its stream with that one, or unregister "
                 f"publisher {grant.claim.registration.name} there"
             )
-        by, _, turn = fields.text("turn").partition(" ")
+        by, _, change = fields.text("turn").partition(" ")
         holders = fields.integers(_HOLDER, HolderName.parse)
         event_ids = fields.integers(_EVENT, _holder_id)
         watermark, main_group = fields.integer("watermark"), fields.integer("main_groups")
@@ -140,7 +140,7 @@ class Records:
             event_ids=event_ids,
             counters=fields.integers(_COUNTER, str),
             status=fields.status(),
-            turn=turn if by == grant.token else "",
+            change=change if by == grant.token else "",
             is_damaged=fields.is_damaged(("watermark", "main_groups", _HOLDER, _EVENT)),
         )
 
@@ -150,13 +150,13 @@ class Records:
         table = decode_table(await self._client.hgetall(key), self._parser, key)
         known = set(state.holders.values())
         lost = [] if table is None else [each for each in table.holders.values() if each.publisher == grant.publisher]
-        words: list[str] = []
+        args: list[str] = []
         for holder in lost:
             if holder.id not in known:
                 name = HolderName(holder.dp_rank, holder.medium, digest=str(holder.id))
-                words += (f"{_HOLDER}{name}", str(holder.id))
-        if words:
-            await self._scripts.write_record(grant.record, grant.token, words)
+                args += (f"{_HOLDER}{name}", str(holder.id))
+        if args:
+            await self._scripts.write_record(grant.record, grant.token, args)
 
     async def watermark(self, grant: Grant) -> int | None:
         """As it stands now; only who has the stream moves it, so another one than his is that of an older Redis."""
@@ -175,44 +175,44 @@ class Records:
         is_restart: bool,
         begin: Sequence[Begin],
         above: int,
-        word: str | None = None,
+        nonce: str | None = None,
     ) -> list[int] | None:
         """End the holders of ``unit`` ('*', a name, a name's beginning, or '' for none) and begin others.
 
         The ids of ``begin``, in order; with ``is_restart`` the stream has no watermark afterwards. Who makes the same
-        call again, because he has seen no reply, gives the same random ``word``: what was done is not done twice.
+        call again, because he has seen no reply, gives the same random ``nonce``: what was done is not done twice.
         """
-        word = word or random_nonce()
+        nonce = nonce or random_nonce()
         outcome = await self._scripts.new_life(
             keys.holders(grant.group_id),
             grant.record,
             keys.fence(grant.group_id, 0),
             keys.dead(grant.group_id),
             grant.token,
-            grant.turn.nonce,
-            word,
+            grant.change.nonce,
+            nonce,
             above,
             unit,
-            word if is_restart else "",
-            [word for each in begin for word in (str(each.name), encode_holder(each.holder))],
+            nonce if is_restart else "",
+            [arg for each in begin for arg in (str(each.name), encode_holder(each.holder))],
         )
         if not outcome.is_applied:
             return None
-        grant.turn.nonce = word
+        grant.change.nonce = nonce
         if is_restart:
-            grant.marks.clear()
+            grant.shard_seqs.clear()
         return list(outcome.numbers)
 
     async def write(self, grant: Grant, facts: Facts, counters: Mapping[str, int]) -> bool:
         """Write facts and counters (absolute values); False where fenced."""
-        words: list[str] = []
+        args: list[str] = []
         for name, value in facts.items():
-            words += (name, str(value))
+            args += (name, str(value))
         for name, count in counters.items():
-            words += (_COUNTER + name, str(count))
-        return (await self._scripts.write_record(grant.record, grant.token, words)).is_applied
+            args += (_COUNTER + name, str(count))
+        return (await self._scripts.write_record(grant.record, grant.token, args)).is_applied
 
-    async def mark(self, grant: Grant, *, is_lost: bool) -> bool:
+    async def set_lost(self, grant: Grant, *, is_lost: bool) -> bool:
         """Tell readers whether the publisher is lost; False where fenced."""
         outcome = await self._scripts.mark_publisher(
             keys.holders(grant.group_id),
@@ -286,10 +286,10 @@ class Records:
         return list(await self.heartbeat(worker, keep_seconds=keep_seconds, is_leaving=is_leaving))
 
     async def incarnation(self) -> str:
-        """The random word of this filling of Redis; another one means that it came back empty."""
-        word = await self._scripts.name_birth(keys.BIRTH, random_nonce())
-        self._incarnation.saw(keys.BIRTH, word.encode())
-        return word
+        """The random nonce of this filling of Redis; another one means that it came back empty."""
+        nonce = await self._scripts.name_birth(keys.INCARNATION, random_nonce())
+        self._incarnation.saw(keys.INCARNATION, nonce.encode())
+        return nonce
 
 
 class _StreamFields:

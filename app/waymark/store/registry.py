@@ -279,7 +279,7 @@ class Registry:
         tenant, which anybody may send, does not grow with others' registrations.
         """
         state = await self._client.several(
-            (("GET", keys.BIRTH), ("HGET", keys.GROUPS, "last_publisher"), ("HLEN", keys.PUBLISHERS))
+            (("GET", keys.INCARNATION), ("HGET", keys.GROUPS, "last_publisher"), ("HLEN", keys.PUBLISHERS))
         )
         if self._tenants.state != state:
             fields = await self._client.hkeys(keys.PUBLISHERS)

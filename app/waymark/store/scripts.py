@@ -220,6 +220,6 @@ class Scripts:
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])
         return [lenient_text(name) for name in alive]
 
-    async def name_birth(self, birth: str, word: str) -> str:
-        _, name = await self._call("name_birth", [birth], [word])
-        return lenient_text(name)
+    async def name_birth(self, incarnation: str, nonce: str) -> str:
+        _, found = await self._call("name_birth", [incarnation], [nonce])
+        return lenient_text(found)
