@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.fleet import Crew, Mismatch
+from tests.chaos.fleet import Crew, Mismatch, answered
 from tests.chaos.publishers import Publisher
 from tests.chaos.trace import Deadline, Trace
 from tests.e2e.fleet import Member
@@ -116,7 +116,7 @@ class Controller:
         return is_young or (self.is_emptied and not self._crew.witnesses)
 
     async def _missing(self) -> list[Publisher]:
-        services = (await self._crew.up[0].get("/services"))["services"]
+        services = (await answered(lambda: self._crew.up[0].get("/services")))["services"]
         there = {(each["InstanceID"], each["TenantID"], each["DPRank"]): each["Endpoint"] for each in services}
         known = {publisher.spec.name: publisher for publisher in self._publishers}
         for name in there.keys() - known.keys():

@@ -6,6 +6,7 @@ itself, and that is a finding; so is a traceback in a log.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 from tests.chaos.backend import Backend
 from tests.chaos.proxy import Proxy, proxy_to
+from tests.chaos.trace import Deadline
 from tests.conftest import wait_until
 from tests.e2e.fleet import Member, new_member
 
@@ -142,6 +144,18 @@ class Crew:
             at = text.find("Traceback", start)
             if at >= 0:
                 raise Mismatch(f"{member.name} has a traceback in its log", *text[at:].splitlines()[-_TOLD_LINES:])
+
+
+async def answered(call: Callable[[], Awaitable[Any]]) -> Any:
+    """The answer of a replica; asked again where Redis was too slow for it, as it may be on a busy machine."""
+    deadline = Deadline(READY_SECONDS)
+    while True:
+        try:
+            return await call()
+        except AssertionError as refusal:
+            if '"unavailable"' not in str(refusal) or deadline.is_over:
+                raise
+        await asyncio.sleep(0.1)
 
 
 def cpu_seconds(member: Member) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tests.chaos.controller import Controller
-from tests.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, cpu_seconds
+from tests.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, answered, cpu_seconds
 from tests.chaos.model import BLOCK_SIZE, Bounds
 from tests.chaos.publishers import MODEL_NAME, SPACES, TENANTS, Publisher
 from tests.chaos.trace import Deadline, Trace
@@ -106,7 +106,7 @@ class Quiet:
         return state.get("watermark") == publisher.last_seq and state.get("status") in statuses
 
     async def _states(self) -> dict[Publisher, dict[str, Any]]:
-        rows = (await self._crew.up[0].get("/workers"))["publishers"]
+        rows = (await answered(lambda: self._crew.up[0].get("/workers")))["publishers"]
         by_name = {(row["instance_id"], row["tenant_id"], row["dp_rank"]): row for row in rows}
         return {each: by_name[each.spec.name] for each in self._publishers if each.spec.name in by_name}
 
@@ -173,13 +173,13 @@ class Quiet:
 
         async def walk(replica: Member, tenant: str, tokens: Tokens, space: Space) -> list[str]:
             async with limit:
-                rows = await ask(replica, tenant, tokens, space)
+                rows = await answered(lambda: ask(replica, tenant, tokens, space))
             wrong = bounds[tenant].wrong_walk(tokens, space, rows)
             return [f"  {tenant}, {_shown(tokens, space)}, of {replica.name}: {line}" for line in wrong]
 
         async def block(replica: Member, tenant: str, prefix: Tokens, space: Space) -> list[str]:
             async with limit:
-                rows = await ask(replica, tenant, prefix, space, is_one_block=True)
+                rows = await answered(lambda: ask(replica, tenant, prefix, space, is_one_block=True))
             wrong = bounds[tenant].wrong_block(prefix, space, rows)
             depth = len(prefix) // BLOCK_SIZE
             return [f"  {tenant}, {_shown(prefix, space)}, block {depth} alone: {line}" for line in wrong]
