@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
 from waymark.domain.hashing import extend, token_bytes
-from waymark.domain.names import EngineKind, Registration
+from waymark.domain.names import Registration
 
 BLOCK_SIZE = 4
 SEED = 1337

@@ -11,7 +11,8 @@ import pytest
 
 from waymark import publishers_file
 from waymark.cli import EXIT_USAGE, main
-from waymark.domain.names import EngineKind, Registration
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import Registration
 from waymark.errors import SettingsError
 from waymark.publishers_file import read_publishers
 

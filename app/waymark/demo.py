@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.simulator import Prompt, SimulatedEngine, build_engine
+from waymark.simulator.wire import CPU, GPU
 
 TENANT = "demo"
 MODEL = "demo-model"
@@ -114,7 +115,7 @@ async def _ask(service: _Service, question: Question, engines: list[SimulatedEng
     async def is_right() -> bool:
         last.clear()
         matches = await service.client.query(MODEL, tokens, BLOCK_SIZE, tenant_id=TENANT)
-        last.update({name: (match.longest_matched, match.gpu, match.media["CPU"]) for name, match in matches.items()})
+        last.update({name: (match.longest_matched, match.gpu, match.media[CPU]) for name, match in matches.items()})
         return last == expected
 
     try:
@@ -131,8 +132,8 @@ def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, i
         if not media:
             break
         matched += BLOCK_SIZE
-        gpu += BLOCK_SIZE * ("GPU" in media)
-        cpu += BLOCK_SIZE * ("CPU" in media)
+        gpu += BLOCK_SIZE * (GPU in media)
+        cpu += BLOCK_SIZE * (CPU in media)
     return matched, gpu, cpu
 
 

@@ -9,7 +9,8 @@ import pytest
 from waymark.api.errors import Unfit
 from waymark.api.fields import NAME_BYTES_MAX
 from waymark.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
-from waymark.domain.names import EngineKind, GroupName, Registration
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import GroupName, Registration
 from waymark.domain.targets import Role, Target
 
 REGISTER: dict[str, Any] = {

@@ -18,7 +18,8 @@ from tests.benchmarks.options import Options
 from tests.benchmarks.processes import RedisServer, redis_server
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tests.benchmarks.report import Row, against
-from waymark.domain.names import EngineKind, Holder, HolderName, Registration
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.runs import Commit, Run
 from waymark.store.leases import Grant
 from waymark.store.records import Begin

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from tests.console.conftest import Run, blocks, words
 from tests.store.factories import registration, stored, stream_of
 from waymark import cli
-from waymark.domain.names import EngineKind
+from waymark.domain.engines import EngineKind
 from waymark.ingest.life import REASONS
 from waymark.instruments import rows
 from waymark.metrics import Metrics

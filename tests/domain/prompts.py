@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from waymark.domain.engines import Scope
 from waymark.domain.match import Walk
-from waymark.domain.names import GroupName, Holder, Scope
+from waymark.domain.names import GroupName, Holder
 from waymark.domain.table import HolderTable, PublisherRow
 
 BLOCK_SIZE = 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.factories import registration
-from waymark.domain.names import GroupName, HolderName, PublisherName, Unit, is_endpoint, normal_medium
+from waymark.domain.media import normal_medium
+from waymark.domain.names import GroupName, HolderName, PublisherName, Unit, is_endpoint
 
 SPELLINGS = {
     "GPU": "device GPU HBM NPU XPU",

@@ -8,7 +8,8 @@ import pytest
 
 from tests.domain.index import Index
 from tests.factories import batch, cleared, envelope, keys, registration, removed, stored
-from waymark.domain.names import EngineKind, Holder, HolderName
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import Holder, HolderName
 from waymark.domain.plan import EXTRA_KEYS, MEDIA_MAX, OWN_HASHES
 from waymark.domain.resolver import Plan
 

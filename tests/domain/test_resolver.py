@@ -8,8 +8,9 @@ import pytest
 
 from tests.domain.index import Index
 from tests.factories import batch, keys, registration, removed, stored
+from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extra_digest, namespace
-from waymark.domain.names import Adapter, EngineKind
+from waymark.domain.names import Adapter
 from waymark.domain.resolver import EXTRA_KEYS, UNTRUSTED
 
 SALTED = namespace(None, ["s"])

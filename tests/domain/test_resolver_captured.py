@@ -14,9 +14,9 @@ import pytest
 
 from tests.domain.index import Index
 from tests.factories import SEED, registration, stored
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Stored
 from waymark.domain.hashing import extend, extra_digest, namespace, token_bytes
-from waymark.domain.names import EngineKind
 from waymark.engines import decoder
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.domain.index import Index
 from tests.factories import cleared, envelope, keys, registration, removed, stored
-from waymark.domain.names import EngineKind
+from waymark.domain.engines import EngineKind
 
 
 def at(index: Index, **epochs: int) -> None:

@@ -19,9 +19,9 @@ from xxhash import xxh3_64_intdigest
 
 from tests.domain.index import Index
 from tests.factories import BLOCK_SIZE, SEED, batch, cleared, registration, removed, stored
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Event
 from waymark.domain.hashing import namespace
-from waymark.domain.names import EngineKind
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.domain.index import Index
 from tests.factories import envelope, keys, registration, removed, stored
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Removed, Stored
 from waymark.domain.hashing import namespace
-from waymark.domain.names import EngineKind
 from waymark.domain.resolver import OWN_HASHES
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.domain.index import Index
 from tests.factories import batch, cleared, keys, registration, removed, stored
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Event
 from waymark.domain.hashing import namespace
-from waymark.domain.names import EngineKind
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 import msgpack
 import pytest
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Event
-from waymark.domain.names import EngineKind
 from waymark.engines import decoder
 
 SEED = 1337

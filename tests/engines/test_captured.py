@@ -13,8 +13,8 @@ import msgpack
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
-from waymark.domain.names import EngineKind
 from waymark.engines import decoder
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
-from waymark.domain.names import EngineKind, normal_medium
+from waymark.domain.media import normal_medium
 from waymark.engines import decoder, vllm
 from waymark.engines.standard import decode_event
 from waymark.engines.wire import Ignored

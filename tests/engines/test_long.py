@@ -9,8 +9,8 @@ from typing import Any
 import msgpack
 import pytest
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Removed, Stored
-from waymark.domain.names import EngineKind
 from waymark.engines import Ceilings, OverCeiling, decoder
 from waymark.engines.batches import MORE
 from waymark.engines.long import WINDOW_BYTES

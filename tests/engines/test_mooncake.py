@@ -7,8 +7,8 @@ from typing import Any
 
 import msgpack
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
-from waymark.domain.names import EngineKind
 from waymark.engines import decoder
 
 MOONCAKE = EngineKind.MOONCAKE

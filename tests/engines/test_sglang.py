@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Event, Removed, Stored
-from waymark.domain.names import EngineKind
 
 SGLANG = EngineKind.SGLANG
 TOKENS = struct.pack("<4I", 1, 2, 3, 4)

@@ -11,8 +11,8 @@ import msgpack
 import orjson
 import pytest
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
-from waymark.domain.names import EngineKind
 from waymark.engines import decoder
 from waymark.engines.standard import decode_event
 from waymark.errors import InvalidValue, Undecodable

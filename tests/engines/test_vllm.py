@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.hashing import extra_digest
-from waymark.domain.names import EngineKind
 from waymark.engines import decoder, vllm
 
 SEED = 1337

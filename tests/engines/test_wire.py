@@ -8,8 +8,8 @@ from collections.abc import Callable
 import msgpack
 import pytest
 
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Removed
-from waymark.domain.names import EngineKind
 from waymark.engines import decoder, wire
 from waymark.errors import Undecodable
 

@@ -23,10 +23,11 @@ from redis.asyncio import Redis
 
 from tests.conftest import _wait_for_server, wait_until
 from tests.patience import patient
+from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
-from waymark.domain.names import EngineKind, GroupName, PublisherName, Registration
+from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.domain.table import holder_ids
 from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions

@@ -11,7 +11,8 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand
 from tests.store.factories import registration
-from waymark.domain.names import EngineKind, Registration
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import Registration
 
 PUBLISHERS = 8
 PAIRS = 6

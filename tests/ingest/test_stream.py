@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
 from tests.patience import within
-from waymark.domain.names import EngineKind
+from waymark.domain.engines import EngineKind
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])

@@ -8,8 +8,8 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
 from waymark.apply.applier import Incoming, resumed
 from waymark.apply.options import ApplyOptions
+from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Envelope, Stored
-from waymark.domain.names import EngineKind
 from waymark.metrics import Metrics
 
 

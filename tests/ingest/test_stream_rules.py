@@ -17,8 +17,8 @@ import zmq.asyncio
 from tests.conftest import wait_until
 from tests.factories import keys, registration
 from tests.ingest.conftest import WITHOUT_PROBES, Bench
+from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extra_digest, namespace
-from waymark.domain.names import EngineKind
 from waymark.store import keys as names
 
 Held = dict[str, set[int]]

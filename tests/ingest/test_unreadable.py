@@ -23,8 +23,9 @@ from tests.store.factories import Stream, registration, stored, stream_of
 from waymark.api.application import create_app
 from waymark.console import status
 from waymark.console.look import Look
+from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
-from waymark.domain.names import EngineKind, PublisherName
+from waymark.domain.names import PublisherName
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store import keys

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Pod, Server
 from tests.patience import patient, within
-from waymark.domain.names import EngineKind
+from waymark.domain.engines import EngineKind
 from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Target
 from waymark.errors import StoreUnavailable

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 
-from waymark.domain.names import EngineKind, GroupName, Holder, HolderName, Registration
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import GroupName, Holder, HolderName, Registration
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.errors import StoreUnavailable
 from waymark.store import keys

@@ -19,7 +19,8 @@ from tests.store.factories import (
     stored,
     stream_of,
 )
-from waymark.domain.names import EngineKind, GroupName, PublisherName
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import GroupName, PublisherName
 from waymark.domain.targets import Role, Target
 from waymark.errors import Conflict, StoreUnavailable
 from waymark.store import keys

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from waymark.domain.match import ConductorRow, Walk, conductor_rows
+from waymark.domain.media import BEST, MEDIA
 from waymark.domain.table import View
 from waymark.metrics import Metrics
 
@@ -80,11 +81,11 @@ def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
     media, ranks = row.media, row.ranks
     answer: dict[str, Any] = {
         "longest_matched": row.longest * block_size,
-        "GPU": media.get("GPU", 0) * block_size,
+        BEST.name: media.get(BEST.name, 0) * block_size,
         "DP": {str(rank): ranks[rank] * block_size for rank in sorted(ranks)},
-        "CPU": media.get("CPU", 0) * block_size,
-        "DISK": media.get("DISK", 0) * block_size,
     }
+    for tier in MEDIA[1:]:
+        answer[tier.name] = media.get(tier.name, 0) * block_size
     if not media.keys() <= answer.keys():
         for medium in sorted(media.keys() - answer.keys()):
             answer[medium] = media[medium] * block_size

@@ -21,9 +21,10 @@ from waymark.api.dynamo_schemas import (
 from waymark.api.errors import short
 from waymark.api.operations import Answer
 from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
+from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import namespace
 from waymark.domain.match import DynamoRank, dynamo_rows
-from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, EngineKind, GroupName, Registration, is_endpoint
+from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, Registration, is_endpoint
 from waymark.domain.table import HolderTable
 from waymark.errors import Conflict, InvalidValue, NotFound
 from waymark.metrics import Metrics
@@ -50,7 +51,7 @@ class Dynamo:
         if not 1 <= request.block_size <= 65536:
             raise InvalidValue(f"block_size is {request.block_size}; it must be 1..65536", field="block_size")
         registration = Registration(
-            kind=EngineKind.VLLM,
+            kind=UNNAMED,
             instance_id=str(request.instance_id),
             tenant_id=request.partition or DEFAULT_TENANT,
             dp_rank=request.dp_rank,

@@ -19,8 +19,9 @@ from waymark.api.operations import Answer
 from waymark.api.prompts import check_count
 from waymark.apply.applier import Applier, Fenced, Incoming, resumed
 from waymark.apply.options import ApplyOptions
+from waymark.domain.engines import OVER_HTTP
 from waymark.domain.events import Batch, Envelope, Event
-from waymark.domain.names import EngineKind, PublisherName
+from waymark.domain.names import PublisherName
 from waymark.domain.status import StreamStatus
 from waymark.engines.standard import decode_event
 from waymark.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
@@ -189,7 +190,7 @@ def _owner(claims: Sequence[Claim], event: Event) -> Claim:
         if claim.registration.instance_id == envelope.backend_id
         and claim.registration.tenant_id == envelope.tenant_id
         and claim.registration.endpoint is None
-        and claim.registration.kind is not EngineKind.NONE
+        and claim.registration.kind.traits.tells_events
     ]
     of_rank = [claim for claim in of_instance if claim.registration.dp_rank == (envelope.dp_rank or 0)]
     claim = next(iter(of_rank or of_instance), None)
@@ -222,18 +223,17 @@ def _not_found(claims: Sequence[Claim], envelope: Envelope) -> None:
             "send the tenant it is registered with",
             field="tenant_id",
         )
-    if any(claim.registration.name == name and claim.registration.kind is EngineKind.NONE for claim in claims):
+    registered = next((claim.registration for claim in claims if claim.registration.name == name), None)
+    if registered is not None and not registered.kind.traits.tells_events:
         raise Conflict(
-            f"publisher {shown(str(name))} is registered as type none, which tells no events; register it as type "
-            "standard to send them here",
+            f"publisher {shown(str(name))} is registered as type {registered.kind}, which tells no events; register "
+            f"it as type {OVER_HTTP} to send them here",
             field="backend_id",
         )
-    if any(claim.registration.name == name for claim in claims):
+    if registered is not None:
         raise Conflict(
             f"publisher {shown(str(name))} has an endpoint, and its events are read from there; "
-            "register it without one, as type standard, to send them here",
+            f"register it without one, as type {OVER_HTTP}, to send them here",
             field="backend_id",
         )
-    raise NotFound(
-        f"no publisher {shown(str(name))}; register it first, as type {EngineKind.STANDARD} without an endpoint"
-    )
+    raise NotFound(f"no publisher {shown(str(name))}; register it first, as type {OVER_HTTP} without an endpoint")

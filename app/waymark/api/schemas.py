@@ -18,17 +18,16 @@ from pydantic_core import PydanticCustomError
 
 from waymark.api.errors import Unfit
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
+from waymark.domain.engines import Copies, EngineKind, Scope, kinds_where
+from waymark.domain.media import MEDIA, UNNAMED
 from waymark.domain.names import (
     DEFAULT_TENANT,
     ENDPOINT,
     U32_MAX,
     U64_MASK,
     Adapter,
-    Copies,
-    EngineKind,
     GroupName,
     Registration,
-    Scope,
     SeqCounter,
     is_endpoint,
 )
@@ -119,9 +118,11 @@ EventId = Annotated[
 class RegisterRequest(Request):
     """The publisher of KV events that Waymark subscribes to."""
 
-    endpoint: Endpoint = Field(default=None, description=f"{ENDPOINT}; only types standard and none may leave it out")
+    endpoint: Endpoint = Field(
+        default=None, description=f"{ENDPOINT}; only types {kinds_where('needs_endpoint', False)} may leave it out"
+    )
     replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
-    type: Kind = Field(description="one of vLLM, SGLang, Mooncake, standard, none, in upper or lower case")
+    type: Kind = Field(description=f"one of {', '.join(EngineKind)}, in upper or lower case")
     modelname: Name = Field(
         validation_alias=AliasChoices("modelname", "model_name", "model"), description=f"{NAME}, the name of the model"
     )
@@ -137,11 +138,13 @@ class RegisterRequest(Request):
     )
     scope: Scope | None = Field(
         default=None,
-        description="instance, or shared for a pool that all instances read; Mooncake has shared as its default",
+        description="instance, or shared for a pool that all instances read; "
+        f"the default of {kinds_where('scope', 'shared')} is shared",
     )
     copies: Copies | None = Field(
         default=None,
-        description="count, if an engine may store a block several times, or set; vLLM and SGLang default to count",
+        description="count, if an engine may store a block several times, or set; "
+        f"the default of {kinds_where('copies', 'count')} is count",
     )
     sequence: SeqCounter = Field(
         default="publisher",
@@ -160,19 +163,19 @@ class RegisterRequest(Request):
 
     def registration(self) -> Registration:
         """The registration with its defaults filled in; ``Unfit`` where fields contradict each other."""
-        if self.type is EngineKind.NONE and self.endpoint is not None:
+        traits = self.type.traits
+        if not traits.tells_events and self.endpoint is not None:
             raise Unfit(
-                f"endpoint is {shown(self.endpoint)}; an engine of type none sends no events: "
+                f"endpoint is {shown(self.endpoint)}; an engine of type {self.type} sends no events: "
                 "leave the endpoint out, or name the type",
                 field="endpoint",
             )
-        if self.endpoint is None and self.type not in (EngineKind.STANDARD, EngineKind.NONE):
+        if self.endpoint is None and traits.needs_endpoint:
             raise Unfit(
                 f"endpoint is missing; for type {self.type} it must be {ENDPOINT}", reason="missing", field="endpoint"
             )
         if self.replay_endpoint is not None and self.endpoint is None:
             raise Unfit("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
-        counts = self.type in (EngineKind.VLLM, EngineKind.SGLANG)
         return Registration(
             kind=self.type,
             instance_id=self.instance_id,
@@ -184,8 +187,8 @@ class RegisterRequest(Request):
             replay_endpoint=self.replay_endpoint,
             lora_name=self.lora_name,
             additional_salt=self.additionalsalt,
-            scope=self.scope or ("shared" if self.type is EngineKind.MOONCAKE else "instance"),
-            copies=self.copies or ("count" if counts else "set"),
+            scope=self.scope or traits.scope,
+            copies=self.copies or traits.copies,
             sequence=self.sequence,
             target=Target(self.address, self.role, self.weight, self.labels, self.metrics_url),
         )
@@ -263,18 +266,23 @@ class UnregisterAnswer(BaseModel):
     removed_instances: list[str]
 
 
+def _media(schema: dict[str, Any]) -> None:
+    """Write the fields of the media into an object's schema."""
+    for medium in MEDIA:
+        description = f"the matched tokens that are {medium.meaning}"
+        schema["properties"][medium.name] = {"type": "integer", "description": description}
+    schema["required"] += [medium.name for medium in MEDIA]
+
+
 class InstanceRow(BaseModel):
     """What one instance has, in tokens. Any other medium has a field under its upper-case name."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra=_media)
 
     __pydantic_extra__: dict[str, int]
 
     longest_matched: int = Field(description="the unbroken prefix that the instance has, over all media and ranks")
-    GPU: int = Field(description="the matched tokens that are on a device")
     DP: dict[str, int] = Field(description="the matched tokens that each rank has, over all media")
-    CPU: int = Field(description="the matched tokens that are in host memory")
-    DISK: int = Field(description="the matched tokens that are on disk or in other storage")
 
 
 class QueryAnswer(RootModel[dict[str, dict[str, InstanceRow]]]):
@@ -292,7 +300,8 @@ class StandardEvent(BaseModel):
     block_size: BlockSize | None = Field(None, description=f"{_BLOCK_SIZE}; the default is the registered size")
     dp_rank: Rank | None = Field(None, description=f"{_RANK}; the default is the registered rank")
     medium: Annotated[str, Field(pattern="^[A-Za-z0-9_]{0,32}$")] | None = Field(
-        None, description="upper or lower case, but not DP; the default is GPU, and every medium for a cleared event"
+        None,
+        description=f"upper or lower case, but not DP; the default is {UNNAMED}, and every medium for a cleared event",
     )
     lora_name: str | None = Field(None, description="empty means the base model")
     additional_salt: str | None = Field(None, description="empty means none")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from waymark.domain.media import BEST
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -21,7 +23,7 @@ class Match:
 
     @property
     def gpu(self) -> int:
-        return self.media["GPU"]
+        return self.media[BEST.name]
 
 
 @dataclass(frozen=True)

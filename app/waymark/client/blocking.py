@@ -12,6 +12,7 @@ import httpx
 from waymark.client import calls
 from waymark.client.answers import Matches, Service, Workers
 from waymark.client.errors import Unavailable
+from waymark.domain.engines import UNNAMED
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class Client:
         self._http.close()
 
     def register(
-        self, instance_id: str, endpoint: str, *, model: str, block_size: int, type: str = "vLLM", **options: Any
+        self, instance_id: str, endpoint: str, *, model: str, block_size: int, type: str = UNNAMED, **options: Any
     ) -> None:
         """Have a publisher's events indexed; the same registration again changes nothing."""
         self._send(calls.register(instance_id, endpoint, model, block_size, options | {"type": type}))

@@ -14,8 +14,11 @@ from rich.text import Text
 from waymark.console.holding import HolderLine, Holding, InstanceLines
 from waymark.console.look import shown
 from waymark.console.screen import Part, joined, text
+from waymark.domain.media import MEDIA, order_of
 
-_MEDIUM_STYLE = {"GPU": "green", "CPU": "yellow", "DISK": "blue"}
+#: Of the media in their order; then of all others.
+_MEDIUM_STYLES = ("green", "yellow", "blue", "cyan")
+_OTHER_MEDIUM_STYLE = "magenta"
 _CELLS_MIN = 16
 
 
@@ -129,4 +132,5 @@ def _character(cell: Cell, *, is_ascii: bool) -> str:
 
 
 def _medium_style(medium: str) -> str:
-    return _MEDIUM_STYLE.get(medium, "magenta")
+    place = order_of(medium)
+    return _MEDIUM_STYLES[place] if place < min(len(MEDIA), len(_MEDIUM_STYLES)) else _OTHER_MEDIUM_STYLE

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from waymark.console.look import Group, Look
 from waymark.console.prompts import Asked
 from waymark.domain.match import Walk, conductor_rows
+from waymark.domain.media import order_of
 from waymark.domain.names import Holder
 from waymark.domain.table import HolderTable, holder_ids
 
@@ -97,12 +98,8 @@ async def hold(look: Look, group: Group, table: HolderTable, asked: Asked, block
     return Holding(group, block_size, block_keys, values, tuple(instances), len(ended))
 
 
-#: The order of media in a drawing: fast ones first.
-_MEDIA = {"GPU": 0, "CPU": 1, "DISK": 2}
-
-
 def _rank_and_medium(holder: Holder) -> tuple[int, int, str, int]:
-    return holder.dp_rank, _MEDIA.get(holder.medium, len(_MEDIA)), holder.medium, holder.id
+    return holder.dp_rank, order_of(holder.medium), holder.medium, holder.id
 
 
 def not_counted(table: HolderTable, holder: Holder, block_size: int | None = None) -> str:

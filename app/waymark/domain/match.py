@@ -16,10 +16,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from waymark import native
+from waymark.domain.media import DEVICE, HOST
 from waymark.domain.table import Presence, View
 
-DEVICE = "GPU"
-HOST = "CPU"
 _NOWHERE: frozenset[str] = frozenset()
 
 
@@ -139,9 +138,10 @@ def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
         for key, rank in ranks.items():
             media = own.get(key, _NOWHERE) | presence.pool_media
             # A prefix goes on only if it reached this run's first block.
-            if rank.gpu == at and DEVICE in media:
+            is_on_device = not DEVICE.isdisjoint(media)
+            if rank.gpu == at and is_on_device:
                 rank.gpu += length
-            if rank.cpu == at and (DEVICE in media or HOST in media):
+            if rank.cpu == at and (is_on_device or not HOST.isdisjoint(media)):
                 rank.cpu += length
             if rank.disk == at and media:
                 rank.disk += length
@@ -194,8 +194,17 @@ def target_rows(walk: Walk) -> dict[tuple[str, int], TargetRow]:
             if row is None:
                 row = counts[key] = [0, 0, 0, 0]
             held = own.get(key, _NOWHERE)
-            row[0 if DEVICE in held else 1 if HOST in held else 2 if presence.pool_media else 3] += length
+            row[_place_of(held, is_in_pool=bool(presence.pool_media))] += length
     return {(view.instances[i], rank): TargetRow(*row) for (i, rank), row in counts.items()}
+
+
+def _place_of(held: frozenset[str], *, is_in_pool: bool) -> int:
+    """The index in a ``TargetRow`` of the best place of blocks that a target has on these media."""
+    if not DEVICE.isdisjoint(held):
+        return 0
+    if not HOST.isdisjoint(held):
+        return 1
+    return 2 if is_in_pool else 3
 
 
 def pool_bitmap(walk: Walk) -> int:

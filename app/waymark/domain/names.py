@@ -1,4 +1,4 @@
-"""The small frozen values that name things: engines, registrations, holders, media.
+"""The small frozen values that name things: publishers, registrations, holders.
 
 Nothing here does I/O. Names that come from clients are values only; they never become part of a Redis key.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal, NamedTuple, TypeAlias
 
+from waymark.domain.engines import Copies, EngineKind, Scope
 from waymark.domain.targets import PLAIN, Target
 
 DEFAULT_TENANT = "default"
@@ -21,19 +21,6 @@ Adapter: TypeAlias = str | int | None
 """A LoRA adapter: its name; or its id, where an engine tells only that; None is the base model."""
 
 
-class EngineKind(StrEnum):
-    """Who publishes: decides the decoder, and whether copies are counted."""
-
-    VLLM = "vLLM"
-    SGLANG = "SGLang"
-    MOONCAKE = "Mooncake"
-    STANDARD = "standard"
-    NONE = "none"
-    """It tells no events."""
-
-
-Scope = Literal["instance", "shared"]
-Copies = Literal["count", "set"]
 SeqCounter = Literal["publisher", "rank"]
 
 
@@ -147,33 +134,6 @@ class Holder:
     backend_id: str
     """The envelope's ``backend_id`` for standard events; the instance_id otherwise."""
     scope: Scope
-
-
-# ---- media -----------------------------------------------------------------------------------------
-
-# The spellings of engines and of the KV Events envelope, upper case, to the three logical tiers.
-_MEDIA: dict[str, str] = {
-    **dict.fromkeys(("", "DEVICE", "GPU", "HBM", "NPU", "XPU"), "GPU"),
-    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "DRAM", "MEMORY"), "CPU"),
-    **dict.fromkeys(
-        ("DISK", "SSD", "NVME", "CPU_TIER2", "FS", "NFS", "DFS", "3FS", "OBJ", "OBJECT_STORE")
-        + ("SHARED_STORAGE", "EXTERNAL", "STORAGE", "REMOTE", "L3"),
-        "DISK",
-    ),
-}
-_NEW_MEDIUM = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
-
-
-def normal_medium(spelling: str | None) -> str | None:
-    """The medium a spelling stands for; None where it stands for none (``DP`` would clash in an answer)."""
-    # Upper case would make known names of letters that are none of theirs: of a dotless i, of a sharp s.
-    if spelling is not None and not spelling.isascii():
-        return None
-    name = "" if spelling is None else spelling.upper()
-    known = _MEDIA.get(name)
-    if known is not None:
-        return known
-    return name if _NEW_MEDIUM.fullmatch(name) and name != "DP" else None
 
 
 # ---- endpoints -------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
-from waymark.domain.names import Holder, HolderName, Registration, Unit, normal_medium
+from waymark.domain.media import UNNAMED, normal_medium
+from waymark.domain.names import Holder, HolderName, Registration, Unit
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.spaces import Spaces
 
@@ -144,7 +145,7 @@ class Planner:
     def _lasting_name(self, batch: Batch, event: Event) -> HolderName:
         """The name without an epoch, which is also the unit that a standard clear ends."""
         digest = "" if event.envelope is None else self.spaces.dimensions(event, event.envelope)
-        return _name(self.rank(batch, event), event.medium or "GPU", digest)
+        return _name(self.rank(batch, event), event.medium or UNNAMED, digest)
 
     def _holder(self, batch: Batch, event: Stored | Cleared) -> Holder:
         registration = self._registration
@@ -153,7 +154,7 @@ class Planner:
             publisher=self._publisher,
             instance_id=registration.instance_id,
             dp_rank=self.rank(batch, event),
-            medium=event.medium or "GPU",
+            medium=event.medium or UNNAMED,
             block_size=registration.block_size,
             backend_id=event.envelope.backend_id if event.envelope else registration.instance_id,
             scope=registration.scope,

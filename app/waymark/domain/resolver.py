@@ -17,8 +17,9 @@ from typing import TypeAlias
 
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.hashing import extend
+from waymark.domain.media import DEVICE
 from waymark.domain.memory import HashMemory, namespace_of, place_of, seq_hash_of
-from waymark.domain.names import EngineKind, HolderName, Registration, Unit
+from waymark.domain.names import HolderName, Registration, Unit
 from waymark.domain.plan import EXTRA_KEYS, OWN_HASHES, UNTRUSTED, Plan, Planner
 from waymark.domain.runs import Mode, Run, RunList
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
@@ -44,6 +45,7 @@ class Resolver:
         foreign_ranks: frozenset[int] = frozenset(),
     ) -> None:
         self.registration = registration
+        self._traits = registration.kind.traits
         self.memory = HashMemory(memory_entries)
         self.waiting = WaitingRoom(waiting_blocks)
         self.holders: dict[HolderName, int] = {}
@@ -243,7 +245,7 @@ class Resolver:
             return
         if self._is_seen(holder, event):
             return
-        if not (event.tells_salts or event.part) and event.tokens and self.registration.kind is EngineKind.VLLM:
+        if not (event.tells_salts or event.part) and event.tokens and self._traits.has_saltless_releases:
             self.unsalted += 1
         waiting = Waiting(event, self._planner.rank(batch, event), holder)
         if event.is_identity:
@@ -423,9 +425,9 @@ class Resolver:
     def _is_unsalted(self, event: Stored) -> bool:
         """Whether the event may keep silent about a salt or image that went into its hashes."""
         return (
-            event.medium != "GPU"
+            event.medium not in DEVICE
             and event.envelope is None
-            and self.registration.kind is not EngineKind.SGLANG
+            and not self._traits.names_salts_off_device
             and not event.salts
             and not event.extras
         )
@@ -438,4 +440,4 @@ class Resolver:
         """Whether one engine hash of this publisher can come to mean another block."""
         if event.is_identity:
             return False
-        return event.medium != "GPU" or self.registration.kind is not EngineKind.VLLM
+        return self._traits.may_alias or event.medium not in DEVICE

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from waymark.domain.names import GroupName, Holder, Scope
+from waymark.domain.engines import Scope
+from waymark.domain.names import GroupName, Holder
 from waymark.domain.targets import Target
 
 #: Holder ids in all block values that a view remembers, some 10 MB; a chain has few values, so this is a ceiling.

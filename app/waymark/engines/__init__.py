@@ -1,15 +1,29 @@
-"""Payloads of engines to domain events: one module per dialect, chosen here and nowhere else."""
+"""Payloads of engines to domain events: one module per dialect, chosen here and nowhere else.
+
+A dialect's module has a function ``decoder(*, seed, ceilings)``, and ``waymark.domain.engines`` says which kinds of
+publishers speak it.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from importlib import import_module
+from typing import Protocol
 
-from waymark.domain.names import EngineKind
-from waymark.engines import mooncake, sglang, standard, vllm
+from waymark.domain.engines import TRAITS, EngineKind
 from waymark.engines.batches import Decoder
 from waymark.engines.ceilings import Ceilings, OverCeiling
 
 __all__ = ["Ceilings", "Decoder", "OverCeiling", "decoder"]
+
+
+class _MakeDecoder(Protocol):
+    def __call__(self, *, seed: int, ceilings: Ceilings | None) -> Decoder: ...
+
+
+_DIALECTS: dict[str, _MakeDecoder] = {
+    dialect: import_module(f"waymark.engines.{dialect}").decoder
+    for dialect in sorted({traits.dialect for traits in TRAITS.values()})
+}
 
 
 def decoder(kind: EngineKind, *, seed: int, ceilings: Ceilings | None = None) -> Decoder:
@@ -17,13 +31,4 @@ def decoder(kind: EngineKind, *, seed: int, ceilings: Ceilings | None = None) ->
 
     ``seed`` is that of all hashes; decoding needs it for what an event tells of a block besides its tokens.
     """
-    match kind:
-        case EngineKind.VLLM:
-            return Decoder(partial(vllm.read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings)
-        case EngineKind.SGLANG:
-            return Decoder(partial(sglang.read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings)
-        case EngineKind.MOONCAKE:
-            read_event = partial(mooncake.read_event, seed=seed)
-            return Decoder(read_event, names=vllm.FIELDS, bare=True, ceilings=ceilings)
-        case EngineKind.STANDARD | EngineKind.NONE:
-            return Decoder(standard.read_event, names={}, bare=True, ceilings=ceilings)
+    return _DIALECTS[kind.traits.dialect](seed=seed, ceilings=ceilings)

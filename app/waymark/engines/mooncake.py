@@ -6,11 +6,19 @@ readers of engine events; where both are there the standard names count.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from waymark.domain.events import Event
-from waymark.engines import sglang, standard
+from waymark.engines import sglang, standard, vllm
+from waymark.engines.batches import Decoder
+from waymark.engines.ceilings import Ceilings
 from waymark.engines.wire import Ignored
+
+
+def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
+    """Of its batches, and of bare events."""
+    return Decoder(partial(read_event, seed=seed), names=vllm.FIELDS, bare=True, ceilings=ceilings)
 
 
 def read_event(event: Any, *, seed: int) -> Event | Ignored:

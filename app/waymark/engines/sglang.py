@@ -7,13 +7,21 @@ those of HiCache.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from waymark.domain.events import Event
 from waymark.engines import vllm
+from waymark.engines.batches import Decoder
+from waymark.engines.ceilings import Ceilings
 from waymark.engines.wire import Ignored
 
 _NAME: Final = 1 + vllm.STORED_FIELDS.index("lora_name")
+
+
+def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
+    """Of its batches."""
+    return Decoder(partial(read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings)
 
 
 def read_event(event: Any, *, seed: int) -> Event | Ignored:

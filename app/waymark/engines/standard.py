@@ -14,6 +14,8 @@ from typing import Any, Final
 from waymark.domain.events import Cleared, Envelope, Event, Removed, Stored
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
 from waymark.engines import wire
+from waymark.engines.batches import Decoder
+from waymark.engines.ceilings import Ceilings
 from waymark.engines.wire import Ignored, Rejected
 from waymark.errors import InvalidValue
 from waymark.shown import kind as kind_of
@@ -87,6 +89,11 @@ def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
 def _is_beyond_64_bits(value: object) -> bool:
     """Whether it was an integer that 64 bits cannot hold: the JSON parser makes floats of those."""
     return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
+
+
+def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
+    """Of its batches, and of bare events; nothing of them depends on ``seed``."""
+    return Decoder(read_event, names={}, bare=True, ceilings=ceilings)
 
 
 def read_event(event: Any) -> Event | Ignored:

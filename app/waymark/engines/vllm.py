@@ -7,12 +7,15 @@ TensorRT-LLM's publishers speak the same maps. The other dialects begin with wha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from waymark.domain.events import Cleared, Event, Removed, Stored
 from waymark.domain.hashing import extra_digest
 from waymark.domain.names import U32_MAX, Adapter
 from waymark.engines import wire
+from waymark.engines.batches import Decoder
+from waymark.engines.ceilings import Ceilings
 from waymark.engines.wire import Ignored, Rejected
 from waymark.shown import shown
 
@@ -34,6 +37,11 @@ FIELDS: Final = {"BlockStored": STORED_FIELDS, "BlockRemoved": REMOVED_FIELDS}
 
 _MAIN_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _SALT_PREFIX: Final = "dynamo-cache-salt:"
+
+
+def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
+    """Of its batches."""
+    return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings)
 
 
 def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event | Ignored:

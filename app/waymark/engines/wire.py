@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import Any, Final, TypeGuard
 
 from waymark.domain.hashing import token_bytes
-from waymark.domain.names import U32_MAX, U64_MASK, normal_medium
+from waymark.domain.media import normal_medium
+from waymark.domain.names import U32_MAX, U64_MASK
 from waymark.shown import shown
 
 BLOCK_SIZE_MAX: Final = 65536

@@ -12,7 +12,6 @@ from typing import Literal
 
 from waymark.apply.applier import Applier, Incoming
 from waymark.domain.events import Batch
-from waymark.domain.names import EngineKind
 from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.runs import Commit
 from waymark.domain.status import StreamStatus
@@ -76,7 +75,7 @@ class Life:
         self.name = str(registration.name)
         self.order = Order(state.watermark, state.digest, state.newest_ts)
         self.counters: Counter[str] = applier.counters
-        self.first_seq = 1 if registration.kind is EngineKind.MOONCAKE else 0
+        self.first_seq = registration.kind.traits.first_seq
         self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags else set()
         if OVER_CEILING in state.flags:
             self.reasons.add(OVER_CEILING)

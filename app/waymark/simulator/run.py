@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from waymark.domain.engines import TRAITS
 from waymark.simulator.encode import Dimensions
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.options import SimulateOptions
@@ -193,7 +194,7 @@ def _engine(options: SimulateOptions, i: int) -> SimulatedEngine:
 
 
 async def _register(options: SimulateOptions, base_url: str, i: int, engine: SimulatedEngine) -> None:
-    kind = {"vllm": "vLLM", "sglang": "SGLang", "standard": "standard"}[options.dialect.partition("-")[0]]
+    kind = next(kind for kind, traits in TRAITS.items() if traits.dialect == options.dialect.partition("-")[0])
     fields = {
         "endpoint": _advertised(options, engine.publisher.endpoint),
         "replay_endpoint": _advertised(options, engine.publisher.replay_endpoint),

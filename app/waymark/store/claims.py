@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import orjson
 
-from waymark.domain.names import U32_MAX, Copies, EngineKind, GroupName, Holder, Registration, Scope, SeqCounter
+from waymark.domain.engines import Copies, EngineKind, Scope
+from waymark.domain.names import U32_MAX, GroupName, Holder, Registration, SeqCounter
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import PLAIN, WEIGHT_MAX, Role, Target
 from waymark.store import keys

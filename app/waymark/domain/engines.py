@@ -1,0 +1,75 @@
+"""What publishers differ in, by their kind: one row a kind. Nothing else in Waymark compares a kind with a name.
+
+How a kind writes its events is in ``waymark.engines``, in the module that the row names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final, Literal
+
+Scope = Literal["instance", "shared"]
+Copies = Literal["count", "set"]
+
+
+class EngineKind(StrEnum):
+    """Who publishes, as a registration's ``type`` names it."""
+
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
+    MOONCAKE = "Mooncake"
+    STANDARD = "standard"
+    NONE = "none"
+
+    @property
+    def traits(self) -> EngineTraits:
+        return TRAITS[self]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What is so of every publisher of one kind. The defaults are those of a new one of which little is known."""
+
+    dialect: str
+    """The module of ``waymark.engines`` that reads its events."""
+    first_seq: int = 0
+    """The number of its first batch."""
+    copies: Copies = "set"
+    """Where its registration does not say: whether it may store a block several times, and removes each."""
+    scope: Scope = "instance"
+    """Where its registration does not say: whether all instances read from it."""
+    needs_endpoint: bool = True
+    """Its events are read from a socket, and from nowhere else."""
+    tells_events: bool = True
+    may_alias: bool = True
+    """On a device, too, one of its hashes can come to mean another block."""
+    names_salts_off_device: bool = False
+    """Stores off the device name their salt; with others one that names none may have one."""
+    has_saltless_releases: bool = False
+    """Some releases cannot name a salt or an image at all; their stores are counted."""
+
+
+TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
+    {
+        EngineKind.VLLM: EngineTraits("vllm", copies="count", may_alias=False, has_saltless_releases=True),
+        EngineKind.SGLANG: EngineTraits("sglang", copies="count", names_salts_off_device=True),
+        EngineKind.MOONCAKE: EngineTraits("mooncake", first_seq=1, scope="shared"),
+        EngineKind.STANDARD: EngineTraits("standard", needs_endpoint=False),
+        # It is there for requests to be sent to; nothing is known of its cache.
+        EngineKind.NONE: EngineTraits("standard", needs_endpoint=False, tells_events=False),
+    }
+)
+
+UNNAMED: Final = EngineKind.VLLM
+"""The kind of a registration in a dialect that does not name kinds."""
+OVER_HTTP: Final = next(kind for kind, traits in TRAITS.items() if traits.tells_events and not traits.needs_endpoint)
+"""The kind whose events come by ``POST /events``."""
+
+
+def kinds_where(trait: str, value: object) -> str:
+    """The kinds with this value of a trait, as a sentence lists them: ``vLLM and SGLang``."""
+    names = [str(kind) for kind, traits in TRAITS.items() if getattr(traits, trait) == value]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

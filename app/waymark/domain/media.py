@@ -1,0 +1,72 @@
+"""The media that blocks lie on, best first: one row a tier, and everything that tiers differ in.
+
+A medium that has no row keeps its own name: it is counted under that name, and as one that is neither a device nor a
+host.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """A tier. Every answer names it, also where nothing is on it."""
+
+    name: str
+    meaning: str
+    """Where its blocks are, as the published contract says it."""
+    spellings: frozenset[str]
+    """What engines and the KV Events envelope call it, in upper case; none of them has a row of its own."""
+    is_device: bool = False
+    """An engine computes on it."""
+    is_host: bool = False
+    """It is the memory of the machine that the device is in."""
+
+
+MEDIA: Final = (
+    Medium("GPU", "on a device", frozenset({"GPU", "DEVICE", "HBM", "NPU", "XPU"}), is_device=True),
+    Medium(
+        "CPU",
+        "in host memory",
+        frozenset({"CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "DRAM", "MEMORY"}),
+        is_host=True,
+    ),
+    Medium(
+        "DISK",
+        "on disk or in other storage",
+        frozenset(
+            {"DISK", "SSD", "NVME", "CPU_TIER2", "FS", "NFS", "DFS", "3FS", "OBJ", "OBJECT_STORE"}
+            | {"SHARED_STORAGE", "EXTERNAL", "STORAGE", "REMOTE", "L3"}
+        ),
+    ),
+)
+
+BEST: Final = MEDIA[0]
+UNNAMED: Final = BEST.name
+"""The medium of an event that names none."""
+DEVICE: Final = frozenset(medium.name for medium in MEDIA if medium.is_device)
+HOST: Final = frozenset(medium.name for medium in MEDIA if medium.is_host)
+
+_NAMES = {spelling: medium.name for medium in MEDIA for spelling in medium.spellings} | {"": UNNAMED}
+_ORDER = {medium.name: place for place, medium in enumerate(MEDIA)}
+_NEW_MEDIUM = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
+
+
+def normal_medium(spelling: str | None) -> str | None:
+    """The medium a spelling stands for; None where it stands for none (``DP`` would clash in an answer)."""
+    # Upper case would make known names of letters that are none of theirs: of a dotless i, of a sharp s.
+    if spelling is not None and not spelling.isascii():
+        return None
+    name = "" if spelling is None else spelling.upper()
+    known = _NAMES.get(name)
+    if known is not None:
+        return known
+    return name if _NEW_MEDIUM.fullmatch(name) and name != "DP" else None
+
+
+def order_of(name: str) -> int:
+    """The place of a medium among all, best first; those without a row share the last."""
+    return _ORDER.get(name, len(MEDIA))

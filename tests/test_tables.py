@@ -1,0 +1,85 @@
+"""What kinds of publishers and media differ in stands in two tables; the rest of the code asks those."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from waymark.domain.engines import OVER_HTTP, TRAITS, EngineKind, kinds_where
+from waymark.domain.media import DEVICE, HOST, MEDIA, normal_medium, order_of
+from waymark.engines import decoder
+
+ROOT = Path(__file__).parents[1] / "app" / "waymark"
+TABLES = {"domain/engines.py", "domain/media.py"}
+#: It plays the engines: their names are what it writes.
+PLAYER = "simulator"
+KINDS = {str(kind) for kind in EngineKind}
+#: Kinds that are ordinary words are looked for only where something is compared with them.
+WORDS = {str(EngineKind.STANDARD), str(EngineKind.NONE)}
+NAMES = (KINDS - WORDS) | {medium.name for medium in MEDIA}
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """Every mention of one kind or medium, with its line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if text in NAMES:
+                yield f"{node.lineno}: {text}"
+            case ast.Attribute(value=ast.Name(id="EngineKind"), attr=member) if member in EngineKind.__members__:
+                yield f"{node.lineno}: EngineKind.{member}"
+            case ast.Compare(left=ast.Attribute(attr="kind" | "type"), comparators=[ast.Constant(value=str(text))]):
+                if text in KINDS:
+                    yield f"{node.lineno}: {text}"
+
+
+MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).parts[0] != PLAYER]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_module_but_the_tables_names_a_kind_or_a_medium(path: Path) -> None:
+    if path.relative_to(ROOT).as_posix() in TABLES:
+        return
+    found = list(named(ast.parse(path.read_text(encoding="utf-8"))))
+    assert found == [], "ask a trait of the kind, or a field of the medium; add one where there is none"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["of.kind is EngineKind.NONE", "of.type == 'none'", "medium != 'GPU'", "{'CPU': 1}", "kind in ('vLLM', 'SGLang')"],
+)
+def test_a_name_is_found(line: str) -> None:
+    assert list(named(ast.parse(line)))
+
+
+@pytest.mark.parametrize("line", ["verify == 'none'", "list(EngineKind)", "EngineKind(text)", "'the GPU of a rank'"])
+def test_other_words_are_free(line: str) -> None:
+    assert not list(named(ast.parse(line)))
+
+
+@pytest.mark.parametrize("kind", EngineKind)
+def test_every_kind_has_a_row_and_a_decoder(kind: EngineKind) -> None:
+    assert kind.traits is TRAITS[kind]
+    assert decoder(kind, seed=0)(b"\x93\xcb?\xf0\x00\x00\x00\x00\x00\x00\x90\x00").events == ()
+
+
+def test_what_a_sentence_says_of_kinds_is_what_the_table_says() -> None:
+    assert kinds_where("scope", "shared") == "Mooncake"
+    assert kinds_where("copies", "count") == "vLLM and SGLang"
+    assert kinds_where("tells_events", True) == "vLLM, SGLang, Mooncake and standard"
+    assert OVER_HTTP is EngineKind.STANDARD
+
+
+def test_a_spelling_stands_for_one_medium_and_a_medium_for_itself() -> None:
+    spellings = [spelling for medium in MEDIA for spelling in medium.spellings]
+    assert len(spellings) == len(set(spellings))
+    assert all(spelling == spelling.upper() for spelling in spellings)
+    assert [normal_medium(medium.name) for medium in MEDIA] == [medium.name for medium in MEDIA]
+
+
+def test_media_are_in_order_and_others_come_last() -> None:
+    assert [order_of(medium.name) for medium in MEDIA] == [*range(len(MEDIA))]
+    assert order_of("CXL_2") == len(MEDIA)
+    assert DEVICE.isdisjoint(HOST)
