@@ -68,8 +68,8 @@ ELSEWHERE = {
     "store.read_connection:ReadConnection": "questions under way",
     "store.read_connection:_Question": "one answer",
     "store.reader:_Query": "one query",
-    "store.records:_StreamFields": "one record",
-    "store.registry:Registry._decoded": "each good for as long as Redis has the same bytes",
+    "store.stream_fields:StreamFields": "one record",
+    "store.directory:Directory._decoded": "each good for as long as Redis has the same bytes",
 }
 
 

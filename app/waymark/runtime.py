@@ -28,7 +28,7 @@ from waymark.publishers_file import read_publishers
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Bounds, Connections, files_for
 from waymark.settings import Settings
-from waymark.store.access import Access
+from waymark.store.credentials import Credentials
 from waymark.store.hot import HotBlocks
 from waymark.store.store import Store
 
@@ -100,7 +100,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         are_shards_set="shards" in settings.model_fields_set,
         hash_seed=settings.hash_seed,
         timeout_seconds=settings.redis_timeout_seconds,
-        access=Access.of(settings),
+        credentials=Credentials.of(settings),
         hot=HotBlocks(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
         metrics=metrics,
         apply_blocks_max=settings.apply_blocks_max,

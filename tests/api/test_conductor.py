@@ -98,10 +98,10 @@ async def test_tenant_without_registrations_is_not_known_any_more(
 
 async def test_a_query_creates_nothing(client: httpx.AsyncClient, store: Store, register: Register) -> None:
     await register("a")
-    groups = await store.registry.groups()
+    groups = await store.directory.groups()
     await ask(client, model="unknown")
     await ask(client, tenant_id="unknown")
-    assert await store.registry.groups() == groups
+    assert await store.directory.groups() == groups
 
 
 @pytest.mark.parametrize("tokens", [[], [101], TOKENS[:1]])
@@ -246,7 +246,7 @@ async def test_registering_again_moves_or_conflicts(client: httpx.AsyncClient, s
         assert conflict.status_code == 409, field
         assert conflict.json()["reason"] == "conflict"
         assert "very-secret" not in conflict.text
-    (registration,) = await store.registry.registrations()
+    (registration,) = await store.directory.registrations()
     assert (registration.endpoint, registration.block_size) == ("tcp://b:1", 16)
 
 

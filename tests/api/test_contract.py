@@ -131,7 +131,7 @@ async def test_views_are_what_the_contract_says(
     await register("pool", type="Mooncake")
     await hold("1", [1, 2, 3, 4])
     await hold("pool", [1, 2], medium="DISK")
-    (claim, *_) = await store.registry.claims()
+    (claim, *_) = await store.directory.claims()
     grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
     assert grant is not None
     await store.index.apply(grant, [], {}, Commit(2, 1.5, 1.5, "0" * 16))

@@ -155,14 +155,14 @@ async def test_an_instance_is_of_one_model_and_routing_group(
 ) -> None:
     """As released: whatever its rank and block size are."""
     assert (await client.post("/dynamo/register", json=REGISTER | there)).status_code == 201
-    before = await store.registry.registrations()
+    before = await store.directory.registrations()
     model, group = there.get("model_name", "m"), there.get("routing_group", "default")
     for other in ("g", "h", "default"):
         if (more.get("model_name", "m"), other) != (model, group):
             answer = await client.post("/dynamo/register", json=REGISTER | more | {"routing_group": other})
             named = f"instance 1 is already registered for model={model} routing_group={group}"
             assert (answer.status_code, answer.json()) == (409, {"error": named})
-    assert await store.registry.registrations() == before
+    assert await store.directory.registrations() == before
     unregistered = {"instance_id": 1, "model_name": model, "routing_group": group}
     assert (await client.post("/dynamo/unregister", json=unregistered)).status_code == 200
     assert (await client.post("/dynamo/register", json=REGISTER | {"routing_group": "g"})).status_code == 201
@@ -218,7 +218,7 @@ async def test_unregister_by_rank_group_and_model(client: httpx.AsyncClient, sto
         await register("1", dp_rank=rank, tenant_id="h")
 
     async def left() -> set[tuple[str, int]]:
-        return {(each.tenant_id, each.dp_rank) for each in await store.registry.registrations()}
+        return {(each.tenant_id, each.dp_rank) for each in await store.directory.registrations()}
 
     async def unregister(**fields: Any) -> int:
         return (

@@ -88,7 +88,7 @@ async def test_a_publisher_that_is_leaving_is_not_listed(
 ) -> None:
     await register("stays")
     await register("leaves")
-    first, second = await store.registry.claims()
+    first, second = await store.directory.claims()
 
     async def claims() -> list[Claim]:
         return [first, replace(second, is_leaving=True)]
@@ -136,7 +136,7 @@ async def test_workers_tells_what_was_written_of_a_publisher(
     client: httpx.AsyncClient, store: Store, register: Register
 ) -> None:
     await register("a")
-    (claim,) = await store.registry.claims()
+    (claim,) = await store.directory.claims()
     grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
     assert grant is not None
     await store.index.apply(grant, [], {}, Commit(1, 1.0, 1.0, "0" * 16))

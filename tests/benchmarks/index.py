@@ -92,7 +92,7 @@ async def owner(store: Store, instance_id: str, kind: EngineKind = EngineKind.VL
         "instance", "count", "publisher",
     )  # fmt: skip
     await store.registry.register(registration)
-    claim = next(claim for claim in await store.registry.claims() if claim.registration == registration)
+    claim = next(claim for claim in await store.directory.claims() if claim.registration == registration)
     grant = await store.leases.take(claim, "bench", 600)
     assert grant is not None
     begin = [

@@ -14,7 +14,7 @@ from waymark.console.run import run_inspect, run_status
 from waymark.console.screen import Screen
 from waymark.domain.hashing import extend, token_bytes
 from waymark.settings import Settings
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.store import Store
 
 Run = Callable[..., Awaitable[str]]
@@ -34,17 +34,17 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 @pytest.fixture
-def client(redis: Redis) -> Client:
-    return Client(redis, "redis://test")
+def client(redis: Redis) -> RedisClient:
+    return RedisClient(redis, "redis://test")
 
 
 @pytest.fixture
-def store(client: Client) -> Store:
+def store(client: RedisClient) -> Store:
     return Store(client)
 
 
 @pytest.fixture
-def look(client: Client) -> Look:
+def look(client: RedisClient) -> Look:
     return Look(client)
 
 

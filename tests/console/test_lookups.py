@@ -18,7 +18,7 @@ from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue, NotFound
 from waymark.settings import Settings
-from waymark.store.registry import GroupEntry
+from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
 BLOCK = 0xCB38E4D7FB2DCA5C

@@ -262,7 +262,7 @@ async def test_events_that_come_to_nothing_are_named(store: Store, redis: Redis,
 
 async def test_a_group_whose_publishers_are_gone_says_so(streams: list[Stream], waymark: Run) -> None:
     registry = streams[0].store.registry
-    await registry.unregister([of.name for of in await registry.registrations()])
+    await registry.unregister([of.name for of in await streams[0].store.directory.registrations()])
     ask = ("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
     assert why(await waymark(*ask, "--block-size", "16")) == ["No publisher is registered for it (any more)"]
     with pytest.raises(InvalidValue, match="--block-size is needed: nobody is registered"):

@@ -27,7 +27,7 @@ from waymark.console.look import Look
 from waymark.console.status import Wanted, gather
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ async def test_a_redis_that_evicts_is_warned_of(redis: Redis, waymark: Run) -> N
 
 
 async def test_many_publishers_are_read_in_pieces(
-    redis: Redis, client: Client, monkeypatch: pytest.MonkeyPatch
+    redis: Redis, client: RedisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with redis.pipeline(transaction=False) as pipeline:
         for number in range(1, 1501):

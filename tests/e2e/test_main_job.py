@@ -288,7 +288,7 @@ async def test_a_block_with_eight_hundred_holders_has_eight_hundred_right_rows(
             for name in names:
                 tasks.create_task(register(*name))
         async with asyncio.TaskGroup() as tasks:
-            for claim in await store.registry.claims():
+            for claim in await store.directory.claims():
                 if claim.registration.tenant_id == engines.tenant_id:
                     tasks.create_task(hold(store, claim))
     finally:

@@ -281,7 +281,7 @@ async def steal(redis_url: str, name: PublisherName) -> None:
     """Take a stream from whoever has it, as a worker does that takes it for dead."""
     store = Store.open(redis_url)
     try:
-        claim = next(claim for claim in await store.registry.claims() if claim.registration.name == name)
+        claim = next(claim for claim in await store.directory.claims() if claim.registration.name == name)
         assert await store.leases.take(claim, "thief", 0.1, force=True)
     finally:
         await store.close()

@@ -39,7 +39,7 @@ from waymark.settings import Settings
 from waymark.simulator import Faults, SimulatedPublisher
 from waymark.simulator.wire import WireEvent
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.store import Store
 
 Questions = Sequence[tuple[Tokens, Space]]
@@ -51,7 +51,7 @@ async def replicas(redis: Redis) -> AsyncIterator[list[httpx.AsyncClient]]:
     async with AsyncExitStack() as stack:
         clients = []
         for _ in range(2):
-            app = create_app(Store(Client(redis, "redis://test")), Settings(), Metrics())
+            app = create_app(Store(RedisClient(redis, "redis://test")), Settings(), Metrics())
             transport = httpx.ASGITransport(app=app)
             client = httpx.AsyncClient(transport=transport, base_url="http://waymark")
             clients.append(await stack.enter_async_context(client))
@@ -180,7 +180,7 @@ class Direct:
 
     async def _take(self, spec: Spec) -> Life:
         """The stream, under a lease of its own, from what its record says: as a worker takes it."""
-        claim = next(each for each in await self._store.registry.claims() if each.registration.name == spec.name)
+        claim = next(each for each in await self._store.directory.claims() if each.registration.name == spec.name)
         grant = await self._store.leases.take(claim, "test", 60.0, force=True)
         assert grant is not None
         state = await self._store.records.read(grant)
@@ -204,7 +204,7 @@ async def test_copies_count_where_they_should_and_only_as_long_as_nothing_was_lo
     stored, removed = (Step("batch", 0, 0, ((kind, 0, 0, 2, 0, 0),)) for kind in ("stored", "removed"))
     check, lose = Step("check", 0), [Step("lose", 0)] if is_lost else []
     async with replicas(redis) as clients:
-        driver = Direct(Store(Client(redis, "redis://test")), clients, 2, fold_batches=1, memory=1000)
+        driver = Direct(Store(RedisClient(redis, "redis://test")), clients, 2, fold_batches=1, memory=1000)
         session = Session(driver, [Spec("a", 0, dialect)], [(0, 1, 0)], 2)
         await session.run([stored, stored, *lose, removed, check, removed, check])
 
@@ -216,7 +216,7 @@ class Sockets:
     """Publishes over ZMQ to a whole worker; what does not arrive live is replayed."""
 
     def __init__(
-        self, client: Client, clients: list[httpx.AsyncClient], block_size: int, stack: AsyncExitStack
+        self, client: RedisClient, clients: list[httpx.AsyncClient], block_size: int, stack: AsyncExitStack
     ) -> None:
         self._client = client
         self._store = Store(client)
@@ -301,7 +301,7 @@ class Sockets:
             assert self._worker is not None
             assert not self._worker.done(), self._worker
             applied: dict[PublisherName, float | None] = {}
-            for claim in await self._store.registry.claims():
+            for claim in await self._store.directory.claims():
                 ts = await self._client.hget(keys.record(claim.group_id, claim.publisher), "ts")
                 applied[claim.registration.name] = None if ts is None else float(ts)
             return applied == self._told
@@ -333,7 +333,7 @@ async def test_every_answer_is_the_models(
     note(f"{specs} {prompts} {steps} {block_size=} {fold_batches=} {memory=}")
     await redis.flushall()
     async with replicas(redis) as clients:
-        driver = Direct(Store(Client(redis, "redis://test")), clients, block_size, fold_batches, memory)
+        driver = Direct(Store(RedisClient(redis, "redis://test")), clients, block_size, fold_batches, memory)
         await Session(driver, specs, prompts, block_size).run(steps)
 
 
@@ -351,6 +351,6 @@ async def test_every_answer_is_the_models_through_real_sockets(
     async with Redis.from_url(redis_url, protocol=2) as redis, AsyncExitStack() as stack:
         await redis.flushall()
         clients = await stack.enter_async_context(replicas(redis))
-        driver = Sockets(Client(redis, "redis://test"), clients, block_size, stack)
+        driver = Sockets(RedisClient(redis, "redis://test"), clients, block_size, stack)
         stack.push_async_callback(driver.stop_worker)
         await Session(driver, specs, prompts, block_size).run(steps)

@@ -38,7 +38,7 @@ from waymark.metrics import Metrics
 from waymark.simulator import Prompt, SimulatedEngine, build_engine
 from waymark.store import keys
 from waymark.store.claims import decode_table
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.records import PublisherState
 from waymark.store.store import Store
 
@@ -216,7 +216,7 @@ class Pod:
         return matched, dict(media), dict(ranks)
 
 
-class Mortal(Client):
+class Mortal(RedisClient):
     """A client that can die as a process does: from one moment on it says nothing more to Redis."""
 
     is_dead = False
@@ -279,7 +279,7 @@ class Bench:
 
     def __init__(self, url: str, directory: Path, stack: AsyncExitStack) -> None:
         self._url = url
-        self._client = Client.open(url, timeout_seconds=1.0)
+        self._client = RedisClient.open(url, timeout_seconds=1.0)
         self.store = Store(self._client)
         assert isinstance(self._client._redis, Redis)
         self.redis: Redis = self._client._redis
@@ -332,7 +332,7 @@ class Bench:
         """A worker at work."""
         # fakeredis lives in one client; a real Redis is reached by a client of each worker's own.
         url = self._url
-        redis = self.redis if url.startswith("memory:") else Client.open(url, timeout_seconds=1.0)._redis
+        redis = self.redis if url.startswith("memory:") else RedisClient.open(url, timeout_seconds=1.0)._redis
         client, metrics = Mortal(redis, url), Metrics()
         of_worker = {name: changes.pop(name) for name in OF_WORKER if name in changes}
         worker = Worker(
@@ -347,7 +347,7 @@ class Bench:
         return hand
 
     async def state(self, name: PublisherName) -> PublisherState:
-        claims = [claim for claim in await self.store.registry.claims() if claim.registration.name == name]
+        claims = [claim for claim in await self.store.directory.claims() if claim.registration.name == name]
         (state,) = await self.store.records.publisher_states(claims)
         return state
 
@@ -367,7 +367,7 @@ class Bench:
 
     async def held(self, name: PublisherName) -> Held:
         """What the index says of a publisher, block by block, by its live holders."""
-        claims = [claim for claim in await self.store.registry.claims() if claim.registration.name == name]
+        claims = [claim for claim in await self.store.directory.claims() if claim.registration.name == name]
         table = decode_table(await self._client.hgetall(keys.holders(1)), self.store.parser, keys.holders(1))
         if not claims or table is None:
             return {}

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 
 PODS = 12
 
@@ -21,9 +21,9 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.most = self._under_way = 0
-        run = Client.run
+        run = RedisClient.run
 
-        async def watched(client: Client, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Any:
+        async def watched(client: RedisClient, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Any:
             if name != "apply_batch":
                 return await run(client, name, keys, args)
             self._under_way += 1
@@ -34,7 +34,7 @@ class Watched:
             finally:
                 self._under_way -= 1
 
-        monkeypatch.setattr(Client, "run", watched)
+        monkeypatch.setattr(RedisClient, "run", watched)
 
 
 @pytest.mark.parametrize(("blocks_max", "at_once"), [(1, 1), (80, 2)])

@@ -30,11 +30,11 @@ async def forget(bench: Bench, pattern: str) -> None:
 async def test_registrations_that_redis_has_lost_are_put_back_as_they_were(bench: Bench) -> None:
     await bench.worker()
     pod = await at_work(bench)
-    before = await bench.store.registry.claims()
+    before = await bench.store.directory.claims()
     await bench.redis.delete(keys.PUBLISHERS)
 
     async def are_back() -> bool:
-        return await bench.store.registry.claims() == before
+        return await bench.store.directory.claims() == before
 
     await wait_until(are_back, "the same registration stands", PATIENCE_SECONDS)
     await pod.work(2)
@@ -45,11 +45,11 @@ async def test_a_group_that_redis_has_lost_is_found_again(bench: Bench) -> None:
     await bench.worker()
     pod = await at_work(bench)
     group = GroupName("default", "m")
-    before = await bench.store.registry.group(group)
+    before = await bench.store.directory.group(group)
     await bench.redis.delete(keys.GROUPS)
 
     async def is_back() -> bool:
-        return await bench.store.registry.group(group) == before
+        return await bench.store.directory.group(group) == before
 
     await wait_until(is_back, "queries find the group", PATIENCE_SECONDS)
     await pod.agrees()

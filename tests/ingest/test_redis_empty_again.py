@@ -31,7 +31,7 @@ def publishers(bench: Bench) -> list[Registration]:
 
 
 async def are_registered(bench: Bench, wanted: list[Registration]) -> bool:
-    found = {claim.registration.name: claim.registration for claim in await bench.store.registry.claims()}
+    found = {claim.registration.name: claim.registration for claim in await bench.store.directory.claims()}
     return found == {each.name: each for each in wanted}
 
 

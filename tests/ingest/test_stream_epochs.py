@@ -38,7 +38,7 @@ async def test_a_publisher_without_a_socket_is_looked_after_too(bench: Bench) ->
     """Its events came by HTTP and have long been applied; only a worker is left to end what is over."""
     pod = await bench.pod(kind=EngineKind.STANDARD, is_registered=False)
     await bench.store.registry.register(replace(pod.registration, endpoint=None, replay_endpoint=None))
-    (claim,) = await bench.store.registry.claims()
+    (claim,) = await bench.store.directory.claims()
     grant = await bench.store.leases.take(claim, "", 5.0)
     assert grant is not None
     options = ApplyOptions(hash_cache_entries=10, waiting_blocks=10, medium_ttl={"DISK": 1})

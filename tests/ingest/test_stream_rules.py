@@ -171,7 +171,7 @@ async def test_a_rule_holds_from_the_socket_to_redis(bench: Bench, rule: Rule) -
         for seq, events in enumerate(rule.batches):
             payload = msgpack.packb([1.0 + seq, events, rule.rank])
             await socket.send_multipart([b"", seq.to_bytes(8, "big"), payload])
-        (claim,) = await bench.store.registry.claims()
+        (claim,) = await bench.store.directory.claims()
 
         async def is_told() -> bool:
             (state,) = await bench.store.records.publisher_states([claim])

@@ -13,7 +13,7 @@ import pytest
 
 from waymark.ingest import sweeping
 from waymark.metrics import Metrics
-from waymark.store.registry import GroupEntry
+from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
 PACE = 20_000

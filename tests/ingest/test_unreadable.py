@@ -29,7 +29,7 @@ from waymark.domain.names import PublisherName
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.store import Store
 
 TOKENS = list(range(32))
@@ -212,7 +212,7 @@ async def scene_of(bench: Bench, url: str) -> AsyncIterator[Scene]:
     store = Store.open(url)
     transport = httpx.ASGITransport(app=create_app(store, Settings(), Metrics()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://waymark") as api:
-        look = Look(Client.open(url))
+        look = Look(RedisClient.open(url))
         yield Scene(bench, hand, neighbour, api, look)
         await look.client.close()
     await store.close()
@@ -340,7 +340,7 @@ async def test_a_stream_whose_record_is_damaged_begins_anew_and_is_whole_again(b
         record = keys.record(state.group_id, state.id)
         await bench.redis.hset(record, field, "abc")
         await bench.redis.delete(keys.lease(state.group_id, state.id))
-        (claim,) = await bench.store.registry.claims()
+        (claim,) = await bench.store.directory.claims()
         grant = await bench.store.leases.take(claim, "test", 60.0, force=True)
         assert grant is not None
         await bench.store.leases.drop(grant)

@@ -18,7 +18,7 @@ from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Target
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.leases import Grant, Leases
 
 
@@ -30,7 +30,7 @@ async def has_worker(pod: Pod, worker_id: str | None) -> None:
 
 
 async def is_registered_nowhere(bench: Bench, pod: Pod) -> bool:
-    return not await bench.store.registry.claims() and not await bench.held(pod.name)
+    return not await bench.store.directory.claims() and not await bench.held(pod.name)
 
 
 # ---- registrations ---------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ async def test_a_stream_whose_lease_was_taken_away_stops_without_writing(bench: 
     await pod.caught_up()
     await pod.work(2)
     await pod.agrees()
-    (claim,) = await bench.store.registry.claims()
+    (claim,) = await bench.store.directory.claims()
     grant = await bench.store.leases.take(claim, "worker-2", 60.0, force=True)
     assert grant is not None
     before = await bench.record(pod.name), await bench.blocks()
@@ -270,7 +270,7 @@ async def test_a_replay_that_is_longer_than_a_lease_keeps_it(bench: Bench) -> No
 
 
 async def test_a_cancellation_is_never_lost_in_a_call(bench: Bench, redis_url: str) -> None:
-    client = Client.open(redis_url)
+    client = RedisClient.open(redis_url)
 
     async def ask_forever() -> None:
         while True:
@@ -347,7 +347,7 @@ async def test_a_worker_can_be_stopped_while_redis_is_frozen(own_bench: Bench, s
     async with within(PATIENCE_SECONDS):
         await worker.stop()
     with pytest.raises(StoreUnavailable):
-        await own_bench.store.registry.claims()
+        await own_bench.store.directory.claims()
     server.thaw()
 
 
@@ -428,11 +428,11 @@ async def test_publishers_of_the_file_are_registered_once_however_many_workers_h
         await pod.caught_up()
         await pod.work(2)
         await pod.agrees()
-    claims = await bench.store.registry.claims()
+    claims = await bench.store.directory.claims()
     assert sorted(claim.registration.instance_id for claim in claims) == ["by-http", "pod-0", "pod-1", "pod-2"]
     third = await bench.worker("worker-3", publishers=publishers)
     await wait_until(lambda: third.metric("redis_up") == 1, "it has looked", PATIENCE_SECONDS)
-    assert [claim.raw for claim in await bench.store.registry.claims()] == [claim.raw for claim in claims]
+    assert [claim.raw for claim in await bench.store.directory.claims()] == [claim.raw for claim in claims]
     for pod in pods:
         await pod.counted(restarts=0)
 
@@ -446,13 +446,13 @@ async def test_what_the_file_says_otherwise_moves_or_is_told_and_what_it_does_no
     refused = replace(other.registration, block_size=2 * other.registration.block_size)
     hand = await bench.worker(publishers=[elsewhere.registration, refused])
     await elsewhere.caught_up()
-    found = {claim.registration.name: claim.registration for claim in await bench.store.registry.claims()}
+    found = {claim.registration.name: claim.registration for claim in await bench.store.directory.claims()}
     assert found[moved.name].endpoint == elsewhere.registration.endpoint
     assert found[other.name] == other.registration
     assert unnamed.name in found
     assert hand.metric("publishers_refused") == 1
     (record,) = caplog.records
-    assert "block_size '4', not '8'" in getattr(record, "fields", {})["error"]
+    assert "block_size 4, not 8" in getattr(record, "fields", {})["error"]
 
 
 async def test_an_empty_redis_is_told_who_stands_in_the_file_and_who_was_heard(bench: Bench) -> None:
@@ -474,7 +474,7 @@ async def test_an_empty_redis_is_told_who_stands_in_the_file_and_who_was_heard(b
     await elsewhere.work(2)
     for pod in (named, heard, elsewhere):
         await pod.agrees()
-    found = {claim.registration.name: claim.registration for claim in await bench.store.registry.claims()}
+    found = {claim.registration.name: claim.registration for claim in await bench.store.directory.claims()}
     expected = [named.registration, heard.registration, elsewhere.registration, wider]
     assert found == {registration.name: registration for registration in expected}
     assert not hand.task.done()
@@ -491,7 +491,7 @@ async def test_who_was_unregistered_does_not_come_back_with_an_empty_redis(bench
     await bench.redis.flushall()
     await stays.work(2)
     await stays.agrees()
-    assert [claim.registration.name for claim in await bench.store.registry.claims()] == [stays.name]
+    assert [claim.registration.name for claim in await bench.store.directory.claims()] == [stays.name]
 
 
 async def test_publishers_of_the_file_are_registered_as_soon_as_redis_is_there(

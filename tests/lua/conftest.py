@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.store.conftest import client, key_table, redis, shards, store, stream
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts
 
 __all__ = ["client", "key_table", "redis", "scripts", "shards", "store", "stream"]
 
 
 @pytest.fixture
-def scripts(client: Client) -> Scripts:
+def scripts(client: RedisClient) -> Scripts:
     return Scripts(client)

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from tests.store.factories import Stream, client_of, snapshot, stream_of
 from tests.store.key_table import KeyTable
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.store import Store
 
 
@@ -33,7 +33,7 @@ def shards() -> int:
 
 
 @pytest.fixture
-async def client(redis: Redis) -> AsyncIterator[Client]:
+async def client(redis: Redis) -> AsyncIterator[RedisClient]:
     client = client_of(redis)
     yield client
     if client.reads is not None:
@@ -41,7 +41,7 @@ async def client(redis: Redis) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-def store(client: Client, shards: int) -> Store:
+def store(client: RedisClient, shards: int) -> Store:
     return Store(client, shards=shards)
 
 

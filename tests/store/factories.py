@@ -13,16 +13,16 @@ from waymark.domain.names import GroupName, Holder, HolderName, Registration
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.access import Access
 from waymark.store.address import parse
 from waymark.store.claims import Claim
-from waymark.store.client import Client, Reply
+from waymark.store.client import RedisClient, Reply
+from waymark.store.credentials import Credentials
+from waymark.store.directory import GroupEntry
 from waymark.store.index import Index
 from waymark.store.leases import Grant
 from waymark.store.read_connection import ReplyReader
 from waymark.store.read_pool import Dialer, ReadPool
 from waymark.store.records import Begin
-from waymark.store.registry import GroupEntry
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 from waymark.store.store import Store
 
@@ -47,11 +47,11 @@ _POD = Registration(
 )
 
 
-def client_of(redis: Redis) -> Client:
+def client_of(redis: Redis) -> RedisClient:
     """A client of the same Redis, with a read connection where it is real. To be closed by ``client.reads``."""
     path = redis.connection_pool.connection_kwargs.get("path")
-    reads = None if path is None else ReadPool(Dialer(parse(f"unix://{path}"), Access(), 5.0, None))
-    return Client(redis, "redis://test", reads=reads)
+    reads = None if path is None else ReadPool(Dialer(parse(f"unix://{path}"), Credentials(), 5.0, None))
+    return RedisClient(redis, "redis://test", reads=reads)
 
 
 def registration(instance_id: str = "pod-1", **fields: Any) -> Registration:
@@ -79,7 +79,7 @@ def removed(holder: int, blocks: Sequence[int], *, seq: int = 2, first: int = 1,
 class Recorder(Scripts):
     """Remembers what every script answered."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: RedisClient) -> None:
         super().__init__(client)
         self.replies: list[tuple[str, Outcome]] = []
 
@@ -89,10 +89,10 @@ class Recorder(Scripts):
         return outcome
 
 
-class Dying(Client):
+class Dying(RedisClient):
     """A process that dies at a script: before the call of that number, or after it with the reply unread."""
 
-    def __init__(self, client: Client, script: str, *, call: int = 1, is_done: bool = False) -> None:
+    def __init__(self, client: RedisClient, script: str, *, call: int = 1, is_done: bool = False) -> None:
         super().__init__(client._redis, client.url, reads=client.reads)
         self._script, self._calls_left, self._is_done = script, call, is_done
 
@@ -108,10 +108,12 @@ class Dying(Client):
         return await super().run(name, keys, args)
 
 
-class Meeting(Client):
+class Meeting(RedisClient):
     """Lets something else happen right before a script, or a read, of that number."""
 
-    def __init__(self, client: Client, name: str, meanwhile: Callable[[], Awaitable[Any]], *, call: int = 1) -> None:
+    def __init__(
+        self, client: RedisClient, name: str, meanwhile: Callable[[], Awaitable[Any]], *, call: int = 1
+    ) -> None:
         super().__init__(client._redis, client.url, reads=client.reads)
         self._name, self._meanwhile, self._calls_left = name, meanwhile, call
 
@@ -177,8 +179,8 @@ class Stream:
 
     def recorded(self) -> list[tuple[str, Outcome]]:
         """From now on, what the scripts of ``apply`` answer."""
-        recorder = Recorder(Client(self.redis, ""))
-        self.store.index = Index(Client(self.redis, ""), recorder)
+        recorder = Recorder(RedisClient(self.redis, ""))
+        self.store.index = Index(RedisClient(self.redis, ""), recorder)
         return recorder.replies
 
     async def again(self, worker: str = "worker-2") -> Stream:
@@ -225,7 +227,7 @@ def begins(claim: Claim, *names: str) -> list[Begin]:
 
 
 async def claim_of(store: Store, of: Registration) -> Claim:
-    (claim,) = [claim for claim in await store.registry.claims() if claim.registration.name == of.name]
+    (claim,) = [claim for claim in await store.directory.claims() if claim.registration.name == of.name]
     return claim
 
 

@@ -9,8 +9,8 @@ from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import HolderName, PublisherName
 from waymark.domain.runs import Commit, Mode, Run
+from waymark.store.directory import GroupEntry
 from waymark.store.leases import Grant
-from waymark.store.registry import GroupEntry
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -67,7 +67,7 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert await store.registry.register(registration())
     assert await store.registry.register(registration("pod-2"))
     assert not await store.registry.register(registration())
-    assert await store.registry.group(GROUP) == GroupEntry(1, shards)
+    assert await store.directory.group(GROUP) == GroupEntry(1, shards)
     assert await store.records.alive("worker-1", keep_seconds=30) == ["worker-1"]
 
     one, other = await granted(store, "pod-1"), await granted(store, "pod-2")
@@ -81,7 +81,7 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert await asked(store) == {"pod-1": 500, "pod-2": 100}
     found = await store.index.entries(one, {gpu: [1, 2, 599]})
     assert found == {gpu: {1: (0, 1), 2: (0, 2)}}
-    states = await store.records.publisher_states(await store.registry.claims())
+    states = await store.records.publisher_states(await store.directory.claims())
     assert [state.blocks for state in states] == [{"GPU": 500, "CPU": 10}, {"GPU": 100}]
 
     assert await store.leases.renew(one, 60.0)
@@ -107,4 +107,4 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert await asked(store) == {}
     await swept(store, GroupEntry(1, shards))
     assert await store.sweeper.left(GroupEntry(1, shards)) == 0
-    assert await store.registry.registrations() == []
+    assert await store.directory.registrations() == []

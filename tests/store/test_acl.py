@@ -15,8 +15,8 @@ from tests.store.flow import live_and_end
 from tests.topologies import Server, farm, start_cluster
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.access import Access
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
+from waymark.store.credentials import Credentials
 from waymark.store.store import Store
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -41,17 +41,17 @@ def _log(server: Server) -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def access(tmp_path: Path) -> Access:
+def credentials(tmp_path: Path) -> Credentials:
     secret = tmp_path / "secret"
     secret.write_text("hunter2\n")
-    return Access(username="waymark", password_file=secret)
+    return Credentials(username="waymark", password_file=secret)
 
 
-async def test_the_user_of_the_readme_may_do_all_that_the_roles_do(access: Access) -> None:
+async def test_the_user_of_the_readme_may_do_all_that_the_roles_do(credentials: Credentials) -> None:
     with farm() as servers:
         server = servers.start()
         allow(server)
-        store = Store.open(server.url + "/1", server.url + "/1", access=access)
+        store = Store.open(server.url + "/1", server.url + "/1", credentials=credentials)
         async with store.hints():
             await live_and_end(store, 1)
         assert len(await store._client.infos()) == 1
@@ -59,23 +59,25 @@ async def test_the_user_of_the_readme_may_do_all_that_the_roles_do(access: Acces
         check_nothing_was_refused(server)
 
 
-async def test_the_user_of_the_readme_may_do_it_on_a_cluster(access: Access) -> None:
+async def test_the_user_of_the_readme_may_do_it_on_a_cluster(credentials: Credentials) -> None:
     with farm() as servers:
         cluster = start_cluster(servers)
         for node in cluster.primaries:
             allow(node)
-        store = Store.open(cluster.url, cluster.url + "?role=replica", shards=16, access=access, timeout_seconds=5.0)
+        store = Store.open(
+            cluster.url, cluster.url + "?role=replica", shards=16, credentials=credentials, timeout_seconds=5.0
+        )
         await live_and_end(store, 16)
         await store.close()
         for node in cluster.primaries:
             check_nothing_was_refused(node)
 
 
-async def test_the_user_of_the_readme_may_do_nothing_else(access: Access) -> None:
+async def test_the_user_of_the_readme_may_do_nothing_else(credentials: Credentials) -> None:
     with farm() as servers:
         server = servers.start()
         allow(server)
-        client = Client.open(server.url, access=access)
+        client = RedisClient.open(server.url, credentials=credentials)
         for command in (
             ("GET", "other"),
             ("KEYS", "*"),

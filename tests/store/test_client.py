@@ -12,7 +12,7 @@ from tests.patience import within
 from tests.store.factories import GROUP, registration
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.lua import SCRIPTS
 from waymark.store.store import Store
 
@@ -35,8 +35,8 @@ async def check_unavailable(store: Store) -> None:
     """Every way to Redis ends in our error, and ends."""
     ways: list[Callable[[], Awaitable[object]]] = [
         lambda: store.registry.register(registration()),
-        lambda: store.registry.registrations(),
-        lambda: store.registry.is_tenant_known("default"),
+        lambda: store.directory.registrations(),
+        lambda: store.directory.is_tenant_known("default"),
         lambda: store.records.incarnation(),
         lambda: store.reader.read(GROUP, 16, lambda n: b"", deadline_seconds=5.0),
     ]
@@ -64,13 +64,13 @@ async def test_a_redis_that_says_nothing_is_unavailable_in_bounded_time(silent_p
 async def test_an_error_that_redis_answers_is_unavailable_too(redis: Redis, store: Store) -> None:
     await redis.set(keys.GROUPS, "not a hash")
     with pytest.raises(StoreUnavailable, match="WRONGTYPE"):
-        await store.registry.group(GROUP)
+        await store.directory.group(GROUP)
     await redis.delete(keys.GROUPS)
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_a_connection_that_broke_is_made_again(redis: Redis, redis_url: str) -> None:
-    client = Client.open(redis_url)
+    client = RedisClient.open(redis_url)
     await client.ping()
     await redis.client_kill_filter(_type="normal", skipme=True)
     await client.ping()
@@ -90,14 +90,14 @@ async def test_check_loads_every_script(redis: Redis, store: Store) -> None:
     assert all(await redis.script_exists(*(script.sha for script in SCRIPTS.values())))
 
 
-async def test_commands_in_one_round_trip_fail_as_one(redis: Redis, client: Client) -> None:
+async def test_commands_in_one_round_trip_fail_as_one(redis: Redis, client: RedisClient) -> None:
     with pytest.raises(StoreUnavailable):
         await client.several([("PING",), ("HGET", "only-a-key"), ("PING",)])
     assert await client.several([("ECHO", "a"), ("ECHO", "b")]) == [b"a", b"b"]
     assert await client.several([]) == []
 
 
-async def test_a_word_on_the_channel_is_heard(store: Store, client: Client) -> None:
+async def test_a_word_on_the_channel_is_heard(store: Store, client: RedisClient) -> None:
     async with client.subscription(keys.CONTROL) as subscription:
         await subscription.get_message(seconds=5)  # the subscription itself
         await store.registry.register(registration())
@@ -110,7 +110,7 @@ async def test_a_word_on_the_channel_is_heard(store: Store, client: Client) -> N
 async def test_every_memory_url_is_a_redis_of_its_own() -> None:
     one, other = Store.open("memory://"), Store.open("memory://")
     await one.registry.register(registration())
-    assert await other.registry.registrations() == []
+    assert await other.directory.registrations() == []
     await one.close()
     await other.close()
 

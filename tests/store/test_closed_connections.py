@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from waymark.errors import StoreUnavailable
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 
 
 async def _ask_what_closes_at_once() -> set[type]:
@@ -18,7 +18,7 @@ async def _ask_what_closes_at_once() -> set[type]:
         writer.transport.abort()
 
     server = await asyncio.start_server(close, "127.0.0.1", 0)
-    client = Client.open(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", timeout_seconds=2)
+    client = RedisClient.open(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", timeout_seconds=2)
     try:
         outcomes = await asyncio.gather(*(client.ping() for _ in range(200)), return_exceptions=True)
     finally:

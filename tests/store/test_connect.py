@@ -8,10 +8,10 @@ import pytest
 
 from waymark.errors import SettingsError
 from waymark.settings import Settings
-from waymark.store.access import Access
 from waymark.store.address import Address, parse
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.cluster import Cluster
+from waymark.store.credentials import Credentials
 from waymark.store.store import Store
 
 
@@ -67,7 +67,7 @@ def test_a_url_is_taken_apart(url: str, address: Address) -> None:
 )
 def test_a_url_that_cannot_be_used_names_the_setting_and_the_way_out_and_no_secret(url: str, way_out: str) -> None:
     with pytest.raises(SettingsError, match=f"^WAYMARK_REDIS_READ_URL: '.+' cannot be used: .*{way_out}") as caught:
-        Client.open(url, variable="WAYMARK_REDIS_READ_URL")
+        RedisClient.open(url, variable="WAYMARK_REDIS_READ_URL")
     assert "secret" not in str(caught.value).replace("?secret=1", "").replace("secret is unknown", "")
     assert "sec/ret" not in str(caught.value)
     assert "sec#ret" not in str(caught.value)
@@ -96,8 +96,8 @@ def test_the_settings_say_how_redis_is_entered(tmp_path: Path) -> None:
         "WAYMARK_REDIS_TLS_KEY_FILE": "/key",
         "WAYMARK_REDIS_TLS_VERIFY": "CA",
     }
-    access = Access.of(Settings.from_env(environ))
-    assert access == Access(
+    credentials = Credentials.of(Settings.from_env(environ))
+    assert credentials == Credentials(
         "waymark", secret, "watcher", secret, Path("/ca"), Path("/cert"), Path("/key"), "ca"
     )  # fmt: skip
 
@@ -105,11 +105,11 @@ def test_the_settings_say_how_redis_is_entered(tmp_path: Path) -> None:
 def test_a_password_file_is_read_for_every_connection(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("first\n")
-    provider = Access(username="u", password_file=secret).options(parse("redis://cache"))["credential_provider"]
+    provider = Credentials(username="u", password_file=secret).options(parse("redis://cache"))["credential_provider"]
     assert provider.get_credentials() == ("u", "first")
     secret.write_text("second \r\n")
     assert provider.get_credentials() == ("u", "second ")
-    alone = Access(password_file=secret).options(parse("redis://cache"))["credential_provider"]
+    alone = Credentials(password_file=secret).options(parse("redis://cache"))["credential_provider"]
     assert alone.get_credentials() == ("second ",)
 
 
@@ -136,5 +136,5 @@ def test_what_is_wrong_with_a_file_is_said_at_the_start(
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     values = {name: value if name == "username" else tmp_path / value for name, value in given.items()}
     with pytest.raises(SettingsError, match=sentence) as caught:
-        Client.open(url, access=Access(**values))  # type: ignore[arg-type]
+        RedisClient.open(url, credentials=Credentials(**values))  # type: ignore[arg-type]
     assert "hunter2" not in str(caught.value)

@@ -21,7 +21,7 @@ from tests.store.factories import Dying, Stream, registration, stream_of
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.errors import StoreUnavailable
 from waymark.store import index
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.index import Index
 from waymark.store.scripts import Scripts, Verdict
 from waymark.store.store import Store
@@ -180,7 +180,7 @@ STEPS = st.lists(
 
 async def play(redis: Redis, shards: int, batches: Sequence[Batches], modes: Sequence[Mode], steps: Any) -> None:
     await redis.flushall()
-    client = Client(redis, "redis://test")
+    client = RedisClient(redis, "redis://test")
     store = Store(client, shards=shards)
     publishers: list[Publisher] = []
     for i, each in enumerate(batches):

@@ -10,7 +10,7 @@ from redis import exceptions
 
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.failures import kind_of
 from waymark.store.store import Store
 
@@ -45,10 +45,10 @@ def test_a_failure_behind_another_is_the_kind() -> None:
 
 async def test_a_redis_that_is_not_there_is_counted(tmp_path: Path) -> None:
     metrics = Metrics()
-    store = Store(Client.open(f"unix://{tmp_path}/nobody"), metrics=metrics)
+    store = Store(RedisClient.open(f"unix://{tmp_path}/nobody"), metrics=metrics)
     try:
         with pytest.raises(StoreUnavailable):
-            await store.registry.claims()
+            await store.directory.claims()
     finally:
         await store.close()
     assert metrics.registry.get_sample_value("waymark_redis_errors_total", {"kind": "connection"}) == 1

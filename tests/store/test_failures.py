@@ -15,8 +15,8 @@ import pytest
 from tests.patience import patient
 from tests.topologies import farm
 from waymark.errors import StoreUnavailable
-from waymark.store.access import Access
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
+from waymark.store.credentials import Credentials
 from waymark.store.read_connection import Replies
 
 #: Of one connection or reply, where something is answered; and where nothing is, which every command waits for.
@@ -51,7 +51,7 @@ async def fake(answer: Answer) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-WAYS: dict[str, Callable[[Client], Awaitable[Any]]] = {
+WAYS: dict[str, Callable[[RedisClient], Awaitable[Any]]] = {
     "run": lambda client: client.run("name_birth", ["wm:birth"], ["word"]),
     "hget": lambda client: client.hget("wm:groups", "field"),
     "hgetall": lambda client: client.hgetall("wm:groups"),
@@ -66,16 +66,18 @@ WAYS: dict[str, Callable[[Client], Awaitable[Any]]] = {
 }
 
 
-async def _subscribed(client: Client) -> None:
+async def _subscribed(client: RedisClient) -> None:
     async with client.subscription("wm:control") as subscription:
         while await subscription.get_message(seconds=TIMEOUT_SECONDS) is None:
             continue
 
 
-async def check_all_ways(url: str, sentence: str, access: Access | None = None, *, is_silent: bool = False) -> None:
+async def check_all_ways(
+    url: str, sentence: str, credentials: Credentials | None = None, *, is_silent: bool = False
+) -> None:
     """Where it is silent, a subscription hears nothing, which is no error; a question has a bound of its own."""
     timeout_seconds = SILENT_SECONDS if is_silent else TIMEOUT_SECONDS
-    client = Client.open(url, timeout_seconds=timeout_seconds, access=access)
+    client = RedisClient.open(url, timeout_seconds=timeout_seconds, credentials=credentials)
     try:
         for name, way in WAYS.items():
             if is_silent and name in ("subscription", "ask"):
@@ -162,7 +164,7 @@ async def test_a_wrong_password_of_a_real_server_names_the_settings_and_no_secre
     with farm() as servers:
         server = servers.start("--requirepass", "right", more={"password": "right"})
         await check_all_ways(server.url, LETS_IN)
-        await check_all_ways(server.url, LETS_IN, Access(password_file=secret))
+        await check_all_ways(server.url, LETS_IN, Credentials(password_file=secret))
         await check_all_ways(server.url.replace("//", "//user:hunter2@"), LETS_IN)
 
 
@@ -171,7 +173,7 @@ async def test_a_password_that_was_changed_is_used_by_the_next_connection(tmp_pa
     secret.write_text("first\n")
     with farm() as servers:
         server = servers.start("--requirepass", "first", more={"password": "first"})
-        client = Client.open(server.url, access=Access(password_file=secret))
+        client = RedisClient.open(server.url, credentials=Credentials(password_file=secret))
         await client.ping()
         server.ask("CONFIG", "SET", "requirepass", "second")
         server.options["password"] = "second"
@@ -193,7 +195,7 @@ async def test_a_server_that_is_frozen_is_unavailable_in_bounded_time(url: str) 
         server = servers.start(*options)
         if options:
             server.ask("CLUSTER", "ADDSLOTS", *range(16384))
-        client = Client.open(url.format(server.port), timeout_seconds=10.0)
+        client = RedisClient.open(url.format(server.port), timeout_seconds=10.0)
         await client.load_scripts()
         await client.close()
         server.pause()

@@ -13,7 +13,7 @@ from tests.store.factories import GROUP, Stream, registration, stored, stream_of
 from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.match import conductor_rows
 from waymark.errors import StoreUnavailable
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.store import Store
 
 CHAIN = list(range(1, 601))
@@ -175,7 +175,7 @@ async def test_many_queries_share_one_connection(store: Store, held: Stream, pro
 
 
 async def test_connections_that_redis_has_closed_are_found_out_by_one_query(held: Stream, redis_url: str) -> None:
-    client = Client.open(redis_url)
+    client = RedisClient.open(redis_url)
     store = Store(client)
     assert await asyncio.gather(*(longest(store, CHAIN[:20]) for _ in range(8))) == [20] * 8
     await held.redis.client_kill_filter(_type="normal", skipme=True)

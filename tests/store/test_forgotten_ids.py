@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 from tests.store.factories import GROUP, Stream, claim_of, hgetall, registration, stored, stream_of
 from tests.store.flow import asked
 from waymark.store import keys
-from waymark.store.registry import GroupEntry
+from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
 BLOCKS = list(range(1, 41))
@@ -32,10 +32,10 @@ async def test_a_group_that_was_forgotten_is_found_again_by_its_publishers(store
     (gpu,) = await stream.begin("0 GPU")
     await stream.apply(stored(gpu, BLOCKS))
     await redis.delete(keys.GROUPS)
-    assert await store.registry.group(GROUP) is None
+    assert await store.directory.group(GROUP) is None
 
     assert not await store.registry.register(registration())
-    assert await store.registry.group(GROUP) == GroupEntry(1, 1)
+    assert await store.directory.group(GROUP) == GroupEntry(1, 1)
     assert await asked(store, BLOCKS) == {"pod-1": 40}
     assert (await stream_of(store, redis, registration("pod-2"))).grant.publisher == 2
 
@@ -48,7 +48,7 @@ async def test_a_group_id_that_was_forgotten_is_not_another_groups(store: Store,
     assert (await claim_of(store, other)).group_id > stream.grant.group_id
 
     assert not await store.registry.register(registration())
-    assert await store.registry.group(GROUP) == GroupEntry(1, 1)
+    assert await store.directory.group(GROUP) == GroupEntry(1, 1)
 
 
 async def test_a_publisher_of_a_group_that_has_another_id_now_moves_there(store: Store, redis: Redis) -> None:
@@ -70,15 +70,15 @@ async def test_a_registration_that_was_lost_is_put_back_once(store: Store, strea
     claim = stream.grant.claim
     await stream.redis.delete(keys.PUBLISHERS)
     assert await store.registry.put_back(claim)
-    assert await store.registry.claims() == [claim]
+    assert await store.directory.claims() == [claim]
     assert await store.registry.put_back(claim), "another worker was faster"
-    assert await store.registry.claims() == [claim]
+    assert await store.directory.claims() == [claim]
 
 
 async def test_a_publisher_that_was_unregistered_is_not_put_back(store: Store, stream: Stream) -> None:
     await store.registry.unregister([registration().name])
     assert not await store.registry.put_back(stream.grant.claim)
-    assert await store.registry.claims() == []
+    assert await store.directory.claims() == []
 
 
 async def test_a_lost_registration_that_was_made_anew_leaves_no_ghost(store: Store, stream: Stream) -> None:
@@ -90,5 +90,5 @@ async def test_a_lost_registration_that_was_made_anew_leaves_no_ghost(store: Sto
     assert anew.publisher != stream.grant.publisher
 
     assert await store.registry.put_back(stream.grant.claim)
-    assert await store.registry.claims() == [anew]
+    assert await store.directory.claims() == [anew]
     assert await asked(store, BLOCKS) == {}

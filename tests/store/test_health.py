@@ -18,7 +18,7 @@ from waymark.api.application import create_probes
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import Settings
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.health import HealthWatch, Reason
 from waymark.store.store import Store
 
@@ -34,7 +34,7 @@ SOUND = {
 }
 
 
-class Told(Client):
+class Told(RedisClient):
     """A Redis that says of itself what it is told to; None hangs."""
 
     def __init__(self, *, is_cluster: bool = False, **info: Any) -> None:
@@ -154,7 +154,7 @@ async def test_a_redis_that_loads_its_data_is_not_up() -> None:
 
 
 async def test_a_redis_that_is_not_there_is_not_up(free_port: int) -> None:
-    client = Client.open(f"redis://127.0.0.1:{free_port}", timeout_seconds=0.5)
+    client = RedisClient.open(f"redis://127.0.0.1:{free_port}", timeout_seconds=0.5)
     with pytest.raises(StoreUnavailable):
         await client.infos()
     assert not (await HealthWatch(client).look()).is_up
@@ -174,14 +174,14 @@ async def test_a_user_who_may_not_ask_has_a_redis_that_is_up(admin: SyncRedis, r
     admin.acl_setuser(
         "plain", enabled=True, passwords=["+word"], categories=["+@all"], commands=["-info"], keys=["wm:*"]
     )
-    client = Client.open(redis_url.replace("unix://", "unix://plain:word@"))
+    client = RedisClient.open(redis_url.replace("unix://", "unix://plain:word@"))
     health = await HealthWatch(client).look()
     assert (health.is_up, health.primaries) == (True, ())
     await client.close()
 
 
 async def test_a_real_redis_is_read_and_a_later_change_is_seen(admin: SyncRedis, redis_url: str) -> None:
-    client, clock = Client.open(redis_url), Clock()
+    client, clock = RedisClient.open(redis_url), Clock()
     watch = HealthWatch(client, clock=clock)
     health = await watch.look()
     assert (health.is_up, health.warnings) == (True, {})
@@ -204,7 +204,7 @@ async def test_of_the_embedded_redis_there_is_nothing_to_tell() -> None:
     await store.close()
 
 
-async def test_another_hash_seed_than_that_of_the_index_is_said(store: Store, client: Client) -> None:
+async def test_another_hash_seed_than_that_of_the_index_is_said(store: Store, client: RedisClient) -> None:
     assert (await HealthWatch(client, hash_seed=7).look()).warnings == {}
     await store.registry.register(registration())
     assert (await HealthWatch(client).look()).warnings == {}

@@ -19,7 +19,7 @@ from waymark.domain.resolver import Resolver
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.client import Client, Reply
+from waymark.store.client import RedisClient, Reply
 from waymark.store.lua import SCRIPTS
 from waymark.store.store import Store
 
@@ -59,7 +59,7 @@ async def test_a_call_whose_connection_breaks_after_it_was_done_is_not_done_agai
     await stream.store.check()  # scripts are known, so that the first call is the one that runs
     assert await stream.begin("0 GPU", "0 CPU") == [1, 2]
     async with breaking(redis_socket, "new_life") as (url, calls):
-        client = Client.open(url, timeout_seconds=5.0)
+        client = RedisClient.open(url, timeout_seconds=5.0)
         try:
             ids = await Store(client).records.new_life(
                 stream.grant, unit="0 GPU", is_restart=True, begin=begins(stream.grant.claim, "0 GPU"), above=0
@@ -74,10 +74,10 @@ async def test_a_call_whose_connection_breaks_after_it_was_done_is_not_done_agai
     assert await stream.begin("0 CPU", "0 GPU", "1 GPU") == [2, 3, 4]
 
 
-class Unheard(Client):
+class Unheard(RedisClient):
     """Redis does what it is asked, and the first reply of ``new_life`` is lost."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: RedisClient) -> None:
         super().__init__(client._redis, client.url)
         self.calls: list[tuple[Sequence[Any], Sequence[Any]]] = []
 
@@ -90,7 +90,7 @@ class Unheard(Client):
         return reply
 
 
-async def applier_of(stream: Stream, client: Client) -> Applier:
+async def applier_of(stream: Stream, client: RedisClient) -> Applier:
     state = await stream.store.records.read(stream.grant)
     assert state is not None
     claim = stream.grant.claim
@@ -100,7 +100,7 @@ async def applier_of(stream: Stream, client: Client) -> Applier:
 
 
 async def test_a_stream_goes_on_with_a_change_whose_reply_was_lost(
-    redis: Redis, client: Client, stream: Stream
+    redis: Redis, client: RedisClient, stream: Stream
 ) -> None:
     await stream.begin("0 GPU", "0 CPU")
     unheard = Unheard(client)
@@ -120,7 +120,7 @@ async def test_a_stream_goes_on_with_a_change_whose_reply_was_lost(
 
 
 async def test_a_change_that_redis_has_lost_again_is_not_gone_on_with(
-    redis: Redis, client: Client, stream: Stream
+    redis: Redis, client: RedisClient, stream: Stream
 ) -> None:
     await stream.begin("0 GPU")
     applier = await applier_of(stream, Unheard(client))

@@ -11,7 +11,7 @@ from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.hot import HotBlocks
 from waymark.store.incarnation import Incarnation
 from waymark.store.store import Store
@@ -91,9 +91,9 @@ def hot() -> HotBlocks:
 
 
 @pytest.fixture
-def replica(client: Client, hot: HotBlocks) -> Store:
+def replica(client: RedisClient, hot: HotBlocks) -> Store:
     """Another process, that only asks."""
-    return Store(Client(client._redis, "redis://test"), hot=hot)
+    return Store(RedisClient(client._redis, "redis://test"), hot=hot)
 
 
 @pytest.mark.parametrize("tenant_id", ["a", "b"], ids=["same tenant", "another tenant"])
@@ -124,7 +124,7 @@ async def test_the_word_of_the_whole_redis_counts_too(store: Store, redis: Redis
 
 
 async def test_an_answer_of_the_redis_before_is_not_kept(
-    store: Store, redis: Redis, client: Client, monkeypatch: pytest.MonkeyPatch
+    store: Store, redis: Redis, client: RedisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asked before the change, and comes after it."""
     await crowded(store, redis, "a", 300)
@@ -139,7 +139,7 @@ async def test_an_answer_of_the_redis_before_is_not_kept(
         return find(group_id, wanted, now)
 
     monkeypatch.setattr(hot, "find", changed)
-    entry = await store.registry.group(GroupName("a", "m"))
+    entry = await store.directory.group(GroupName("a", "m"))
     assert entry is not None
     fetched, _ = await late.reader._fetcher.fetch(entry, pack(CHAIN[:10]), with_version=False, until=float("inf"))
     assert fetched.found == 10

@@ -18,7 +18,7 @@ from tests.store.key_table import README, KeyTable, Row, facts
 from waymark.domain.hashing import namespace
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
-from waymark.store.client import Client, Reply
+from waymark.store.client import RedisClient, Reply
 from waymark.store.leases import Grant
 from waymark.store.lua import SCRIPTS
 from waymark.store.records import Facts
@@ -29,7 +29,7 @@ NS = namespace("adapter", ["salt"])
 BLOCKS = list(range(0xA0, 0xB0))
 
 
-class Watched(Client):
+class Watched(RedisClient):
     """Sees, around every script, which rows of the key table it wrote and which it took out."""
 
     def __init__(self, redis: Redis, table: KeyTable) -> None:
@@ -64,7 +64,7 @@ class Watched(Client):
             where[row].add(script)
 
 
-async def live(client: Client, redis: Redis) -> None:
+async def live(client: RedisClient, redis: Redis) -> None:
     """Everything that happens to publishers, on one shard and on three."""
     one, three = Store(client), Store(client, shards=3)
     await one.records.incarnation()
@@ -176,7 +176,7 @@ def test_what_the_table_does_not_have_is_named(key_table: KeyTable) -> None:
 async def test_scripts_touch_no_key_that_was_not_declared(redis_url: str) -> None:
     async with Redis.from_url(redis_url, protocol=2) as redis, redis.monitor() as monitor:
         async with Redis.from_url(redis_url, protocol=2) as worker:
-            await live(Client(worker, redis_url), worker)
+            await live(RedisClient(worker, redis_url), worker)
             await worker.echo("the end")
         declared: set[str] = set()
         touched = 0
@@ -195,7 +195,7 @@ async def test_every_command_of_the_tour_answers_something(redis_url: str) -> No
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("    redis-cli")]
     assert len(commands) > 10
     async with Redis.from_url(redis_url, protocol=2) as redis:
-        client = Client(redis, redis_url)
+        client = RedisClient(redis, redis_url)
         store = Store(client)
         await store.records.incarnation()
         await store.records.alive("worker-1", keep_seconds=60)

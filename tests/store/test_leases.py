@@ -24,7 +24,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -98,7 +98,7 @@ async def test_new_holders_begin_above_what_any_shard_has_seen(store: Store, red
 
 @pytest.mark.parametrize("shards", [3])
 async def test_a_worker_that_died_between_two_fences_is_in_nobodys_way(
-    store: Store, client: Client, redis: Redis
+    store: Store, client: RedisClient, redis: Redis
 ) -> None:
     await store.registry.register(registration())
     claim = await claim_of(store, registration())
@@ -128,7 +128,7 @@ async def test_an_unregister_shuts_the_worker_out_before_it_ends_its_holders(sto
 @pytest.mark.parametrize("shards", [3])
 @pytest.mark.parametrize("call", [1, 2, 3])
 async def test_a_publisher_that_ends_between_a_lease_and_its_fences_leaves_nothing(
-    store: Store, client: Client, redis: Redis, call: int
+    store: Store, client: RedisClient, redis: Redis, call: int
 ) -> None:
     await store.registry.register(registration())
     claim = await claim_of(store, registration())
@@ -147,7 +147,7 @@ async def test_a_publisher_that_ends_between_a_lease_and_its_fences_leaves_nothi
 @pytest.mark.parametrize("shards", [3])
 @pytest.mark.parametrize("is_done", [False, True])
 async def test_what_an_unregister_that_died_left_in_the_fences_goes_with_the_next(
-    store: Store, client: Client, redis: Redis, is_done: bool
+    store: Store, client: RedisClient, redis: Redis, is_done: bool
 ) -> None:
     stream = await stream_of(store, redis)
     name = stream.grant.claim.registration.name

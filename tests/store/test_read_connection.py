@@ -22,8 +22,8 @@ from redis.exceptions import ResponseError
 from tests.conftest import wait_until
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
-from waymark.store.access import Access
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
+from waymark.store.credentials import Credentials
 from waymark.store.read_connection import QUESTIONS_MAX, Replies
 
 LOOPS = pytest.mark.parametrize(
@@ -38,7 +38,7 @@ class Fake:
     """A server that says what it was asked, after what it was told to do first."""
 
     url: str = ""
-    access: Access = field(default_factory=Access)
+    credentials: Credentials = field(default_factory=Credentials)
     opened: int = 0
     asked: int = 0
     greeted: list[list[bytes]] = field(default_factory=list)
@@ -65,8 +65,8 @@ class Fake:
             self.open.remove(writer)
             writer.close()
 
-    def client(self, *, timeout_seconds: float = 5.0) -> Client:
-        client = Client.open(self.url, access=self.access, timeout_seconds=timeout_seconds)
+    def client(self, *, timeout_seconds: float = 5.0) -> RedisClient:
+        client = RedisClient.open(self.url, credentials=self.credentials, timeout_seconds=timeout_seconds)
         client.metrics = Metrics()
         return client
 
@@ -86,7 +86,7 @@ async def fake(transport: str = "tcp", directory: Path | None = None) -> AsyncIt
             ca, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             ca.issue_cert("127.0.0.1").configure_cert(context)
             ca.cert_pem.write_to_path(str(directory / "ca.pem"))
-            fake.access = Access(tls_ca_file=directory / "ca.pem")
+            fake.credentials = Credentials(tls_ca_file=directory / "ca.pem")
         server = await asyncio.start_server(fake.serve, "127.0.0.1", 0, ssl=context)
         port = server.sockets[0].getsockname()[1]
         fake.url = f"{'rediss' if context else 'redis'}://127.0.0.1:{port}"
@@ -94,7 +94,7 @@ async def fake(transport: str = "tcp", directory: Path | None = None) -> AsyncIt
         yield fake
 
 
-def ask(client: Client, *words: bytes, seconds: float = 30.0) -> Awaitable[list[bytes]]:
+def ask(client: RedisClient, *words: bytes, seconds: float = 30.0) -> Awaitable[list[bytes]]:
     packed = b"".join(b"*2\r\n$4\r\nECHO\r\n$%d\r\n%b\r\n" % (len(word), word) for word in words)
     return client.ask(b"key", packed, Replies(len(words)), asyncio.get_running_loop().time() + seconds)
 
@@ -103,7 +103,7 @@ def has_asked(server: Fake, count: int) -> bool:
     return server.asked == count
 
 
-def errors(client: Client) -> float:
+def errors(client: RedisClient) -> float:
     """How many have been counted."""
     assert client.metrics is not None
     found = [each for each in client.metrics.registry.collect() if each.name == "waymark_redis_errors"]
@@ -176,7 +176,7 @@ async def test_it_is_let_in_as_the_url_says() -> None:
 async def test_a_password_file_is_read_for_each_connection(tmp_path: Path) -> None:
     async with fake() as server:
         secret = tmp_path / "secret"
-        server.access = Access(password_file=secret)
+        server.credentials = Credentials(password_file=secret)
         secret.write_text("wrong\n")
         client = server.client()
         with pytest.raises(StoreUnavailable, match="does not let us in"):
@@ -199,7 +199,7 @@ async def test_a_certificate_that_cannot_be_trusted_is_said(tmp_path: Path) -> N
         client = server.client()
         with pytest.raises(StoreUnavailable, match="no TLS that can be trusted"):
             await ask(client, b"one")
-        server.access = Access(tls_verify="none")
+        server.credentials = Credentials(tls_verify="none")
         trusting = server.client()
         assert await ask(trusting, b"one") == [b"one"]
         for each in (client, trusting):
@@ -213,7 +213,7 @@ async def test_many_that_wait_for_a_connection_open_one_and_fail_together(free_p
         assert await asyncio.gather(*(ask(client, word) for word in words)) == [[word] for word in words]
         assert server.opened == 1
         await client.close()
-    dead = Client.open(f"redis://127.0.0.1:{free_port}", timeout_seconds=5.0)
+    dead = RedisClient.open(f"redis://127.0.0.1:{free_port}", timeout_seconds=5.0)
     outcomes = await asyncio.gather(*(ask(dead, word) for word in words), return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {StoreUnavailable}
     await dead.close()
@@ -421,7 +421,7 @@ async def test_an_error_does_not_wait_for_the_garbage_collector() -> None:
 
 
 async def test_the_embedded_redis_has_no_read_connection() -> None:
-    client = Client.open("memory://")
+    client = RedisClient.open("memory://")
     for _ in range(200):
         with pytest.raises(StoreUnavailable, match="embedded"):
             await ask(client, b"one")

@@ -16,7 +16,7 @@ from waymark.domain.names import GroupName
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.hot import HotBlocks
 from waymark.store.reader import Reader, Reading
 from waymark.store.store import Store
@@ -77,7 +77,7 @@ async def test_a_chain_is_walked_in_a_small_chunk_then_in_large_ones(store: Stor
 
 
 @SHARDS
-async def test_a_walk_ends_at_the_first_block_that_nobody_has(client: Client, held: Stream, shards: int) -> None:
+async def test_a_walk_ends_at_the_first_block_that_nobody_has(client: RedisClient, held: Stream, shards: int) -> None:
     for hole in (0, 1, 31, 32, 33, 543, 544):
         prompt = [*CHAIN[:hole], 9999, *CHAIN[hole:]]
         reader, source = Store(client).reader, Source(prompt)
@@ -161,7 +161,7 @@ async def test_every_change_of_the_table_is_seen_by_the_next_query(store: Store,
     assert longest(await read(reader, CHAIN)) == {}
 
 
-async def test_a_holder_that_began_during_the_query_is_counted(store: Store, client: Client, held: Stream) -> None:
+async def test_a_holder_that_began_during_the_query_is_counted(store: Store, client: RedisClient, held: Stream) -> None:
     """Its id is above all ids of the table that was read: the table is read again, once, and all is walked anew."""
     other = await stream_of(store, held.redis, registration("pod-2"))
 
@@ -188,7 +188,7 @@ async def test_a_block_of_an_unknown_holder_makes_the_table_be_read_again_once(s
 
 
 async def test_a_table_that_is_behind_its_blocks_catches_up_within_the_query(
-    store: Store, client: Client, held: Stream
+    store: Store, client: RedisClient, held: Stream
 ) -> None:
     """As on a replica whose table lags: the word is the old one still, the blocks are new."""
     reader = store.reader
@@ -201,7 +201,7 @@ async def test_a_table_that_is_behind_its_blocks_catches_up_within_the_query(
     assert rows(reading)["pod-1"].ranks == {0: 2000, 1: 50}
 
 
-async def test_another_redis_never_gives_another_tenants_row(redis: Redis, client: Client) -> None:
+async def test_another_redis_never_gives_another_tenants_row(redis: Redis, client: RedisClient) -> None:
     """It came back empty, and the groups were registered in another order: ids have changed places."""
     store, reader = Store(client), Store(client).reader
     mine, theirs = GROUP, GroupName("other", "m")
@@ -289,7 +289,7 @@ async def test_without_any_answer_by_the_deadline_redis_is_away(
 
 
 async def test_long_values_are_not_asked_for_again_and_ended_holders_vanish_at_once(
-    client: Client, redis: Redis, held: Stream
+    client: RedisClient, redis: Redis, held: Stream
 ) -> None:
     crowd = b"1 " + b" ".join(b"%d" % holder for holder in range(1001, 1101))
     await redis.mset({held.key(block): crowd for block in CHAIN[:500]})

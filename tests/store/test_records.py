@@ -92,7 +92,7 @@ async def test_workers_tells_status_watermark_lag_and_blocks_by_medium(
     await store.records.write(stream.grant, {"status": "degraded", "last_error": "no replay"}, {"gaps": 1})
     await store.registry.register(registration("pod-2"))
 
-    first, second = await store.records.publisher_states(await store.registry.claims())
+    first, second = await store.records.publisher_states(await store.directory.claims())
     assert (first.registration, first.id, first.group_id) == (registration(), 1, 1)
     assert (first.status, first.watermark, first.counters) == ("degraded", 8, {"gaps": 1})
     assert (first.last_error, first.worker) == ("no replay", "worker-1")

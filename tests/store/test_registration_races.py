@@ -26,7 +26,7 @@ from waymark.ingest.keeper import RegistrationKeeper
 from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.claims import Claim, decode_table
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.store import Store
 
 ROUNDS = 25
@@ -34,7 +34,7 @@ NAMES = [registration(f"pod-{i}", dp_rank=rank).name for i in range(2) for rank 
 BLOCKS = range(1, 40)
 
 
-class Shaken(Client):
+class Shaken(RedisClient):
     """Lets others go first now and then."""
 
     chance: random.Random
@@ -75,7 +75,7 @@ def outcomes(before: Registration | None, calls: Sequence[Call], unsure: Sequenc
 
 
 class World:
-    def __init__(self, stores: Sequence[Store], client: Client, chance: random.Random) -> None:
+    def __init__(self, stores: Sequence[Store], client: RedisClient, chance: random.Random) -> None:
         self.stores = stores
         self.client = client
         self.chance = chance
@@ -114,7 +114,7 @@ class World:
             keeper.restore(()),
             *(self.work(store, f"worker-{i}") for i, store in enumerate(self.stores[3:])),
         )
-        for claim in await self.stores[3].registry.claims():
+        for claim in await self.stores[3].directory.claims():
             if claim.is_leaving:
                 await self.stores[3].registry.finish(claim)
         await self.check(calls, unsure, [Call(each.name, each) for each in file])
@@ -122,7 +122,7 @@ class World:
     async def work(self, store: Store, worker: str) -> None:
         """A few streams, as workers take them: some are dropped, some left behind as by a crash."""
         for _ in range(self.chance.randrange(1, 6)):
-            claims = await store.registry.claims()
+            claims = await store.directory.claims()
             if not claims:
                 await asyncio.sleep(0)
                 continue
@@ -151,7 +151,7 @@ class World:
             await store.leases.drop(grant)
 
     async def check(self, calls: Sequence[Call], unsure: Sequence[Call], file: Sequence[Call]) -> None:
-        claims = await self.stores[0].registry.claims()
+        claims = await self.stores[0].directory.claims()
         assert not any(claim.is_leaving for claim in claims)
         found = {claim.registration.name: claim.registration for claim in claims}
         for name in NAMES:
@@ -160,7 +160,7 @@ class World:
             assert found.get(name) in may_be, f"{name} was {self.model.get(name)}, then {made}: {found.get(name)}"
         self.model = found
         assert len({claim.publisher for claim in claims}) == len(claims)
-        for group, entry in (await self.stores[0].registry.groups()).items():
+        for group, entry in (await self.stores[0].directory.groups()).items():
             own = {claim.publisher: claim for claim in claims if claim.registration.group == group}
             assert {claim.group_id for claim in own.values()} <= {entry.group_id}
             await self._check_group(entry.group_id, own)
@@ -200,7 +200,7 @@ async def world(redis_url: str, request: pytest.FixtureRequest) -> AsyncIterator
     async with AsyncExitStack() as stack:
         stores: list[Store] = []
         for _ in range(5):
-            client = Shaken(Client.open(redis_url)._redis, redis_url)
+            client = Shaken(RedisClient.open(redis_url)._redis, redis_url)
             client.chance = chance
             stack.push_async_callback(client.close)
             stores.append(Store(client))

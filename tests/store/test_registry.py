@@ -25,8 +25,8 @@ from waymark.domain.targets import Role, Target
 from waymark.errors import Conflict, StoreUnavailable
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import Client
-from waymark.store.registry import GroupEntry
+from waymark.store.client import RedisClient
+from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
 POD = registration()
@@ -44,7 +44,7 @@ async def records(redis: Redis) -> set[bytes]:
 
 async def is_whole(store: Store, redis: Redis) -> bool:
     """Whether claims, rows and records are of the same publishers."""
-    claims = {claim.publisher: claim.registration.instance_id for claim in await store.registry.claims()}
+    claims = {claim.publisher: claim.registration.instance_id for claim in await store.directory.claims()}
     return (
         claims == await rows(store)
         and {keys.record(1, publisher).encode() for publisher in claims} == await records(redis)
@@ -53,7 +53,7 @@ async def is_whole(store: Store, redis: Redis) -> bool:
 
 async def test_a_new_publisher_has_a_claim_a_row_and_a_record(store: Store, redis: Redis) -> None:
     assert await store.registry.register(POD)
-    assert await store.registry.registrations() == [POD]
+    assert await store.directory.registrations() == [POD]
     assert await is_whole(store, redis)
     claim = await claim_of(store, POD)
     assert (claim.publisher, claim.group_id, claim.shards, claim.is_leaving) == (1, 1, 1, False)
@@ -75,7 +75,7 @@ async def test_every_field_of_a_registration_comes_back(store: Store) -> None:
         target=Target("https://[::1]:8000/v1", Role.DECODE, 0.5, {"zone": "a"}, "http://pod:9/metrics"),
     )
     await store.registry.register(every)
-    assert await store.registry.registrations() == [every]
+    assert await store.directory.registrations() == [every]
 
 
 async def test_the_same_again_changes_nothing(store: Store, redis: Redis) -> None:
@@ -96,7 +96,7 @@ async def test_what_it_is_as_a_target_changes_without_a_new_life(store: Store, r
         changed = registration(target=target)
         assert await store.registry.register(changed) is True
         assert await store.registry.register(changed) is False
-        assert await store.registry.registrations() == [changed]
+        assert await store.directory.registrations() == [changed]
         table = await store.reader.table(GROUP)
         assert table is not None
         assert table.targets.get(stream.grant.publisher, Target()) == target
@@ -106,13 +106,13 @@ async def test_what_it_is_as_a_target_changes_without_a_new_life(store: Store, r
 
 
 async def test_of_two_that_change_a_target_the_table_says_what_the_registration_says(
-    store: Store, client: Client, redis: Redis
+    store: Store, client: RedisClient, redis: Redis
 ) -> None:
     await store.registry.register(POD)
     first, second = (registration(target=Target(weight=weight)) for weight in (2.0, 3.0))
     slow = Store(Meeting(client, "begin_publisher", lambda: store.registry.register(second)))
     await slow.registry.register(first)
-    assert await store.registry.registrations() == [second]
+    assert await store.directory.registrations() == [second]
     table = await store.reader.table(GROUP)
     assert table is not None
     assert table.targets == {1: second.target}
@@ -120,7 +120,7 @@ async def test_of_two_that_change_a_target_the_table_says_what_the_registration_
 
 
 async def test_a_change_that_was_left_half_way_is_finished_by_the_same_again(
-    store: Store, client: Client, redis: Redis
+    store: Store, client: RedisClient, redis: Redis
 ) -> None:
     await store.registry.register(POD)
     changed = registration(target=Target(weight=2.0))
@@ -139,7 +139,7 @@ async def test_a_new_endpoint_is_a_new_life(store: Store, redis: Redis, field: s
     await stream.apply(stored(gpu, [1, 2]))
     moved = registration(**{field: "tcp://10.0.0.2:5558"})
     assert await store.registry.register(moved)
-    assert await store.registry.registrations() == [moved]
+    assert await store.directory.registrations() == [moved]
     assert await is_whole(store, redis)
     assert (await claim_of(store, moved)).publisher > stream.grant.publisher
     assert await store.records.read(stream.grant) is None, "the old lease holder has lost it"
@@ -180,8 +180,8 @@ async def test_ranks_and_tenants_are_publishers_of_their_own(store: Store) -> No
     others = [POD, registration(dp_rank=1), registration(tenant_id="other")]
     for other in others:
         assert await store.registry.register(other)
-    assert await store.registry.registrations() == others
-    assert await store.registry.groups() == {
+    assert await store.directory.registrations() == others
+    assert await store.directory.groups() == {
         GROUP: GroupEntry(1, 1),
         GroupName("other", "m"): GroupEntry(2, 1),
     }
@@ -190,22 +190,22 @@ async def test_ranks_and_tenants_are_publishers_of_their_own(store: Store) -> No
 async def test_names_that_look_alike_when_joined_are_not_the_same(store: Store) -> None:
     await store.registry.register(registration("a|b", tenant_id="c"))
     assert await store.registry.register(registration("a", tenant_id="b|c"))
-    assert len(await store.registry.registrations()) == 2
+    assert len(await store.directory.registrations()) == 2
 
 
-async def test_a_group_keeps_its_shards_when_the_setting_changes(store: Store, client: Client) -> None:
+async def test_a_group_keeps_its_shards_when_the_setting_changes(store: Store, client: RedisClient) -> None:
     await store.registry.register(POD)
     later = Store(client, shards=3)
     await later.registry.register(registration("pod-2"))
     assert (await claim_of(later, registration("pod-2"))).shards == 1
     await later.registry.register(registration("pod-3", model_name="large"))
-    assert await later.registry.group(GroupName("default", "large")) == GroupEntry(2, 3)
+    assert await later.directory.group(GroupName("default", "large")) == GroupEntry(2, 3)
 
 
 async def test_twenty_registrations_of_one_name_at_once_give_one_publisher(store: Store, redis: Redis) -> None:
     answers = await gather(*(store.registry.register(POD) for _ in range(20)))
     assert answers.count(True) == 1
-    assert await store.registry.registrations() == [POD]
+    assert await store.directory.registrations() == [POD]
     assert await is_whole(store, redis)
 
 
@@ -213,14 +213,14 @@ async def test_moves_at_once_leave_one_publisher(store: Store, redis: Redis) -> 
     pods = [registration(endpoint=f"tcp://10.0.0.{i}:5557") for i in range(4)]
     answers = await gather(*(store.registry.register(pod) for pod in pods), return_exceptions=True)
     assert all(answer is True or isinstance(answer, StoreUnavailable) for answer in answers)
-    (left,) = await store.registry.registrations()
+    (left,) = await store.directory.registrations()
     assert left in pods
     assert await is_whole(store, redis)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new", "there-already"])
 async def test_an_unregister_in_the_middle_of_a_register_leaves_no_row_behind(
-    store: Store, redis: Redis, client: Client, again: bool
+    store: Store, redis: Redis, client: RedisClient, again: bool
 ) -> None:
     if again:
         await store.registry.register(POD)
@@ -230,7 +230,7 @@ async def test_an_unregister_in_the_middle_of_a_register_leaves_no_row_behind(
 
     slow = Store(Meeting(client, "begin_publisher", unregister))
     assert await slow.registry.register(POD)
-    assert await store.registry.registrations() == [POD]
+    assert await store.directory.registrations() == [POD]
     assert await is_whole(store, redis)
 
 
@@ -246,12 +246,12 @@ async def test_a_worker_that_makes_an_old_claim_good_brings_nothing_back(store: 
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("script", ["new_ids", "claim_publisher", "begin_publisher"])
 async def test_a_register_that_died_is_made_good_by_the_next(
-    store: Store, redis: Redis, client: Client, script: str, is_done: bool
+    store: Store, redis: Redis, client: RedisClient, script: str, is_done: bool
 ) -> None:
     with pytest.raises(StoreUnavailable):
         await Store(Dying(client, script, is_done=is_done)).registry.register(POD)
     await store.registry.register(POD)
-    assert await store.registry.registrations() == [POD]
+    assert await store.directory.registrations() == [POD]
     assert await is_whole(store, redis)
 
 
@@ -259,7 +259,7 @@ async def test_a_register_that_died_is_made_good_by_the_next(
 @pytest.mark.parametrize("script", ["claim_publisher", "take_lease", "raise_fence", "end_publisher", "drop_fence"])
 @pytest.mark.parametrize("next_one", ["unregister", "register", "move"])
 async def test_an_unregister_that_died_is_made_good_by_the_next(
-    store: Store, redis: Redis, client: Client, script: str, is_done: bool, next_one: str
+    store: Store, redis: Redis, client: RedisClient, script: str, is_done: bool, next_one: str
 ) -> None:
     stream = await stream_of(store, redis)
     await stream.begin("0 GPU")
@@ -270,7 +270,7 @@ async def test_an_unregister_that_died_is_made_good_by_the_next(
         await store.registry.unregister([POD.name])
     else:
         await store.registry.register(wanted)
-    assert await store.registry.registrations() == ([] if next_one == "unregister" else [wanted])
+    assert await store.directory.registrations() == ([] if next_one == "unregister" else [wanted])
     assert await is_whole(store, redis)
     if (script, is_done, next_one) != ("claim_publisher", False, "register"):  # there, nothing had happened
         assert await store.records.read(stream.grant) is None
@@ -282,7 +282,7 @@ async def test_an_unregister_that_died_is_made_good_by_the_next(
     ["claim_publisher", "take_lease", "raise_fence", "end_publisher", "drop_fence", "new_ids", "begin_publisher"],
 )
 async def test_a_move_that_died_keeps_the_name_and_is_finished_by_a_worker(
-    store: Store, redis: Redis, client: Client, script: str, is_done: bool
+    store: Store, redis: Redis, client: RedisClient, script: str, is_done: bool
 ) -> None:
     stream = await stream_of(store, redis)
     await stream.begin("0 GPU")
@@ -290,32 +290,32 @@ async def test_a_move_that_died_keeps_the_name_and_is_finished_by_a_worker(
     with pytest.raises(StoreUnavailable):
         await Store(Dying(client, script, is_done=is_done)).registry.register(moved)
     is_marked = (script, is_done) != ("claim_publisher", False)
-    for claim in await store.registry.claims():
+    for claim in await store.directory.claims():
         if claim.is_leaving:
             await store.registry.finish(claim)
         else:
             await store.registry.begin(claim)
     with pytest.raises(Conflict):
         await store.registry.register(registration(model_name="other"))
-    assert await store.registry.registrations() == [moved if is_marked else POD]
+    assert await store.directory.registrations() == [moved if is_marked else POD]
     assert await is_whole(store, redis)
 
 
 async def test_an_unregister_in_the_middle_of_a_move_is_not_undone_by_it(
-    store: Store, redis: Redis, client: Client
+    store: Store, redis: Redis, client: RedisClient
 ) -> None:
     await store.registry.register(POD)
 
     async def unregister() -> None:
         assert await store.registry.unregister([POD.name]) == [POD.name]
-        assert await store.registry.registrations() == []
+        assert await store.directory.registrations() == []
 
     slow = Store(Meeting(client, "end_publisher", unregister))
     await slow.registry.register(registration(endpoint="tcp://10.0.0.2:5557"))
     assert await is_whole(store, redis)
 
 
-async def test_nobody_takes_the_name_of_a_publisher_that_moves(store: Store, redis: Redis, client: Client) -> None:
+async def test_nobody_takes_the_name_of_a_publisher_that_moves(store: Store, redis: Redis, client: RedisClient) -> None:
     await store.registry.register(POD)
 
     async def take() -> None:
@@ -324,11 +324,11 @@ async def test_nobody_takes_the_name_of_a_publisher_that_moves(store: Store, red
 
     moved = registration(endpoint="tcp://10.0.0.2:5557")
     assert await Store(Meeting(client, "drop_fence", take)).registry.register(moved)
-    assert await store.registry.registrations() == [moved]
+    assert await store.directory.registrations() == [moved]
     assert await is_whole(store, redis)
 
 
-class Counting(Client):
+class Counting(RedisClient):
     """Counts what lists of registrations cost."""
 
     lists = 0
@@ -343,10 +343,10 @@ class Counting(Client):
 
 
 async def test_asking_for_tenants_reads_registrations_once_per_change(
-    store: Store, redis: Redis, client: Client
+    store: Store, redis: Redis, client: RedisClient
 ) -> None:
     counting = Counting(client._redis, "redis://test")
-    asked = Store(counting).registry
+    asked = Store(counting).directory
     changes = (
         (None, None),
         ("t", store.registry.register(registration(tenant_id="t"))),
@@ -371,7 +371,7 @@ async def test_a_list_of_registrations_decodes_only_what_has_changed(
 ) -> None:
     for i in range(20):
         await store.registry.register(registration(f"pod-{i}"))
-    assert len(await store.registry.claims()) == 20
+    assert len(await store.directory.claims()) == 20
     decoded: list[bytes] = []
     decode = Claim.decode
 
@@ -380,11 +380,11 @@ async def test_a_list_of_registrations_decodes_only_what_has_changed(
         return decode(raw)
 
     monkeypatch.setattr(Claim, "decode", counted)
-    assert len(await store.registry.claims()) == 20
+    assert len(await store.directory.claims()) == 20
     assert decoded == []
     await store.registry.register(registration("pod-3", endpoint="tcp://10.0.0.2:5557"))
     decoded.clear()
-    assert len(await store.registry.claims()) == 20
+    assert len(await store.directory.claims()) == 20
     assert len(decoded) == 1
 
 
@@ -393,7 +393,7 @@ async def test_unregister_names_those_that_were_there(store: Store, redis: Redis
     unknown = PublisherName("pod-9", "default", 0)
     assert await store.registry.unregister([unknown, POD.name]) == [POD.name]
     assert await store.registry.unregister([POD.name]) == []
-    assert await store.registry.registrations() == []
+    assert await store.directory.registrations() == []
     assert await rows(store) == {}
     assert await records(redis) == set()
 
@@ -415,12 +415,12 @@ async def test_unregisters_at_once_do_not_take_the_lease_from_each_other_for_eve
     await stream.begin("0 GPU")
     answers = await gather(*(store.registry.unregister([POD.name]) for _ in range(3)))
     assert [POD.name] in answers
-    assert await store.registry.claims() == []
+    assert await store.directory.claims() == []
     assert await is_whole(store, redis)
 
 
 async def test_the_slower_of_two_unregisters_does_not_return_before_all_is_gone(
-    store: Store, redis: Redis, client: Client
+    store: Store, redis: Redis, client: RedisClient
 ) -> None:
     await store.registry.register(POD)
 
@@ -431,22 +431,22 @@ async def test_the_slower_of_two_unregisters_does_not_return_before_all_is_gone(
     slower = Store(Meeting(client, "claim_publisher", faster_but_dead))
     assert await slower.registry.unregister([POD.name]) == [POD.name]
     assert await rows(store) == {}
-    assert await store.registry.claims() == []
+    assert await store.directory.claims() == []
 
 
 async def test_a_tenant_is_known_while_it_has_a_registration(store: Store) -> None:
-    assert not await store.registry.is_tenant_known("default")
+    assert not await store.directory.is_tenant_known("default")
     await store.registry.register(POD)
-    assert await store.registry.is_tenant_known("default")
-    assert not await store.registry.is_tenant_known("def")
+    assert await store.directory.is_tenant_known("default")
+    assert not await store.directory.is_tenant_known("def")
     await store.registry.unregister([POD.name])
-    assert not await store.registry.is_tenant_known("default")
+    assert not await store.directory.is_tenant_known("default")
 
 
 async def test_an_unknown_group_is_none_and_asking_creates_nothing(store: Store, redis: Redis) -> None:
-    assert await store.registry.group(GROUP) is None
-    assert await store.registry.groups() == {}
-    assert await store.registry.claims() == []
+    assert await store.directory.group(GROUP) is None
+    assert await store.directory.groups() == {}
+    assert await store.directory.claims() == []
     assert await snapshot(redis) == {}
 
 
@@ -455,7 +455,7 @@ async def test_a_group_whose_id_turns_out_to_be_anothers_gets_a_new_one(store: S
     await store.registry.register(registration("pod-9", model_name="lost"))
     await redis.delete(keys.GROUPS)
     assert await store.registry.register(POD)
-    assert await store.registry.group(GROUP) == GroupEntry(2, 1)
+    assert await store.directory.group(GROUP) == GroupEntry(2, 1)
     table = await store.reader.table(GROUP)
     assert table is not None
     assert table.group == GROUP

@@ -13,7 +13,7 @@ from tests.conftest import wait_until
 from tests.store.factories import Stream, claim_of, registration, snapshot, stream_of
 from waymark.errors import InvalidValue
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.reservations import (
     CANDIDATES_MAX,
     Load,
@@ -42,7 +42,7 @@ class Fleet:
     reservations: Reservations = field(init=False)
 
     def __post_init__(self) -> None:
-        client = Client(self.redis, "redis://test")
+        client = RedisClient(self.redis, "redis://test")
         self.reservations = Reservations(client, Scripts(client))
 
     async def reserve(self, *new: int, **terms: object) -> Reserved:

@@ -12,8 +12,8 @@ from tests.store.factories import registration, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Sentinels, farm, start_sentinels
 from waymark.errors import StoreUnavailable
-from waymark.store.access import Access
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
+from waymark.store.credentials import Credentials
 from waymark.store.store import Store
 
 PASSWORD = "of-the-sentinels"
@@ -26,45 +26,45 @@ def watched() -> Iterator[Sentinels]:
 
 
 @pytest.fixture
-def access(tmp_path: Path) -> Access:
+def credentials(tmp_path: Path) -> Credentials:
     secret = tmp_path / "secret"
     secret.write_text(PASSWORD + "\n")
-    return Access(sentinel_password_file=secret)
+    return Credentials(sentinel_password_file=secret)
 
 
 @pytest.fixture
-async def store(watched: Sentinels, access: Access) -> AsyncIterator[Store]:
-    store = Store.open(watched.url, watched.url + "?role=replica", access=access, timeout_seconds=2.0)
+async def store(watched: Sentinels, credentials: Credentials) -> AsyncIterator[Store]:
+    store = Store.open(watched.url, watched.url + "?role=replica", credentials=credentials, timeout_seconds=2.0)
     yield store
     await store.close()
 
 
-async def test_all_that_the_roles_do_works_behind_sentinels(watched: Sentinels, access: Access) -> None:
-    store = Store.open(watched.url, access=access)
+async def test_all_that_the_roles_do_works_behind_sentinels(watched: Sentinels, credentials: Credentials) -> None:
+    store = Store.open(watched.url, credentials=credentials)
     await live_and_end(store, 1)
     await store.close()
     watched.primary.ask("FLUSHALL")
 
 
 async def test_sentinels_ask_for_a_password_of_their_own(watched: Sentinels) -> None:
-    client = Client.open(watched.url)
+    client = RedisClient.open(watched.url)
     with pytest.raises(StoreUnavailable, match="WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"):
         await client.ping()
     await client.close()
 
 
-async def test_a_silent_sentinel_keeps_nobody_waiting(watched: Sentinels, access: Access) -> None:
+async def test_a_silent_sentinel_keeps_nobody_waiting(watched: Sentinels, credentials: Credentials) -> None:
     watched.sentinels[0].pause()
     try:
         # Each connection asks the Sentinels; were they asked in turn, the silent one would take the whole time.
-        client = Client.open(watched.url, access=access, timeout_seconds=60.0)
+        client = RedisClient.open(watched.url, credentials=credentials, timeout_seconds=60.0)
         await wait_until(lambda: _pings(client), "the others have answered", 20.0)
         await client.close()
     finally:
         watched.sentinels[0].resume()
 
 
-async def _pings(client: Client) -> bool:
+async def _pings(client: RedisClient) -> bool:
     await client.ping()
     return True
 

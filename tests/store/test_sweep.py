@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from tests.store.factories import Dying, Stream, claim_of, registration, snapshot, stored, stream_of
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.store import Store
 from waymark.store.sweep import STEP_BLOCKS
 
@@ -60,7 +60,14 @@ async def test_a_dead_holder_leaves_every_block_and_takes_nobody_along(
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("script", "call"), [("sweep_holder", 1), ("sweep_holder", 3), ("forget_dead", 1)])
 async def test_a_sweeper_that_died_is_followed_by_another(
-    store: Store, client: Client, redis: Redis, neighbour: Stream, shards: int, script: str, call: int, is_done: bool
+    store: Store,
+    client: RedisClient,
+    redis: Redis,
+    neighbour: Stream,
+    shards: int,
+    script: str,
+    call: int,
+    is_done: bool,
 ) -> None:
     dying = Store(Dying(client, script, call=call, is_done=is_done))
     with pytest.raises(StoreUnavailable):
@@ -100,7 +107,7 @@ async def test_an_empty_holder_is_swept(store: Store, redis: Redis, stream: Stre
     assert keys.dead(1).encode() not in await snapshot(redis)
 
 
-class OtherCursors(Client):
+class OtherCursors(RedisClient):
     """Another server answers from the second step of a scan on: the cursor of the first one means its end there."""
 
     steps = 0
@@ -119,7 +126,7 @@ async def test_a_failover_in_the_middle_of_a_scan_leaves_no_block_behind(redis: 
 
 @SHARDS
 async def test_a_sweep_of_a_redis_that_came_back_empty_ends_and_takes_nothing(
-    store: Store, client: Client, redis: Redis, shards: int
+    store: Store, client: RedisClient, redis: Redis, shards: int
 ) -> None:
     """Again and again: at any step of a sweep Redis is emptied, and a publisher of the new one stores the same."""
     for step in range(6):

@@ -13,8 +13,8 @@ import trustme
 from tests.store.flow import live_and_end
 from tests.topologies import Farm, Server, farm, start_cluster
 from waymark.errors import StoreUnavailable
-from waymark.store.access import Access
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
+from waymark.store.credentials import Credentials
 from waymark.store.store import Store
 
 
@@ -41,8 +41,8 @@ class Files:
         return {"ssl": True, "ssl_ca_certs": str(self.ca), "ssl_certfile": str(self.ours)}
 
     @property
-    def access(self) -> Access:
-        return Access(tls_ca_file=self.ca, tls_cert_file=self.ours)
+    def credentials(self) -> Credentials:
+        return Credentials(tls_ca_file=self.ca, tls_cert_file=self.ours)
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +68,22 @@ def server(servers: Farm, files: Files) -> Server:
 
 
 async def test_all_that_the_roles_do_works_over_tls(server: Server, files: Files) -> None:
-    store = Store.open(f"rediss://127.0.0.1:{server.port}", access=files.access, timeout_seconds=5.0)
+    store = Store.open(f"rediss://127.0.0.1:{server.port}", credentials=files.credentials, timeout_seconds=5.0)
     await live_and_end(store, 1)
     await store.close()
 
 
 async def test_a_cluster_is_entered_over_tls(servers: Farm, files: Files) -> None:
     cluster = start_cluster(servers, *files.options, is_tls=True, more=files.client)
-    store = Store.open(cluster.url.replace("redis+", "rediss+"), shards=16, access=files.access, timeout_seconds=5.0)
+    store = Store.open(
+        cluster.url.replace("redis+", "rediss+"), shards=16, credentials=files.credentials, timeout_seconds=5.0
+    )
     await live_and_end(store, 16)
     await store.close()
 
 
-async def refusal(url: str, access: Access) -> str:
-    client = Client.open(url, access=access, timeout_seconds=5.0)
+async def refusal(url: str, credentials: Credentials) -> str:
+    client = RedisClient.open(url, credentials=credentials, timeout_seconds=5.0)
     with pytest.raises(StoreUnavailable) as caught:
         await client.ping()
     await client.close()
@@ -90,27 +92,31 @@ async def refusal(url: str, access: Access) -> str:
 
 async def test_a_server_whose_certificate_nobody_known_has_signed_is_refused(server: Server, files: Files) -> None:
     url = f"rediss://127.0.0.1:{server.port}"
-    sentence = await refusal(url, replace(files.access, tls_ca_file=files.stranger))
+    sentence = await refusal(url, replace(files.credentials, tls_ca_file=files.stranger))
     assert "certificate verify failed" in sentence
     assert "WAYMARK_REDIS_TLS_CA_FILE" in sentence
-    assert "WAYMARK_REDIS_TLS_CA_FILE" in await refusal(url, replace(files.access, tls_ca_file=None))
+    assert "WAYMARK_REDIS_TLS_CA_FILE" in await refusal(url, replace(files.credentials, tls_ca_file=None))
 
 
 async def test_a_certificate_for_another_host_is_refused_unless_told_otherwise(server: Server, files: Files) -> None:
     url = f"rediss://localhost:{server.port}"
-    assert "WAYMARK_REDIS_TLS_VERIFY" in await refusal(url, files.access)
-    for access in (
-        replace(files.access, tls_verify="ca"),
-        replace(files.access, tls_verify="none", tls_ca_file=files.stranger),
+    assert "WAYMARK_REDIS_TLS_VERIFY" in await refusal(url, files.credentials)
+    for credentials in (
+        replace(files.credentials, tls_verify="ca"),
+        replace(files.credentials, tls_verify="none", tls_ca_file=files.stranger),
     ):
-        client = Client.open(url, access=access, timeout_seconds=5.0)
+        client = RedisClient.open(url, credentials=credentials, timeout_seconds=5.0)
         await client.ping()
         await client.close()
-    assert "verify failed" in await refusal(url, replace(files.access, tls_verify="ca", tls_ca_file=files.stranger))
+    assert "verify failed" in await refusal(
+        url, replace(files.credentials, tls_verify="ca", tls_ca_file=files.stranger)
+    )
 
 
 async def test_plain_words_to_a_tls_port_and_no_certificate_of_ours_are_unavailable(
     server: Server, files: Files
 ) -> None:
-    assert "does not answer" in await refusal(f"redis://127.0.0.1:{server.port}", Access())
-    assert "127.0.0.1" in await refusal(f"rediss://127.0.0.1:{server.port}", replace(files.access, tls_cert_file=None))
+    assert "does not answer" in await refusal(f"redis://127.0.0.1:{server.port}", Credentials())
+    assert "127.0.0.1" in await refusal(
+        f"rediss://127.0.0.1:{server.port}", replace(files.credentials, tls_cert_file=None)
+    )

@@ -52,7 +52,7 @@ class Conductor:
         if request.dp_rank is None:
             names = [
                 registration.name
-                for registration in await self._store.registry.registrations()
+                for registration in await self._store.directory.registrations()
                 if registration.instance_id == request.instance_id and registration.tenant_id == tenant_id
             ]
         else:

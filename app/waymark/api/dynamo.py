@@ -65,7 +65,7 @@ class Dynamo:
             copies="count",
             sequence="publisher",
         )
-        registrations = await self._store.registry.registrations()
+        registrations = await self._store.directory.registrations()
         _check_new(registration, registrations, names_others=not self._settings.protect_reads)
         if not await self._store.registry.register(registration):
             raise _already_registered(registration)
@@ -83,7 +83,7 @@ class Dynamo:
         request = DynamoUnregisterRequest.of(body.fields)
         names = [
             registration.name
-            for registration in await self._store.registry.registrations()
+            for registration in await self._store.directory.registrations()
             if registration.instance_id == str(request.instance_id)
             and registration.model_name == request.model_name
             and request.partition in (None, registration.tenant_id)

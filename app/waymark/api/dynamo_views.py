@@ -73,7 +73,7 @@ class DynamoViews:
 
     async def dump(self, _: Body) -> Answer:
         groups: dict[str, dict[str, Any]] = {}
-        for registration in await self._store.registry.registrations():
+        for registration in await self._store.directory.registrations():
             name = f"{registration.model_name}:{registration.tenant_id}"
             groups.setdefault(name, {"block_size": registration.block_size, "events": []})
         return Answer(groups, headers=NOTE)

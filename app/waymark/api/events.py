@@ -76,7 +76,7 @@ class Events:
                 )
             events.append(_decoded(document, i if len(documents) > 1 else None))
             await asyncio.sleep(0)
-        claims = [claim for claim in await self._store.registry.claims() if not claim.is_leaving]
+        claims = [claim for claim in await self._store.directory.claims() if not claim.is_leaving]
         owners = [_owner(claims, event) for event in events]
         progress = _Progress()
         for _, pairs in groupby(zip(owners, events, strict=True), key=lambda pair: pair[0].publisher):

@@ -23,7 +23,7 @@ class Views:
         self._store = store
 
     async def services(self, _: Body) -> Answer:
-        services = [_service(registration) for registration in await self._store.registry.registrations()]
+        services = [_service(registration) for registration in await self._store.directory.registrations()]
         return Answer({"count": len(services), "services": services})
 
     async def workers(self, _: Body) -> Answer:
@@ -33,7 +33,7 @@ class Views:
             {"id": worker, "streams": streams[worker]}
             for worker in await self._store.records.alive("", keep_seconds=WORKER_SECONDS)
         ]
-        await self._store.registry.groups()  # for those that cannot be read
+        await self._store.directory.groups()  # for those that cannot be read
         unreadable = [asdict(record) for record in self._store.parser.unreadable]
         return Answer(
             {"publishers": [_publisher(state) for state in states], "workers": workers, "unreadable": unreadable}
@@ -66,7 +66,7 @@ class Views:
 
 async def publisher_states(store: Store) -> list[PublisherState]:
     """The state of every registration, in order of registration."""
-    claims = [claim for claim in await store.registry.claims() if not claim.is_leaving]
+    claims = [claim for claim in await store.directory.claims() if not claim.is_leaving]
     return await store.records.publisher_states(claims)
 
 

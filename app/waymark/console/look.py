@@ -13,11 +13,11 @@ from waymark.domain.table import HolderTable
 from waymark.errors import NotFound, SettingsError
 from waymark.settings import Settings
 from waymark.store import keys
-from waymark.store.access import Access
 from waymark.store.claims import Claim, decode_table
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
+from waymark.store.credentials import Credentials
+from waymark.store.directory import GroupEntry
 from waymark.store.records import PublisherState
-from waymark.store.registry import GroupEntry
 from waymark.store.store import Store
 
 #: Hash commands in one pipeline, about: Redis answers others between two of them.
@@ -45,20 +45,20 @@ class Group:
 class Look:
     """The reads that the console is made of."""
 
-    def __init__(self, client: Client, *, hash_seed: int = DEFAULT_SEED) -> None:
+    def __init__(self, client: RedisClient, *, hash_seed: int = DEFAULT_SEED) -> None:
         self.client = client
         self.store = Store(client, hash_seed=hash_seed)
 
     async def groups(self) -> list[Group]:
         """Every group that ever was, in order of registration."""
-        found = [Group(name, entry) for name, entry in (await self.store.registry.groups()).items()]
+        found = [Group(name, entry) for name, entry in (await self.store.directory.groups()).items()]
         return sorted(found, key=lambda group: group.id)
 
     async def claims(self, group: GroupName | None = None) -> list[Claim]:
         """Registrations, in order; of one group where one is named."""
         return [
             claim
-            for claim in await self.store.registry.claims()
+            for claim in await self.store.directory.claims()
             if not claim.is_leaving and group in (None, claim.registration.group)
         ]
 
@@ -103,7 +103,9 @@ async def looking(settings: Settings) -> AsyncIterator[Look]:
             "give the URL of a real one (--redis-url redis://host:6379/0), or ask that process: "
             "curl http://127.0.0.1:13333/workers"
         )
-    client = Client.open(settings.redis_url, timeout_seconds=settings.redis_timeout_seconds, access=Access.of(settings))
+    client = RedisClient.open(
+        settings.redis_url, timeout_seconds=settings.redis_timeout_seconds, credentials=Credentials.of(settings)
+    )
     try:
         yield Look(client, hash_seed=settings.hash_seed)
     finally:

@@ -39,7 +39,7 @@ class RegistrationKeeper:
         if incarnation == self._incarnation:
             return False
         is_start = not self._incarnation
-        there = {registration.name: registration for registration in await self._store.registry.registrations()}
+        there = {registration.name: registration for registration in await self._store.directory.registrations()}
         wanted = {each.name: each for each in self._publishers}
         if not is_start:
             wanted = {each.name: each for each in seen} | wanted

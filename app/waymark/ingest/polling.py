@@ -160,12 +160,12 @@ class Poller:
 
     async def _claims_and_lost(self) -> list[Claim]:
         """All claims; one that was there at the last poll and that Redis has lost since is put back first."""
-        claims = await self._store.registry.claims()
+        claims = await self._store.directory.claims()
         there = {claim.publisher for claim in claims}
         lost = [claim for claim in self._claims if claim.publisher not in there]
         if any(await self._for_each("put_back", lost, self._store.registry.put_back)):
             log.warning("redis has lost registrations", extra=fields(publishers=len(lost)))
-            claims = await self._store.registry.claims()
+            claims = await self._store.directory.claims()
         return claims
 
     async def _finish(self, leaving: Iterable[Claim]) -> None:
@@ -185,7 +185,7 @@ class Poller:
 
     async def _keep_groups(self, claims: Iterable[Claim]) -> None:
         """A group whose id Redis has lost is not found by queries, while its streams go on."""
-        groups = await self._store.registry.groups()
+        groups = await self._store.directory.groups()
         lost = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
         await self._for_each("keep_group", lost.values(), self._store.registry.begin)
 

@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.registry import GroupEntry
+from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
     while True:
         left = swept = 0
         try:
-            entries = list((await store.registry.groups()).values())
+            entries = list((await store.directory.groups()).values())
             for entry in entries:
                 left += await _unless_damaged(store.sweeper.left(entry))
             metrics.dead_holders.set(left)

@@ -18,10 +18,10 @@ from redis.exceptions import NoScriptError, RedisError
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import hide_password
-from waymark.store.access import Access
 from waymark.store.address import Address, Endpoint, parse
 from waymark.store.cluster import Cluster
 from waymark.store.connect import server
+from waymark.store.credentials import Credentials
 from waymark.store.failures import is_damage, kind_of, unavailable
 from waymark.store.lua import SCRIPTS, Script
 from waymark.store.read_connection import ReplyReader
@@ -50,7 +50,7 @@ class Subscription:
             return cast("dict[str, Any] | None", await self._pubsub.get_message(timeout=seconds))
 
 
-class Client:
+class RedisClient:
     """A Redis, real or embedded, as the rest of ``store`` sees it."""
 
     def __init__(
@@ -71,20 +71,20 @@ class Client:
         *,
         timeout_seconds: float = 2.0,
         connections: int = CONNECTIONS,
-        access: Access | None = None,
+        credentials: Credentials | None = None,
         variable: str = "WAYMARK_REDIS_URL",
-    ) -> Client:
+    ) -> RedisClient:
         """Connects on first use. ``memory://`` is a new, empty, embedded Redis of this process alone.
 
-        ``connections`` is for each server. Raises SettingsError, naming ``variable``, where the URL or what ``access``
-        says does not fit.
+        ``connections`` is for each server. Raises SettingsError, naming ``variable``, where the URL or a field of
+        ``credentials`` does not fit.
         """
         if url == EMBEDDED:
             return cls(_embedded(), url, variable)
-        access = access or Access()
+        credentials = credentials or Credentials()
         address = parse(url, variable)
-        access.check(address, variable)
-        redis, reads = _connected(address, access, timeout_seconds, connections)
+        credentials.check(address, variable)
+        redis, reads = _connected(address, credentials, timeout_seconds, connections)
         return cls(redis, url, variable, reads)
 
     async def close(self) -> None:
@@ -233,13 +233,13 @@ class Client:
 
 
 def _connected(
-    address: Address, access: Access, timeout_seconds: float, connections: int
+    address: Address, credentials: Credentials, timeout_seconds: float, connections: int
 ) -> tuple[Redis | Cluster, ReadPool | None]:
     def node(endpoint: Endpoint | None) -> Redis:
-        return server(address, access, endpoint, timeout_seconds=timeout_seconds, connections=connections)
+        return server(address, credentials, endpoint, timeout_seconds=timeout_seconds, connections=connections)
 
     def reads(find: Find | None) -> ReadPool:
-        return ReadPool(Dialer(address, access, timeout_seconds, find))
+        return ReadPool(Dialer(address, credentials, timeout_seconds, find))
 
     def reads_of(endpoint: Endpoint) -> ReadPool:
         async def find() -> Sequence[Endpoint]:
@@ -254,7 +254,7 @@ def _connected(
                 address.endpoints, node, reads_of, timeout_seconds=timeout_seconds, is_replica=is_replica
             ), None
         case "sentinel":
-            redis = behind_sentinels(address, access, timeout_seconds=timeout_seconds, connections=connections)
+            redis = behind_sentinels(address, credentials, timeout_seconds=timeout_seconds, connections=connections)
             return redis, reads(found_by(redis, address))
         case "server":
             return node(address.endpoints[0]), reads_of(address.endpoints[0])

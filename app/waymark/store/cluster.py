@@ -57,7 +57,7 @@ class _Shard(NamedTuple):
 
 
 class Cluster:
-    """Commands to a Cluster, with the methods of the library's ``Redis`` that ``Client`` needs."""
+    """Commands to a Cluster, with the methods of the library's ``Redis`` that ``RedisClient`` needs."""
 
     def __init__(
         self,

@@ -25,8 +25,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from waymark.store.access import Access
 from waymark.store.address import Address, Endpoint
+from waymark.store.credentials import Credentials
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -88,14 +88,14 @@ def common_options(timeout_seconds: float, *, retries: int = 1) -> dict[str, Any
 
 def server(
     address: Address,
-    access: Access,
+    credentials: Credentials,
     endpoint: Endpoint | None = None,
     *,
     timeout_seconds: float,
     connections: int,
 ) -> Redis:
     """The server at ``endpoint``, or at the socket of ``address``; nothing is connected before the first command."""
-    options = common_options(timeout_seconds) | access.options(address)
+    options = common_options(timeout_seconds) | credentials.options(address)
     if endpoint is None:
         options |= {"connection_class": _Socket, "path": address.path}
     else:

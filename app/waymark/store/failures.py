@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from waymark.errors import RecordDamaged, StoreUnavailable
-from waymark.store.access import SecretUnreadable
+from waymark.store.credentials import SecretUnreadable
 
 #: What Redis 6.2 to 8, Valkey and the emulation say where a value has another type, or a script meets one that it
 #: cannot use.

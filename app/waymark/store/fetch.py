@@ -20,11 +20,11 @@ from waymark.domain.match import value_runs
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
+from waymark.store.directory import GroupEntry
 from waymark.store.hot import HotBlocks
 from waymark.store.incarnation import Incarnation
 from waymark.store.read_connection import Replies
-from waymark.store.registry import GroupEntry
 from waymark.store.wire import hget, mget, scan
 
 
@@ -100,7 +100,7 @@ class _Question(NamedTuple):
 class Fetcher:
     """Asks Redis for blocks, except for those that are hot."""
 
-    def __init__(self, client: Client, incarnation: Incarnation, hot: HotBlocks, metrics: Metrics) -> None:
+    def __init__(self, client: RedisClient, incarnation: Incarnation, hot: HotBlocks, metrics: Metrics) -> None:
         self._client = client
         self._incarnation = incarnation
         self._hot = hot

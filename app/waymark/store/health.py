@@ -22,7 +22,7 @@ from waymark.domain.names import U64_MASK
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.parsing import Malformed, RecordKind, RecordParser
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class HealthWatch:
 
     def __init__(
         self,
-        client: Client,
+        client: RedisClient,
         parser: RecordParser | None = None,
         *,
         are_shards_set: bool = True,

@@ -13,7 +13,7 @@ from functools import partial
 
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
 from waymark.store.pacing import Pacer
 from waymark.store.parsing import Malformed, RecordKind, RecordParser
@@ -31,7 +31,7 @@ Hold = Callable[[], Awaitable[None]]
 
 class Index:
     def __init__(
-        self, client: Client, scripts: Scripts, parser: RecordParser | None = None, pacer: Pacer | None = None
+        self, client: RedisClient, scripts: Scripts, parser: RecordParser | None = None, pacer: Pacer | None = None
     ) -> None:
         self._client = client
         self._parser = parser or RecordParser()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
 
@@ -68,7 +68,7 @@ class Grant:
 
 
 class Leases:
-    def __init__(self, client: Client, scripts: Scripts) -> None:
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client
         self._scripts = scripts
 

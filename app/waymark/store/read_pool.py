@@ -14,8 +14,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from waymark.store.access import Access
 from waymark.store.address import Address, Endpoint
+from waymark.store.credentials import Credentials
 from waymark.store.read_connection import ReadConnection, Replies, ReplyReader
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Dialer:
     """Opens connections to the first of the servers that can be reached; to a unix socket where ``find`` is None."""
 
     address: Address
-    access: Access
+    credentials: Credentials
     timeout_seconds: float
     find: Find | None
 
@@ -77,11 +77,11 @@ class Dialer:
         return connection
 
     def _context(self) -> ssl.SSLContext | None:
-        return self.access.context(self.address)
+        return self.credentials.context(self.address)
 
     async def _greet(self, connection: ReadConnection) -> None:
         commands: list[tuple[str, ...]] = []
-        if secret := self.access.secret(self.address):
+        if secret := self.credentials.secret(self.address):
             commands.append(("AUTH", *secret))
         if self.address.db:
             commands.append(("SELECT", str(self.address.db)))

@@ -19,12 +19,12 @@ from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.claims import decode_table
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
+from waymark.store.directory import Directory, GroupEntry
 from waymark.store.fetch import Fetcher
 from waymark.store.hot import HotBlocks
 from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordKind, RecordParser
-from waymark.store.registry import GroupEntry, Registry
 
 KeySource = Callable[[int], bytes]
 """Gives the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at its end."""
@@ -101,8 +101,8 @@ class _Query:
 class Reader:
     def __init__(
         self,
-        client: Client,
-        registry: Registry,
+        client: RedisClient,
+        directory: Directory,
         incarnation: Incarnation,
         hot: HotBlocks,
         parser: RecordParser,
@@ -111,7 +111,7 @@ class Reader:
         self._client = client
         self._parser = parser
         self._fetcher = Fetcher(client, incarnation, hot, metrics or Metrics())
-        self._registry = registry
+        self._directory = directory
         self._incarnation = incarnation
         self._groups: dict[GroupName, GroupEntry] = incarnation.cache({})
         self._tables: dict[int, HolderTable] = incarnation.cache({})
@@ -160,7 +160,7 @@ class Reader:
         """The group's table as it is now; None where nothing was ever registered for it."""
         try:
             async with asyncio.timeout(deadline_seconds):
-                entry = await self._registry.group(group)
+                entry = await self._directory.group(group)
                 table = None if entry is None else await self._read_table(entry.group_id, None)
         except TimeoutError:
             raise self._silent(deadline_seconds) from None
@@ -176,14 +176,14 @@ class Reader:
         """Whether the tenant has a registration, of any model."""
         try:
             async with asyncio.timeout(deadline_seconds):
-                return await self._registry.is_tenant_known(tenant_id)
+                return await self._directory.is_tenant_known(tenant_id)
         except TimeoutError:
             raise self._silent(deadline_seconds) from None
 
     async def _find(self, group: GroupName, until: float) -> GroupEntry | None:
         changes = self._incarnation.changes
         async with asyncio.timeout_at(until):
-            entry = await self._registry.group(group)
+            entry = await self._directory.group(group)
         if entry is not None and changes == self._incarnation.changes:
             if len(self._groups) >= _GROUPS_MAX:
                 oldest = next(iter(self._groups))
@@ -200,7 +200,7 @@ class Reader:
         """
         self._groups.pop(group, None)
         async with asyncio.timeout_at(until):
-            entry = await self._registry.group(group)
+            entry = await self._directory.group(group)
         if entry != known:
             self._incarnation.forget()
 

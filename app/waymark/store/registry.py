@@ -1,9 +1,11 @@
-"""Who is registered: groups, publishers, and how they come and go.
+"""Registers, changes and unregisters publishers, so that a crash between two steps leaves nothing behind.
 
-A registration is claimed in ``wm:publishers`` first and given its record and row second; an unregister marks the
-claim as leaving, ends the publisher, and takes the claim out last; a move does the same, and puts the new claim in its
-place. Whoever meets a claim half way (a worker, the
-same call again) finishes it, so that a crash between two steps leaves nothing behind.
+- ``register`` writes the claim into ``wm:publishers`` first, then the publisher's record and its row in the table.
+- ``unregister`` marks the claim as leaving, ends the publisher, and deletes the claim last.
+- A publisher with a new endpoint moves: ``register`` does what ``unregister`` does, and then writes the new claim in
+  the place of the old one.
+
+A worker, or the same call made again, that finds a claim half way finishes these steps.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from waymark.domain.names import GroupName, PublisherName, Registration
+from waymark.domain.names import PublisherName, Registration
 from waymark.errors import Conflict, StoreUnavailable
+from waymark.shown import shown
 from waymark.store import keys
-from waymark.store.claims import SHARDS_MAX, Claim, decode_group
-from waymark.store.client import Client
+from waymark.store.claims import Claim
+from waymark.store.client import RedisClient
+from waymark.store.directory import Directory
 from waymark.store.leases import Leases, random_nonce
-from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of, names_of
 from waymark.store.scripts import Scripts, Verdict
 
 #: How often a registration is tried against others that change the same publisher at the same time.
@@ -39,25 +42,23 @@ _FIXED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GroupEntry:
-    group_id: int
-    shards: int
-
-
 class Registry:
     def __init__(
-        self, client: Client, scripts: Scripts, leases: Leases, parser: RecordParser, *, shards: int, hash_seed: int
+        self,
+        client: RedisClient,
+        scripts: Scripts,
+        leases: Leases,
+        directory: Directory,
+        *,
+        shards: int,
+        hash_seed: int,
     ) -> None:
         self._client = client
-        self._parser = parser
+        self._directory = directory
         self._scripts = scripts
         self._leases = leases
         self._shards = shards
         self._hash_seed = hash_seed
-        self._decoded: dict[bytes, Claim] = {}
-        """The claims of the last list, each good for as long as Redis has the same bytes."""
-        self._tenants = _Tenants()
 
     async def register(self, registration: Registration) -> bool:
         """Claim a publisher. True: it is new, or something of it has changed; False: it was there just so.
@@ -69,7 +70,7 @@ class Registry:
         """
         has_moved = False
         for _ in range(_ATTEMPTS):
-            claim = await self._claim(registration.name)
+            claim = await self._directory.claim(registration.name)
             if claim is None:
                 if await self._claim_anew(registration, None):
                     return True
@@ -158,7 +159,7 @@ class Registry:
         group, name = keys.group_field(claim.registration.group), keys.publisher_field(claim.registration.name)
         raw, entry = await self._client.several([("HGET", keys.PUBLISHERS, name), ("HGET", keys.GROUPS, group)])
         if raw != claim.raw:
-            now = None if raw is None else self._decode(name, raw)
+            now = None if raw is None else self._directory.decode(name, raw)
             if now is not None and now.has_stream_of(claim):
                 return await self.begin(now)  # it changed meanwhile as a target: the table must say the newer one
             await self._end(claim)  # unregistered before it began: what it was given now, nobody else would take back
@@ -179,7 +180,7 @@ class Registry:
         if await self._client.hget(keys.record(claim.group_id, claim.publisher), "name") != keys.publisher_field(name):
             return False
         if await self._replace(name, b"", claim) is None:
-            other = await self._claim(name)
+            other = await self._directory.claim(name)
             if other is not None and other.publisher != claim.publisher:
                 await self._end(claim)  # registered anew meanwhile
         return True
@@ -189,7 +190,7 @@ class Registry:
 
         Raises Conflict where a registration cannot be read; nothing is changed then.
         """
-        claims = [claim for name in names if (claim := await self._claim(name)) is not None]
+        claims = [claim for name in names if (claim := await self._directory.claim(name)) is not None]
         for claim in claims:
             await self._leave(claim)
         return [claim.registration.name for claim in claims]
@@ -202,7 +203,7 @@ class Registry:
             name = claim.registration.name
             marked = await self._replace(name, claim.raw, replace(claim, is_leaving=True, successor=None))
             if marked is None:  # somebody else was faster, and may not be done
-                marked = await self._claim(name)
+                marked = await self._directory.claim(name)
                 if marked is None or marked.publisher != claim.publisher:
                     return
             claim = marked
@@ -226,24 +227,6 @@ class Registry:
             await asyncio.sleep(random.uniform(0, 0.01 * (attempt + 1)))
         raise _contended(claim.registration.name)
 
-    async def _claim(self, name: PublisherName) -> Claim | None:
-        """The publisher's claim, None where it has none; Conflict where it has one that cannot be read."""
-        field = keys.publisher_field(name)
-        raw = await self._client.hget(keys.PUBLISHERS, field)
-        if raw is None:
-            return None
-        claim = self._decode(field, raw)
-        if claim is None:
-            raise Conflict(
-                f"publisher {_show(name)} has a registration that this release cannot read; change it with the release "
-                f"that wrote it, or delete its field of {keys.PUBLISHERS}",
-                field="instance_id",
-            )
-        return claim
-
-    def _decode(self, field: bytes, raw: bytes) -> Claim | None:
-        return self._parser.parse(RecordKind.REGISTRATION, keys.PUBLISHERS, field, Claim.decode_field, field, raw)
-
     async def _replace(self, name: PublisherName, expected: bytes, claim: Claim) -> Claim | None:
         """Compare and set; the claim as it stands now, or None where something else stood there."""
         raw = claim.encode()
@@ -254,88 +237,6 @@ class Registry:
         """Take a claim out, if it still stands as it was read."""
         field = keys.publisher_field(claim.registration.name)
         return (await self._scripts.claim_publisher(keys.PUBLISHERS, field, claim.raw, b"")).is_applied
-
-    async def claims(self) -> list[Claim]:
-        """Every claim that can be read, leaving ones too, in order of registration."""
-        held = await self._client.hgetall(keys.PUBLISHERS)
-        self._parser.forget(keys.PUBLISHERS, held.keys())
-        known, self._decoded = self._decoded, {}
-        for field, raw in held.items():
-            claim = known.get(field)
-            if claim is None or claim.raw != raw:
-                claim = self._decode(field, raw)
-            if claim is not None:
-                self._decoded[field] = claim
-        return sorted(self._decoded.values(), key=lambda claim: claim.publisher)
-
-    async def registrations(self) -> list[Registration]:
-        """Every registration, in order."""
-        return [claim.registration for claim in await self.claims() if not claim.is_leaving]
-
-    async def is_tenant_known(self, tenant_id: str) -> bool:
-        """Whether the tenant has a registration, of any model.
-
-        The list of tenants is read only where registrations have changed since it was read: a query for an unknown
-        tenant, which anybody may send, does not grow with others' registrations.
-        """
-        state = await self._client.several(
-            (("GET", keys.INCARNATION), ("HGET", keys.GROUPS, "last_publisher"), ("HLEN", keys.PUBLISHERS))
-        )
-        if self._tenants.state != state:
-            fields = await self._client.hkeys(keys.PUBLISHERS)
-            self._tenants = _Tenants(state, frozenset(filter(None, map(_tenant_of, fields))))
-        return tenant_id in self._tenants.ids
-
-    async def group(self, group: GroupName) -> GroupEntry | None:
-        """The group's id and shards; None where nothing was ever registered for it, or its entry cannot be read."""
-        field = keys.group_field(group)
-        value = await self._client.hget(keys.GROUPS, field)
-        return None if value is None else self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _entry, value)
-
-    async def groups(self) -> dict[GroupName, GroupEntry]:
-        """Every group whose entry can be read."""
-        held = await self._client.hgetall(keys.GROUPS)
-        self._parser.forget(keys.GROUPS, held.keys())
-        found: dict[GroupName, GroupEntry] = {}
-        for field, value in held.items():
-            if field not in _COUNTERS:
-                named = self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _named_entry, field, value)
-                if named is not None:
-                    found[named[0]] = named[1]
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Tenants:
-    """Who had a registration while Redis was in a state: its incarnation, the last id given out, how many there are."""
-
-    state: list[bytes | int | None] | None = None
-    ids: frozenset[str] = frozenset()
-
-
-#: Fields of ``wm:groups`` that are no groups.
-_COUNTERS = frozenset({b"last_group", b"last_publisher", b"hash_seed"})
-
-
-def _entry(value: bytes) -> GroupEntry:
-    group_id, _, shards = value.partition(b" ")
-    entry = GroupEntry(integer_of(group_id, "the group's id"), integer_of(shards, "the number of shards"))
-    if not (entry.group_id and 1 <= entry.shards <= SHARDS_MAX):
-        raise Malformed(f"the group's id is 0, or it has not 1..{SHARDS_MAX} shards")
-    return entry
-
-
-def _tenant_of(field: bytes) -> str | None:
-    """The tenant in a publisher's field; None where it is no such field, which counts where its value is read."""
-    try:
-        tenant_id = names_of(field, 3, "it")[1]
-    except Malformed:
-        return None
-    return tenant_id if isinstance(tenant_id, str) else None
-
-
-def _named_entry(field: bytes, value: bytes) -> tuple[GroupName, GroupEntry]:
-    return decode_group(field), _entry(value)
 
 
 def _contended(name: PublisherName) -> StoreUnavailable:
@@ -349,8 +250,8 @@ def _check_same(old: Registration, new: Registration) -> None:
         before, after = getattr(old, attribute), getattr(new, attribute)
         if before != after:
             # A salt may be a secret of its tenant; it is compared, never shown.
-            shown = f"{field} {_show(before)}, not {_show(after)}"
-            difference = f"another {field}" if field == "additionalsalt" else shown
+            is_secret = field == "additionalsalt"
+            difference = f"another {field}" if is_secret else f"{field} {_show(before)}, not {_show(after)}"
             raise Conflict(
                 f"publisher {_show(old.name)} is registered with {difference}; "
                 "unregister it first, or use another instance_id or dp_rank",
@@ -359,5 +260,4 @@ def _check_same(old: Registration, new: Registration) -> None:
 
 
 def _show(value: object) -> str:
-    text = "none" if value is None else str(value)
-    return repr(text if len(text) <= 80 else text[:77] + "...")
+    return shown(str(value) if isinstance(value, PublisherName) else value)

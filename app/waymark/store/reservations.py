@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from waymark.errors import InvalidValue
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
 #: Candidates that Redis ranks again; the caller has ranked all of them before.
@@ -146,7 +146,7 @@ class Reserved(NamedTuple):
 class Reservations:
     """The loads and reservations of all groups. Always on the Redis that takes writes."""
 
-    def __init__(self, client: Client, scripts: Scripts) -> None:
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client
         self._scripts = scripts
 

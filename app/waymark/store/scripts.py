@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from waymark.metrics import Metrics
-from waymark.store.client import Client, Reply
+from waymark.store.client import RedisClient, Reply
 from waymark.store.parsing import lenient_text
 
 Arg = str | bytes | int
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 class Scripts:
     """``lua/`` on one Redis."""
 
-    def __init__(self, client: Client, metrics: Metrics | None = None) -> None:
+    def __init__(self, client: RedisClient, metrics: Metrics | None = None) -> None:
         self._client = client
         self._metrics = metrics or Metrics()
 

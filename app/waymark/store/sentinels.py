@@ -16,9 +16,9 @@ from redis.asyncio.sentinel import (
     SentinelManagedSSLConnection,
 )
 
-from waymark.store.access import Access
 from waymark.store.address import Address, Endpoint
 from waymark.store.connect import Packing, Pool, common_options, first
+from waymark.store.credentials import Credentials
 from waymark.store.read_pool import Find
 
 
@@ -95,13 +95,13 @@ def found_by(redis: Redis, address: Address) -> Find:
     return find
 
 
-def behind_sentinels(address: Address, access: Access, *, timeout_seconds: float, connections: int) -> Redis:
+def behind_sentinels(address: Address, credentials: Credentials, *, timeout_seconds: float, connections: int) -> Redis:
     """Nothing is connected before the first command."""
     sentinels = _Sentinels(  # type: ignore[no-untyped-call]
         address.endpoints,
         sentinel_kwargs=common_options(timeout_seconds, retries=0)
         | {"ssl": address.is_tls}
-        | access.sentinel_options(address),
+        | credentials.sentinel_options(address),
     )
     pool = _Pool(  # type: ignore[no-untyped-call]
         address.name,
@@ -113,6 +113,6 @@ def behind_sentinels(address: Address, access: Access, *, timeout_seconds: float
         db=address.db,
         socket_keepalive=True,
         **common_options(timeout_seconds),
-        **access.options(address),
+        **credentials.options(address),
     )
     return _BehindSentinels(connection_pool=pool)

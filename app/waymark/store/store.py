@@ -8,8 +8,9 @@ from waymark.domain.hashing import DEFAULT_SEED
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.access import Access
-from waymark.store.client import Client, Subscription
+from waymark.store.client import RedisClient, Subscription
+from waymark.store.credentials import Credentials
+from waymark.store.directory import Directory
 from waymark.store.health import HealthWatch
 from waymark.store.hot import HotBlocks
 from waymark.store.incarnation import Incarnation
@@ -28,8 +29,8 @@ from waymark.store.sweep import Sweeper
 class Store:
     def __init__(
         self,
-        client: Client,
-        read_client: Client | None = None,
+        client: RedisClient,
+        read_client: RedisClient | None = None,
         *,
         shards: int = 1,
         hot: HotBlocks | None = None,
@@ -50,18 +51,17 @@ class Store:
         self.health = HealthWatch(client, self.parser, are_shards_set=are_shards_set, hash_seed=hash_seed)
         self.scripts = Scripts(client, metrics)
         self.leases = Leases(client, self.scripts)
-        self.registry = Registry(client, self.scripts, self.leases, self.parser, shards=shards, hash_seed=hash_seed)
+        self.directory = Directory(client, self.parser)
+        self.registry = Registry(client, self.scripts, self.leases, self.directory, shards=shards, hash_seed=hash_seed)
         self.pacer = Pacer(apply_blocks_max)
         self.index = Index(client, self.scripts, self.parser, self.pacer)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
         self.reservations = Reservations(client, self.scripts)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client
-        read_scripts = Scripts(reading, metrics)
-        read_leases = Leases(reading, read_scripts)
         self.reader = Reader(
             reading,
-            Registry(reading, read_scripts, read_leases, self.parser, shards=shards, hash_seed=hash_seed),
+            Directory(reading, self.parser),
             self.incarnation,
             self.incarnation.cache(HotBlocks(0, 0) if hot is None else hot),
             self.parser,
@@ -76,7 +76,7 @@ class Store:
         *,
         shards: int = 1,
         timeout_seconds: float = 2.0,
-        access: Access | None = None,
+        credentials: Credentials | None = None,
         hot: HotBlocks | None = None,
         metrics: Metrics | None = None,
         are_shards_set: bool = True,
@@ -86,10 +86,10 @@ class Store:
         """A store on a URL, and another to read from; nothing is connected before the first command."""
         read_client = None
         if read_url is not None:
-            read_client = Client.open(
-                read_url, timeout_seconds=timeout_seconds, access=access, variable="WAYMARK_REDIS_READ_URL"
+            read_client = RedisClient.open(
+                read_url, timeout_seconds=timeout_seconds, credentials=credentials, variable="WAYMARK_REDIS_READ_URL"
             )
-        client = Client.open(url, timeout_seconds=timeout_seconds, access=access)
+        client = RedisClient.open(url, timeout_seconds=timeout_seconds, credentials=credentials)
         return cls(
             client,
             read_client,

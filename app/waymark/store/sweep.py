@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.client import Client
+from waymark.store.client import RedisClient
+from waymark.store.directory import GroupEntry
 from waymark.store.index import parse_entry
 from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of
-from waymark.store.registry import GroupEntry
 from waymark.store.scripts import Scripts, Verdict
 
 _ENGINE_HASH = re.compile(rb"[0-9a-f]{16}")
@@ -29,7 +29,7 @@ SCAN_ENTRIES = 512
 
 class Sweeper:
     def __init__(
-        self, client: Client, scripts: Scripts, parser: RecordParser | None = None, metrics: Metrics | None = None
+        self, client: RedisClient, scripts: Scripts, parser: RecordParser | None = None, metrics: Metrics | None = None
     ) -> None:
         self._client = client
         self._parser = parser or RecordParser()

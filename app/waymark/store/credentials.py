@@ -20,7 +20,7 @@ from waymark.store.address import Address
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class Credentials:
     """What the settings say of users, passwords and certificates."""
 
     username: str | None = None
@@ -33,7 +33,7 @@ class Access:
     tls_verify: Literal["full", "ca", "none"] = "full"
 
     @classmethod
-    def of(cls, settings: Settings) -> Access:
+    def of(cls, settings: Settings) -> Credentials:
         return cls(
             settings.redis_username,
             settings.redis_password_file,

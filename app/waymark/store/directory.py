@@ -1,0 +1,133 @@
+"""What Redis says of registrations and groups: claims, groups and tenants, read and never written.
+
+A query replica needs no more of the registry than this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from waymark.domain.names import GroupName, PublisherName, Registration
+from waymark.errors import Conflict
+from waymark.shown import shown
+from waymark.store import keys
+from waymark.store.claims import SHARDS_MAX, Claim, decode_group
+from waymark.store.client import RedisClient
+from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of, names_of
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEntry:
+    group_id: int
+    shards: int
+
+
+class Directory:
+    """Claims, groups and tenants of one Redis. An entry that cannot be read is skipped, counted and logged once."""
+
+    def __init__(self, client: RedisClient, parser: RecordParser) -> None:
+        self._client = client
+        self._parser = parser
+        self._decoded: dict[bytes, Claim] = {}
+        """The claims of the last list, each good for as long as Redis has the same bytes."""
+        self._tenants = _Tenants()
+
+    async def claim(self, name: PublisherName) -> Claim | None:
+        """The publisher's claim, None where it has none; Conflict where it has one that cannot be read."""
+        field = keys.publisher_field(name)
+        raw = await self._client.hget(keys.PUBLISHERS, field)
+        if raw is None:
+            return None
+        claim = self.decode(field, raw)
+        if claim is None:
+            raise Conflict(
+                f"publisher {shown(str(name))} has a registration that this release cannot read; change it with the "
+                f"release that wrote it, or delete its field of {keys.PUBLISHERS}",
+                field="instance_id",
+            )
+        return claim
+
+    def decode(self, field: bytes, raw: bytes) -> Claim | None:
+        return self._parser.parse(RecordKind.REGISTRATION, keys.PUBLISHERS, field, Claim.decode_field, field, raw)
+
+    async def claims(self) -> list[Claim]:
+        """Every claim that can be read, leaving ones too, in order of registration."""
+        held = await self._client.hgetall(keys.PUBLISHERS)
+        self._parser.forget(keys.PUBLISHERS, held.keys())
+        known, self._decoded = self._decoded, {}
+        for field, raw in held.items():
+            claim = known.get(field)
+            if claim is None or claim.raw != raw:
+                claim = self.decode(field, raw)
+            if claim is not None:
+                self._decoded[field] = claim
+        return sorted(self._decoded.values(), key=lambda claim: claim.publisher)
+
+    async def registrations(self) -> list[Registration]:
+        """Every registration, in order."""
+        return [claim.registration for claim in await self.claims() if not claim.is_leaving]
+
+    async def is_tenant_known(self, tenant_id: str) -> bool:
+        """Whether the tenant has a registration, of any model.
+
+        The list of tenants is read only where registrations have changed since it was read: a query for an unknown
+        tenant, which anybody may send, does not grow with others' registrations.
+        """
+        state = await self._client.several(
+            (("GET", keys.INCARNATION), ("HGET", keys.GROUPS, "last_publisher"), ("HLEN", keys.PUBLISHERS))
+        )
+        if self._tenants.state != state:
+            fields = await self._client.hkeys(keys.PUBLISHERS)
+            self._tenants = _Tenants(state, frozenset(filter(None, map(_tenant_of, fields))))
+        return tenant_id in self._tenants.ids
+
+    async def group(self, group: GroupName) -> GroupEntry | None:
+        """The group's id and shards; None where nothing was ever registered for it, or its entry cannot be read."""
+        field = keys.group_field(group)
+        value = await self._client.hget(keys.GROUPS, field)
+        return None if value is None else self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _entry, value)
+
+    async def groups(self) -> dict[GroupName, GroupEntry]:
+        """Every group whose entry can be read."""
+        held = await self._client.hgetall(keys.GROUPS)
+        self._parser.forget(keys.GROUPS, held.keys())
+        found: dict[GroupName, GroupEntry] = {}
+        for field, value in held.items():
+            if field not in _COUNTERS:
+                named = self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _named_entry, field, value)
+                if named is not None:
+                    found[named[0]] = named[1]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Tenants:
+    """Who had a registration while Redis was in a state: its incarnation, the last id given out, how many there are."""
+
+    state: list[bytes | int | None] | None = None
+    ids: frozenset[str] = frozenset()
+
+
+#: Fields of ``wm:groups`` that are no groups.
+_COUNTERS = frozenset({b"last_group", b"last_publisher", b"hash_seed"})
+
+
+def _entry(value: bytes) -> GroupEntry:
+    group_id, _, shards = value.partition(b" ")
+    entry = GroupEntry(integer_of(group_id, "the group's id"), integer_of(shards, "the number of shards"))
+    if not (entry.group_id and 1 <= entry.shards <= SHARDS_MAX):
+        raise Malformed(f"the group's id is 0, or it has not 1..{SHARDS_MAX} shards")
+    return entry
+
+
+def _tenant_of(field: bytes) -> str | None:
+    """The tenant in a publisher's field; None where it is no such field, which counts where its value is read."""
+    try:
+        tenant_id = names_of(field, 3, "it")[1]
+    except Malformed:
+        return None
+    return tenant_id if isinstance(tenant_id, str) else None
+
+
+def _named_entry(field: bytes, value: bytes) -> tuple[GroupName, GroupEntry]:
+    return decode_group(field), _entry(value)
