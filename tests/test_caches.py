@@ -21,7 +21,7 @@ from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[1] / "app" / "waymark"
 #: The parts that see what Redis answers; `domain` and `serving` keep what these hand them.
-PARTS = ("api", "ingest", "store")
+PARTS = ("api", "ingest", "selection", "store")
 CONTAINERS = {
     "dict", "set", "list", "deque", "defaultdict", "Counter", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary",
     "WeakSet",
@@ -57,6 +57,12 @@ ELSEWHERE = {
     "ingest.status_reporter:StatusReporter": "one stream, under one grant",
     "store.claims:_holder": "what a record says, by its bytes",
     "store.claims:_row": "what a record says, by its bytes",
+    "selection.asked:Selected": "one answer",
+    "selection.degraded:Degraded": "what was known last, to decide by while Redis is away",
+    "selection.fleet:Fleet": "bound to a table, which never changes",
+    "selection.loads:Loads": "made by the incarnation",
+    "selection.loads:_Group": "of Loads",
+    "selection.prefill_progress:PrefillProgress": "made by the incarnation",
     "store.cluster:Cluster": "nodes and slots, which MOVED corrects",
     "store.health:Health": "one answer",
     "store.hot:HotBlocks": "made by the incarnation",
@@ -70,6 +76,7 @@ ELSEWHERE = {
     "store.reader:_Query": "one query",
     "store.stream_fields:StreamFields": "one record",
     "store.directory:Directory._decoded": "each good for as long as Redis has the same bytes",
+    "store.store:Store._background": "work under way",
 }
 
 

@@ -4,6 +4,8 @@
       InvalidValue        something a person or a program sent does not fit   -> 400, 413
       Conflict            it fits, but something else is already there        -> 409
       NotFound            the thing named does not exist                      -> 404
+      NoTarget            nobody is there who could take a request            -> 503
+      Saturated           all who could have as much as they may have         -> 429
       StoreUnavailable    Redis cannot be reached, or refuses                 -> 503
         RecordDamaged     it answers, and what one key holds cannot be used   -> 503
       Undecodable         a payload that is no batch of events
@@ -49,6 +51,22 @@ class Conflict(WaymarkError):
 
 class NotFound(WaymarkError):
     """The thing named does not exist."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+
+class NoTarget(WaymarkError):
+    """No registered target is left that could take a request."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+
+class Saturated(WaymarkError):
+    """Targets are there, and all of them have as many requests as they may have."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)

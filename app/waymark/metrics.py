@@ -67,6 +67,16 @@ class Metrics:
     fetch_duration_seconds = histogram("How long one round trip of a query to Redis took.", _SCRIPT_BUCKETS)
     query_partial = counter("How many queries reached their deadline and were answered in part.")
 
+    # ---- decisions
+    decisions = counter("How many decisions were made, by policy and by what a target was found.", "policy", "decision")
+    decision_duration_seconds = histogram(
+        "How long a part of a decision took: the walk, the policy, the reservation.", _SCRIPT_BUCKETS, "part"
+    )
+    reservations = gauge("How many requests are under way, as this replica sees it.", over="max")
+    reservations_expired = counter("How many reservations ran out that nobody had released.")
+    prefill_released = counter("How many reservations had their prefill given back, by who knew that it is done.", "by")
+    speculative_tokens = counter("How many tokens were expected at a target of a decision, beyond what it had.")
+
     # ---- what publishers send
     frames = counter("How many frames were received, live or by replay.")
     frame_bytes = counter("How many bytes of payload were received, live or by replay.")

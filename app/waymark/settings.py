@@ -217,6 +217,26 @@ class Settings(BaseSettings):
     """After how many seconds blocks on a medium without removal events expire, such as `DISK=3600,CPU=600`."""
     publishers_file: str | None = None
     """A JSON or YAML file of publishers that ingest workers register when they start, or when Redis lost its data."""
+    policy: str = Field("least-work", min_length=1)
+    """The policy that ranks targets if a request names none; `docs/routing.md` describes the policies."""
+    picker_config: str | None = None
+    """The `EndpointPickerConfig` file in YAML that ranks targets if a request names no policy."""
+    loads_ms: int = Field(100, ge=0, le=10_000)
+    """How old the loads may be by which a replica ranks targets; 0 reads the loads for each decision."""
+    target_requests_max: int = Field(0, ge=0, le=1_000_000)
+    """How many requests a target may have under way; 0 means no limit."""
+    reservations_max: int = Field(100_000, ge=1, le=10_000_000)
+    """How many reservations a model may have under way."""
+    speculative: bool = False
+    """Whether a target counts as having the blocks of a prompt from the moment it was picked for the prompt."""
+    speculative_ttl_ms: int = Field(2_000, ge=1, le=600_000)
+    """How long a target counts so without an event that confirms it."""
+    approximate_seconds: int = Field(600, ge=1, le=_DAY)
+    """How long a target that publishes no events counts as having the prompts that it was picked for."""
+    prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)
+    """How fast a target computes a prompt if no event tells the end of it; 0 waits for the end of the request."""
+    prefix_bytes: int = Field(1024, ge=1, le=_MIB)
+    """How many bytes of a system prompt, or of a first message, make the prefix key."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
     """The lowest level of log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"

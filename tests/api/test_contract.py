@@ -17,6 +17,7 @@ from waymark.domain.runs import Commit
 from waymark.store.store import Store
 
 PATHS = {
+    *("/score", "/select", "/release"),
     *("/query", "/query_by_hash", "/register", "/unregister", "/events", "/services", "/workers", "/global_view"),
     *("/health", "/ready", "/metrics", "/openapi.json", "/docs"),
     *("/dynamo/query", "/dynamo/query_by_hash", "/dynamo/register", "/dynamo/unregister", "/dynamo/workers"),
@@ -62,6 +63,8 @@ async def test_every_reference_is_defined(document: dict[str, Any]) -> None:
         ("/register", "200 400 401 405 409 413 415 500 503"),
         ("/unregister", "200 400 401 404 405 413 415 500 503"),
         ("/events", "200 400 401 404 405 409 413 415 500 503"),
+        ("/score", "200 400 401 405 413 415 500 503"),
+        ("/select", "200 400 401 405 413 415 429 500 503"),
         ("/services", "200 401 405 500 503"),
         ("/health", "200 405 500"),
         ("/ready", "200 405 500 503"),

@@ -24,7 +24,8 @@ each_chart = pytest.mark.parametrize("panel", CHARTS, ids=lambda panel: panel["t
 
 
 def test_it_begins_with_whether_all_is_well() -> None:
-    assert [row["title"] for row in ROWS] == ["Is it well?", "Queries", "Streams", "Index and Redis", "Processes"]
+    titles = ["Is it well?", "Queries", "Decisions", "Streams", "Index and Redis", "Processes"]
+    assert [row["title"] for row in ROWS] == titles
     assert DASHBOARD["panels"][0] == ROWS[0]
     assert not any(row["collapsed"] for row in ROWS)
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from waymark.api import decision_schemas as decision_bodies
 from waymark.api import dynamo_schemas as dynamo_bodies
 from waymark.api import schemas as bodies
 from waymark.api.access import Access, Gate
@@ -20,10 +21,11 @@ from waymark.api.admission import AdmissionQueue
 from waymark.api.bodies import Format, encode
 from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
+from waymark.api.decisions import Decisions
 from waymark.api.dynamo import Dynamo
 from waymark.api.dynamo_views import DynamoViews
 from waymark.api.events import Events
-from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation
+from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue
 from waymark.api.probes import Probes
 from waymark.api.request_cache import RequestCache
 from waymark.api.views import Views
@@ -34,7 +36,9 @@ from waymark.store.store import Store
 _TEXT, _HTML = "text/plain", "text/html"
 
 #: The hot paths.
-_QUERIES = frozenset({"/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash"})
+_QUERIES = frozenset(
+    {"/query", "/query_by_hash", "/select", "/release", "/score", "/dynamo/query", "/dynamo/query_by_hash"}
+)
 
 _PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
 _NOTE = {"X-Waymark-Note": "the reason why there is nothing to recover"}
@@ -70,6 +74,25 @@ _EVENTS = Doc(
     bodies.EventsAnswer,
     errors=(404, 409),
     may_be_list=True,
+)
+_SCORE = Doc(
+    "How good each target is for a prompt, by a policy.",
+    decision_bodies.ScoreRequest,
+    decision_bodies.ScoreAnswer,
+    headers=_PARTIAL,
+)
+_SELECT = Doc(
+    "Which target takes a prompt.",
+    decision_bodies.SelectRequest,
+    decision_bodies.SelectAnswer,
+    errors=(429,),
+    queue="decide",
+)
+_RELEASE = Doc(
+    "A request, or its prefill, is over.",
+    decision_bodies.ReleaseRequest,
+    decision_bodies.ReleaseAnswer,
+    queue="decide",
 )
 _DYNAMO_QUERY = Doc(
     "Returns how much of a prompt each worker has.",
@@ -160,9 +183,10 @@ class Shortcut:
 
 
 def _dependencies(settings: Settings, metrics: Metrics, gate: Gate) -> Dependencies:
-    admission: dict[Access, AdmissionQueue] = {
+    admission: dict[Queue, AdmissionQueue] = {
         "read": AdmissionQueue(settings.requests_at_once),
         "write": AdmissionQueue(settings.requests_at_once),
+        "decide": AdmissionQueue(settings.requests_at_once),
     }
     return Dependencies(settings, metrics, gate, admission, RequestCache(settings.text_cache_bytes, metrics))
 
@@ -175,10 +199,15 @@ def _operations(store: Store, contract: Contract, dependencies: Dependencies) ->
     settings, metrics = dependencies.settings, dependencies.metrics
     root, views, probes = Conductor(store, settings, metrics), Views(store), Probes(store, metrics)
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
+    decisions = Decisions(store, settings, metrics)
+    without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
     table: list[tuple[Method, str, Access, Handler, Doc]] = [
         ("POST", "/query", "read", root.query, _QUERY),
         ("POST", "/query_by_hash", "read", root.query_by_hash, _QUERY_BY_HASH),
+        ("POST", "/select", "write", decisions.select, _SELECT),
+        ("POST", "/release", "write", decisions.release, _RELEASE),
+        ("POST", "/score", "read", decisions.score, _SCORE),
         ("POST", "/dynamo/query", "read", dynamo.query, _DYNAMO_QUERY),
         ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, _DYNAMO_QUERY_BY_HASH),
         ("POST", "/register", "write", root.register, _REGISTER),
@@ -209,7 +238,15 @@ def _operations(store: Store, contract: Contract, dependencies: Dependencies) ->
         ("GET", "/dynamo/peers", "read", dynamo_views.peers, _PEERS),
     ]
     return [
-        Operation(method, path, handler, access=access, doc=doc, dependencies=dependencies)
+        Operation(
+            method,
+            path,
+            handler,
+            access=access,
+            doc=doc,
+            dependencies=dependencies,
+            without_redis=without_redis.get(path),
+        )
         for method, path, access, handler, doc in table
     ]
 

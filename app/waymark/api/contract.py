@@ -31,6 +31,7 @@ _ERRORS = {
     413: "The body is longer, or has more tokens, than this service accepts.",
     415: "The body is neither JSON nor msgpack.",
     422: "One of the fields of the body is not valid.",
+    429: "Every target has as many requests as it may have. Retry-After says when to try again.",
     500: "This service has failed. Its log contains the error.",
     503: "Redis is unavailable. Retry-After says when to try again.",
 }
@@ -39,6 +40,7 @@ _ERRORS = {
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     405: {"Allow": "the methods that this path supports"},
+    429: {"Retry-After": "the seconds after which to try again"},
     503: {"Retry-After": "the seconds after which to try again"},
 }
 

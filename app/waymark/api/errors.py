@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from waymark.errors import Conflict, InvalidValue, NotFound, StoreUnavailable, WaymarkError
+from waymark.errors import Conflict, InvalidValue, NoTarget, NotFound, Saturated, StoreUnavailable, WaymarkError
 from waymark.shown import SHOWN_MAX, kind, shown
 
 #: Characters of a client's value that an error may repeat.
@@ -31,7 +31,7 @@ class ErrorBody(BaseModel):
     reason: str = Field(
         description="one of: invalid_json, invalid_msgpack, missing, invalid_type, invalid_value, out_of_range, "
         "conflict, gap, not_found, method_not_allowed, too_large, unsupported_content_type, unauthorized, "
-        "unavailable, internal"
+        "unavailable, no_target, saturated, no_tokenizer, internal"
     )
     field: str | None = Field(
         default=None, description="the field that the sentence is about, as the client spelled it"
@@ -101,7 +101,9 @@ def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
             return 404
         case Conflict():
             return 409
-        case StoreUnavailable():
+        case Saturated():
+            return 429
+        case StoreUnavailable() | NoTarget():
             return 503
     raise error
 
@@ -118,6 +120,10 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
             body["reason"] = "not_found"
         case Conflict(field=field):
             body |= {"reason": "conflict", "field": field}
+        case NoTarget():
+            body["reason"] = "no_target"
+        case Saturated():
+            body["reason"] = "saturated"
         case StoreUnavailable():
             body["reason"] = "unavailable"
     return {name: value for name, value in body.items() if value is not None}
@@ -128,6 +134,8 @@ def headers_of(error: WaymarkError) -> dict[str, str]:
     match error:
         case StoreUnavailable(retry_after_seconds=seconds):
             return {"Retry-After": str(seconds)}
+        case NoTarget() | Saturated():
+            return {"Retry-After": "1"}
         case Unauthorized():
             return {"WWW-Authenticate": "Bearer"}
         case InvalidValue(reason="too_large"):

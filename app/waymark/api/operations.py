@@ -58,11 +58,14 @@ class Doc:
     """A list of bodies is as good as one."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Of its success: name to what it says."""
+    queue: Queue | None = None
+    """Where its requests wait for each other; None: with all of the same access."""
 
 
 Handler: TypeAlias = Callable[[Body], Awaitable[Answer]]
 Method: TypeAlias = Literal["GET", "POST"]
 Dialect: TypeAlias = Literal["conductor", "dynamo"]
+Queue: TypeAlias = Literal["read", "write", "decide"]
 
 _NO_BODY = Body({})
 
@@ -77,8 +80,8 @@ class Dependencies:
     settings: Settings
     metrics: Metrics
     gate: Gate
-    admission: Mapping[Access, AdmissionQueue]
-    """By what an operation does: events that wait for a lease do not hold up queries."""
+    admission: Mapping[Queue, AdmissionQueue]
+    """Events that wait for a lease hold up neither queries nor decisions."""
     request_cache: RequestCache
 
 
@@ -94,7 +97,9 @@ class Operation:
         access: Access,
         doc: Doc,
         dependencies: Dependencies,
+        without_redis: Handler | None = None,
     ) -> None:
+        """``without_redis`` answers where the handler, or the wait for it, found Redis unavailable."""
         self.method = method
         self.path = path
         self.handler = handler
@@ -103,7 +108,9 @@ class Operation:
         self.doc = doc
         self._gate = dependencies.gate
         # A probe is answered beside those that wait.
-        self._admission = dependencies.admission.get(access) if doc.needs_redis else None
+        queue = doc.queue or (None if access == "open" else access)
+        self._admission = dependencies.admission[queue] if doc.needs_redis and queue else None
+        self._without_redis = without_redis
         self._max_body_bytes = dependencies.settings.max_body_bytes
         self._long_list = _long_list(path, doc.request, dependencies)
         self._metrics = dependencies.metrics
@@ -168,7 +175,12 @@ class Operation:
                 raw = await read_body(headers, receive, self._max_body_bytes)
             if self._admission is None:
                 return await self._handle(raw, body_format), body_format
-            return await self._admitted(self._admission, raw, body_format), body_format
+            try:
+                return await self._admitted(self._admission, raw, body_format), body_format
+            except StoreUnavailable:
+                if self._without_redis is None:
+                    raise
+                return await self._handle(raw, body_format, self._without_redis), body_format
         except WaymarkError as exc:
             status = status_of(exc, unfit_status=self._unfit_status)
             return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
@@ -187,10 +199,11 @@ class Operation:
         finally:
             admission.leave(is_unavailable=is_unavailable)
 
-    def _handle(self, raw: bytes | None, body_format: Format) -> Awaitable[Answer]:
+    def _handle(self, raw: bytes | None, body_format: Format, handler: Handler | None = None) -> Awaitable[Answer]:
+        handler = handler or self.handler
         if raw is None:
-            return self.handler(_NO_BODY)
-        return self.handler(decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list))
+            return handler(_NO_BODY)
+        return handler(decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list))
 
     def _method_not_allowed(self, method: str) -> Answer:
         error = {

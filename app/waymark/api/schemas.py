@@ -36,8 +36,8 @@ from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, URL, WEIGHT_MAX,
 from waymark.shown import shown
 from waymark.store.parsing import RecordKind
 
-_BLOCK_SIZE = "an integer of 1..65536, tokens per block"
-_RANK = f"an integer of 0..{U32_MAX}"
+BLOCK_SIZE = "an integer of 1..65536, tokens per block"
+RANK = f"an integer of 0..{U32_MAX}"
 
 _KINDS = {kind.lower(): kind for kind in EngineKind}
 
@@ -129,8 +129,8 @@ class RegisterRequest(Request):
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
     instance_id: Name = Field(description=f"{NAME}, the name that a router picks")
-    block_size: BlockSize = Field(description=_BLOCK_SIZE)
-    dp_rank: Rank = Field(default=0, description=_RANK)
+    block_size: BlockSize = Field(description=BLOCK_SIZE)
+    dp_rank: Rank = Field(default=0, description=RANK)
     additionalsalt: OptionalName = Field(
         default=None,
         validation_alias=AliasChoices("additionalsalt", "additional_salt"),
@@ -199,14 +199,14 @@ class UnregisterRequest(Request):
 
     instance_id: Name = Field(description=NAME)
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
-    dp_rank: Rank | None = Field(default=None, description=_RANK)
+    dp_rank: Rank | None = Field(default=None, description=RANK)
 
 
-class _Prompt(Request):
+class Named(Request):
+    """Whose blocks a request is about: of a model, a tenant, an adapter, salts."""
+
     model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
-    block_size: BlockSize = Field(description=_BLOCK_SIZE)
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
-    instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     lora_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
         default=None,
@@ -235,6 +235,11 @@ class _Prompt(Request):
     @property
     def salts(self) -> list[str]:
         return [salt for salt in (self.additional_salt, self.cache_salt) if salt is not None]
+
+
+class _Prompt(Named):
+    block_size: BlockSize = Field(description=BLOCK_SIZE)
+    instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
 
 
 class QueryRequest(_Prompt):
@@ -297,8 +302,8 @@ class StandardEvent(BaseModel):
     backend_id: str = Field(description="the registered instance_id")
     tenant_id: str | None = Field(None, description=f"empty means '{DEFAULT_TENANT}'")
     model_name: str | None = Field(None, description="the default is the registered name")
-    block_size: BlockSize | None = Field(None, description=f"{_BLOCK_SIZE}; the default is the registered size")
-    dp_rank: Rank | None = Field(None, description=f"{_RANK}; the default is the registered rank")
+    block_size: BlockSize | None = Field(None, description=f"{BLOCK_SIZE}; the default is the registered size")
+    dp_rank: Rank | None = Field(None, description=f"{RANK}; the default is the registered rank")
     medium: Annotated[str, Field(pattern="^[A-Za-z0-9_]{0,32}$")] | None = Field(
         None,
         description=f"upper or lower case, but not DP; the default is {UNNAMED}, and every medium for a cleared event",
@@ -311,7 +316,7 @@ class StandardEvent(BaseModel):
     )
     base_block_idx: Rank | None = Field(
         None,
-        description=f"{_RANK}: the position of the first block in the prompt; a stored event needs this or parent_hash",
+        description=f"{RANK}: the position of the first block in the prompt; a stored event needs this or parent_hash",
     )
     parent_hash: Hash | None = Field(None, description="the hash of the block before the first")
     token_ids: TokenIds | None = Field(

@@ -58,6 +58,8 @@ class HolderTable:
     """The version that the table began with: with another one it is a table of another filling of Redis."""
     targets: Mapping[int, Target] = field(default_factory=dict)
     """Of the publishers whose registration says more than a plain one."""
+    silent: frozenset[int] = frozenset()
+    """Publishers that tell no events."""
     _views: dict[int, View] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -104,6 +104,8 @@ class Claim:
     def target(self) -> bytes:
         """What the group's table says of the publisher as a target; empty where it is a plain one."""
         changed = _changed(self.registration.target)
+        if self.registration.kind is EngineKind.NONE:
+            changed["silent"] = True
         return orjson.dumps({"format": FORMAT} | changed) if changed else b""
 
     @property
@@ -172,6 +174,7 @@ def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> Ho
         return None
     publishers: dict[int, PublisherRow] = {}
     targets: dict[int, Target] = {}
+    silent: set[int] = set()
     holders: dict[int, Holder] = {}
     for name, value in held.items():
         if name.startswith(b"publisher:"):
@@ -181,13 +184,15 @@ def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> Ho
         elif name.startswith(b"target:"):
             target = parser.parse(RecordKind.TARGET, key, name, _target, name, value)
             if target is not None:
-                targets[target[0]] = target[1]
+                publisher, targets[target[0]], is_silent = target
+                if is_silent:
+                    silent.add(publisher)
         elif name not in (b"group", b"version", b"incarnation"):
             holder = parser.parse(RecordKind.HOLDER, key, name, _holder, name, value)
             if holder is not None:
                 holders[holder.id] = holder
     incarnation = held.get(b"incarnation", b"")
-    return HolderTable(held.get(b"version", b""), group, publishers, holders, incarnation, targets)
+    return HolderTable(held.get(b"version", b""), group, publishers, holders, incarnation, targets, frozenset(silent))
 
 
 def decode_group(raw: bytes) -> GroupName:
@@ -211,8 +216,9 @@ def _row(name: bytes, raw: bytes) -> tuple[int, PublisherRow]:
     return integer_of(name.removeprefix(b"publisher:"), "the publisher's id"), row
 
 
-def _target(name: bytes, raw: bytes) -> tuple[int, Target]:
-    return integer_of(name.removeprefix(b"target:"), "the publisher's id"), _target_of(Document(raw))
+def _target(name: bytes, raw: bytes) -> tuple[int, Target, bool]:
+    of = Document(raw)
+    return integer_of(name.removeprefix(b"target:"), "the publisher's id"), _target_of(of), of.flag("silent")
 
 
 @lru_cache(_ROWS_MAX)

@@ -62,7 +62,12 @@ def request(group_id: int, request_id: str) -> str:
 
 def spec(group_id: int, block_key: int) -> str:
     """A speculative entry: who will have the prompt up to this block."""
-    return f"wm:{_tag(group_id)}:spec:{block_key:016x}"
+    return f"{spec_prefix(group_id).decode()}{block_key:016x}"
+
+
+def spec_prefix(group_id: int) -> bytes:
+    """What stands before a speculative entry's 16 hex digits."""
+    return f"wm:{_tag(group_id)}:spec:".encode()
 
 
 def block_prefix(group_id: int, shard: int) -> bytes:

@@ -8,7 +8,7 @@ truth.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from waymark.domain.keys import KEY_BYTES
@@ -171,6 +171,25 @@ class Reader:
         entry = self._groups.get(group)
         table = None if entry is None else self._tables.get(entry.group_id)
         return table if table is not None and table.group == group else None
+
+    def entry_at_hand(self, group: GroupName) -> GroupEntry | None:
+        """The group's id and shards as the last reading used them."""
+        return self._groups.get(group)
+
+    async def values(self, entry: GroupEntry, block_keys: Sequence[int]) -> list[bytes | None]:
+        """The values of single blocks, which need not follow each other, in one round trip."""
+        of_shards: dict[int, list[int]] = {}
+        for at, key in enumerate(block_keys):
+            of_shards.setdefault(key % entry.shards, []).append(at)
+        replies = await self._client.several(
+            ("MGET", *(b"%b%016x" % (keys.block_prefix(entry.group_id, shard), block_keys[at]) for at in places))
+            for shard, places in of_shards.items()
+        )
+        values: list[bytes | None] = [None] * len(block_keys)
+        for places, reply in zip(of_shards.values(), replies, strict=True):
+            for at, value in zip(places, reply, strict=True):
+                values[at] = value
+        return values
 
     async def is_tenant_known(self, tenant_id: str, *, deadline_seconds: float | None = None) -> bool:
         """Whether the tenant has a registration, of any model."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
 
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.errors import StoreUnavailable
@@ -23,7 +26,10 @@ from waymark.store.records import Records
 from waymark.store.registry import Registry
 from waymark.store.reservations import Reservations
 from waymark.store.scripts import Scripts
+from waymark.store.speculative import Speculative
 from waymark.store.sweep import Sweeper
+
+T = TypeVar("T")
 
 
 class Store:
@@ -45,6 +51,7 @@ class Store:
                 each.metrics = metrics
         self.incarnation = Incarnation()
         """Every cache of the process is made by it."""
+        self._background: set[asyncio.Task[Any]] = set()
         self._client = client
         self._read_client = read_client
         self.parser = self.incarnation.cache(RecordParser(metrics))
@@ -57,6 +64,7 @@ class Store:
         self.index = Index(client, self.scripts, self.parser, self.pacer)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
         self.reservations = Reservations(client, self.scripts)
+        self.speculative = Speculative(client)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client
         self.reader = Reader(
@@ -101,7 +109,18 @@ class Store:
             apply_blocks_max=apply_blocks_max,
         )
 
+    def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Work in the background that ends with the store at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
     async def close(self) -> None:
+        background = list(self._background)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await self._client.close()
         if self._read_client is not None:
             await self._read_client.close()

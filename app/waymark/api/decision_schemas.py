@@ -1,0 +1,210 @@
+"""Request and answer bodies of ``/score``, ``/select`` and ``/release``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
+from waymark.api.schemas import BLOCK_SIZE, RANK, BlockSize, Hashes, Named, Rank, TokenIds
+from waymark.routing.policy import Decision
+from waymark.routing.presets import PRESETS
+
+#: Candidates, and instances in ``only`` or ``exclude``, that one request may name.
+NAMES_MAX = 4096
+RELEASES_MAX = 1000
+_COUNT_MAX = 100
+_TOKENS_MAX = 2**53 - 1
+
+
+def _hex(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            if 8 <= len(bytes.fromhex(value)) <= 64 and value.isalnum():
+                return value
+        except ValueError:
+            pass
+        raise PydanticCustomError("invalid_value", "no such digits")
+    return value
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > NAMES_MAX:
+        raise PydanticCustomError("out_of_range", "too many")
+    return value
+
+
+def _all_named(value: list[str]) -> list[str]:
+    if not all(value):
+        raise PydanticCustomError("invalid_value", "an empty name")
+    return value
+
+
+Hex = Annotated[str, BeforeValidator(_hex), WithJsonSchema({"type": "string", "pattern": "^([0-9A-Fa-f]{2}){8,64}$"})]
+Names = Annotated[list[str], BeforeValidator(_few), AfterValidator(_all_named)]
+Amount = Annotated[int, Field(ge=0, le=_TOKENS_MAX)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+By = Literal["instance", "address"]
+
+_AMOUNT = "an integer of 0..2^53-1"
+_SHARE = "a number of 0 to 1"
+_NAMES = f"a list of at most {NAMES_MAX} texts, instances or addresses"
+_ONE_PROMPT = "exactly one of token_ids, seq_hashes, messages, prompt and prefix_hash has to be there"
+
+
+class GivenCandidate(Request):
+    """A target, and what the caller knows of it; what is absent is as it is stored."""
+
+    instance_id: Name = Field(description=NAME)
+    dp_rank: Rank = Field(default=0, description=RANK)
+    requests: Amount | None = Field(default=None, description=f"{_AMOUNT}: requests under way")
+    tokens: Amount | None = Field(default=None, description=f"{_AMOUNT}: prompt tokens still to be computed")
+    waiting: Amount | None = Field(default=None, description=f"{_AMOUNT}: requests in the engine's queue")
+    running: Amount | None = Field(default=None, description=f"{_AMOUNT}: requests that the engine computes")
+    kv_usage: Share | None = Field(default=None, description=f"{_SHARE}: how full its KV cache is")
+    health: Share | None = Field(default=None, description=f"{_SHARE}: requests that went well")
+
+
+# Each is validated by itself, so that an error names its place.
+Candidates = Annotated[
+    list[dict[str, Any]], WithJsonSchema({"type": "array", "items": GivenCandidate.model_json_schema()})
+]
+
+
+class DecisionRequest(Named):
+    """A prompt, and by what its targets are ranked."""
+
+    token_ids: TokenIds = Field(
+        default=None,
+        description=f"a list of token ids, or in msgpack a bin of little-endian u32; {_ONE_PROMPT}",
+    )
+    seq_hashes: Hashes = Field(
+        default=None,
+        validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
+        description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
+    )
+    messages: list[Any] | None = Field(
+        default=None, description="a list of a chat request's messages; for policy sticky"
+    )
+    system: Any = Field(
+        default=None, description="a text or a list of blocks, beside messages, as Anthropic's requests say it"
+    )
+    prompt: str | None = Field(default=None, description="a text; there is no tokenizer for it")
+    prefix_hash: Hex | None = Field(default=None, description="a text of 16 to 128 hex digits; for policy sticky")
+    block_size: BlockSize | None = Field(
+        default=None, description=f"{BLOCK_SIZE}; absent is that of the model's engines, where they have one"
+    )
+    policy: str | None = Field(
+        default=None,
+        description=f"one of {', '.join(PRESETS)}; absent is that of WAYMARK_POLICY or WAYMARK_PICKER_CONFIG",
+    )
+    overrides: dict[str, Any] = Field(default={}, description="an object: constants of the policy by name")
+    explain: bool = Field(default=False, description="true or false: whether the parts of a score are told")
+    by: By = Field(default="instance", description="instance or address")
+    session_token: OptionalName = Field(
+        default=None, description=f"{OPTIONAL_NAME}: an instance_id in base64, as x-session-token has it"
+    )
+
+
+class ScoreRequest(DecisionRequest):
+    """How good each target is for a prompt; nothing is reserved."""
+
+    candidates: Candidates | None = Field(
+        default=None,
+        description=f"a list of at most {NAMES_MAX} objects with instance_id, dp_rank, and perhaps requests, tokens, "
+        "waiting, running, kv_usage, health; absent is all targets",
+    )
+
+
+class SelectRequest(DecisionRequest):
+    """Which target takes a prompt; it is reserved until it is released, or its time is over."""
+
+    only: Names | None = Field(default=None, description=f"{_NAMES}; absent is all")
+    exclude: Names = Field(default=[], description=_NAMES)
+    profile: Literal["single", "disagg"] | None = Field(default=None, description="single or disagg")
+    count: Annotated[int, Field(ge=1, le=_COUNT_MAX)] = Field(
+        default=1,
+        description=f"an integer of 1..{_COUNT_MAX}: how many targets are named, the one that is taken among them",
+    )
+    reserve: bool = Field(default=True, description="true or false: whether the target's load counts the request")
+    expect: bool | None = Field(
+        default=None,
+        description="true or false: whether the target counts as having the prompt from now on; absent is as "
+        "WAYMARK_SPECULATIVE says",
+    )
+    timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
+        default=120.0, description="a number of 1 to 3600: after how long a reservation is over that nobody releases"
+    )
+    request_id: OptionalName = Field(
+        default=None, description=f"{OPTIONAL_NAME}; the same one again gets the same target and reservation"
+    )
+
+
+class ReleaseRequest(Request):
+    """What of a reservation is over."""
+
+    reservation: str | None = Field(default=None, description="a text, as /select answered it")
+    reservations: list[str] | None = Field(default=None, description=f"a list of at most {RELEASES_MAX} such texts")
+    part: Literal["prefill", "all", "renew"] = Field(
+        default="all", description="prefill (the first token has come), all (it has ended) or renew (it goes on)"
+    )
+    outcome: Literal["ok", "failed"] = Field(default="ok", description="ok or failed: how it ended")
+    timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
+        default=120.0, description="a number of 1 to 3600: for how much longer it is renewed"
+    )
+
+
+class ScoreRow(BaseModel):
+    """One target, in tokens."""
+
+    instance_id: str
+    dp_rank: int
+    address: str | None
+    score: float | None = Field(description="greater is better; null where the policy has costs")
+    cost: float | None = Field(description="less is better; null where the policy has scores")
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    shared_tokens: int
+    expected_tokens: int = Field(description="what it will have soon, because the prompt was sent there")
+    new_tokens: int = Field(description="what it would have to compute, if what it has counts in full")
+    wait_tokens: int = Field(description="prompt tokens that it has still to compute")
+    active_requests: int
+    health: float = Field(description="share of requests that went well")
+    parts: dict[str, float | None] | None = Field(default=None, description="of the score; with explain")
+
+
+class ScoreAnswer(BaseModel):
+    """Best first; no scores where the model is not known."""
+
+    policy: str
+    decision: Decision
+    total_tokens: int
+    total_blocks: int
+    block_size: int
+    degraded: Literal[False]
+    scores: list[ScoreRow]
+
+
+class SelectAnswer(BaseModel):
+    """Where the request goes."""
+
+    target: ScoreRow
+    others: list[str] = Field(description="the next best, instances or addresses")
+    prefill: ScoreRow | None
+    encode: list[ScoreRow]
+    policy: str
+    decision: Decision
+    degraded: bool = Field(description="Redis was away: the target was found by the prefix alone")
+    prefix_key: str | None
+    reservation: str | None = Field(description="what /release takes; null where nothing was reserved")
+    headers: dict[str, str] = Field(description="what proxies and engines are told by")
+
+
+class ReleaseAnswer(BaseModel):
+    """How many were there; one that was not is no error."""
+
+    released: int
+    gone: int

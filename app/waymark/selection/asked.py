@@ -1,0 +1,133 @@
+"""What a decision is asked, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from waymark.domain.names import GroupName
+from waymark.domain.targets import host_and_port
+from waymark.routing.constants import Values
+from waymark.routing.policy import Decision, Preset, Scored
+from waymark.routing.target import Candidate, Gauges
+from waymark.store.reservations import Reservation
+
+Profile = Literal["single", "disagg"]
+
+
+class Prompt(NamedTuple):
+    """A prompt, once the size of a block is known."""
+
+    tokens: int
+    keys: bytes
+    """The packed keys of its complete blocks."""
+
+
+PromptOf = Callable[[int], Prompt]
+"""Makes the prompt of a block size."""
+
+
+class Given(NamedTuple):
+    """What a caller of ``/score`` says of a target; None where it says nothing of it."""
+
+    tokens: int | None = None
+    requests: int | None = None
+    health: float | None = None
+    gauges: Gauges | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing stored is needed beside it."""
+        return self.tokens is not None and self.requests is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The policy of a decision; of a file's profiles where ``preset`` is None."""
+
+    preset: Preset | None
+    values: Values | None = None
+    """The constants of the preset."""
+
+    @property
+    def name(self) -> str:
+        return "endpoint-picker-config" if self.preset is None else self.preset.name
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which targets could take a prompt, and how they are ranked."""
+
+    group: GroupName
+    prompt: PromptOf
+    policy: Chosen
+    block_size: int | None = None
+    """None: that of the group."""
+    prefix_key: bytes | None = None
+    """None: the block that ends at or before 512 tokens."""
+    lora_name: str | None = None
+    session: str | None = None
+    is_multimodal: bool = False
+    given: Mapping[tuple[str, int], Given] | None = None
+    """The targets to rank, by instance and rank; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """What ``/select`` asks for beside that."""
+
+    only: frozenset[str] | None = None
+    """Instances or addresses; None: all."""
+    exclude: frozenset[str] = frozenset()
+    profile: Profile | None = None
+    """None: that of the configuration."""
+    count: int = 1
+    """How many targets to name, the one that is taken among them."""
+    is_reserved: bool = True
+    expects: bool | None = None
+    """Whether speculative entries are written; None: as the settings say."""
+    milliseconds: int = 120_000
+    request_id: str | None = None
+    """16 hex digits."""
+
+    def allows(self, candidate: Candidate) -> bool:
+        names = {candidate.instance_id}
+        if candidate.address is not None:
+            names |= {candidate.address, host_and_port(candidate.address)}
+        return names.isdisjoint(self.exclude) and (self.only is None or not names.isdisjoint(self.only))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """All candidates, best first."""
+
+    scored: Sequence[Scored]
+    policy: Chosen
+    decision: Decision
+    tokens: int
+    block_size: int
+    prefix_key: bytes | None
+    is_partial: bool = False
+
+    @property
+    def is_cost(self) -> bool:
+        return self.policy.preset is not None and self.policy.preset.is_cost
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """Where a request goes."""
+
+    target: Scored
+    others: Sequence[Candidate]
+    policy: Chosen
+    decision: Decision
+    tokens: int
+    """Of the prompt."""
+    prefix_key: bytes | None = None
+    prefill: Scored | None = None
+    encode: Sequence[Scored] = ()
+    reservations: Sequence[Reservation] = ()
+    is_degraded: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)

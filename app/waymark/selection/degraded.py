@@ -1,0 +1,108 @@
+"""Decisions without Redis: by the table that was known last, with load tables of this replica's own.
+
+Sticky: the same prefix goes to the same target in every replica, as far as the targets' loads allow. What is decided
+here is released here; a reservation that nobody releases runs out as any other does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from waymark.domain.names import GroupName
+from waymark.selection.fleet import Fleet, Seen
+from waymark.store.directory import GroupEntry
+from waymark.store.reservations import Load, Part, Reservation
+
+_GROUPS_MAX = 1024
+#: Reservations that are remembered; beyond it the oldest is forgotten.
+_RESERVATIONS_MAX = 100_000
+
+
+@dataclass(slots=True)
+class Known:
+    """The last table of a group."""
+
+    entry: GroupEntry
+    fleet: Fleet
+
+
+@dataclass(slots=True)
+class _Own:
+    reservation: Reservation
+    group: GroupName
+    ends_at: float
+
+
+class Degraded:
+    """What a replica knows without Redis."""
+
+    def __init__(self) -> None:
+        self.groups: dict[GroupName, Known] = {}
+        self._own: dict[str, _Own] = {}
+        self._ends: list[tuple[float, str]] = []
+        """A heap of when they may be over; who was renewed has two entries, and who has ended may have one still."""
+        self._requests: dict[GroupName, Counter[int]] = {}
+
+    def remember(self, group: GroupName, entry: GroupEntry, fleet: Fleet) -> None:
+        known = self.groups.get(group)
+        if known is not None and known.fleet is fleet:
+            return
+        if known is None and len(self.groups) >= _GROUPS_MAX:
+            self.groups.pop(next(iter(self.groups)))
+        self.groups[group] = Known(entry, fleet)
+
+    def seen(self, group: GroupName) -> Seen:
+        """Nothing of any block, and the requests that this replica has sent meanwhile."""
+        self._end_overdue()
+        loads = {publisher: Load(requests=count) for publisher, count in self._requests.get(group, {}).items()}
+        return Seen({}, loads, {})
+
+    def reserve(self, group: GroupName, publisher: int, context: int, milliseconds: int) -> Reservation:
+        if len(self._own) >= _RESERVATIONS_MAX:
+            self._end(next(iter(self._own)))
+        reservation = Reservation(self.groups[group].entry.group_id, publisher, 0, context, secrets.token_hex(8))
+        self._own[reservation.nonce] = _Own(reservation, group, _in(milliseconds))
+        heapq.heappush(self._ends, (_in(milliseconds), reservation.nonce))
+        self._requests.setdefault(group, Counter())[publisher] += 1
+        return reservation
+
+    def release(self, reservations: Sequence[Reservation], part: Part, milliseconds: int) -> list[Reservation]:
+        """End those that were made here; the others."""
+        others = []
+        for reservation in reservations:
+            own = self._own.get(reservation.nonce)
+            if own is None:
+                others.append(reservation)
+            elif part is Part.RENEW:
+                own.ends_at = _in(milliseconds)
+                heapq.heappush(self._ends, (own.ends_at, reservation.nonce))
+            elif part is not Part.PREFILL:
+                self._end(reservation.nonce)
+        return others
+
+    def _end(self, nonce: str) -> None:
+        own = self._own.pop(nonce)
+        requests = self._requests[own.group]
+        requests[own.reservation.publisher] -= 1
+        if requests[own.reservation.publisher] == 0:
+            del requests[own.reservation.publisher]
+        if not requests:
+            del self._requests[own.group]
+
+    def _end_overdue(self) -> None:
+        now = _in(0)
+        while self._ends and self._ends[0][0] <= now:
+            nonce = heapq.heappop(self._ends)[1]
+            own = self._own.get(nonce)
+            if own is not None and own.ends_at <= now:
+                self._end(nonce)
+
+
+def _in(milliseconds: int) -> float:
+    """So long from now, by the loop's clock."""
+    return asyncio.get_running_loop().time() + milliseconds / 1000

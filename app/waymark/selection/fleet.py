@@ -1,0 +1,108 @@
+"""The targets of a group, as its holder table names them, and the candidates that one prompt makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from waymark.domain.match import TargetRow
+from waymark.domain.table import HolderTable
+from waymark.domain.targets import PLAIN, Target
+from waymark.routing.ring import Ring
+from waymark.routing.target import Candidate
+from waymark.selection.asked import Given
+from waymark.store.reservations import Load
+
+_NOTHING = TargetRow()
+_IDLE = Load()
+_UNKNOWN = Given()
+#: Rings of a fleet that are kept; a request may ask for any number of points.
+_RINGS_MAX = 4
+
+
+class Member(NamedTuple):
+    """One target."""
+
+    publisher: int
+    name: tuple[str, int]
+    """Instance and rank."""
+    target: Target
+    tells_events: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of one prompt and all targets at a moment."""
+
+    rows: Mapping[tuple[str, int], TargetRow]
+    loads: Mapping[int, Load]
+    expected: Mapping[int, int]
+    """Blocks that a publisher will have soon."""
+
+
+class Fleet:
+    """The targets of one table. A table never changes, and neither does this."""
+
+    def __init__(self, table: HolderTable) -> None:
+        self.table = table
+        rows = [(publisher, row) for publisher, row in sorted(table.publishers.items()) if row.scope == "instance"]
+        self.block_sizes = frozenset(row.block_size for _, row in rows)
+        """Of all that are registered, lost ones too."""
+        self.members: list[Member] = []
+        """Those who may be picked: not lost, not drained."""
+        for publisher, row in rows:
+            target = table.targets.get(publisher, PLAIN)
+            if not row.is_lost and target.weight > 0:
+                name = row.instance_id, row.dp_rank
+                self.members.append(Member(publisher, name, target, publisher not in table.silent))
+        self.has_silent = any(not member.tells_events for member in self.members)
+        self.by_publisher = {member.publisher: member for member in self.members}
+        self.names = {member.name for member in self.members}
+        self._rings: dict[int, Ring] = {}
+
+    def ring(self, points: int) -> Ring:
+        ring = self._rings.get(points)
+        if ring is None:
+            if len(self._rings) >= _RINGS_MAX:
+                self._rings.clear()
+            ring = self._rings[points] = Ring((member.name for member in self.members), points)
+        return ring
+
+    def candidates(
+        self, seen: Seen, block_size: int, given: Mapping[tuple[str, int], Given] | None = None
+    ) -> list[Candidate]:
+        """A candidate for each member, or for those of ``given``; what is given wins over what is stored."""
+        found = []
+        for publisher, name, target, _ in self.members:
+            said = _UNKNOWN
+            if given is not None:
+                if name not in given:
+                    continue
+                said = given[name]
+            row = seen.rows.get(name, _NOTHING)
+            load = seen.loads.get(publisher, _IDLE)
+            found.append(
+                Candidate(
+                    publisher,
+                    name[0],
+                    name[1],
+                    target.address,
+                    target.role,
+                    target.weight,
+                    target.labels,
+                    row.device * block_size,
+                    row.host * block_size,
+                    row.disk * block_size,
+                    row.shared * block_size,
+                    seen.expected.get(publisher, 0) * block_size,
+                    load.tokens if said.tokens is None else said.tokens,
+                    load.requests if said.requests is None else said.requests,
+                    load.context,
+                    load.health if said.health is None else said.health,
+                    load.cold,
+                    None,
+                    said.gauges,
+                )
+            )
+        return found

@@ -1,0 +1,62 @@
+"""What a replica decides by, from the settings and the file that they name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from waymark.errors import InvalidValue, SettingsError
+from waymark.routing.picker_config import read_picker_config
+from waymark.routing.policy import Preset
+from waymark.routing.presets import PRESETS, preset
+from waymark.routing.profile import PickerConfig
+from waymark.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionOptions:
+    """Times in seconds unless the name says otherwise."""
+
+    policy: Preset = PRESETS["least-work"]
+    picker: PickerConfig | None = None
+    """What an ``EndpointPickerConfig`` says; it decides where a request names no policy."""
+    deadline_seconds: float = 1.0
+    loads_seconds: float = 0.1
+    """How old loads may be that candidates are ranked by; 0: read for each decision."""
+    target_requests_max: int = 0
+    reservations_max: int = 100_000
+    is_speculative: bool = False
+    speculative_milliseconds: int = 2_000
+    approximate_milliseconds: int = 600_000
+    """How long an entry stays that says what a target without events has."""
+    prefill_tokens_per_second: float = 0.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """``SettingsError`` where the policy is unknown, or the file cannot be read."""
+        try:
+            policy = preset(settings.policy, "WAYMARK_POLICY")
+        except InvalidValue as exc:
+            raise SettingsError(exc.sentence) from None
+        return cls(
+            policy=policy,
+            picker=None if settings.picker_config is None else _read(settings.picker_config),
+            deadline_seconds=settings.query_deadline_ms / 1000,
+            loads_seconds=settings.loads_ms / 1000,
+            target_requests_max=settings.target_requests_max,
+            reservations_max=settings.reservations_max,
+            is_speculative=settings.speculative,
+            speculative_milliseconds=settings.speculative_ttl_ms,
+            approximate_milliseconds=1000 * settings.approximate_seconds,
+            prefill_tokens_per_second=settings.prefill_tokens_per_second,
+        )
+
+
+def _read(path: str) -> PickerConfig:
+    try:
+        return read_picker_config(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as exc:
+        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path!r} cannot be used: {exc}") from None
+    except InvalidValue as exc:
+        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path!r}: {exc.sentence}") from None

@@ -1,0 +1,143 @@
+"""Gives prefill back: when the index shows that a prompt has been computed, else when an estimate says so.
+
+A replica remembers its own reservations, each with the key of the last complete block of its prompt. When that block
+appears under the reservation's target, the prompt's prefill is done there. Where no event can tell (a prompt below one
+block, a target that tells no events) the prefill is given back after an estimate, or with the reservation's end.
+What a replica remembers ends with it; its reservations then run out with their prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from waymark.domain.names import GroupName
+from waymark.domain.table import HolderTable, holder_ids
+from waymark.errors import StoreUnavailable
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.selection.loads import Begin
+from waymark.store.directory import GroupEntry
+from waymark.store.reader import Reader
+from waymark.store.reservations import Part, Reservation, Reservations
+
+log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 0.1
+#: Reservations that are remembered; beyond it the oldest is left to its end.
+_WATCHED_MAX = 65_536
+#: Blocks that are looked up at once; the others are looked up in the next turns.
+_LOOKED_UP_MAX = 2_048
+
+
+class Watched(NamedTuple):
+    """A reservation whose prefill is not known to be done."""
+
+    reservation: Reservation
+    group: GroupName
+    entry: GroupEntry
+    block: int | None
+    """Key of the last complete block; None where no event will tell."""
+    done_at: float | None
+    """When an estimate says that it is done, by the loop's clock."""
+    ends_at: float
+    """When the reservation runs out."""
+
+
+class PrefillProgress:
+    """Watches reservations while there are any."""
+
+    def __init__(self, reader: Reader, reservations: Reservations, begin: Begin, metrics: Metrics) -> None:
+        self._begin = begin
+        self._reader = reader
+        self._reservations = reservations
+        self._released = metrics.prefill_released
+        self._watched: dict[str, Watched] = {}
+        """By the reservation's nonce, in the order in which they are looked at."""
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def watch(self, watched: Watched) -> None:
+        if watched.block is None and watched.done_at is None:
+            return
+        if len(self._watched) >= _WATCHED_MAX:
+            self._watched.pop(next(iter(self._watched)))
+        self._watched[watched.reservation.nonce] = watched
+        if self._task is None or self._task.done():
+            self._task = self._begin(self._keep_looking())
+
+    def told(self, reservations: Sequence[Reservation], part: Part) -> None:
+        """A caller has said that prefill, or all, of these is over."""
+        if part is not Part.RENEW:
+            by = "caller" if part is Part.PREFILL else "end"
+            for reservation in reservations:
+                if self._watched.pop(reservation.nonce, None) is not None:
+                    self._released.labels(by=by).inc()
+
+    def clear(self) -> None:
+        """Redis came back empty: there is nothing to give back."""
+        self._watched.clear()
+
+    async def _keep_looking(self) -> None:
+        while self._watched:
+            await asyncio.sleep(_PAUSE_SECONDS)
+            try:
+                await self._look()
+            except StoreUnavailable as exc:
+                log.debug("prefill not looked at", extra=fields(error=exc.sentence))
+                await asyncio.sleep(1.0)
+
+    async def _look(self) -> None:
+        now = asyncio.get_running_loop().time()
+        estimated: list[Watched] = []
+        by_group: dict[GroupName, list[Watched]] = {}
+        looked_up = 0
+        for watched in list(self._watched.values()):
+            if watched.ends_at <= now:
+                del self._watched[watched.reservation.nonce]
+            elif watched.done_at is not None and watched.done_at <= now:
+                estimated.append(watched)
+            elif watched.block is not None and looked_up < _LOOKED_UP_MAX:
+                looked_up += 1
+                by_group.setdefault(watched.group, []).append(watched)
+                # To the back, so that every one has its turn.
+                self._watched[watched.reservation.nonce] = self._watched.pop(watched.reservation.nonce)
+        await self._give_back(estimated, "estimate")
+        for group, several in by_group.items():
+            await self._give_back(await self._computed(group, several), "index")
+
+    async def _computed(self, group: GroupName, several: list[Watched]) -> list[Watched]:
+        """Those whose last block is held by their target."""
+        entry = several[0].entry
+        values = await self._reader.values(entry, [each.block or 0 for each in several])
+        ids = [holder_ids(value) if value else [] for value in values]
+        table = self._reader.table_at_hand(group)
+        if table is None or any(number > table.newest for each in ids for number in each):
+            table = await self._reader.table(group)
+        if table is None:
+            return []
+        of = _publisher_of(table)
+        return [
+            watched
+            for watched, numbers in zip(several, ids, strict=True)
+            if any(of(number) == watched.reservation.publisher for number in numbers)
+        ]
+
+    async def _give_back(self, several: list[Watched], by: str) -> None:
+        # One that was told of meanwhile is counted by who told it.
+        left = [each for each in several if self._watched.pop(each.reservation.nonce, None) is not None]
+        if left:
+            await self._reservations.release([each.reservation for each in left], Part.PREFILL)
+            self._released.labels(by=by).inc(len(left))
+
+
+def _publisher_of(table: HolderTable) -> Callable[[int], int | None]:
+    def of(number: int) -> int | None:
+        holder = table.holders.get(number)
+        return None if holder is None else holder.publisher
+
+    return of

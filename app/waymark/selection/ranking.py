@@ -1,0 +1,79 @@
+"""From candidates to an order: by a preset, or by the profiles of a file, in one stage or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from waymark.domain.targets import Role
+from waymark.routing.filters import decode_filter, prefill_filter, role_of
+from waymark.routing.policy import Decision, Inputs, Ranking, Scored
+from waymark.routing.profile import PickerConfig
+from waymark.routing.ring import POINTS
+from waymark.routing.target import Candidate, Request
+from waymark.selection.asked import Chosen, Profile
+from waymark.selection.fleet import Fleet
+
+#: Roles that cannot take a whole request.
+_PARTS = frozenset({Role.PREFILL.value, Role.ENCODE.value, Role.ENCODE_PREFILL.value})
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The candidates of each stage, best first."""
+
+    decode: Sequence[Scored]
+    prefill: Sequence[Scored] = ()
+    encode: Sequence[Scored] = ()
+    decision: Decision = Decision.KV_AWARE
+
+
+def rank(
+    policy: Chosen,
+    picker: PickerConfig | None,
+    request: Request,
+    candidates: Sequence[Candidate],
+    fleet: Fleet,
+    random: Random,
+) -> Ranking:
+    """All candidates in the order of a policy; of a file, those that its decode profile lets through."""
+    if not candidates:
+        return Ranking(())
+    if policy.preset is None:
+        assert picker is not None
+        return Ranking(picker.profiles[picker.decode].run(request, candidates, random))
+    assert policy.values is not None
+    ring = None
+    if policy.preset.name == "sticky":
+        ring = fleet.ring(int(policy.values.number("virtual_nodes")))
+    elif policy.preset.name == "composite" and policy.values.word("fallback") == "sticky":
+        ring = fleet.ring(POINTS)
+    return policy.preset.rank(Inputs(request, candidates, policy.values, random, ring))
+
+
+def stages(
+    policy: Chosen,
+    picker: PickerConfig | None,
+    profile: Profile | None,
+    request: Request,
+    candidates: Sequence[Candidate],
+    fleet: Fleet,
+    random: Random,
+) -> Stages | None:
+    """Who could take the request, and its stages before decode; None where nobody could."""
+    if policy.preset is None and profile != "single":
+        assert picker is not None
+        of = picker.run(request, candidates, random)
+        prefill = of.prefill[: picker.profiles[picker.prefill].endpoints_max] if picker.prefill else ()
+        encode = of.encode[: picker.profiles[picker.encode].endpoints_max] if picker.encode else ()
+        return Stages(of.decode, prefill, encode) if of.decode else None
+    is_split = profile == "disagg"
+    whole = [each for each in candidates if role_of(each) not in _PARTS]
+    able = decode_filter(request, candidates) if is_split else whole
+    decode = rank(policy, picker, request, able, fleet, random)
+    if not decode.scored:
+        return None
+    before = prefill_filter(request, candidates) if is_split else []
+    prefill_first = rank(policy, picker, request, before, fleet, random)
+    return Stages(decode.scored, prefill_first.scored, decision=decode.decision)

@@ -1,0 +1,343 @@
+"""The use case: a prompt's blocks, the targets' loads, a policy, a reservation.
+
+A decision looks as a query does, ranks all targets by loads that are a moment old, and lets Redis take the best of the
+first few by their loads of that instant. So it costs one round trip more than a query, and any number of replicas
+decide as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+from time import perf_counter
+from typing import NamedTuple
+
+from waymark.domain.keys import KEY_BYTES, unpack
+from waymark.domain.match import pool_bitmap, target_rows
+from waymark.domain.names import GroupName
+from waymark.domain.table import HolderTable
+from waymark.errors import InvalidValue, NoTarget, StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.routing.policy import Decision
+from waymark.routing.presets import PRESETS
+from waymark.routing.target import Request
+from waymark.selection.asked import Asked, Chosen, Prompt, Ranked, Selected, Taking
+from waymark.selection.degraded import Degraded
+from waymark.selection.fleet import Fleet, Seen
+from waymark.selection.loads import Loads
+from waymark.selection.options import SelectionOptions
+from waymark.selection.prefill_progress import PrefillProgress
+from waymark.selection.ranking import Stages, rank, stages
+from waymark.selection.taking import Looked, Taker
+from waymark.store.directory import GroupEntry
+from waymark.store.reservations import Load, Part, Reservation
+from waymark.store.speculative import depths
+from waymark.store.store import Store
+
+#: How often a decision starts over because its group's table has changed meanwhile.
+_LOOKS_MAX = 3
+#: After Redis did not answer, decisions are made without it for so long before it is asked again.
+_AWAY_SECONDS = 1.0
+#: Fleets that are kept, by group.
+_FLEETS_MAX = 1024
+#: Tokens by whose last block ``sticky`` finds its place, where no prefix key is given.
+_STICKY_TOKENS = 512
+
+
+class _Look(NamedTuple):
+    """What a look at a group and a prompt has found."""
+
+    looked: Looked
+    fleet: Fleet
+    request: Request
+    seen: Seen
+    is_partial: bool
+
+
+class Selector:
+    """Decisions of one replica."""
+
+    def __init__(self, store: Store, options: SelectionOptions, metrics: Metrics, random: Random | None = None) -> None:
+        self._store = store
+        self._options = options
+        self._metrics = metrics
+        self._random = random or Random()
+        self._fleets: dict[GroupName, Fleet] = store.incarnation.cache({})
+        self._loads = store.incarnation.cache(Loads(store.reservations, store.begin, options.loads_seconds, metrics))
+        self._progress = store.incarnation.cache(
+            PrefillProgress(store.reader, store.reservations, store.begin, metrics)
+        )
+        self._taker = Taker(store.reservations, self._loads, self._progress, options, metrics)
+        self._degraded = Degraded()
+        self._away_until = float("-inf")
+
+    @property
+    def default_policy(self) -> Chosen:
+        """What decides where a request names no policy."""
+        if self._options.picker is not None:
+            return Chosen(None)
+        return Chosen(self._options.policy, self._options.policy.values({}))
+
+    # ---- without a reservation ---------------------------------------------------------------------
+
+    async def score(self, asked: Asked) -> Ranked | None:
+        """All candidates, best first; None where nothing is registered for the group.
+
+        Raises StoreUnavailable where Redis is away.
+        """
+        look = await self._look(asked, expects=None)
+        if look is None:
+            return None
+        candidates = look.fleet.candidates(look.seen, look.request.block_size, asked.given)
+        found = rank(asked.policy, self._options.picker, look.request, candidates, look.fleet, self._random)
+        decision = found.decision if candidates else Decision.KV_AWARE
+        self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
+        return Ranked(
+            found.scored,
+            asked.policy,
+            decision,
+            look.request.tokens,
+            look.request.block_size,
+            look.request.prefix_key,
+            look.is_partial,
+        )
+
+    # ---- with one ----------------------------------------------------------------------------------
+
+    async def select(self, asked: Asked, taking: Taking) -> Selected:
+        """Take a target. Raises NoTarget, Saturated, StoreUnavailable where Redis is away; then nothing is taken."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._away_until:
+            raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
+        try:
+            async with asyncio.timeout(2 * self._options.deadline_seconds):
+                return await self._select(asked, taking)
+        except (StoreUnavailable, TimeoutError) as exc:
+            self._away_until = loop.time() + _AWAY_SECONDS
+            if isinstance(exc, TimeoutError):
+                seconds = 2 * self._options.deadline_seconds
+                raise StoreUnavailable(f"Redis did not answer within {seconds:g} s; try again in a moment") from None
+            raise
+
+    async def _select(self, asked: Asked, taking: Taking) -> Selected:
+        for _ in range(_LOOKS_MAX):
+            look = await self._look(asked, expects=taking.expects)
+            if look is None:
+                break
+            began = perf_counter()
+            of = self._stages(asked, taking, look)
+            self._metrics.decision_duration_seconds.labels(part="policy").observe(perf_counter() - began)
+            if of is None:
+                raise NoTarget(
+                    f"no target is left for model {asked.group.model_name!r}: of {len(look.fleet.members)} registered "
+                    "ones none is allowed; look at only, exclude, roles and weights"
+                )
+            taken = await self._taker.take(of, look.looked, asked, taking)
+            if taken is not None:
+                return taken
+            # Every target that was offered is gone: the table at hand is of before.
+            await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
+        raise NoTarget(
+            f"no target is registered for model {asked.group.model_name!r} of tenant {asked.group.tenant_id!r}; "
+            "register one with POST /register"
+        )
+
+    def _stages(self, asked: Asked, taking: Taking, look: _Look) -> Stages | None:
+        candidates = [
+            candidate
+            for candidate in look.fleet.candidates(look.seen, look.request.block_size)
+            if taking.allows(candidate)
+        ]
+        return stages(
+            asked.policy, self._options.picker, taking.profile, look.request, candidates, look.fleet, self._random
+        )
+
+    def select_without_redis(self, asked: Asked, taking: Taking) -> Selected:
+        """Take a target by what is known; StoreUnavailable where nothing of the group is."""
+        known = self._degraded.groups.get(asked.group)
+        if known is None:
+            raise StoreUnavailable("Redis is away, and nothing is known of this model yet; try again in a moment")
+        sizes = known.fleet.block_sizes
+        prompt = asked.prompt(asked.block_size or max(sizes, default=1))
+        request = self._request(asked, prompt, asked.block_size or max(sizes, default=1), 0)
+        look = _Look(
+            Looked(known.entry, request, known.fleet, self._degraded.seen(asked.group), prompt.keys, ()),
+            known.fleet,
+            request,
+            self._degraded.seen(asked.group),
+            False,
+        )
+        sticky = PRESETS["sticky"]
+        degraded = Asked(
+            asked.group, asked.prompt, Chosen(sticky, sticky.values({})), asked.block_size, asked.prefix_key
+        )
+        of = self._stages(degraded, taking, look)
+        if of is None:
+            raise NoTarget(f"no target is left for model {asked.group.model_name!r}; look at only and exclude")
+        best, *others = of.decode
+        reservations = []
+        if taking.is_reserved:
+            publishers = [stage[0].candidate.publisher for stage in (of.decode, of.prefill) if stage]
+            reservations = [
+                self._degraded.reserve(asked.group, publisher, request.tokens, taking.milliseconds)
+                for publisher in publishers
+            ]
+        self._metrics.decisions.labels(policy=sticky.name, decision="degraded").inc()
+        return Selected(
+            best,
+            [each.candidate for each in others[: taking.count - 1]],
+            degraded.policy,
+            of.decision,
+            request.tokens,
+            request.prefix_key,
+            of.prefill[0] if of.prefill else None,
+            of.encode,
+            reservations,
+            is_degraded=True,
+        )
+
+    async def release(
+        self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int = 120_000
+    ) -> tuple[int, int]:
+        """End reservations, or a part of them; how many were there, and how many were gone."""
+        others = self._degraded.release(reservations, part, milliseconds)
+        own = len(reservations) - len(others)
+        if not others:
+            return own, 0
+        self._progress.told(others, part)
+        released, gone = await self._store.reservations.release(others, part, milliseconds=milliseconds)
+        return own + released, gone
+
+    # ---- one look ------------------------------------------------------------------------------------
+
+    async def _look(self, asked: Asked, *, expects: bool | None) -> _Look | None:
+        """The group's targets, and what is known of each; None where nothing is registered for the group."""
+        began = perf_counter()
+        table = self._store.reader.table_at_hand(asked.group)
+        if table is None and asked.block_size is None:
+            table = await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
+        for _ in range(_LOOKS_MAX):
+            fleet = None if table is None else self._fleet(asked.group, table)
+            block_size = asked.block_size or _block_size(fleet)
+            prompt = asked.prompt(block_size)
+            look, table = await self._look_with(asked, fleet, prompt, block_size, expects=expects)
+            if look is not None:
+                self._metrics.decision_duration_seconds.labels(part="walk").observe(perf_counter() - began)
+                return look
+            if table is None:
+                return None
+        raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
+
+    async def _look_with(
+        self, asked: Asked, fleet: Fleet | None, prompt: Prompt, block_size: int, *, expects: bool | None
+    ) -> tuple[_Look | None, HolderTable | None]:
+        """What was found, and the table of that moment; no look where it asks for another block size."""
+        reader = self._store.reader
+        entry = reader.entry_at_hand(asked.group)
+        aside = None
+        if entry is not None and fleet is not None:
+            aside = asyncio.ensure_future(self._aside(asked, entry, fleet, prompt, expects=expects))
+        try:
+            reading = await reader.read(
+                asked.group, block_size, _Keys(prompt.keys), deadline_seconds=self._options.deadline_seconds
+            )
+            table, now = reader.table_at_hand(asked.group), reader.entry_at_hand(asked.group)
+            if reading is None or table is None or now is None:
+                return None, None
+            if fleet is None or fleet.table is not table:
+                fleet = self._fleet(asked.group, table)
+                if asked.block_size is None and _block_size(fleet) != block_size:
+                    return None, table
+            self._degraded.remember(asked.group, now, fleet)
+            if aside is None or now != entry:
+                loads, expected = await self._aside(asked, now, fleet, prompt, expects=expects)
+            else:
+                loads, expected = await aside
+        finally:
+            if aside is not None and not aside.cancel() and not aside.cancelled():
+                aside.exception()  # retrieved: the walk's own error is the one that counts
+        walk = reading.walk
+        rows = target_rows(walk)
+        seen = Seen(rows, loads, expected)
+        request = self._request(asked, prompt, block_size, pool_bitmap(walk))
+        at = tuple(depths(len(prompt.keys) // KEY_BYTES))
+        return _Look(
+            Looked(now, request, fleet, seen, prompt.keys, at), fleet, request, seen, reading.is_partial
+        ), table
+
+    async def _aside(
+        self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None
+    ) -> tuple[dict[int, Load], dict[int, int]]:
+        """What is asked beside the blocks: loads and speculative entries."""
+        loads: dict[int, Load] = {}
+        if asked.given is None or not all(given.is_whole for given in asked.given.values()):
+            loads = dict(await self._loads.of(entry.group_id))
+        is_wanted = fleet.has_silent or (self._options.is_speculative if expects is None else expects)
+        at = depths(len(prompt.keys) // KEY_BYTES) if is_wanted else []
+        if not at:
+            return loads, {}
+        numbers = [_key(prompt.keys, depth) for depth in at]
+        until = asyncio.get_running_loop().time() + self._options.deadline_seconds
+        try:
+            publishers = await self._store.speculative.read(entry.group_id, numbers, until=until)
+        except TimeoutError:
+            return loads, {}
+        # The deepest wins, being last.
+        return loads, {
+            publisher: depth for publisher, depth in zip(publishers, at, strict=True) if publisher is not None
+        }
+
+    def _fleet(self, group: GroupName, table: HolderTable) -> Fleet:
+        fleet = self._fleets.get(group)
+        if fleet is None or fleet.table is not table:
+            if fleet is None and len(self._fleets) >= _FLEETS_MAX:
+                self._fleets.clear()
+            fleet = self._fleets[group] = Fleet(table)
+        return fleet
+
+    def _request(self, asked: Asked, prompt: Prompt, block_size: int, pool: int) -> Request:
+        prefix_key = asked.prefix_key
+        blocks = min(_STICKY_TOKENS // block_size, len(prompt.keys) // KEY_BYTES)
+        if prefix_key is None and blocks:
+            prefix_key = prompt.keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
+        return Request(
+            prompt.tokens,
+            block_size,
+            pool,
+            asked.lora_name,
+            asked.session,
+            prefix_key,
+            asked.is_multimodal,
+        )
+
+
+class _Keys:
+    """The keys of a prompt that are all there, a piece at a time."""
+
+    def __init__(self, keys: bytes) -> None:
+        self._keys = keys
+        self._at = 0
+
+    def __call__(self, count: int) -> bytes:
+        start, self._at = self._at, self._at + KEY_BYTES * count
+        return self._keys[start : self._at]
+
+
+def _key(keys: bytes, depth: int) -> int:
+    """The key of the block that ends a prefix of so many blocks."""
+    (key,) = unpack(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
+    return key
+
+
+def _block_size(fleet: Fleet | None) -> int:
+    """The one block size of a group; InvalidValue where it has two."""
+    sizes: Sequence[int] = sorted(fleet.block_sizes) if fleet is not None else []
+    if len(sizes) > 1:
+        shown = ", ".join(map(str, sizes))
+        raise InvalidValue(
+            f"block_size is missing, and the engines of this model have several ({shown}); send one of them",
+            reason="missing",
+            field="block_size",
+        )
+    return sizes[0] if sizes else 1

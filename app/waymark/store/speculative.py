@@ -1,0 +1,59 @@
+"""Speculative entries: who was lately sent a prompt with this prefix, and will have its blocks soon.
+
+They are few small keys that run out by themselves: at depths that grow by a third or a half each time, and at the
+prompt's own end. ``reserve`` writes them. What an entry says is never above the depth that two prompts share, and from
+eight blocks on at least two thirds of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from redis.exceptions import InvalidResponse
+
+from waymark.domain.keys import pack
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.read_connection import Replies
+from waymark.store.wire import mget
+
+_FIRST = 8
+_ID_DIGITS_MAX = 16
+
+
+def depths(blocks: int) -> list[int]:
+    """The depths, in blocks, at which a prompt of so many blocks has entries: 8, 12, 16, 24, 32, ... and the last."""
+    found = []
+    depth = _FIRST
+    while depth < blocks:
+        found.append(depth)
+        depth = depth * 3 // 2 if depth & (depth - 1) == 0 else depth // 3 * 4
+    return [*found, blocks] if blocks > 0 else []
+
+
+class Speculative:
+    """The speculative entries of all groups. Always on the Redis that takes writes."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+
+    async def read(self, group_id: int, block_keys: Sequence[int], *, until: float) -> list[int | None]:
+        """The publisher at each of the keys, at least one; TimeoutError at ``until``, by the loop's clock."""
+        prefix = keys.spec_prefix(group_id)
+        try:
+            (values,) = await self._client.ask(prefix, mget(prefix, pack(block_keys)), Replies(1), until)
+            if not isinstance(values, list) or len(values) != len(block_keys):
+                raise InvalidResponse(f"no reply to an MGET of {len(block_keys)} keys")
+        except (StoreUnavailable, InvalidResponse):
+            # A slot that has moved, or the embedded Redis: the library knows.
+            async with asyncio.timeout_at(until):
+                names = [keys.spec(group_id, key) for key in block_keys]
+                (values,) = await self._client.several([("MGET", *names)])
+        return [_publisher(value) for value in values]
+
+
+def _publisher(value: bytes | None) -> int | None:
+    """What is no publisher's id, which no release writes, names nobody."""
+    return int(value) if value is not None and value.isdigit() and len(value) <= _ID_DIGITS_MAX else None
