@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from typing import Any
@@ -107,3 +108,50 @@ async def test_a_redis_that_never_stands_still_is_given_up_for_a_moment(
     assert not hand.task.done()
     is_emptied = False
     await wait_until(lambda: are_registered(bench, wanted), "all are registered again", PATIENCE_SECONDS)
+
+
+def slow_to_notice(hand: Hand) -> asyncio.Event:
+    """From now on this worker does not learn which Redis it has, until the event is set."""
+    records, noticed = hand.worker.poller._store.records, asyncio.Event()
+    ask = records.incarnation
+
+    async def incarnation() -> str:
+        await noticed.wait()
+        return await ask()
+
+    records.incarnation = incarnation  # type: ignore[method-assign]
+    return noticed
+
+
+async def has_restored(bench: Bench, hand: Hand) -> None:
+    keeper, incarnation = hand.worker.poller._keeper, await bench.store.records.incarnation()
+    hand.worker.poller.hint.set()
+    await wait_until(lambda: keeper._incarnation == incarnation, "it has restored", PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("are_restored", [True, False], ids=["restored by another", "restored by nobody"])
+async def test_what_was_unregistered_meanwhile_is_not_restored_by_a_slower_worker(
+    bench: Bench, are_restored: bool
+) -> None:
+    """Whether it was there again when it was unregistered, or not yet; one that was registered anew stays."""
+    wanted = publishers(bench)
+    for each in wanted:
+        await bench.store.registry.register(each)
+    hands = [await bench.worker(f"worker-{i}", WITHOUT_PROBES) for i in range(2)]
+    for hand in hands:
+        await wait_until(lambda hand=hand: hand.metric("publishers", feed="socket") == 6, "it has seen all")  # type: ignore[misc]
+    notices = [slow_to_notice(hand) for hand in hands]
+    await bench.redis.flushall()
+    if are_restored:
+        notices[0].set()
+        await has_restored(bench, hands[0])
+        assert await are_registered(bench, wanted)
+    names = [each.name for each in wanted[:4]]
+    assert await bench.store.registry.unregister(names) == (names if are_restored else [])
+    await bench.store.registry.register(wanted[0])
+    await bench.store.registry.register(wanted[3])
+    for notice in notices:
+        notice.set()
+    for hand in hands:
+        await has_restored(bench, hand)
+    assert await are_registered(bench, [wanted[0], *wanted[3:]])

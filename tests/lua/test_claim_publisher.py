@@ -15,8 +15,11 @@ GROUP, LARGE = b'["t","m"]', b'["t","large"]'
 SEED = 2**64 - 1
 
 
-async def claim(scripts: Scripts, expected: bytes, registration: bytes, name: bytes = NAME) -> Verdict:
-    return (await scripts.claim_publisher(keys.PUBLISHERS, name, expected, registration)).verdict
+async def claim(
+    scripts: Scripts, expected: bytes, registration: bytes, name: bytes = NAME, *, restores: str = "0"
+) -> Verdict:
+    keys_of = keys.PUBLISHERS, keys.UNREGISTERED
+    return (await scripts.claim_publisher(*keys_of, name, expected, registration, restores)).verdict
 
 
 async def test_a_claim_is_written_replaced_and_taken_out(redis: Redis, scripts: Scripts) -> None:
@@ -36,6 +39,24 @@ async def test_a_claim_that_is_not_as_it_was_seen_stays(redis: Redis, scripts: S
             assert await claim(scripts, expected, wanted) is Verdict.STALE
     assert await claim(scripts, b'{"b":1}', b'{"b":2}', OTHER) is Verdict.STALE
     assert await snapshot(redis) == before
+
+
+async def test_what_was_unregistered_is_not_put_back(redis: Redis, scripts: Scripts) -> None:
+    await claim(scripts, b"", b'{"a":1}')
+    await claim(scripts, b'{"a":1}', b"")
+    assert await claim(scripts, b"", b'{"a":1}', restores="1") is Verdict.GONE
+    assert await hgetall(redis, keys.PUBLISHERS) == {}
+    assert await claim(scripts, b"", b'{"b":1}', OTHER, restores="1") is Verdict.APPLIED
+    assert await claim(scripts, b"", b'{"a":2}') is Verdict.APPLIED
+    assert await redis.zcard(keys.UNREGISTERED) == 0, "it is registered anew"
+
+
+async def test_of_the_unregistered_only_the_last_are_remembered(redis: Redis, scripts: Scripts) -> None:
+    await redis.zadd(keys.UNREGISTERED, {f'["pod","t",{i}]': i for i in range(2, 10_002)})
+    await claim(scripts, b"", b"")
+    assert await redis.zcard(keys.UNREGISTERED) == 10_000
+    assert await claim(scripts, b"", b'{"a":1}', restores="1") is Verdict.GONE
+    assert await claim(scripts, b"", b'{"a":1}', b'["pod","t",2]', restores="1") is Verdict.APPLIED
 
 
 async def test_of_twenty_claims_at_once_one_stands(redis: Redis, scripts: Scripts) -> None:

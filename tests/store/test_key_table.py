@@ -70,6 +70,7 @@ async def live(client: RedisClient, redis: Redis) -> None:
     await one.records.incarnation()
     await one.records.alive("worker-1", keep_seconds=60)
     await publish_and_unregister(await stream_of(one, redis))
+    await one.registry.register(registration())
     await publish_and_unregister(await stream_of(three, redis, registration("pod-2", model_name="large")))
     await one.registry.register(registration("pod-4"))
     await redis.delete("wm:groups")  # as a failover may forget what was handed out last

@@ -3,7 +3,8 @@
 Those of the file are registered at the start. A Redis that came back empty has another incarnation: then the
 file's publishers are registered again, and those whose registrations this worker has seen in the Redis before. All
 workers do so, and doing it twice changes nothing. A publisher that has registered under such a name in the new Redis
-came later and stays; what the file no longer names is left alone.
+came later and stays, one that was unregistered there is not put back by a worker that is slower; what the file no
+longer names is left alone.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ class RegistrationKeeper:
         for name, registration in wanted.items():
             # At the start the file may move a publisher to another address; later, that is old news.
             if there.get(name) != registration and (is_start or name not in there):
-                await self._register(registration)
+                await self._register(registration, is_restored=not is_start)
         self._metrics.publishers_refused.set(len(self._refused))
         self._incarnation = incarnation
         return True
 
-    async def _register(self, registration: Registration) -> None:
+    async def _register(self, registration: Registration, *, is_restored: bool) -> None:
         try:
-            await self._store.registry.register(registration)
+            if is_restored:
+                await self._store.registry.restore(registration)
+            else:
+                await self._store.registry.register(registration)
         except (Conflict, RecordDamaged) as exc:  # it says which of the two it is
             if registration.name not in self._refused:
                 self._refused.add(registration.name)

@@ -13,6 +13,8 @@ from waymark.domain.names import GroupName, PublisherName
 
 GROUPS = "wm:groups"
 PUBLISHERS = "wm:publishers"
+#: In the slot of the publishers, so that one script writes both.
+UNREGISTERED = "wm:unregistered:{wm:publishers}"
 WORKERS = "wm:workers"
 INCARNATION = "wm:birth"
 #: The channel on which "look again" is said; a hint only.

@@ -95,7 +95,15 @@ class Registry:
                     await self.finish(marked)
         raise _contended(registration.name)
 
-    async def _claim_anew(self, registration: Registration, before: Claim | None) -> bool:
+    async def restore(self, registration: Registration) -> None:
+        """Register what Redis has forgotten, unless it has been registered or unregistered in this Redis since.
+
+        Raises Conflict where its name, or its group's, is taken by what cannot be read.
+        """
+        if await self._directory.claim(registration.name) is None:
+            await self._claim_anew(registration, None, is_restored=True)
+
+    async def _claim_anew(self, registration: Registration, before: Claim | None, *, is_restored: bool = False) -> bool:
         """Claim a publisher under new ids, in the place of ``before``; False where something else stands there."""
         above = publisher_above = 0
         for _ in range(_ATTEMPTS):
@@ -115,7 +123,8 @@ class Registry:
                 )
             group_id, shards, publisher = ids.numbers
             claim = Claim(registration, publisher, group_id, shards)
-            claimed = await self._replace(registration.name, b"" if before is None else before.raw, claim)
+            expected = b"" if before is None else before.raw
+            claimed = await self._replace(registration.name, expected, claim, is_restored=is_restored)
             if claimed is None:
                 return False
             clash = await self._clash(claimed)
@@ -179,7 +188,7 @@ class Registry:
         name = claim.registration.name
         if await self._client.hget(keys.record(claim.group_id, claim.publisher), "name") != keys.publisher_field(name):
             return False
-        if await self._replace(name, b"", claim) is None:
+        if await self._replace(name, b"", claim, is_restored=True) is None:
             other = await self._directory.claim(name)
             if other is not None and other.publisher != claim.publisher:
                 await self._end(claim)  # registered anew meanwhile
@@ -188,9 +197,14 @@ class Registry:
     async def unregister(self, names: Sequence[PublisherName]) -> list[PublisherName]:
         """Take publishers out; what they held is gone from answers when this returns. Those that were there.
 
-        Raises Conflict where a registration cannot be read; nothing is changed then.
+        One that is not there may be one that Redis has forgotten; then it is not restored any more. Raises Conflict
+        where a registration cannot be read; nothing is changed then.
         """
-        claims = [claim for name in names if (claim := await self._directory.claim(name)) is not None]
+        found = [(name, await self._directory.claim(name)) for name in names]
+        claims = [claim for _, claim in found if claim is not None]
+        for name, claim in found:
+            if claim is None:
+                await self._write_claim(name, b"", b"")
         for claim in claims:
             await self._leave(claim)
         return [claim.registration.name for claim in claims]
@@ -227,16 +241,28 @@ class Registry:
             await asyncio.sleep(random.uniform(0, 0.01 * (attempt + 1)))
         raise _contended(claim.registration.name)
 
-    async def _replace(self, name: PublisherName, expected: bytes, claim: Claim) -> Claim | None:
-        """Compare and set; the claim as it stands now, or None where something else stood there."""
+    async def _replace(
+        self, name: PublisherName, expected: bytes, claim: Claim, *, is_restored: bool = False
+    ) -> Claim | None:
+        """Compare and set; the claim as it stands now, or None where something else stood there.
+
+        One that ``is_restored`` is not set where it has been unregistered in this Redis.
+        """
         raw = claim.encode()
-        outcome = await self._scripts.claim_publisher(keys.PUBLISHERS, keys.publisher_field(name), expected, raw)
-        return replace(claim, raw=raw) if outcome.is_applied else None
+        is_set = await self._write_claim(name, expected, raw, is_restored=is_restored)
+        return replace(claim, raw=raw) if is_set else None
 
     async def _withdraw(self, claim: Claim) -> bool:
         """Take a claim out, if it still stands as it was read."""
-        field = keys.publisher_field(claim.registration.name)
-        return (await self._scripts.claim_publisher(keys.PUBLISHERS, field, claim.raw, b"")).is_applied
+        return await self._write_claim(claim.registration.name, claim.raw, b"")
+
+    async def _write_claim(
+        self, name: PublisherName, expected: bytes, raw: bytes, *, is_restored: bool = False
+    ) -> bool:
+        outcome = await self._scripts.claim_publisher(
+            keys.PUBLISHERS, keys.UNREGISTERED, keys.publisher_field(name), expected, raw, "1" if is_restored else "0"
+        )
+        return outcome.is_applied
 
 
 def _contended(name: PublisherName) -> StoreUnavailable:

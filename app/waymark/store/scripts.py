@@ -141,8 +141,11 @@ class Scripts:
     async def keep_ids(self, groups: str, group: bytes, id: int, shards: int, publisher: int) -> Outcome:
         return await self._run("keep_ids", [groups], [group, id, shards, publisher])
 
-    async def claim_publisher(self, publishers: str, publisher: bytes, expected: Arg, registration: Arg) -> Outcome:
-        return await self._run("claim_publisher", [publishers], [publisher, expected, registration])
+    async def claim_publisher(
+        self, publishers: str, unregistered: str, publisher: bytes, expected: Arg, registration: Arg, restores: str
+    ) -> Outcome:
+        keys = [publishers, unregistered]
+        return await self._run("claim_publisher", keys, [publisher, expected, registration, restores])
 
     async def begin_publisher(
         self,
