@@ -211,7 +211,7 @@ def test_a_trial_says_that_it_is_one(roles: list[dict[str, Any]], capsys: pytest
     assert cli.main(["serve", "--port", "4444"]) == cli.EXIT_OK
     said = capsys.readouterr().err
     assert "embedded" in said
-    assert "forgets all at its end" in said
+    assert "lost when the process ends" in said
     assert "4444" in said
     assert len(roles) == 1
 

@@ -231,7 +231,7 @@ async def test_other_answers_are_not_asked_again(
 async def test_nobody_there_is_unavailable_and_not_ready() -> None:
     url = f"http://127.0.0.1:{unused_port()}"
     async with AsyncClient(url, trust_env=False) as waymark:
-        with pytest.raises(Unavailable, match="/query could not be asked: ConnectError"):
+        with pytest.raises(Unavailable, match="/query could not be reached: ConnectError"):
             await waymark.query("m", [1], 1)
         assert await waymark.ready() is False
     with Client(url, trust_env=False) as blocking:

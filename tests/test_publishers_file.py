@@ -180,7 +180,7 @@ def test_endpoints_must_be_allowed_here_too(tmp_path: Path) -> None:
         pytest.param("p.yaml", "kvevent_instance: {pod: {}, pod: {}}", '"pod" is there twice', id="yaml-entry-twice"),
         pytest.param("p.yaml", "- {[1]: 2}", "line 1: a name is no text", id="yaml-list-for-a-name"),
         pytest.param(
-            "p.yaml", "kvevent_instance: {1: {}}", "put names and other texts in quotes", id="number-for-name"
+            "p.yaml", "kvevent_instance: {1: {}}", "put names and other strings in quotes", id="number-for-name"
         ),
         pytest.param("p.json", f'[{{"block_size": {2**70}}}]', "it holds what JSON has not", id="more-than-64-bits"),
         pytest.param("p.json", f"[{'1' * 5000}]", "it is no JSON: ", id="thousands-of-digits"),

@@ -33,32 +33,32 @@ EXIT_NO_REDIS = 4
 
 _EXAMPLES = """\
 examples:
-  # everything in one process, on an embedded Redis: for a trial
+  # run everything in one process on an embedded Redis, for a trial
   $ waymark serve
 
-  # the same against a real Redis
+  # run the same on a real Redis
   $ WAYMARK_REDIS_URL=redis://127.0.0.1:6379/0 waymark serve
 
-  # production: any number of query replicas, any number of ingest workers
+  # in production, run any number of query replicas and of ingest workers
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark query
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark ingest
 
-  # two engines that publish what vLLM would, registered with a running Waymark
+  # simulate two vLLM engines and register them with a running Waymark
   $ waymark simulate --engines 2 --register http://127.0.0.1:13333 --stay
 
-  # see it work
+  # watch the whole service work
   $ waymark demo
 
-  # look at a running installation, straight from its Redis
+  # look at a running installation through its Redis
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark status
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark inspect prompt --model llama --tokens "1 2 3 4 5 6 7 8"
 
 exit codes:
-  0  it did what it was asked for
-  1  it ran, and what it was to show did not come out, or there is no such thing
-  2  an argument or a setting is wrong; nothing was started
+  0  the command succeeded
+  1  the command failed, or what it looked for does not exist
+  2  an argument or a setting is wrong, and nothing was started
   3  the port could not be opened
-  4  Redis cannot be reached, does not answer in time, or refuses
+  4  Redis cannot be reached, does not answer in time, or refuses the command
 
 Settings are environment variables; docs/configuration.md lists them all.
 """
@@ -112,7 +112,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     """The parser, with the flags of one command; of the others only the sentence."""
     parser = argparse.ArgumentParser(
         prog="waymark",
-        description="Which engine already holds a prompt's KV cache: an index in Redis, fed by the engines' events.",
+        description="Waymark reports which inference engine already holds the KV cache of a prompt.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -124,7 +124,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         of_command = commands.add_parser(name, help=each.sentence, description=each.sentence, formatter_class=form)
         if name == command:
             each.add_flags(of_command)
-    commands.add_parser("bench", help="the benchmarks, from a checkout: 'waymark bench --help' says more")
+    commands.add_parser("bench", help="run the benchmarks in a checkout; 'waymark bench --help' lists them")
     return parser
 
 
@@ -139,10 +139,10 @@ def _run(main_coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _add_role(parser: argparse.ArgumentParser, *, has_api: bool) -> None:
-    parser.add_argument("--redis-url", help="instead of WAYMARK_REDIS_URL")
+    parser.add_argument("--redis-url", help="the URL of Redis, in place of WAYMARK_REDIS_URL")
     if has_api:
-        parser.add_argument("--host", help="instead of WAYMARK_HOST")
-        parser.add_argument("--port", help="instead of WAYMARK_PORT")
+        parser.add_argument("--host", help="the address to listen on, in place of WAYMARK_HOST")
+        parser.add_argument("--port", help="the port to listen on, in place of WAYMARK_PORT")
 
 
 def _role(arguments: argparse.Namespace) -> int:
@@ -163,8 +163,8 @@ def _role(arguments: argparse.Namespace) -> int:
             )
             return EXIT_USAGE
         print(
-            f"waymark {__version__} on an embedded, emulated Redis: for a trial. It forgets all at its end and is "
-            f"about nine times slower than a real one. Listening on port {settings.port}.",
+            f"waymark {__version__} runs on an embedded, emulated Redis, for a trial. The index is lost when the "
+            f"process ends, and it is about nine times slower than a real Redis. Listening on port {settings.port}.",
             file=sys.stderr,
         )
     _run(runtime.run(settings, has_api=has_api, has_worker=has_worker))
@@ -175,8 +175,8 @@ def _role(arguments: argparse.Namespace) -> int:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="show the Waymark that runs there, instead of starting one")
-    parser.add_argument("--api-token", help="the token that Waymark asks for")
+    parser.add_argument("--url", help="use the Waymark at this URL, and start none")
+    parser.add_argument("--api-token", help="the bearer token, if that Waymark requires one")
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -278,13 +278,15 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 _COMMANDS = {
-    "serve": _Command("the HTTP API and an ingest worker in one process", partial(_add_role, has_api=True), _role),
-    "query": _Command("a query replica: the HTTP API", partial(_add_role, has_api=True), _role),
+    "serve": _Command("run the HTTP API and an ingest worker in one process", partial(_add_role, has_api=True), _role),
+    "query": _Command("run a query replica, which serves the HTTP API", partial(_add_role, has_api=True), _role),
     "ingest": _Command(
-        "an ingest worker: subscribes to publishers and applies their events", partial(_add_role, has_api=False), _role
+        "run an ingest worker, which applies the events of publishers", partial(_add_role, has_api=False), _role
     ),
-    "demo": _Command("see the whole service work on this machine, in a table", _add_demo, _demo),
-    "status": _Command("publishers, their streams and workers, and the state of Redis", _add_status, _console),
-    "inspect": _Command("who has a prompt's blocks, and what stands in Redis", _add_inspect, _console),
-    "simulate": _Command("simulated engines that publish what real ones would", _add_simulate, _simulate),
+    "demo": _Command("run the whole service with simulated engines and show a table", _add_demo, _demo),
+    "status": _Command("show publishers, streams, ingest workers and the state of Redis", _add_status, _console),
+    "inspect": _Command(
+        "show which instances have the blocks of a prompt, and what Redis contains", _add_inspect, _console
+    ),
+    "simulate": _Command("run simulated engines that publish events as real ones do", _add_simulate, _simulate),
 }

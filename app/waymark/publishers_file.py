@@ -119,7 +119,7 @@ def _parsed(path: Path) -> Any:
         # What a body of POST /register could hold: names are texts, numbers have 64 bits.
         return orjson.loads(orjson.dumps(content))
     except orjson.JSONEncodeError as exc:
-        raise _Unreadable(f"it holds what JSON has not ({exc}); put names and other texts in quotes") from exc
+        raise _Unreadable(f"it holds what JSON has not ({exc}); put names and other strings in quotes") from exc
 
 
 def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:

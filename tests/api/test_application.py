@@ -238,7 +238,7 @@ async def test_own_fault_is_500_without_a_word_of_the_request(
     with caplog.at_level(logging.ERROR):
         answer = await client.post("/query", json=QUERY)
     assert answer.status_code == 500
-    assert answer.json() == {"error": "a fault of this service; its log has it", "reason": "internal"}
+    assert answer.json() == {"error": "this service has failed; its log contains the error", "reason": "internal"}
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     said = vars(caplog.records[0])["fields"]
     assert (said["route"], said["request_id"]) == ("/query", answer.headers["x-request-id"])

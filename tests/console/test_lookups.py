@@ -57,7 +57,7 @@ async def test_a_block_of_a_lost_publisher_is_not_counted(streams: list[Stream],
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["block", "0" * 16], "nobody has a block 0000000000000000"),
+        (["block", "0" * 16], "no holder has a block 0000000000000000"),
         (["block", WORD, "--model", "n"], r"no group with model 'n'; groups of this Redis: 1 \(default/m\)"),
         (["block", WORD, "--group", "7"], r"no group with group 7; groups of this Redis: 1 \(default/m\)"),
         (["holder", "99"], "holder 99 is unknown in default/m"),
@@ -87,7 +87,7 @@ async def test_a_holder_tells_its_record_its_publisher_and_what_it_has(streams: 
 
 async def test_an_ended_holder_says_so_and_what_is_left_of_it(streams: list[Stream], waymark: Run) -> None:
     lines = (await waymark("inspect", "holder", "3")).splitlines()
-    assert lines[1] == "its life has ended; what it left is being swept"
+    assert lines[1] == "its life has ended; its entries are being swept"
     assert lines[-1].split()[:2] == ["wm:{1}:engine:3", "1"]
 
 

@@ -44,7 +44,7 @@ async def test_each_holder_is_a_line_of_cells(streams: list[Stream], waymark: Ru
         "",
         "pod-2: 48 of 160 tokens, 3 of 10 blocks",
         "  rank 0 GPU #3  ###..ooooo",
-        "pod-3: no match, no event has come from it, status pending (no connection to tcp://10.0.0.1:5557)",
+        "pod-3: no match, it has sent no event, status pending (no connection to tcp://10.0.0.1:5557)",
     ]
 
 
@@ -55,7 +55,7 @@ async def test_a_publisher_that_tells_by_http_is_not_said_to_be_silent(
     stream = await stream_of(store, redis)
     await store.records.write(stream.grant, {"status": "active"}, {"events.stored": 1})
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
-    assert "pod-1: no match, events came, and it holds no blocks" in text
+    assert "pod-1: no match, it has sent events and holds no blocks" in text
 
 
 async def test_a_block_size_is_taken_from_the_registrations(streams: list[Stream], waymark: Run) -> None:
@@ -86,7 +86,7 @@ async def test_what_is_not_counted_says_so(streams: list[Stream], redis: Redis, 
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
     assert "  rank 0 GPU #1  oooooo....  lost, not counted" in text
     assert "#3" not in text
-    assert "Why nothing? It is held by 'pod-1', whose blocks are not counted now" in text
+    assert "Why nothing? It is held by 'pod-1', whose blocks are currently not counted" in text
 
 
 async def test_a_pool_counts_for_every_instance(store: Store, redis: Redis, waymark: Run) -> None:
@@ -174,7 +174,7 @@ def why(text: str) -> list[str]:
 async def test_another_block_size_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:
     await of_pod(store, redis, block_size=32)
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT), "--block-size", "16")
-    assert "pod-1: no match, it is registered with block size 32, and 16 was asked for" in text
+    assert "pod-1: no match, it is registered with block size 32, and the query is for 16" in text
     assert why(text) == ["With --block-size 32 it is held by 'pod-1'"]
 
 
@@ -195,8 +195,8 @@ async def test_an_adapter_that_only_events_named_is_found_out(store: Store, redi
     await of_pod(store, redis, ns=ns)
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
     assert why(text) == [
-        f"Its first block is held by 'pod-1' in namespace {ns:016x}, and the one asked for is 0000000000000000: "
-        "another adapter or other salts; 'waymark inspect namespace' computes the number of an adapter and salts"
+        f"Its first block is held by 'pod-1' in namespace {ns:016x}, and this prompt is in namespace 0000000000000000: "
+        "its adapter or salts are different; 'waymark inspect namespace' computes the number of an adapter and salts"
     ]
 
 
@@ -248,7 +248,7 @@ async def test_a_first_token_too_many_is_found_out(store: Store, redis: Redis, w
 async def test_a_prompt_shorter_than_a_block_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:
     await of_pod(store, redis)
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT[:15]))
-    assert why(text) == ["The prompt has 15 tokens, less than one block of 16: nothing to find"]
+    assert why(text) == ["The prompt has 15 tokens, less than one block of 16: there is nothing to find"]
 
 
 async def test_events_that_come_to_nothing_are_named(store: Store, redis: Redis, waymark: Run) -> None:
@@ -256,16 +256,16 @@ async def test_events_that_come_to_nothing_are_named(store: Store, redis: Redis,
     await stream.apply(watermark=9)
     await store.records.write(stream.grant, {"status": "active"}, {"ignored.block_size_mismatch": 17})
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
-    assert "pod-1: no match, events came, and it holds no blocks (17 ignored.block_size_mismatch)" in text
-    assert why(text) == ["No block of this model is held at all: 'waymark status' says how the streams are"]
+    assert "pod-1: no match, it has sent events and holds no blocks (17 ignored.block_size_mismatch)" in text
+    assert why(text) == ["No block of this model is held at all: 'waymark status' shows the state of the streams"]
 
 
 async def test_a_group_whose_publishers_are_gone_says_so(streams: list[Stream], waymark: Run) -> None:
     registry = streams[0].store.registry
     await registry.unregister([of.name for of in await streams[0].store.directory.registrations()])
     ask = ("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
-    assert why(await waymark(*ask, "--block-size", "16")) == ["No publisher is registered for it (any more)"]
-    with pytest.raises(InvalidValue, match="--block-size is needed: nobody is registered"):
+    assert why(await waymark(*ask, "--block-size", "16")) == ["No publisher is registered for this model now"]
+    with pytest.raises(InvalidValue, match="--block-size is needed: no publisher is registered"):
         await waymark(*ask)
 
 
@@ -275,7 +275,7 @@ async def test_a_group_whose_publishers_are_gone_says_so(streams: list[Stream], 
         (["--model", "lama-70b"], "model 'lama-70b' is not registered; did you mean 'llama-70b'?"),
         (["--model", "x"], "model 'x' is not registered; tenant 'default' has 'llama-70b'"),
         (["--model", "qwen"], "tenant 'default' has no model 'qwen'; it is registered under 'acme': give --tenant"),
-        (["--model", "x", "--tenant", "who"], "model 'x' is not registered; no model of that tenant is"),
+        (["--model", "x", "--tenant", "who"], "model 'x' is not registered; this tenant has no registered model"),
     ],
 )
 async def test_an_unknown_model_names_what_may_have_been_meant(

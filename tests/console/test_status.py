@@ -55,7 +55,7 @@ async def streams(store: Store, redis: Redis) -> list[Stream]:
     return made
 
 
-WITHOUT_REPLAY = "no replay endpoint: what gets lost cannot be had again; register one where the engine has one"
+WITHOUT_REPLAY = "no replay endpoint: lost batches cannot be requested again; register one if the engine has one"
 
 
 def table(text: str, first: str) -> list[dict[str, str]]:
@@ -80,7 +80,7 @@ async def test_the_plain_table_tells_what_the_records_say(streams: list[Stream],
         *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "BLOCKS", "GAPS"),
         *("REPLAYS", "RESTARTS", "LOST", "COMPLAINT"),
     ]
-    away = "no connection to tcp://10.0.0.1:5557 for so long that its blocks are not counted"
+    away = "no connection to tcp://10.0.0.1:5557 for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
     assert [[row[name] for name in names] for row in rows] == [
         ["default", "m", "pod-1", "0", "vLLM", "active", "worker-1", "41", "CPU 2, GPU 5", "2", "4", "1", "0",
          WITHOUT_REPLAY],
@@ -135,9 +135,7 @@ async def test_a_stream_without_a_live_worker_says_so(streams: list[Stream], red
     await redis.delete(keys.WORKERS)
     text = await waymark("status")
     assert "no ingest worker is alive" in text
-    assert {row["COMPLAINT"] for row in table(text, "TENANT")} == {
-        "no live ingest worker has it, the last was worker-1"
-    }
+    assert {row["COMPLAINT"] for row in table(text, "TENANT")} == {"no ingest worker applies it, the last was worker-1"}
 
 
 async def test_a_silent_worker_is_shown_as_silent(streams: list[Stream], redis: Redis, waymark: Run) -> None:
@@ -330,5 +328,5 @@ async def test_a_stream_for_which_no_worker_has_room_says_so(streams: list[Strea
     (worker,) = table(text, "WORKER")
     assert (worker["WORKER"], worker["STREAMS"]) == ("worker-1", "3 of 3")
     complaints = {row["INSTANCE"]: row["COMPLAINT"] for row in table(text, "TENANT")}
-    assert complaints["pod-9"] == "no live ingest worker has room for it: add one, or raise their limit of open files"
+    assert complaints["pod-9"] == "no ingest worker has room for it: add a worker, or raise the limit of open files"
     assert "room" not in complaints["pod-1"]

@@ -152,10 +152,10 @@ async def test_redis_goes_away_and_comes_back_by_itself(server: RedisServer, sta
     assert lost == {"batches_lost": 0, "restarts": 0, "waiting_dropped": 0}
     # What the machine allows is said once at the start, and is no affair of Redis.
     said = [line for line in worker.log.splitlines() if " INFO " not in line and "limit of open files" not in line]
-    assert sum("cannot look for streams" in line for line in said) == 2
+    assert sum("polling for streams failed" in line for line in said) == 2
     assert sum("redis does not answer" in line for line in said) <= 4, "one for each stream"
     assert len(said) <= 6, "a line for each change, not for each try"
-    assert worker.log.count("streams are looked for again") == 2
+    assert worker.log.count("polling for streams resumed") == 2
 
 
 def is_metric(port: int, name: str, expected: float, **labels: str) -> Any:
@@ -195,7 +195,7 @@ async def test_a_redis_that_refuses_writes_is_still_asked(server: RedisServer, s
             await back(engines, service, 20, first)
             await wait_until(is_metric(port, "waymark_redis_misconfigured", 0, reason=why), "it is right again")
     assert await counters(engines, service, "batches_lost", "restarts") == {"batches_lost": 0, "restarts": 0}
-    for sentence in ("redis is not as it should be", "redis is as it should be again"):
+    for sentence in ("redis is misconfigured", "redis is configured correctly again"):
         assert service.log.count(sentence) == 2, "once each"
 
 

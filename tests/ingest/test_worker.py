@@ -412,7 +412,7 @@ async def test_a_stream_that_cannot_run_says_why_once(bench: Bench, caplog: pyte
     hand = await bench.worker()
     await wait_until(lambda: hand.metric("leases_taken_total") >= 3, "it was tried again", PATIENCE_SECONDS)
     said = [record.message for record in caplog.records]
-    assert said == ["stream stopped, will be taken up again"]
+    assert said == ["stream stopped, will be restarted"]
 
 
 # ---- publishers that stand in a file, and an empty Redis -------------------------------------------

@@ -59,7 +59,7 @@ class AllowedEndpoints:
             return
         raise InvalidValue(
             f"{field} {shown(endpoint)} is not among the endpoints that WAYMARK_ALLOWED_ENDPOINTS allows; "
-            "use another, or have the operator add it",
+            "use another endpoint, or ask the operator to add this one",
             field=field,
         )
 

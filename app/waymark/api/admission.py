@@ -51,12 +51,13 @@ class AdmissionQueue:
                 self._admit_next()  # the place was given in the same moment
             if isinstance(exc, TimeoutError):
                 raise StoreUnavailable(
-                    f"too many requests wait for Redis, this one for {self._wait_seconds:g} s; try again in a moment"
+                    f"too many requests wait for Redis; this one has waited for "
+                    f"{self._wait_seconds:g} s; try again in a moment"
                 ) from None
             raise
         if self._is_unavailable:
             self._admit_next()
-            raise StoreUnavailable("Redis does not answer the requests before this one; try again in a moment")
+            raise StoreUnavailable("earlier requests still wait for Redis; try again in a moment")
 
     def leave(self, *, is_unavailable: bool | None) -> None:
         """Give the place back. ``is_unavailable``: Redis did not answer; None where the request did not ask it."""

@@ -84,7 +84,7 @@ class Events:
             await self._apply(owned[0][0], [event for _, event in owned], progress)
             if progress.expected is not None:
                 error = {
-                    "error": f"event {progress.expected} of this stream is missing; go on from there",
+                    "error": f"event {progress.expected} of this stream is missing; continue with that event",
                     "reason": "gap",
                     "applied": progress.applied,
                     "expected": progress.expected,
@@ -98,7 +98,8 @@ class Events:
             await self._apply_under(grant, events, progress)
         except Fenced:
             raise StoreUnavailable(
-                f"publisher {shown(str(claim.registration.name))} changed hands meanwhile; send the events again"
+                f"publisher {shown(str(claim.registration.name))} moved to another process during this request; "
+                "send the events again"
             ) from None
         finally:
             await self._store.leases.drop(grant)
@@ -112,7 +113,7 @@ class Events:
                 return grant
             if time.monotonic() > deadline:
                 raise StoreUnavailable(
-                    f"publisher {shown(str(claim.registration.name))} is at work for another request; try again"
+                    f"publisher {shown(str(claim.registration.name))} is in use by another request; try again"
                 )
             await asyncio.sleep(0.02)
 

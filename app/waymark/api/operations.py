@@ -142,7 +142,7 @@ class Operation:
         """The answer to an exception that nobody expected, which is logged under the request's id."""
         request_id = scope.get("request_id") or request_id_of(scope["headers"])
         log.error("request failed", extra=fields(request_id=request_id, route=self.path, **failure(error)))
-        body = self._error({"error": "a fault of this service; its log has it", "reason": "internal"})
+        body = self._error({"error": "this service has failed; its log contains the error", "reason": "internal"})
         headers = {} if "request_id" in scope else {"X-Request-Id": request_id}
         return Answer(body, 500, headers)
 

@@ -70,7 +70,7 @@ def result(call: Call[T], answer: httpx.Response) -> T:
         try:
             return call.read(answer)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Unavailable(f"{call.path} was answered by something that is not Waymark") from error
+            raise Unavailable(f"{call.path} was answered by a server that is not Waymark") from error
     try:
         content = answer.json()
     except ValueError:
@@ -84,7 +84,7 @@ def result(call: Call[T], answer: httpx.Response) -> T:
 
 
 def unreachable(call: Call[Any], error: httpx.TransportError) -> NoReturn:
-    raise Unavailable(f"{call.path} could not be asked: {type(error).__name__}: {error}") from error
+    raise Unavailable(f"{call.path} could not be reached: {type(error).__name__}: {error}") from error
 
 
 def with_token(api_token: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ async def block(look: Look, groups: Sequence[Group], key: int) -> list[Part]:
         drawn.append(Grid(head, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"})))
     if not drawn:
         names = ", ".join(shown(group.name) for group in groups[:5])
-        raise NotFound(f"nobody has a block {key:016x} (key seq_hash XOR namespace) in {names}")
+        raise NotFound(f"no holder has a block {key:016x} (key seq_hash XOR namespace) in {names}")
     return drawn
 
 
@@ -63,7 +63,7 @@ async def holder(look: Look, groups: Sequence[Group], holder_id: int) -> list[Pa
             continue
         drawn.append(joined(text(f"holder {holder_id}", "bold"), f" of {shown(group.name)}, group {group.id}"))
         if record is None:
-            drawn.append(text("its life has ended; what it left is being swept", "yellow"))
+            drawn.append(text("its life has ended; its entries are being swept", "yellow"))
         else:
             note = not_counted(table, record)
             drawn.append(
@@ -77,7 +77,9 @@ async def holder(look: Look, groups: Sequence[Group], holder_id: int) -> list[Pa
         drawn.append(await _entries(look, group, holder_id))
     if not drawn:
         names = ", ".join(shown(group.name) for group in groups[:5])
-        raise NotFound(f"holder {holder_id} is unknown in {names}: its life has ended and is swept, or never began")
+        raise NotFound(
+            f"holder {holder_id} is unknown in {names}: its life has ended and was swept, or it never existed"
+        )
     return drawn
 
 

@@ -140,7 +140,7 @@ def _block_size(given: int | None, registered: Sequence[int]) -> int:
         if len(registered) == 1:
             return registered[0]
         known = ", ".join(map(str, registered))
-        said = f"several are registered: {known}" if known else "nobody is registered with any"
+        said = f"several are registered: {known}" if known else "no publisher is registered with one"
         raise InvalidValue(f"--block-size is needed: {said}", field="block_size")
     if not 1 <= given <= 65536:
         raise InvalidValue(f"--block-size is {given}; give 1 to 65536", field="block_size")

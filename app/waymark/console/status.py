@@ -99,8 +99,8 @@ class Status:
         if self.is_orphan(state):
             alive = [worker for worker in self.workers if worker.is_alive]
             if alive and all(worker.is_full for worker in alive):
-                return "no live ingest worker has room for it: add one, or raise their limit of open files"
-            return f"no live ingest worker has it{', the last was ' + state.worker if state.worker else ''}"
+                return "no ingest worker has room for it: add a worker, or raise the limit of open files"
+            return f"no ingest worker applies it{', the last was ' + state.worker if state.worker else ''}"
         return complaint(state)
 
 
@@ -242,7 +242,7 @@ def replays(state: PublisherState) -> int:
 #: Counters of a stream, by their beginning, that tell of events which came to nothing.
 _REJECTED = ("decode_errors", "frames_malformed", "ignored", "unresolved")
 
-_WITHOUT_REPLAY = "no replay endpoint: what gets lost cannot be had again; register one where the engine has one"
+_WITHOUT_REPLAY = "no replay endpoint: lost batches cannot be requested again; register one if the engine has one"
 
 
 def complaint(state: PublisherState) -> str:
@@ -253,7 +253,7 @@ def complaint(state: PublisherState) -> str:
     if state.status is StreamStatus.PENDING and endpoint is not None:
         return f"no connection to {endpoint}"
     if state.status is StreamStatus.LOST:
-        return f"no connection to {endpoint} for so long that its blocks are not counted"
+        return f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
     without_replay = "" if endpoint is None or state.registration.can_replay else _WITHOUT_REPLAY
     if any(state.blocks.values()):
         return without_replay

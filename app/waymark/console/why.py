@@ -44,7 +44,7 @@ def unknown_group(wanted: GroupName, groups: Sequence[Group]) -> str:
     near = difflib.get_close_matches(wanted.model_name, models, n=3, cutoff=0.5)
     if near:
         return f"model {wanted.model_name!r} is not registered; did you mean {_names(near)}?"
-    known = f"tenant {wanted.tenant_id!r} has {_names(models)}" if models else "no model of that tenant is"
+    known = f"tenant {wanted.tenant_id!r} has {_names(models)}" if models else "this tenant has no registered model"
     return f"model {wanted.model_name!r} is not registered; {known}"
 
 
@@ -55,7 +55,7 @@ def of_instances(holding: Holding, states: Sequence[PublisherState]) -> dict[str
         if not lines.match:
             own = [state for state in states if state.registration.instance_id == lines.instance_id]
             held = sum(sum(state.blocks.values()) for state in own)
-            reason = f"its {held} blocks are of other prompts" if own else ""
+            reason = f"its {held} blocks belong to other prompts" if own else ""
             reason = next(filter(None, (_of_stream(state, holding.block_size) for state in own)), reason)
             if lines.blocks and not any(line.not_counted for line in lines.holders):
                 reason = f"though it has {lines.blocks} of the blocks: the first one is missing"
@@ -67,14 +67,14 @@ def _of_stream(state: PublisherState, block_size: int) -> str:
     """Why a stream could not make a match; empty where it could."""
     of = state.registration
     if of.block_size != block_size:
-        return f"it is registered with block size {of.block_size}, and {block_size} was asked for"
+        return f"it is registered with block size {of.block_size}, and the query is for {block_size}"
     said = f" ({reason})" if (reason := complaint(state)) else ""
     if state.status in (StreamStatus.LOST, StreamStatus.FAILED):
         return f"its stream is {state.status}{said}"
     # What comes by HTTP has no watermark.
     if state.watermark is None and not any(n for name, n in state.counters.items() if name.startswith("events.")):
-        return f"no event has come from it, status {state.status}{said}"
-    return "" if any(state.blocks.values()) else f"events came, and it holds no blocks{said}"
+        return f"it has sent no event, status {state.status}{said}"
+    return "" if any(state.blocks.values()) else f"it has sent events and holds no blocks{said}"
 
 
 async def of_prompt(
@@ -84,12 +84,12 @@ async def of_prompt(
     """Why nobody has a match, the surest reasons alone; ``states`` are of the group's publishers."""
     if not holding.keys:
         count = len(asked.tokens or ())
-        return [f"The prompt has {count} tokens, less than one block of {holding.block_size}: nothing to find"]
+        return [f"The prompt has {count} tokens, less than one block of {holding.block_size}: there is nothing to find"]
     if not states:
-        return ["No publisher is registered for it (any more)"]
+        return ["No publisher is registered for this model now"]
     silent = sorted({line.holder.instance_id for lines in holding.instances for line in lines.holders if 0 in line.has})
     if silent:
-        return [f"It is held by {_names(silent)}, whose blocks are not counted now"]
+        return [f"It is held by {_names(silent)}, whose blocks are currently not counted"]
     found = await of_other_readings(look, asked, holding, groups)
     elsewhere = "" if found else await of_other_namespaces(look, asked, holding, table)
     return found or [elsewhere or last_resort(asked, states)]
@@ -166,8 +166,8 @@ async def of_other_namespaces(look: Look, asked: Asked, holding: Holding, table:
                         continue  # not an entry of ours
                     if ns != asked.namespace and seq_hash == first:
                         return (
-                            f"Its first block is held by {holder.instance_id!r} in namespace {ns:016x}, and the one "
-                            f"asked for is {asked.namespace:016x}: another adapter or other salts; "
+                            f"Its first block is held by {holder.instance_id!r} in namespace {ns:016x}, and this "
+                            f"prompt is in namespace {asked.namespace:016x}: its adapter or salts are different; "
                             "'waymark inspect namespace' computes the number of an adapter and salts"
                         )
     return ""
@@ -177,11 +177,11 @@ def last_resort(asked: Asked, states: Sequence[PublisherState]) -> str:
     """What is left to say where nobody has the first block."""
     held = sum(sum(state.blocks.values()) for state in states)
     if not held:
-        return "No block of this model is held at all: 'waymark status' says how the streams are"
+        return "No block of this model is held at all: 'waymark status' shows the state of the streams"
     seed = "" if asked.tokens is None else f"; or its workers run with another WAYMARK_HASH_SEED than {asked.seed}"
     return (
-        f"{held} blocks of this model are held, and none begins this prompt: nobody has worked on it, it was evicted, "
-        f"or the tokens differ (tokenizer, chat template, special tokens){seed}"
+        f"{held} blocks of this model are held, and none begins this prompt: no engine has computed it, it was "
+        f"evicted, or the tokens differ (tokenizer, chat template, special tokens){seed}"
     )
 
 

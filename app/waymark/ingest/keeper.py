@@ -44,7 +44,7 @@ class RegistrationKeeper:
         wanted = {each.name: each for each in self._publishers}
         if not is_start:
             wanted = {each.name: each for each in seen} | wanted
-            log.warning("redis has come back empty", extra=fields(publishers=len(wanted)))
+            log.warning("redis returned empty, publishers are registered again", extra=fields(publishers=len(wanted)))
         for name, registration in wanted.items():
             # At the start the file may move a publisher to another address; later, that is old news.
             if there.get(name) != registration and (is_start or name not in there):
@@ -62,6 +62,6 @@ class RegistrationKeeper:
         except (Conflict, RecordDamaged) as exc:  # it says which of the two it is
             if registration.name not in self._refused:
                 self._refused.add(registration.name)
-                log.error("publisher is registered otherwise", extra=fields(error=exc.sentence))
+                log.error("publisher is registered with other values", extra=fields(error=exc.sentence))
         else:
             self._refused.discard(registration.name)

@@ -47,14 +47,14 @@ _OPENED_AT = "opened_at:"
 
 #: Why a stream is not all it could be, as it is told.
 REASONS = {
-    JOINED_LATE: "this life began before the first batch that could be had",
-    BATCHES_LOST: "batches were lost for good in this life",
-    OVER_CEILING: "a batch of this life was larger than its ceiling, and was not read",
+    JOINED_LATE: "this life began before the first batch that the publisher can replay",
+    BATCHES_LOST: "batches of this life were lost and cannot be replayed",
+    OVER_CEILING: "a batch of this life was above a ceiling and was not read",
     REPLAY_SILENT: "the replay endpoint does not answer",
-    REPLAY_INCOMPLETE: "the last replay broke off before its end",
-    REPLAY_WAITING: "other replays go first on this worker (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
-    BUFFER_FULL: "frames were dropped that no replay can bring, because more came than WAYMARK_STREAM_BUFFER_BYTES "
-    "or WAYMARK_STREAM_BUFFER_FRAMES allow",
+    REPLAY_INCOMPLETE: "the last replay ended early",
+    REPLAY_WAITING: "this stream waits for a place to replay (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
+    BUFFER_FULL: "frames were dropped that no replay can recover: WAYMARK_STREAM_BUFFER_BYTES "
+    "or WAYMARK_STREAM_BUFFER_FRAMES was reached",
 }
 
 
@@ -182,7 +182,7 @@ class Life:
         if self.is_lost:
             self.is_lost = False
             await self.applier.set_lost(is_lost=False)
-            log.info("publisher found again", extra=fields(stream=self.name))
+            log.info("publisher reconnected", extra=fields(stream=self.name))
 
     async def lost(self) -> None:
         """The publisher has been away for too long: it is not counted until it is found again."""
@@ -308,7 +308,7 @@ class Life:
     async def overflowed(self) -> None:
         """Frames were dropped for lack of room, and there is no replay to have them again."""
         if BUFFER_FULL not in self.reasons:
-            log.warning("frames dropped that cannot be had again", extra=fields(stream=self.name))
+            log.warning("frames dropped that no replay can recover", extra=fields(stream=self.name))
         self.reasons.add(BUFFER_FULL)
         await self.distrust_counts()
 

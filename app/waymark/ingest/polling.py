@@ -90,9 +90,9 @@ class Poller:
     def _failed(self, error: str | None, *, is_defect: bool = False) -> None:
         """Remember how a round ended, None for well; what is as it was in the round before is not logged again."""
         if error is None and self._error is not None:
-            log.info("streams are looked for again")
+            log.info("polling for streams resumed")
         elif error is not None and self._error is None:
-            log.warning("cannot look for streams", extra=fields(error=error), exc_info=is_defect)
+            log.warning("polling for streams failed", extra=fields(error=error), exc_info=is_defect)
         self._error = error
         self.is_away = error is not None and not is_defect
 
@@ -111,7 +111,7 @@ class Poller:
                     raise
                 if self._faults.get(name) != repr(exc):
                     about = fields(publisher=str(claim.registration.name), step=what, error=repr(exc))
-                    log.error("registration cannot be worked on", extra=about)
+                    log.error("registration cannot be processed", extra=about)
                     self._faults[name] = repr(exc)
             else:
                 self._faults.pop(name, None)
@@ -156,7 +156,7 @@ class Poller:
                 there = {claim.publisher for claim in claims}
                 self._faults = {name: fault for name, fault in self._faults.items() if name[1] in there}
                 return claims, attempt > 0
-        raise StoreUnavailable("Redis comes back empty again and again; see why it loses its data")
+        raise StoreUnavailable("Redis repeatedly returns empty; find out why it loses its data")
 
     async def _claims_and_lost(self) -> list[Claim]:
         """All claims; one that was there at the last poll and that Redis has lost since is put back first."""
@@ -219,7 +219,7 @@ class Poller:
         if bool(left) != self._are_some_left:
             self._are_some_left = bool(left)
             if left:
-                log.warning("no ingest worker has room for more streams", extra=fields(streams=left))
+                log.warning("streams wait for an ingest worker with room", extra=fields(streams=left))
             else:
                 log.info("every stream has an ingest worker again")
 

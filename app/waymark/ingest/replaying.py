@@ -139,7 +139,7 @@ class Replaying:
         if catch_up.yielded is not None:
             self._metrics.replay_places_yielded.labels(reason=catch_up.yielded).inc()
             about = fields(stream=self._life.name, reason=catch_up.yielded, watermark=self._life.order.watermark)
-            log.debug("replay gave its place up", extra=about)
+            log.debug("replay gave up its place", extra=about)
             if self._seconds_left > 0:
                 return CatchUpResult.YIELDED
             outcome = CatchUpResult.INCOMPLETE

@@ -89,14 +89,14 @@ class StreamRunner:
                 self._metrics.leases_lost.inc()
         except Fenced:
             self._metrics.leases_lost.inc()
-            log.info("stream was somebody else's at once", extra=fields(stream=str(name)))
+            log.info("stream was taken by another worker at once", extra=fields(stream=str(name)))
         except (StoreUnavailable, InvalidValue, OSError) as exc:
             if self._is_another(name, str(exc)):
-                log.warning("stream stopped, will be taken up again", extra=fields(stream=str(name), error=str(exc)))
+                log.warning("stream stopped, will be restarted", extra=fields(stream=str(name), error=str(exc)))
         except Exception as exc:
             # A defect met by one publisher's bytes must not stop the others' streams; it is taken up again, too.
             if self._is_another(name, repr(exc)):
-                log.exception("stream failed, will be taken up again", extra=fields(stream=str(name)))
+                log.exception("stream failed, will be restarted", extra=fields(stream=str(name)))
         finally:
             if grant is not None:
                 await self._give_back(grant)
@@ -146,7 +146,7 @@ class StreamRunner:
         try:
             await self._resumed(grant, frozenset(), is_patient=False)
         except Fenced:
-            log.debug("publisher is unregistered just now", extra=fields(stream=str(claim.registration.name)))
+            log.debug("publisher is being unregistered", extra=fields(stream=str(claim.registration.name)))
         finally:
             await self._give_back(grant)
 
@@ -167,7 +167,7 @@ class StreamRunner:
             await asyncio.shield(self._store.leases.drop(grant))
         except StoreUnavailable as exc:
             # It runs out by itself.
-            log.debug("lease not given back", extra=fields(error=exc.sentence))
+            log.debug("lease not released", extra=fields(error=exc.sentence))
 
 
 async def whole(step: asyncio.Future[T]) -> T:

@@ -126,7 +126,9 @@ class Stream:
                         await self._catch_up()
                     await self._tick()
         except Fenced:
-            log.info("stream is not ours any more, or not as we know it", extra=fields(stream=self._life.name))
+            log.info(
+                "stream was taken by another worker, or its registration changed", extra=fields(stream=self._life.name)
+            )
         except asyncio.CancelledError:
             await self._last_report()
             raise

@@ -64,10 +64,10 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
                 swept += await _sweep_one(store, entry, pace)
             metrics.dead_holders.set(left - swept)
         except StoreUnavailable as exc:
-            log.debug("sweeping waits for redis", extra=fields(error=exc.sentence))
+            log.debug("sweep waits for redis", extra=fields(error=exc.sentence))
         except Exception:
             # A defect met in what a dead holder left must not end the worker.
-            log.exception("sweeping failed, will be tried again")
+            log.exception("sweep failed, will be tried again")
             swept = 0
         if left <= swept or not swept:
             await asyncio.sleep(pause_seconds)
@@ -85,7 +85,7 @@ async def _sweep_one(store: Store, entry: GroupEntry, pace: Pace) -> bool:
             await asyncio.sleep(pace.pause(blocks, began, time.perf_counter()))
             began = time.perf_counter()
     except StoreUnavailable as exc:
-        log.debug("sweeping waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
+        log.debug("sweep waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
         return False
     return True
 
@@ -95,5 +95,5 @@ async def _unless_damaged(step: Coroutine[None, None, int]) -> int:
     try:
         return await step
     except RecordDamaged as exc:
-        log.debug("a group cannot be swept", extra=fields(error=exc.sentence))
+        log.debug("group cannot be swept", extra=fields(error=exc.sentence))
         return 0

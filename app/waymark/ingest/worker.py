@@ -67,7 +67,7 @@ class Worker:
                 is_leaving=True,
             )
         except StoreUnavailable as exc:
-            log.debug("not signed off", extra=fields(error=exc.sentence))
+            log.debug("worker record not removed", extra=fields(error=exc.sentence))
 
     async def _listen(self) -> None:
         """Poll as soon as somebody registers; a hint, so that losing it costs two seconds."""

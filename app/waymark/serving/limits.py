@@ -66,7 +66,7 @@ def _bad_request(sentence: str, status: str = "400 Bad Request", reason: str = "
     return Rejection("not_http", status, reason, sentence)
 
 
-NOT_HTTP = _bad_request("this is not an HTTP request that can be read; send HTTP/1.1")
+NOT_HTTP = _bad_request("the request is not valid HTTP; send HTTP/1.1")
 HOST = _bad_request("the request needs one Host header, as host or host:port; send exactly one")
 TRANSFER_CODING = _bad_request(
     "the Transfer-Encoding is not chunked, or the request is HTTP/1.0; send chunked over HTTP/1.1, or a Content-Length",
@@ -76,7 +76,7 @@ LENGTH = Rejection(
     "length",
     "411 Length Required",
     "missing",
-    "the request says nothing of the length of its body; send Content-Length, or Transfer-Encoding: chunked",
+    "the request does not give the length of its body; send Content-Length, or Transfer-Encoding: chunked",
 )
 HEAD = Rejection(
     "head",
@@ -90,16 +90,22 @@ SLOW = Rejection(
     "unavailable",
     "the request did not arrive within WAYMARK_REQUEST_SECONDS; send it faster",
 )
-FAULT = Rejection("fault", "500 Internal Server Error", "internal", "a fault of this service; its log has it")
+FAULT = Rejection(
+    "fault", "500 Internal Server Error", "internal", "this service has failed; its log contains the error"
+)
 
 
 def _busy(why: str, sentence: str) -> Rejection:
     return Rejection(why, "503 Service Unavailable", "unavailable", sentence, "retry-after: 1")
 
 
-AHEAD = _busy("ahead", f"more than {AHEAD_MAX} requests were sent ahead of their answers; wait for answers")
-CONNECTIONS = _busy("connections", "more connections came than WAYMARK_CONNECTIONS_MAX; try again in a moment")
-BODIES = _busy("bodies", "more is being sent at once than WAYMARK_BODIES_MAX_BYTES; try again in a moment")
+AHEAD = _busy("ahead", f"more than {AHEAD_MAX} requests were sent before their answers; wait for the answers")
+CONNECTIONS = _busy(
+    "connections", "more connections are open than WAYMARK_CONNECTIONS_MAX allows; try again in a moment"
+)
+BODIES = _busy(
+    "bodies", "request bodies hold more bytes at once than WAYMARK_BODIES_MAX_BYTES allows; try again in a moment"
+)
 
 
 class Connections:
@@ -234,5 +240,5 @@ def files_for(connections_max: int, others: int = 0) -> int:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections_max
     allowed = max(1, soft - others - _OTHER_FILES)
-    log.warning("fewer connections than set: the limit of open files", extra=fields(connections=allowed, files=soft))
+    log.warning("connections are limited by the limit of open files", extra=fields(connections=allowed, files=soft))
     return allowed

@@ -104,7 +104,7 @@ class SimulateOptions(Options):
         )  # fmt: skip
         _require(
             self.register_url is None or self.host not in ("0.0.0.0", "*") or self.advertised_host is not None,
-            "advertised_host", f"is needed to register engines bound to {self.host}: no one can connect to that",
+            "advertised_host", f"is needed to register engines bound to {self.host}, which is no address to connect to",
         )  # fmt: skip
         return self
 

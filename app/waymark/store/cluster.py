@@ -258,7 +258,7 @@ class Cluster:
             seeds = random.sample(self._seeds, min(len(self._seeds), _ASKED_MAX))
             found = await first(self._ask, dict.fromkeys([*known, *seeds]))
             if isinstance(found, Exception):
-                raise RedisConnectionError(f"no node of the Cluster tells who has which slots: {found}") from found
+                raise RedisConnectionError(f"no node of the Cluster returns the map of slots: {found}") from found
             self._slots, endpoints = found
             self._is_stale = False
             self._read_after = asyncio.get_running_loop().time() + _MAP_SECONDS_MIN
@@ -294,7 +294,7 @@ class Cluster:
             slots[start : end + 1] = [_Shard(primary, (*others, primary))] * (end + 1 - start)
             endpoints.update((primary, *replicas))
         if not endpoints:
-            raise ClusterDownError("it knows no node that has slots")
+            raise ClusterDownError("its map of slots is empty")
         return slots, endpoints
 
 

@@ -32,10 +32,10 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
     causes = list(_causes(exc))
     for cause in causes:
         if isinstance(cause, SecretUnreadable):
-            return StoreUnavailable(f"Redis at {url} cannot be entered: {cause}")
+            return StoreUnavailable(f"Redis at {url} cannot be used: {cause}")
         if isinstance(cause, AuthenticationError):
             return StoreUnavailable(
-                f"Redis at {url} does not let us in ({cause}): check the user and password in {variable}, or "
+                f"Redis at {url} refuses the login ({cause}): check the user and password in {variable}, or "
                 "WAYMARK_REDIS_USERNAME and WAYMARK_REDIS_PASSWORD_FILE; for Sentinels "
                 "WAYMARK_REDIS_SENTINEL_USERNAME and WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"
             )
@@ -46,14 +46,14 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
             )
         if isinstance(cause, ssl.SSLError):
             return StoreUnavailable(
-                f"Redis at {url} has no TLS that can be trusted ({cause}): check WAYMARK_REDIS_TLS_CA_FILE, "
+                f"Redis at {url} has no trusted TLS certificate ({cause}): check WAYMARK_REDIS_TLS_CA_FILE, "
                 f"WAYMARK_REDIS_TLS_CERT_FILE, WAYMARK_REDIS_TLS_VERIFY, and whether {variable} has the right scheme"
             )
     if is_damage(exc):
         return RecordDamaged(
-            f"Redis at {url} holds something that cannot be used ({exc}): another type or value than lua/README.md says"
+            f"Redis at {url} holds a value that cannot be used ({exc}): another type or value than lua/README.md says"
         )
-    return StoreUnavailable(f"Redis at {url} does not answer as it should ({_kind(exc)}: {exc}); try again in a moment")
+    return StoreUnavailable(f"Redis at {url} answers with an error ({_kind(exc)}: {exc}); try again in a moment")
 
 
 def is_damage(exc: BaseException) -> bool:

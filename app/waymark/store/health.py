@@ -101,9 +101,9 @@ class HealthWatch:
             self._fresh_until = self._clock() + _FRESH_SECONDS
         for reason in health.warnings.keys() - self._health.warnings.keys():
             about = fields(reason=str(reason), warning=health.warnings[reason])
-            log.warning("redis is not as it should be", extra=about)
+            log.warning("redis is misconfigured", extra=about)
         for reason in self._health.warnings.keys() - health.warnings.keys():
-            log.info("redis is as it should be again", extra=fields(reason=str(reason)))
+            log.info("redis is configured correctly again", extra=fields(reason=str(reason)))
         self._health = health
         return health
 
@@ -130,14 +130,15 @@ class HealthWatch:
         seed = self._parser.parse(RecordKind.HASH_SEED, keys.GROUPS, "hash_seed", seed_of, raw)
         if seed is None:
             return {
-                Reason.HASH_SEED: f"{keys.GROUPS} has a hash_seed that cannot be read, so nothing tells whether blocks "
-                f"in this Redis are hashed with WAYMARK_HASH_SEED {self._hash_seed}; set the field to what they are"
+                Reason.HASH_SEED: f"{keys.GROUPS} has a hash_seed that cannot be read, so it is unknown whether blocks "
+                f"in this Redis are hashed with WAYMARK_HASH_SEED {self._hash_seed}; set the field to "
+                "the seed of the blocks"
             }
         if seed == self._hash_seed:
             return {}
         return {
             Reason.HASH_SEED: f"blocks in this Redis are hashed with WAYMARK_HASH_SEED {seed}, here it is "
-            f"{self._hash_seed}: what one of the two writes the other never finds; give all processes the same"
+            f"{self._hash_seed}: queries cannot find blocks of the other seed; give all processes the same seed"
         }
 
     async def _infos(self) -> list[dict[str, Any]]:
@@ -153,8 +154,8 @@ class HealthWatch:
         if policy.startswith("volatile-"):
             yield (
                 Reason.EVICTION,
-                f"Redis has maxmemory-policy {policy}, which evicts what has a time to live, the leases of streams: "
-                "they would change workers again and again; set maxmemory-policy to noeviction",
+                f"Redis has maxmemory-policy {policy}, which evicts keys with a time to live, such as leases: "
+                "streams would move between workers again and again; set maxmemory-policy to noeviction",
             )
         elif policy != "noeviction":
             yield (
@@ -172,7 +173,7 @@ class HealthWatch:
             yield (
                 Reason.SHARDS_NOT_SET,
                 "Redis is a Cluster and WAYMARK_SHARDS is not set, so all blocks of a model are on one primary; set "
-                "it to a few times the number of primaries, or to 1 to say that this is meant",
+                "it to a few times the number of primaries, or to 1 if one primary is intended",
             )
         if _number(info, "cluster_enabled") and not self._client.is_cluster:
             yield (

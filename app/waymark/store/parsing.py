@@ -104,7 +104,7 @@ class RecordParser:
             if len(self._places) >= _PLACES_MAX:
                 return
             log.warning(
-                "record cannot be read, it is skipped",
+                "unreadable record skipped",
                 extra=fields(kind=str(kind), key=key, field=name, reason=reason),
             )
         self._places[key, name] = Unreadable(kind, key, name, reason)

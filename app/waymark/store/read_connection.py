@@ -94,7 +94,7 @@ class ReadConnection(asyncio.Protocol):
         elif until is not None and until <= now:
             answer.set_exception(TimeoutError())
         elif len(self._questions) >= QUESTIONS_MAX:
-            answer.set_exception(RedisConnectionError(f"{QUESTIONS_MAX} questions are under way"))
+            answer.set_exception(RedisConnectionError(f"{QUESTIONS_MAX} commands are under way"))
         else:
             question = _Question(reader, answer)
             if not self._questions:
@@ -170,7 +170,7 @@ class ReadConnection(asyncio.Protocol):
                 self._answer_parsed(question)
         self._is_parsing = False
         if self._parser.has_data():
-            raise InvalidResponse("more than was asked for")
+            raise InvalidResponse("more replies than commands")
 
     def _answer_parsed(self, question: _Question[Any]) -> None:
         answer, error = _parsed(question.reader, question.replies)
@@ -187,7 +187,7 @@ class ReadConnection(asyncio.Protocol):
         for before in self._questions:
             if before is question:
                 # Redis has had all the time of a question for nothing else, and has not answered it.
-                self.lose(RedisConnectionError("Redis did not answer the question before"))
+                self.lose(RedisConnectionError("Redis has not answered an earlier command"))
                 return
             if not before.answer.done():
                 return
@@ -199,7 +199,7 @@ class ReadConnection(asyncio.Protocol):
             return
         due = self._heard + self._silent_seconds
         if self._loop.time() >= due:
-            self.lose(RedisConnectionError(f"Redis said nothing for {self._silent_seconds:g} s"))
+            self.lose(RedisConnectionError(f"Redis did not reply within {self._silent_seconds:g} s"))
         else:
             self._watch = self._loop.call_at(due, self._look)
 

@@ -94,7 +94,7 @@ class Dialer:
     @staticmethod
     def _give_up(connection: ReadConnection | None) -> None:
         if connection is not None:
-            connection.lose(RedisConnectionError("the connection was given up"))
+            connection.lose(RedisConnectionError("the connection was abandoned"))
 
 
 class ReadPool:
