@@ -25,10 +25,26 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 15.0
 
 BOUNDED = "test_what_is_remembered_is_bounded_and_the_oldest_goes_first"
+TRICKLE = "test_publishers_that_trickle_their_replays_hold_up_nobody"
 COUNTED = "test_what_is_kept_and_what_is_found_is_counted"
 
 #: Moved by a test of its own: file and name.
 ELSEWHERE = {
+    "waymark_batches_over_ceiling_total": (
+        "tests/ingest/test_large_frames.py",
+        "test_a_batch_above_a_ceiling_is_lost_once_for_all_workers",
+    ),
+    "waymark_calls_waiting": ("tests/ingest/test_flood.py", "test_streams_that_wait_for_long_keep_their_leases"),
+    "waymark_records_unreadable": (
+        "tests/ingest/test_unreadable.py",
+        "test_what_cannot_be_read_is_shown_counted_and_logged_once",
+    ),
+    "waymark_replay_places_yielded_total": ("tests/ingest/test_replays_in_turn.py", TRICKLE),
+    "waymark_replays_waiting": ("tests/ingest/test_replays_in_turn.py", TRICKLE),
+    "waymark_streams_left": (
+        "tests/e2e/test_few_descriptors.py",
+        "test_a_worker_with_few_descriptors_reads_what_fits_and_leaves_the_rest",
+    ),
     "waymark_http_trailer_fields_dropped_total": (
         "tests/serving/test_edge.py",
         "test_fields_behind_a_body_are_dropped_and_counted",

@@ -67,12 +67,18 @@ async def test_streams_that_wait_for_long_keep_their_leases(bench: Bench, monkey
     for pod in pods:
         await pod.work(3)
 
+    most_waiting = 0.0
+
     async def are_all_in() -> bool:
+        nonlocal most_waiting
+        most_waiting = max(most_waiting, hand.metric("calls_waiting"))
         assert await bench.redis.exists(*leases) == PODS
         return all([(await pod.state()).watermark == 2 for pod in pods])
 
     await wait_until(are_all_in, "all is applied", 2 * PATIENCE_SECONDS)
     assert watched.most == 1
+    assert 1 <= most_waiting < PODS
+    assert hand.metric("calls_waiting") == 0
     for pod in pods:
         await pod.agrees()
         await pod.counted(restarts=0, batches_lost=0)

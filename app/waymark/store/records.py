@@ -136,7 +136,7 @@ class Records:
         )
 
     async def adopt(self, grant: Grant, state: StreamState) -> None:
-        """Add to a damaged record the live holders of its publisher that it does not name, so that ``new_life`` ends them."""
+        """Add to a damaged record the live holders of its publisher that it does not name: ``new_life`` ends them."""
         key = keys.holders(grant.group_id)
         table = decode_table(await self._client.hgetall(key), self._parser, key)
         known = set(state.holders.values())
