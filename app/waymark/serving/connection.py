@@ -1,22 +1,21 @@
-"""One HTTP connection: bytes to requests, within the bounds of ``Connections``, and requests to an application.
+"""One HTTP connection: it turns bytes into requests, within the bounds of ``Connections``, and runs the application.
 
-The parser is ``httptools``'. What it lets pass and RFC 9112 does not, is refused here. Whatever is refused, requests
-that were whole before it are answered first, in their order.
+``httptools`` parses. ``heads`` rejects what httptools lets pass and RFC 9112 forbids. Before a connection sends the
+answer of a rejection, it sends the answers to all complete requests that came before, in order.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import deque
 from typing import Any, ClassVar
-from urllib.parse import unquote
 
 import httptools
 import uvicorn
 from uvicorn.server import ServerState
 
 from waymark.serving.cycle import Application, RequestCycle, Scope
+from waymark.serving.heads import HeadCheck, target_of
 from waymark.serving.limits import (
     AHEAD,
     AHEAD_MAX,
@@ -24,21 +23,11 @@ from waymark.serving.limits import (
     HEAD,
     HEAD_BYTES_MAX,
     HEAD_FIELDS_MAX,
-    HOST,
-    LENGTH,
     NOT_HTTP,
     SLOW,
-    TRANSFER_CODING,
     Connections,
     Rejection,
 )
-
-#: A target that is just a path, and means what it says.
-_IS_PLAIN_PATH = re.compile(rb"(?:/[A-Za-z0-9_.-]+)+").fullmatch
-#: RFC 9112, 3.2: uri-host and port, both of which may be empty.
-_IS_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?").fullmatch
-#: Methods whose requests have a body, so that without a length nobody knows where it ends.
-_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
 def protocol(connections: Connections) -> type[asyncio.Protocol]:
@@ -79,7 +68,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_paused = False
         self._drained: asyncio.Event | None = None
         self._scope: Scope = {}  # what all requests of the connection share
-        self._host = b""  # the one that was looked at last
+        self._head_check = HeadCheck()
         self._unplaced = 0  # bytes since a piece of a body or the end of a request
         self._parser = httptools.HttpRequestParser(self)
         self._begin_head(is_open=False)
@@ -181,7 +170,9 @@ class HttpConnection(asyncio.Protocol):
         parser, url, headers = self._parser, self._url, self._headers
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
         named = dict(headers)
-        self._check(method, version, named)
+        rejection = self._head_check.rejection(method, version, headers, named)
+        if rejection is not None:
+            self._stop(rejection)
         if parser.should_upgrade():
             lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
             start = b"%b %b HTTP/%b\r\n" % (method.encode(), url, version.encode())
@@ -189,13 +180,7 @@ class HttpConnection(asyncio.Protocol):
             return
         scope = self._scope.copy()
         scope["method"], scope["http_version"], scope["headers"] = method, version, headers
-        if _IS_PLAIN_PATH(url):
-            scope["path"], scope["raw_path"], scope["query_string"] = url.decode("ascii"), url, b""
-        else:
-            target = httptools.parse_url(url)
-            path = target.path or b"/"
-            scope["path"], scope["raw_path"] = unquote(path.decode("ascii")), path
-            scope["query_string"] = target.query or b""
+        scope["path"], scope["raw_path"], scope["query_string"] = target_of(url)
         is_new = version == "1.1"
         self._reading = cycle = RequestCycle(
             self,
@@ -210,27 +195,6 @@ class HttpConnection(asyncio.Protocol):
         self.pause_reading()
         if len(self._cycles) > AHEAD_MAX + 1:
             self._stop(AHEAD)
-
-    def _check(self, method: str, version: str, named: dict[bytes, bytes]) -> None:
-        """Refuse a head that the parser has let pass; ``named`` has the last value of each of its fields."""
-        if version not in ("1.1", "1.0") or method == "CONNECT":
-            self._stop(NOT_HTTP)
-        host = named.get(b"host")
-        if host is None:
-            if version == "1.1":
-                self._stop(HOST)
-        elif host != self._host:
-            if _IS_HOST(host) is None:
-                self._stop(HOST)
-            self._host = host
-        if len(named) != len(self._headers) and sum(name == b"host" for name, _ in self._headers) > 1:
-            self._stop(HOST)
-        if b"transfer-encoding" in named:
-            codings = [value.lower() for name, value in self._headers if name == b"transfer-encoding"]
-            if codings != [b"chunked"] or version == "1.0":
-                self._stop(TRANSFER_CODING)
-        elif method in _WITH_BODY and b"content-length" not in named:
-            self._stop(LENGTH)
 
     def on_body(self, body: bytes) -> None:
         self._unplaced = 0

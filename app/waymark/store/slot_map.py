@@ -1,0 +1,122 @@
+"""The map of a Cluster: which nodes have which slots, and which of them to ask.
+
+The map is a hint. MOVED corrects one slot at once; a node that failed, or a MOVED, makes the whole map doubtful, and
+then it is read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS
+from redis.exceptions import ClusterDownError, MovedError
+
+from waymark.store.address import Endpoint
+
+#: For how long a node that failed is passed over, in seconds.
+_PASSED_OVER_SECONDS = 5.0
+#: A map is read no more often than this, in seconds.
+_MAP_SECONDS_MIN = 0.1
+
+
+class Shard(NamedTuple):
+    """The nodes that have a range of slots."""
+
+    primary: Endpoint
+    choices: tuple[Endpoint, ...]
+    """The nodes that may answer, the best first; the last one is the primary."""
+
+
+class Slots(NamedTuple):
+    """A reply to CLUSTER SLOTS."""
+
+    shards: list[Shard | None]
+    """By slot; None for a slot that no node has."""
+    endpoints: set[Endpoint]
+    """Every node of the reply."""
+
+
+class SlotMap:
+    """The newest map, what MOVED has corrected since, and the nodes that failed lately."""
+
+    def __init__(self, *, is_replica: bool) -> None:
+        """``is_replica``: replicas may answer, in random order, before the primary."""
+        self._is_replica = is_replica
+        self._shards: list[Shard | None] = []
+        self._failed_until: dict[Endpoint, float] = {}
+        """Until when a node that failed is passed over, where another one may answer."""
+        self._is_doubtful = True
+        self._read_after = 0.0
+
+    def is_usable(self) -> bool:
+        """Whether there is a map, and it is not doubtful or too new to be read again."""
+        is_new = asyncio.get_running_loop().time() < self._read_after
+        return bool(self._shards) and (is_new or not self._is_doubtful)
+
+    def has(self, slot: int) -> bool:
+        """Whether a node is known that has the slot."""
+        return bool(self._shards) and self._shards[slot] is not None
+
+    def primaries(self) -> set[Endpoint]:
+        return {shard.primary for shard in self._known()}
+
+    def picked(self) -> Iterable[Endpoint]:
+        """Every node that ``pick`` gives for some slot, once."""
+        return dict.fromkeys(map(self._choice, self._known()))
+
+    def pick(self, slot: int) -> Endpoint:
+        """The node to ask for a slot. Raises ClusterDownError where no node has it."""
+        shard = self._shards[slot]
+        if shard is None:
+            self._is_doubtful = True
+            raise ClusterDownError(f"no node has slot {slot}")
+        return self._choice(shard)
+
+    def pass_over(self, endpoint: Endpoint) -> None:
+        """The node failed: others that may answer are asked for some seconds, and the map is read again."""
+        self._failed_until[endpoint] = asyncio.get_running_loop().time() + _PASSED_OVER_SECONDS
+        self._is_doubtful = True
+
+    def learn(self, moved: MovedError, endpoint: Endpoint) -> None:
+        """``endpoint`` has answered MOVED; a reply without a host means the host of ``endpoint``."""
+        owner = (moved.host or endpoint[0], moved.port)
+        if self._shards:
+            self._shards[moved.slot_id] = Shard(owner, (owner,))
+        self._is_doubtful = True
+
+    def doubt(self) -> None:
+        """Have the map read again before the next command."""
+        self._is_doubtful = True
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """The node has left the Cluster."""
+        self._failed_until.pop(endpoint, None)
+
+    def replace(self, slots: Slots) -> None:
+        """Take a map that was just read."""
+        self._shards = slots.shards
+        self._is_doubtful = False
+        self._read_after = asyncio.get_running_loop().time() + _MAP_SECONDS_MIN
+
+    def parse(self, reply: Iterable[Any], endpoint: Endpoint) -> Slots:
+        """The reply of ``endpoint`` to CLUSTER SLOTS. Raises ClusterDownError where it names no node."""
+        shards: list[Shard | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        endpoints: set[Endpoint] = set()
+        for start, end, *nodes in reply:
+            primary, *replicas = [((node[0] or b"").decode() or endpoint[0], int(node[1])) for node in nodes]
+            others = random.sample(replicas, len(replicas)) if self._is_replica else []
+            shards[start : end + 1] = [Shard(primary, (*others, primary))] * (end + 1 - start)
+            endpoints.update((primary, *replicas))
+        if not endpoints:
+            raise ClusterDownError("its map of slots is empty")
+        return Slots(shards, endpoints)
+
+    def _known(self) -> Iterable[Shard]:
+        return filter(None, dict.fromkeys(self._shards))
+
+    def _choice(self, shard: Shard) -> Endpoint:
+        now = asyncio.get_running_loop().time()
+        return next((each for each in shard.choices if self._failed_until.get(each, 0.0) <= now), shard.primary)
