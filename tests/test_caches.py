@@ -21,7 +21,7 @@ from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[1] / "app" / "waymark"
 #: The parts that see what Redis answers; `domain` and `serving` keep what these hand them.
-PARTS = ("api", "ingest", "selection", "store")
+PARTS = ("api", "apply", "ingest", "selection", "store")
 CONTAINERS = {
     "dict", "set", "list", "deque", "defaultdict", "Counter", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary",
     "WeakSet",
@@ -41,6 +41,7 @@ ELSEWHERE = {
     "api.answer_cache:_NONE_KNOWN": "always empty",
     "api.request_cache:RequestCache": "what texts of requests say, by their bytes",
     "api.admission:AdmissionQueue": "requests that wait",
+    "apply.options:ApplyOptions": "settings",
     "ingest.frame_buffer:FrameBuffer": "frames that wait to be applied",
     "ingest.keeper:RegistrationKeeper": "publishers of the file whose refusal is in the log",
     "ingest.rank_streams:RankStreams": "one stream, under one grant",

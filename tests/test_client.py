@@ -43,6 +43,7 @@ async def test_register_query_unregister_against_a_live_service(redis_url: str, 
         await wait_until(is_active, "the publisher's stream is active")
         workers = await waymark.workers()
         assert (workers.publishers[0].instance_id, workers.publishers[0].dp_rank) == ("i", 1)
+        assert workers.publishers[0].replay
         assert workers.workers == {workers.publishers[0].worker: 1}
         nothing = Match(0, {"GPU": 0, "CPU": 0, "DISK": 0}, {1: 0})
         assert await waymark.query("m", range(8), 4) == Matches({"i": nothing})

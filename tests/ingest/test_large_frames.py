@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from waymark.apply.options import ApplyOptions
 from waymark.apply.slices import SliceRunner
-from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
+from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS
 from waymark.simulator.wire import BlockRemoved, BlockStored
 
 LOW = ApplyOptions(frame_bytes_max=100_000, batch_events_max=1024, event_hashes_max=3000, rejected_events_max=16)
@@ -119,38 +118,6 @@ async def test_long_events_are_indexed_as_any_other(bench: Bench) -> None:
 
 
 # ---- turns of the loop -----------------------------------------------------------------------------
-
-
-def work(slices: int) -> Slices[str]:
-    for _ in range(slices):
-        yield
-    return "done"
-
-
-@pytest.mark.parametrize("seconds", [0.0001, 0.001, 0.01])
-async def test_the_loop_has_its_turn_as_often_as_the_clock_says(seconds: float) -> None:
-    """On a clock that goes on by ``seconds`` at every look, so by that much in every slice."""
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += seconds
-        return now
-
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    runner = SliceRunner(clock)
-    runner.begin()
-    task = asyncio.create_task(others())
-    assert await runner.run(work(300)) == "done"
-    task.cancel()
-    assert turns >= 300 // max(1, round(0.005 / seconds)) - 1
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,7 @@ from tests.store.factories import (
     stored,
     stream_of,
 )
-from waymark.apply.applier import Fenced, resumed
-from waymark.apply.options import ApplyOptions
 from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Verdict
@@ -156,33 +153,6 @@ async def test_what_an_unregister_that_died_left_in_the_fences_goes_with_the_nex
     assert await fences(redis) != {}
     assert await store.registry.unregister([name]) == [name]
     assert await fences(redis) == {}
-
-
-@pytest.mark.parametrize("shards", [3])
-@pytest.mark.parametrize("emptied", [1, 2])
-async def test_a_shard_that_is_emptied_between_a_takeover_and_the_first_batch_is_noticed_by_a_renewal(
-    store: Store, redis: Redis, stream: Stream, emptied: int
-) -> None:
-    (gpu,) = await stream.begin("0 GPU")
-    await stream.apply(stored(gpu, range(1, 13), seq=7))
-    await store.leases.drop(stream.grant)
-    grant = await store.leases.take(stream.grant.claim, "worker-2", 60.0)
-    assert grant is not None
-    assert not grant.is_forgotten
-    applier, state = await resumed(grant, store, Metrics(), ApplyOptions())
-    assert state.watermark == 7
-    await applier.renew(60.0, state.watermark)
-    keys_there = await redis.keys(f"wm:{{1.{emptied}}}:*")
-    assert len(keys_there) > 4, "its fence, the engine hash and its blocks"
-    await redis.delete(*keys_there)
-    with pytest.raises(Fenced):
-        await applier.renew(60.0, state.watermark)
-    # The life has ended, so whoever takes the stream up again replays it from its beginning.
-    grant = (await stream.again("worker-3")).grant
-    after = await store.records.read(grant)
-    assert after is not None
-    assert (after.watermark, after.holders) == (None, {})
-    assert after.life != state.life
 
 
 async def fences(redis: Redis) -> dict[bytes, dict[bytes, bytes]]:

@@ -79,6 +79,8 @@ class Publisher:
     last_error: str | None
     worker: str | None
     """The ingest worker that applies it."""
+    replay: bool
+    """Whether what is missing can be asked for again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class Claim:
     def target(self) -> bytes:
         """What the group's table says of the publisher as a target; empty where it is a plain one."""
         changed = _changed(self.registration.target)
-        if self.registration.kind is EngineKind.NONE:
+        if not self.registration.kind.traits.tells_events:
             changed["silent"] = True
         return orjson.dumps({"format": FORMAT} | changed) if changed else b""
 

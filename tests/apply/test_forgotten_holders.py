@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from redis.asyncio import Redis
 
+from tests.apply.factories import applier_of
 from tests.store.factories import Stream, hgetall
-from waymark.apply.applier import Applier, Fenced
-from waymark.domain.resolver import Resolver
+from waymark.apply.applier import Fenced
 from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
-
-
-async def believing(stream: Stream) -> Applier:
-    """An applier that knows what the record knows."""
-    state = await stream.store.records.read(stream.grant)
-    assert state is not None
-    claim = stream.grant.claim
-    resolver = Resolver(claim.registration, claim.publisher, seed=1, memory_entries=10, waiting_blocks=10)
-    resolver.resume(state.holders, state.flags, None, state.event_ids)
-    return Applier(stream.grant, stream.store, resolver, Metrics(), Counter())
 
 
 @pytest.mark.parametrize("change", ["lost a begin", "lost an end", "lost nothing"])
@@ -34,7 +21,7 @@ async def test_after_redis_was_away_nothing_is_written_under_holders_it_has_forg
         await stream.begin("0 GPU")
     elif change == "lost an end":
         await stream.end("0 CPU")
-    applier = await believing(stream)
+    applier = await applier_of(stream)
     calls = 0
 
     async def call() -> str:

@@ -1,0 +1,42 @@
+"""The turns of a stream's work on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from waymark.apply.slices import SliceRunner
+from waymark.domain.slices import Slices
+
+
+def work(slices: int) -> Slices[str]:
+    for _ in range(slices):
+        yield
+    return "done"
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 0.001, 0.01])
+async def test_the_loop_has_its_turn_as_often_as_the_clock_says(seconds: float) -> None:
+    """On a clock that goes on by ``seconds`` at every look, so by that much in every slice."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    runner = SliceRunner(clock)
+    runner.begin()
+    task = asyncio.create_task(others())
+    assert await runner.run(work(300)) == "done"
+    task.cancel()
+    assert turns >= 300 // max(1, round(0.005 / seconds)) - 1
