@@ -16,7 +16,7 @@ with Client(url) as waymark:
     for line in sys.stdin:  # a prompt, as token ids
         tokens = [int(token) for token in line.split()]
         matches = waymark.query(MODEL, tokens, BLOCK_SIZE)
-        # What is to be computed anew, behind what is already waiting there.
+        # The tokens to compute, in addition to those that already wait at the engine.
         best = min(endpoints, key=lambda engine: load[engine] + len(tokens) - matches[engine].longest_matched)
         load[best] += len(tokens) - matches[best].longest_matched
         print(best, matches[best].longest_matched, "of", len(tokens), "tokens are there")

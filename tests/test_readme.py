@@ -1,23 +1,36 @@
-"""The README's commands give what it says they give."""
+"""The commands of the README and of the first steps print what the pages show, and every file they name exists."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from redis.asyncio import Redis
 
 from tests.live import start
+from tests.patience import patient
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST_STEPS = (ROOT / "docs" / "first-steps.md").read_text(encoding="utf-8")
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "helm" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 CURL = re.compile(r"^\$ curl -s localhost:13333(/\S+) -H \"\$J\" -d '(.*?)'\n(.*?)$", re.MULTILINE | re.DOTALL)
 GET = re.compile(r"^\$ redis-cli (H?GET) '(\S+)'(?: (\S+))?\n(\".*\")$", re.MULTILINE)
 
 
 async def test_what_is_tried_by_hand_answers_as_printed(redis_url: str, tmp_path: Path) -> None:
-    requests = CURL.findall(README)
-    lookups = GET.findall(README)
+    requests = CURL.findall(FIRST_STEPS)
+    lookups = GET.findall(FIRST_STEPS)
     assert [path for path, _, _ in requests] == ["/register", "/events", "/query"]
     assert len(lookups) == 2
     async with start("serve", redis_url, tmp_path / "log") as live, live.client() as client:
@@ -33,7 +46,7 @@ async def test_what_is_tried_by_hand_answers_as_printed(redis_url: str, tmp_path
         for command, key, field, printed in lookups:
             value = await (redis.hget(key, field.replace(printed_id, holder)) if command == "HGET" else redis.get(key))
             assert value == json.loads(printed).replace(printed_id, holder).encode()
-        listed = re.search(r"^\$ redis-cli --scan.*\n((?:\"wm:.*\"\n)+)", README, re.MULTILINE)
+        listed = re.search(r"^\$ redis-cli --scan.*\n((?:\"wm:.*\"\n)+)", FIRST_STEPS, re.MULTILINE)
         assert listed is not None
         found: list[bytes] = [bytes(key) for key in await redis.keys("wm:*") if isinstance(key, bytes)]
         assert set(re.findall(r"\"(\S+)\"", listed[1].replace(printed_id, holder))) == {
@@ -42,8 +55,28 @@ async def test_what_is_tried_by_hand_answers_as_printed(redis_url: str, tmp_path
         await redis.aclose()
 
 
-def test_every_file_the_readme_names_is_there() -> None:
-    named = re.findall(r"`((?:app|lua)/[\w/.]+)`", README) + re.findall(r"\]\(([\w/.]+)\)", README)
-    assert len(named) > 8
-    for name in named:
-        assert (Path(__file__).parents[1] / name).exists(), name
+def test_the_readme_has_at_most_150_lines() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_readme_shows_what_the_demo_prints() -> None:
+    shown = re.search(r"^`make demo` ends with\n\n```\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    command = [sys.executable, "-m", "waymark", "demo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60.0))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines() == shown[1].strip().splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
+        assert (page.parent / name).exists(), name
+    for name in re.findall(r"`((?:app|lua|docs|native)/[\w/.-]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_can_be_found_from_the_readme() -> None:
+    named = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", README))
+    assert named == {page.name for page in (ROOT / "docs").glob("*.md")}

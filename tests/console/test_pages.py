@@ -21,14 +21,14 @@ from waymark.settings import describe
 from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST_STEPS = (ROOT / "docs" / "first-steps.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 TOKENS = list(range(1, 13))
 
 
 @pytest.fixture
 async def tried(store: Store, redis: Redis) -> None:
-    """What the README tries by hand: pod-1 has two blocks of four tokens."""
+    """What the first steps do by hand: pod-1 has two blocks of four tokens."""
     of = registration(model_name="llama", block_size=4, kind=EngineKind.STANDARD, endpoint=None, copies="set")
     stream = await stream_of(store, redis, of, ids_above=28114406051233)
     (gpu,) = await stream.begin("0 GPU")
@@ -42,10 +42,10 @@ def printed(page: str, command: str) -> str:
 
 
 @pytest.mark.usefixtures("tried")
-async def test_the_readme_shows_what_inspect_draws(waymark: Run) -> None:
+async def test_the_first_steps_show_what_inspect_draws(waymark: Run) -> None:
     flags = ("--model", "llama", "--tokens", words(TOKENS))
     command = f'waymark inspect prompt --model llama --tokens "{words(TOKENS)}"'
-    assert printed(README, command) == await waymark("inspect", "prompt", *flags)
+    assert printed(FIRST_STEPS, command) == await waymark("inspect", "prompt", *flags)
 
 
 @pytest.mark.usefixtures("tried")

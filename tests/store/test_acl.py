@@ -1,4 +1,4 @@
-"""The user of the README, who may do what Waymark does and nothing else, on one server and on a Cluster."""
+"""The user of docs/configuration.md, who may do what Waymark does and nothing else, on one server and on a Cluster."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from waymark.store.client import RedisClient
 from waymark.store.credentials import Credentials
 from waymark.store.store import Store
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-LINES = re.findall(r"^ACL SETUSER waymark .*$", README, re.MULTILINE)
+PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+LINES = re.findall(r"^ACL SETUSER waymark .*$", PAGE, re.MULTILINE)
 
 
 def allow(server: Server) -> None:
@@ -47,7 +47,7 @@ def credentials(tmp_path: Path) -> Credentials:
     return Credentials(username="waymark", password_file=secret)
 
 
-async def test_the_user_of_the_readme_may_do_all_that_the_roles_do(credentials: Credentials) -> None:
+async def test_the_documented_user_may_do_all_that_the_roles_do(credentials: Credentials) -> None:
     with farm() as servers:
         server = servers.start()
         allow(server)
@@ -59,7 +59,7 @@ async def test_the_user_of_the_readme_may_do_all_that_the_roles_do(credentials: 
         check_nothing_was_refused(server)
 
 
-async def test_the_user_of_the_readme_may_do_it_on_a_cluster(credentials: Credentials) -> None:
+async def test_the_documented_user_may_do_it_on_a_cluster(credentials: Credentials) -> None:
     with farm() as servers:
         cluster = start_cluster(servers)
         for node in cluster.primaries:
@@ -73,7 +73,7 @@ async def test_the_user_of_the_readme_may_do_it_on_a_cluster(credentials: Creden
             check_nothing_was_refused(node)
 
 
-async def test_the_user_of_the_readme_may_do_nothing_else(credentials: Credentials) -> None:
+async def test_the_documented_user_may_do_nothing_else(credentials: Credentials) -> None:
     with farm() as servers:
         server = servers.start()
         allow(server)
@@ -91,7 +91,7 @@ async def test_the_user_of_the_readme_may_do_nothing_else(credentials: Credentia
         assert len(_log(server)) == 5
 
 
-async def test_every_permission_of_the_readme_is_needed_by_a_script_or_a_command() -> None:
+async def test_every_documented_permission_is_needed_by_a_script_or_a_command() -> None:
     """Nothing stands in the line that no source names."""
     root = Path(__file__).parents[2]
     folders = (root / "app" / "waymark" / "store", root / "app" / "waymark" / "console")
@@ -103,13 +103,13 @@ async def test_every_permission_of_the_readme_is_needed_by_a_script_or_a_command
         assert word in words or f"'{word}'" in text or f'"{word}"' in text, word
 
 
-async def test_every_command_of_the_scripts_is_permitted_by_the_readme() -> None:
+async def test_every_command_of_the_scripts_is_permitted_by_the_page() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "lua").glob("*.lua")]
     called = {word for text in texts for word in re.findall(r"redis\.call\('(\w+)'", text)}
     assert called <= {word.upper() for word in re.findall(r" \+(\S+)", LINES[0])}
 
 
-async def test_the_service_runs_under_the_user_of_the_readme(tmp_path: Path) -> None:
+async def test_the_service_runs_under_the_documented_user(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hunter2\n")
     with farm() as servers:
@@ -134,7 +134,7 @@ async def test_the_service_runs_under_the_user_of_the_readme(tmp_path: Path) -> 
 
 
 async def _waymark(url: str, secret: Path, *words: str) -> str:
-    """What the command line says, as the user of the README."""
+    """What the command line says, as the documented user."""
     environment = {"WAYMARK_REDIS_URL": url, "WAYMARK_REDIS_USERNAME": "waymark"}
     environment |= {"WAYMARK_REDIS_PASSWORD_FILE": str(secret), "PATH": os.environ["PATH"]}
     done = await anyio.run_process(

@@ -41,8 +41,8 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
             )
         if isinstance(cause, NoPermissionError):
             return StoreUnavailable(
-                f"Redis at {url} does not permit this ({cause}): give the user of {variable} the permissions that the "
-                "README lists, or set another one in WAYMARK_REDIS_USERNAME"
+                f"Redis at {url} does not permit this ({cause}): give the user of {variable} the permissions that "
+                "docs/configuration.md lists, or set another one in WAYMARK_REDIS_USERNAME"
             )
         if isinstance(cause, ssl.SSLError):
             return StoreUnavailable(
