@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.api.conftest import Hold
-from waymark.api import dynamo_schemas, schemas
+from waymark.api import answer_schemas, dynamo_schemas
 from waymark.api.schemas import QueryRequest, RegisterRequest
 from waymark.domain.runs import Commit
 from waymark.store.store import Store
@@ -27,11 +27,11 @@ PATHS = {
 
 #: Every GET that answers JSON, but for the contract itself.
 VIEWS: dict[str, type[BaseModel]] = {
-    "/services": schemas.ServicesAnswer,
-    "/workers": schemas.WorkersAnswer,
-    "/global_view": schemas.GlobalViewAnswer,
-    "/health": schemas.HealthAnswer,
-    "/ready": schemas.ReadyAnswer,
+    "/services": answer_schemas.ServicesAnswer,
+    "/workers": answer_schemas.WorkersAnswer,
+    "/global_view": answer_schemas.GlobalViewAnswer,
+    "/health": answer_schemas.HealthAnswer,
+    "/ready": answer_schemas.ReadyAnswer,
     "/dynamo/workers": dynamo_schemas.DynamoWorkers,
     "/dynamo/dump": dynamo_schemas.DynamoDump,
     "/dynamo/peers": dynamo_schemas.DynamoPeers,

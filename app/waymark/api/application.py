@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from waymark.api import answer_schemas as answers
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import dynamo_schemas as dynamo_bodies
 from waymark.api import schemas as bodies
@@ -43,35 +44,35 @@ _QUERIES = frozenset(
 _PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
 _NOTE = {"X-Waymark-Note": "the reason why there is nothing to recover"}
 
-_HEALTH = Doc("Answers 200 while the process is alive.", answer=bodies.HealthAnswer, needs_redis=False)
-_READY = Doc("Answers 200 when the process can answer queries.", answer=bodies.ReadyAnswer)
+_HEALTH = Doc("Answers 200 while the process is alive.", answer=answers.HealthAnswer, needs_redis=False)
+_READY = Doc("Answers 200 when the process can answer queries.", answer=answers.ReadyAnswer)
 _DYNAMO_HEALTH = Doc("Answers 200 without a body while the process is alive.", media_type=_TEXT, needs_redis=False)
 _METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, needs_redis=False)
-_SERVICES = Doc("Lists every registration.", answer=bodies.ServicesAnswer)
-_WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=bodies.WorkersAnswer)
-_GLOBAL_VIEW = Doc("Lists contexts with their instances and block counts.", answer=bodies.GlobalViewAnswer)
+_SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer)
+_WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer)
+_GLOBAL_VIEW = Doc("Lists contexts with their instances and block counts.", answer=answers.GlobalViewAnswer)
 _QUERY = Doc(
     "Returns how much of a prompt each instance has; the prompt is given by its tokens.",
     bodies.QueryRequest,
-    bodies.QueryAnswer,
+    answers.QueryAnswer,
     headers=_PARTIAL,
 )
 _QUERY_BY_HASH = Doc(
     "Returns the same for a prompt that is given by the rolling hashes of its blocks.",
     bodies.QueryByHashRequest,
-    bodies.QueryAnswer,
+    answers.QueryAnswer,
     headers=_PARTIAL,
 )
 _REGISTER = Doc(
-    "Registers a publisher and subscribes to its events.", bodies.RegisterRequest, bodies.RegisterAnswer, errors=(409,)
+    "Registers a publisher and subscribes to its events.", bodies.RegisterRequest, answers.RegisterAnswer, errors=(409,)
 )
 _UNREGISTER = Doc(
-    "Removes a publisher and its blocks.", bodies.UnregisterRequest, bodies.UnregisterAnswer, errors=(404,)
+    "Removes a publisher and its blocks.", bodies.UnregisterRequest, answers.UnregisterAnswer, errors=(404,)
 )
 _EVENTS = Doc(
     "Applies standard events of publishers that have no socket.",
     bodies.EventsRequest,
-    bodies.EventsAnswer,
+    answers.EventsAnswer,
     errors=(404, 409),
     may_be_list=True,
 )

@@ -1,0 +1,173 @@
+"""Answer bodies of the root dialect. Nothing is validated with these models: the contract publishes them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, RootModel
+
+from waymark.domain.engines import EngineKind, Scope
+from waymark.domain.media import MEDIA
+from waymark.domain.status import StreamStatus
+from waymark.domain.targets import Role
+from waymark.store.parsing import RecordKind
+
+
+class RegisterAnswer(BaseModel):
+    """The publisher is registered. Waymark connects to it as soon as it runs."""
+
+    status: Literal["registered successfully"]
+    instance_id: str
+
+
+class UnregisterAnswer(BaseModel):
+    """The publishers that were removed, as ``instance|tenant|rank``."""
+
+    status: Literal["unregistered successfully"]
+    removed_instances: list[str]
+
+
+def _media(schema: dict[str, Any]) -> None:
+    """Write the fields of the media into an object's schema."""
+    for medium in MEDIA:
+        description = f"the matched tokens that are {medium.meaning}"
+        schema["properties"][medium.name] = {"type": "integer", "description": description}
+    schema["required"] += [medium.name for medium in MEDIA]
+
+
+class InstanceRow(BaseModel):
+    """What one instance has, in tokens. Any other medium has a field under its upper-case name."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=_media)
+
+    __pydantic_extra__: dict[str, int]
+
+    longest_matched: int = Field(description="the unbroken prefix that the instance has, over all media and ranks")
+    DP: dict[str, int] = Field(description="the matched tokens that each rank has, over all media")
+
+
+class QueryAnswer(RootModel[dict[str, dict[str, InstanceRow]]]):
+    """The instances of the tenant. The object is empty if the tenant is not known."""
+
+
+class EventsAnswer(BaseModel):
+    """The number of events that were applied, and of those that had been applied before."""
+
+    applied: int
+    stale: int
+
+
+class Service(BaseModel):
+    """One registration. A field that was not registered is empty."""
+
+    Endpoint: str
+    ReplayEndpoint: str
+    Type: EngineKind
+    ModelName: str
+    LoraName: str
+    TenantID: str
+    InstanceID: str
+    BlockSize: int
+    DPRank: int
+    AdditionalSalt: str
+    Address: str
+    Role: Role
+    Weight: float
+    Labels: dict[str, str]
+    MetricsURL: str
+
+
+class ServicesAnswer(BaseModel):
+    """Every registration, in order of registration."""
+
+    count: int
+    services: list[Service]
+
+
+class Publisher(BaseModel):
+    """One registered publisher and the state of its stream."""
+
+    instance_id: str
+    tenant_id: str
+    dp_rank: int
+    model_name: str
+    type: EngineKind
+    scope: Scope
+    endpoint: str | None = Field(description="null if the publisher has no socket")
+    address: str | None = Field(description="the address that requests are sent to")
+    role: Role
+    weight: float = Field(description="an engine with weight 0 gets no new requests")
+    labels: dict[str, str]
+    metrics_url: str | None
+    status: StreamStatus
+    watermark: int | None = Field(description="the number of the last frame that was applied")
+    lag_seconds: float | None = Field(description="the age of the newest applied batch, by the clock of its publisher")
+    gaps: int
+    restarts: int
+    unsalted_events: int
+    blocks: dict[str, int] = Field(description="the blocks that are held, by medium")
+    last_error: str | None
+    replay: bool = Field(description="whether missing batches can be requested again")
+    worker: str | None = Field(description="the id of the ingest worker that applies this stream")
+    counters: dict[str, int] = Field(description="counters of this stream, by name")
+
+
+class IngestWorker(BaseModel):
+    """One ingest worker that is alive."""
+
+    id: str
+    streams: int = Field(description="the number of streams that this worker applies")
+
+
+class UnreadableRecord(BaseModel):
+    """A record in Redis that cannot be read."""
+
+    kind: RecordKind
+    key: str
+    field: str = Field(description="the field of a hash or the member of a set; empty if the whole key is unreadable")
+    reason: str
+
+
+class WorkersAnswer(BaseModel):
+    """Publishers in order of registration, ingest workers, and unreadable records."""
+
+    publishers: list[Publisher]
+    workers: list[IngestWorker]
+    unreadable: list[UnreadableRecord] = Field(
+        description="records that this release skips, because a newer release wrote them or they are damaged"
+    )
+
+
+class Context(BaseModel):
+    """Publishers that agree on model, tenant, block size, adapter and salt."""
+
+    model_name: str
+    tenant_id: str
+    block_size: int
+    lora_name: str
+    additional_salt: str
+    blocks: dict[str, int] = Field(
+        description="the blocks that are held, by medium; a block with two holders counts twice"
+    )
+    instances: dict[str, dict[str, int]] = Field(description="the blocks that are held, by instance and medium")
+    pools: dict[str, dict[str, int]] = Field(description="the blocks in shared pools, by pool and medium")
+
+
+class GlobalViewAnswer(BaseModel):
+    """Every context, with its instances."""
+
+    count: int
+    contexts: list[Context]
+
+
+class HealthAnswer(BaseModel):
+    """The process is alive."""
+
+    status: Literal["ok"]
+
+
+class ReadyAnswer(BaseModel):
+    """The process can answer queries."""
+
+    status: Literal["ready"]
+    warnings: list[str] = Field(default=[], description="problems of a Redis that answers; absent if there are none")
