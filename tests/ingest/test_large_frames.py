@@ -134,19 +134,19 @@ async def test_a_large_batch_gives_the_loop_back_all_the_way(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, payload: bytes
 ) -> None:
     """With a turn after every slice: there are as many turns as there is work, from the frame to Redis."""
-    monkeypatch.setattr("waymark.apply.slices.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod()
     await pod.caught_up()
     turns = 0
-    give_back = SliceRunner._give_back
+    give_back = SliceRunner._pause
 
     async def counting(runner: SliceRunner) -> None:
         nonlocal turns
         turns += 1
         await give_back(runner)
 
-    monkeypatch.setattr(SliceRunner, "_give_back", counting)
+    monkeypatch.setattr(SliceRunner, "_pause", counting)
     before = turns
     await pod.at_watermark(pod.publisher.publish_payload(payload))
     events = len(msgpack.unpackb(payload)[1])

@@ -1,17 +1,17 @@
-"""From decoded batches to Redis: plan, look up, resolve, apply, count; only then is a new watermark believed.
+"""Applies folds of decoded batches to Redis: plan, look up, resolve, apply, count.
 
-An applier is always in one of four states:
+A fold is a list of consecutive batches that are applied together. An applier is always in one of four states:
 
-- **in step**: what it remembers (holders, flags, engine hashes, event_ids) is what Redis has. Every fold begins here,
-  and a report may be written at any time.
-- **ahead**: a fold is resolved and its apply is not acknowledged. The resolver remembers blocks and event_ids that
-  Redis may not have. Nothing of that is written by anything but the apply itself; ``counts`` counts the fold after
-  the acknowledgement, and the applier is in step again.
-- **waiting**: Redis does not answer (``last_error`` says why). A patient applier, which applies a stream, makes the
-  same call again until Redis answers: each call may come twice. Before it goes on it checks that Redis still has the
-  holders it knows. An applier that serves a request raises ``StoreUnavailable`` at once and is over.
-- **over**: ``Fenced``, ``StoreUnavailable`` or a cancellation left it. It may be ahead of Redis for good, so nobody
-  uses it again: the next one reads the record.
+- **in step**: the applier remembers the holders, flags, engine hashes and event_ids that Redis has. Every fold begins
+  in this state.
+- **ahead**: a fold is resolved, and Redis has not acknowledged it. The resolver remembers blocks and event_ids that
+  Redis may not have, and only the apply itself writes them. After the acknowledgement ``counts`` counts the fold, and
+  the applier is in step again.
+- **waiting**: Redis is unavailable, and ``last_error`` says why. A patient applier, which applies a stream, repeats its
+  call until Redis answers; Redis may therefore run a call twice. After an outage the applier checks that Redis still
+  has the holders that the applier knows. An applier that serves a request raises ``StoreUnavailable`` at once instead.
+- **over**: ``Fenced``, ``StoreUnavailable`` or a cancellation has left the applier. It may be ahead of Redis, so it is
+  discarded; the next applier reads the record.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ T = TypeVar("T")
 
 _PAUSE_SECONDS_MIN = 0.05
 _PAUSE_SECONDS_MAX = 1.0
-#: Of many shards, so many are asked at each renewal whether they have lost writes.
+#: The number of shards that are asked at each renewal whether they have lost writes.
 _SHARDS_ASKED = 16
 
 
 class Fenced(Exception):
-    """Somebody else has the stream, or Redis has lost writes of it; nothing this process believes of it holds."""
+    """Another worker has the stream, or Redis has lost writes of it: what this process remembers of it is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Incoming:
 
 
 class Applier:
-    """Applies folds of one stream under one grant."""
+    """Applies folds of one stream under one grant. With ``is_patient`` it waits for Redis; without, it raises."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Applier:
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
-        """Absolute. What they count is applied, or was seen whatever becomes of the batches under way."""
+        """Absolute values. They count what is applied, and what was received whether or not its batch is applied."""
         self.last_error: str | None = None
         self._store = store
         self._metrics = metrics
@@ -100,7 +100,10 @@ class Applier:
         """The nonce of a change of holders whose reply has not arrived yet."""
 
     async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The reply of a call that is made until Redis answers."""
+        """The reply of ``call``, which a patient applier repeats until Redis answers.
+
+        Raises Fenced, RecordDamaged, and StoreUnavailable where the applier is not patient.
+        """
         pause = _PAUSE_SECONDS_MIN
         while True:
             try:
@@ -108,7 +111,7 @@ class Applier:
                     await self._check_holders()
                 reply = await call()
             except RecordDamaged:
-                raise  # as often as it is asked; whoever takes the stream up again may mend it
+                raise  # a repetition fails in the same way; the next worker that takes the stream may mend the record
             except StoreUnavailable as exc:
                 if not self._is_patient:
                     raise
@@ -126,17 +129,20 @@ class Applier:
                 return reply
 
     async def _check_holders(self) -> None:
-        """Redis was away. Where a replica has taken over, it may not know which holders were begun and ended last.
+        """After an outage: raise Fenced where Redis has forgotten a holder.
 
-        An id that it has forgotten it gives to another publisher: nothing may be written under it. One that knows the
-        change that is being made knows all before it.
+        A replica that was promoted may lack the last changes of holders. It gives a forgotten id to another publisher,
+        so nothing may be written under that id. A Redis that has the change under way has all changes before it.
         """
         state = await self._store.records.read(self.grant)
         if state is None or (state.change != self._changing and dict(state.holders) != self.resolver.holders):
             raise Fenced
 
     async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
-        """Apply batches in order; their event_ids, and with ``commit`` the watermark, move in the same step."""
+        """Apply batches in order. Their event_ids, and with ``commit`` the watermark, move in the last call.
+
+        Raises Fenced; StoreUnavailable where the applier is not patient.
+        """
         resolver, batches = self.resolver, [incoming.batch for incoming in fold]
         plan = await self.slices.run(resolver.plan(batches))
         if plan.facts_changed:
@@ -152,7 +158,7 @@ class Applier:
         event_ids = resolver.take_event_ids()
         *portions, last = portions_of_runs(runs, self.grant.shards)
         began = time.perf_counter()
-        # Before the watermark has moved a portion is nothing that a takeover would not apply again.
+        # Until the watermark moves, a worker that takes over applies every portion again.
         for portion in portions:
             await self._apply(portion, modes, None, {}, commit.before if commit else None)
             await self._keep_lease()
@@ -187,16 +193,16 @@ class Applier:
             raise Fenced
 
     async def new_life(self, unit: Unit = "*") -> None:
-        """End the holders of ``unit``; of '*' the whole life with its watermark and flags."""
+        """End the holders of ``unit``; '*' ends the whole life, with its watermark and flags."""
         await self._end(unit, is_restart=unit == "*")
 
     async def end_epochs(self) -> None:
-        """On media that report no removals, what was not stored again in time ends, by whole holders."""
+        """On media with a TTL, end the holders of past epochs, whose blocks were not stored again in time."""
         for name in self.resolver.at(epochs(self._medium_ttl, time.time())):
             await self.new_life(name)
 
     async def keep_facts(self) -> None:
-        """Write what a later lease holder must know before it may apply anything: flags and the main group."""
+        """Write the flags and the main group, which a later lease holder must know before it applies anything."""
         resolver = self.resolver
         group = "" if resolver.main_group is None else str(resolver.main_group)
         await self.write({"flags": " ".join(sorted(resolver.flags)), "main_groups": group}, {})
@@ -211,7 +217,10 @@ class Applier:
             raise Fenced
 
     async def renew(self, seconds: float, watermark: int | None) -> None:
-        """Hold the lease for longer; ``watermark`` is what Redis has acknowledged."""
+        """Renew the lease for ``seconds``, and check that Redis has lost no writes. Raises Fenced.
+
+        ``watermark`` is the last one that Redis has acknowledged.
+        """
         self._held = time.monotonic()
         if not await self.answered(lambda: self._store.leases.renew(self.grant, seconds)):
             raise Fenced
@@ -224,7 +233,7 @@ class Applier:
             await self._lost()
 
     async def _hold(self) -> None:
-        """Renew the lease while a call waits to be sent: the stream does nothing else meanwhile."""
+        """Renew the lease while a call waits to be sent, when the stream does nothing else."""
         now = time.monotonic()
         if now - self._held > self.grant.seconds / 4:
             if not await self._store.leases.renew(self.grant, self.grant.seconds):
@@ -237,7 +246,7 @@ class Applier:
             await self.answered(self._hold)
 
     async def _lost(self) -> None:
-        """End a life of which a shard has lost writes. The watermark is on another one, and tells nothing of them."""
+        """End the life: a shard has lost writes, and the watermark, on another shard, does not show it."""
         log.warning("redis has lost writes", extra=fields(stream=str(self.grant.claim.registration.name)))
         await self.new_life()
         raise Fenced
@@ -253,7 +262,7 @@ class Applier:
         self.resolver.begin(list(begun), ids)
 
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[Begin]) -> list[int]:
-        """End holders, or begin others: once, however often Redis is asked for it."""
+        """End holders, or begin others. Redis makes the change once, even if the call is repeated."""
         above, nonce = await self._above(), random_nonce()
         self._changing = nonce
         try:
@@ -269,7 +278,7 @@ class Applier:
         return ids
 
     async def _above(self) -> int:
-        """The highest holder id anywhere. Asked anew where other shards may know more than the one that counts."""
+        """The highest holder id on any shard; with several shards it is read each time, since it may have grown."""
         if self.grant.shards == 1:
             return self.grant.above
         above = await self.answered(lambda: self._store.leases.highest_holder(self.grant))
@@ -287,7 +296,10 @@ async def resumed(
     foreign_ranks: frozenset[int] = frozenset(),
     is_patient: bool = True,
 ) -> tuple[Applier, StreamState]:
-    """An applier that knows what the record of its stream knows, and the record; ``Fenced`` where it is gone."""
+    """An applier that begins with the state in the stream's record, and that state. Raises Fenced where there is none.
+
+    ``foreign_ranks`` are ranks of the instance with a registration of their own. A damaged record begins a new life.
+    """
     state = await store.records.read(grant)
     if state is None:
         raise Fenced
@@ -302,7 +314,7 @@ async def resumed(
     main_group = int(state.main_groups) if state.main_groups else None
     resolver.resume(state.holders, state.flags, main_group, state.event_ids)
     counters = Counter(state.counters)
-    # What waited for its parent was nowhere but in the process before.
+    # Blocks that waited for their parents were only in the memory of the process before.
     counters["waiting_lost"] += counters["waiting"]
     counters["waiting"] = 0
     applier = Applier(grant, store, resolver, metrics, counters, medium_ttl=options.medium_ttl, is_patient=is_patient)

@@ -1,4 +1,4 @@
-"""What is counted of a fold once Redis has it: in the counters of the publisher's record, and in the metrics."""
+"""Counts each fold once Redis has acknowledged it, in the counters of the publisher's record and in the metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Counts:
-    """Counts for one stream; ``counters`` are absolute and belong to its record."""
+    """Counts for one stream. ``counters`` are absolute values, those of its record."""
 
     def __init__(self, resolver: Resolver, counters: Counter[str], metrics: Metrics) -> None:
         self._resolver = resolver
@@ -27,7 +27,7 @@ class Counts:
         self._waiting_dropped = 0
 
     def applied(self, batches: Sequence[Batch], runs: Iterable[Run], seconds: float) -> None:
-        """The fold of ``batches`` came to ``runs``; Redis took ``seconds`` for them."""
+        """Count a fold: its ``batches``, the ``runs`` they were resolved to, and the ``seconds`` that Redis took."""
         metrics = self._metrics
         metrics.apply_duration_seconds.observe(seconds)
         blocks = Counter[str]()
@@ -79,5 +79,5 @@ class Counts:
         dropped, self._waiting_dropped = resolver.waiting.dropped - self._waiting_dropped, resolver.waiting.dropped
         counters["waiting_dropped"] += dropped
         metrics.waiting_dropped.inc(dropped)
-        # A counter, so that a takeover knows how many it has lost.
+        # In the record, so that a worker that takes over knows how many blocks are lost.
         counters["waiting"] = resolver.waiting.blocks

@@ -1,4 +1,4 @@
-"""What applying a stream goes by, declared once for all who apply."""
+"""The settings of the write pipeline, declared once for streams and for ``POST /events``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from waymark.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class ApplyOptions:
-    """The names are those of the settings."""
+    """Each field has the name, unit and default of the setting in ``waymark.settings``."""
 
     hash_seed: int = 1337
     hash_cache_entries: int = 200_000

@@ -1,6 +1,6 @@
-"""What goes to Redis at once, of a fold that is large: bounded, whatever a publisher sends.
+"""Cuts a large fold into portions, so that one call to Redis is bounded whatever a publisher sends.
 
-An ordinary fold is one portion. The loop has its turn between portions, since each waits for Redis.
+An ordinary fold is one portion. Each portion waits for Redis, so the event loop runs other tasks in between.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _RUNS = 1024
 
 
 def portions_of_hashes(asked: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Sequence[int]]]:
-    """What is to be looked up, per holder; some hashes at a time."""
+    """The engine hashes to look up, by holder id, in portions of at most 4096 hashes."""
     portion: dict[int, Sequence[int]] = {}
     room = _HASHES
     for holder, hashes in asked.items():
@@ -33,7 +33,7 @@ def portions_of_hashes(asked: Mapping[int, Sequence[int]]) -> Iterator[dict[int,
 
 
 def portions_of_runs(runs: Sequence[Run], shards: int) -> list[Sequence[Run]]:
-    """The runs, some at a time; at least one portion, with none where there are none."""
+    """The runs in order, in portions of bounded numbers of runs and blocks; at least one portion, even without runs."""
     if len(runs) < _RUNS and sum(len(run.keys) for run in runs) <= _BLOCKS:
         return [runs]
     blocks_max = min(_BLOCKS * shards, _BLOCKS_MAX)

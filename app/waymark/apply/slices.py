@@ -1,4 +1,4 @@
-"""Turns of one stream on the event loop: it gives the loop back before others notice."""
+"""Runs long computations of one stream in slices, with pauses in which the event loop runs other tasks."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from waymark.domain.slices import Slices
 
 T = TypeVar("T")
 
-TURN_SECONDS = 0.003
-"""After this long the next slice waits for the loop's other callbacks; a slice may take some 2 ms more."""
+SLICE_SECONDS = 0.003
+"""Seconds of computing after which the event loop runs other callbacks; the slice under way may take 2 ms more."""
 
 
 class SliceRunner:
-    """Runs the sliced work of one stream, piece after piece, and counts the time since the loop had its turn."""
+    """Runs sliced work of one stream, and pauses when ``SLICE_SECONDS`` have passed since the last pause."""
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, between: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """``between`` is called at each turn of the loop: a lease does not wait for a long batch."""
+        """``between`` is awaited in each pause; it renews the lease during a long batch."""
         self._between = between
         self._clock = clock
         self._until = 0.0
 
     def begin(self) -> None:
-        """The loop has just had its turn."""
-        self._until = self._clock() + TURN_SECONDS
+        """Start the time again: the event loop has just run other callbacks."""
+        self._until = self._clock() + SLICE_SECONDS
 
     async def run(self, work: Slices[T]) -> T:
-        """The result of ``work``."""
+        """Run ``work`` to its end, and return what it returns."""
         while True:
             try:
                 next(work)
             except StopIteration as end:
                 result: T = end.value
                 if self._clock() >= self._until:
-                    await self._give_back()
+                    await self._pause()
                 return result
             if self._clock() >= self._until:
-                await self._give_back()
+                await self._pause()
 
-    async def _give_back(self) -> None:
-        """Let the loop have its turn."""
+    async def _pause(self) -> None:
+        """Let the event loop run other callbacks."""
         await asyncio.sleep(0)
         if self._between is not None:
             await self._between()
