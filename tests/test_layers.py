@@ -23,17 +23,21 @@ PARTS: dict[str, set[str]] = {
     "domain": {"errors", "native"},
     "store": LEAVES | {"domain"},
     "apply": LEAVES | {"domain", "store"},
+    "tokenization": LEAVES | {"domain", "chat"},
     "engines": {"domain", "errors", "shown"},
     "routing": {"domain", "errors"},
     "chat": {"domain", "errors"},
-    "selection": LEAVES | {"domain", "store", "routing", "chat"},
+    "selection": LEAVES | {"domain", "store", "routing", "chat", "tokenization"},
     "ingest": BELOW_ROLES,
-    "api": BELOW_ROLES | {"selection", "routing", "chat"},
+    "api": BELOW_ROLES | {"selection", "routing", "chat", "tokenization"},
     "simulator": {"client", "domain", "errors"},
     "client": {"domain", "native"},
     "serving": LEAVES,
     "console": LEAVES | {"domain", "store"},
-    **{top: BELOW_ROLES | TOP | {"api", "serving", "console", "client", "ingest", "simulator"} for top in TOP},
+    **{
+        top: BELOW_ROLES | TOP | {"api", "serving", "console", "client", "ingest", "simulator", "tokenization"}
+        for top in TOP
+    },
 }
 
 # The parts that write lines of a protocol themselves.
@@ -41,11 +45,14 @@ ON_THE_WIRE = {"store", "serving"}
 
 # Third-party package -> the parts or modules that may import it.
 LIBRARIES: dict[str, set[str]] = {
+    "aiohttp": {"tokenization"},
     "annotated_types": {"settings"},
     "fakeredis": {"store"},
     "httptools": {"serving"},
     "httpx": {"client"},
     "hiredis": {"store"},
+    "huggingface_hub": {"tokenization"},
+    "minijinja": {"tokenization"},
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
     "orjson": {"store", "ingest", "api", "serving", *TOP},
     "prometheus_client": {"instruments", "metrics"},
@@ -55,9 +62,10 @@ LIBRARIES: dict[str, set[str]] = {
     "redis": {"store"},
     "rich": {"console"},
     "starlette": {"api"},
+    "tokenizers": {"tokenization"},
     "uvicorn": {"cli", "serving", "runtime"},
     "uvloop": {"cli", "runtime"},
-    "xxhash": {"domain.hashing", "ingest"},
+    "xxhash": {"domain.hashing", "ingest", "tokenization"},
     "yaml": {"publishers_file", "routing.picker_config"},
     "zmq": {"ingest", "simulator"},
 }

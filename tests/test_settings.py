@@ -26,6 +26,7 @@ def test_every_kind_of_value_is_read() -> None:
             "WAYMARK_ACCESS_LOG": "true",
             "WAYMARK_ALLOWED_ENDPOINTS": "tcp://10.0.0.*:5557, 10.1.0.0/16,",
             "WAYMARK_MEDIUM_TTL": "disk=3600, CPU=600",
+            "WAYMARK_TOKENIZERS": '{"a": "file:///models/a", "b": "http://engine:8000"}',
             "WAYMARK_ON_GAP": "RESET",
             "WAYMARK_API_TOKEN": "s3cret",
         }
@@ -35,6 +36,7 @@ def test_every_kind_of_value_is_read() -> None:
     assert settings.access_log is True
     assert settings.allowed_endpoints == ("tcp://10.0.0.*:5557", "10.1.0.0/16")
     assert settings.medium_ttl == {"DISK": 3600, "CPU": 600}
+    assert settings.tokenizers == {"a": "file:///models/a", "b": "http://engine:8000"}
     assert settings.on_gap == "reset"
     assert settings.api_token is not None
     assert settings.api_token.get_secret_value() == "s3cret"
@@ -58,6 +60,8 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         pytest.param("WAYMARK_REDIS_URL", "cache:6379", ["'cache:6379'", "redis://"], id="url-without-scheme"),
         pytest.param("WAYMARK_MEDIUM_TTL", "DISK", ["'DISK'", "NAME=SECONDS"], id="ttl-without-seconds"),
         pytest.param("WAYMARK_MEDIUM_TTL", "DISK=1,disk=2", ["once"], id="ttl-given-twice"),
+        pytest.param("WAYMARK_TOKENIZERS", "a=b", ["JSON object"], id="sources-that-are-no-json"),
+        pytest.param("WAYMARK_TOKENIZERS", '{"a": "ftp://x"}', ["'ftp://x'", "file:///"], id="no-such-source"),
         pytest.param("WAYMARK_MEDIUM_TTL", "DISK=0", ["'DISK=0'"], id="ttl-of-nothing"),
     ],
 )

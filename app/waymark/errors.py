@@ -86,6 +86,15 @@ class RecordDamaged(StoreUnavailable):
     """Redis answers, and what it holds under the keys of one call cannot be used. Other keys are not concerned."""
 
 
+class TokenizerUnavailable(WaymarkError):
+    """What makes tokens of text cannot answer now; the sentence names it."""
+
+    def __init__(self, sentence: str, *, retry_after_seconds: int = 1) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.retry_after_seconds = retry_after_seconds
+
+
 class Undecodable(WaymarkError):
     """A payload that is no batch at all. ``kind`` is a short slug for the counter; the text never holds a token."""
 

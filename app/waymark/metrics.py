@@ -103,6 +103,13 @@ class Metrics:
         "How many seconds after 1970 (Unix time) a batch was last applied; 0 before the first.", over="max"
     )
 
+    # ---- tokens
+    tokenize_duration_seconds = histogram(
+        "How long it took to tokenize a text or messages, by kind of source.", _REQUEST_BUCKETS, "source"
+    )
+    tokenize_segments = counter("How many segments of texts were known, or had to be encoded.", "known")
+    tokens_cache_bytes = gauge("How many bytes the token cache holds.")
+
     # ---- the index
     blocks_applied = counter("How many blocks were added to the index or removed from it, by model.", "op", "model")
     apply_duration_seconds = histogram("How long one call to Redis that applies batches took.", _REQUEST_BUCKETS)

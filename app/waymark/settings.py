@@ -8,6 +8,7 @@ with a sentence for each such variable. Passwords and the token are in no ``repr
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import secrets
@@ -75,6 +76,27 @@ def _split_seconds(text: Any) -> Any:
     return seconds
 
 
+def _parsed_sources(text: Any) -> Any:
+    """A JSON object of URLs by model; the message of what it is not becomes the error's."""
+    if not isinstance(text, str):
+        return text
+    try:
+        sources = json.loads(text)
+    except ValueError:
+        sources = None
+    if not isinstance(sources, dict):
+        raise ValueError("it is no JSON object with a URL for each model")
+    return sources
+
+
+def _checked_source(url: str) -> str:
+    if not re.match(r"(file:///|hf://[^/]+/[^/]|https?://[^/])", url):
+        raise ValueError(
+            f"{hide_password(url)!r} is no source of tokens: give file:///..., hf://org/name or http://host"
+        )
+    return url
+
+
 def _lower(text: Any) -> Any:
     return text.lower() if isinstance(text, str) else text
 
@@ -85,6 +107,7 @@ def _new_worker_id() -> str:
 
 
 _Url = Annotated[str, AfterValidator(_checked_url)]
+_TokenSource = Annotated[str, AfterValidator(_checked_source)]
 _Medium = Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,32}$")]
 _Ttl = Annotated[int, Field(ge=1, le=365 * _DAY)]
 
@@ -155,6 +178,16 @@ class Settings(BaseSettings):
     """The size of the answer cache of a replica, which reuses an answer for the same blocks; 0 disables it."""
     text_cache_bytes: int = Field(1 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """The size of the request cache of a replica, which reuses the parsed fields of a query; 0 disables it."""
+    tokenizers: Annotated[dict[str, _TokenSource], BeforeValidator(_parsed_sources)] = Field(default_factory=dict)
+    """The source of token ids for each model, such as `{"llama": "file:///models/llama"}`."""
+    tokenizers_dir: Path | None = None
+    """A directory with tokenizers: each model is a directory there, with a `tokenizer.json`."""
+    tokenizer_threads: int = Field(4, ge=1, le=64)
+    """How many threads encode text."""
+    tokens_cache_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
+    """The size of the token cache of a replica, which reuses the token ids of known text; 0 disables it."""
+    text_bytes_max: int = Field(2 * _MIB, ge=1024, le=64 * _MIB)
+    """The largest text that is tokenized, in bytes."""
     max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
     """The largest request body that is accepted, in bytes."""
     max_tokens: int = Field(2**21, ge=1, le=2**26)
@@ -382,7 +415,7 @@ def _type_text(field: FieldInfo) -> str:
     if get_origin(kind) is tuple:
         return "list, by commas"
     if get_origin(kind) is dict:
-        return "`NAME=SECONDS`, by commas"
+        return "`NAME=SECONDS`, by commas" if int in _leaves(get_args(kind)[1]) else "JSON object"
     if kind is bool:
         return "`true` or `false`"
     if kind in (int, float):

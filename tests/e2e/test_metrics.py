@@ -30,6 +30,14 @@ COUNTED = "test_what_is_kept_and_what_is_found_is_counted"
 
 #: Moved by a test of its own: file and name.
 ELSEWHERE = {
+    **dict.fromkeys(
+        (
+            "waymark_tokenize_duration_seconds",
+            "waymark_tokenize_segments_total",
+            "waymark_tokens_cache_bytes",
+        ),
+        ("tests/tokenization/test_tokenizers.py", "test_what_was_made_is_counted"),
+    ),
     "waymark_batches_over_ceiling_total": (
         "tests/ingest/test_large_frames.py",
         "test_a_batch_above_a_ceiling_is_lost_once_for_all_workers",

@@ -1,0 +1,100 @@
+"""The messages of a chat request, in the form in which engines give them to a chat template.
+
+A template sees what vLLM shows it: of a message only the fields that are known, a content that is a text as one part
+where the template takes parts, parts as one text with a line break between them where it takes texts, and the
+arguments of a tool call as an object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from waymark.errors import InvalidValue
+
+#: Types of a content part that are text, and the field in which it stands.
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+
+
+def for_template(messages: Sequence[Any], *, takes_parts: bool) -> list[dict[str, Any]]:
+    """The messages as a template gets them; ``InvalidValue`` on ``messages`` with the index of one that is wrong."""
+    return [_message(message, index, takes_parts=takes_parts) for index, message in enumerate(messages)]
+
+
+def _message(message: Any, index: int, *, takes_parts: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _unfit(index, "is no object", "send role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _unfit(index, "has no role", "send a text such as user")
+    texts = list(_texts(message.get("content"), index))
+    content: Any = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
+    shown: dict[str, Any] = {"role": role, "content": content}
+    if role == "assistant":
+        calls = message.get("tool_calls")
+        if calls:
+            shown["tool_calls"] = [_call(call, index) for call in _listed(calls, index)]
+        reasoning = message.get("reasoning") or message.get("reasoning_content")
+        if isinstance(reasoning, str):
+            shown |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    elif role == "tool" and "tool_call_id" in message:
+        shown["tool_call_id"] = message["tool_call_id"]
+    if isinstance(message.get("name"), str):
+        shown["name"] = message["name"]
+    return shown
+
+
+def _texts(content: Any, index: int) -> Iterable[str]:
+    if content is None:
+        return
+    if isinstance(content, str):
+        yield content
+        return
+    if not isinstance(content, list):
+        raise _unfit(index, "has a content that is neither a text nor a list of parts", "send one of them")
+    for position, part in enumerate(content):
+        if isinstance(part, str):
+            yield part
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
+            raise _unfit(
+                index,
+                f"has a content[{position}] that is no text",
+                "tokens of images and other media are made by the engine alone: send token_ids",
+            )
+        text = part.get(_TEXT_PARTS[kind])
+        if isinstance(text, str):
+            yield text
+        elif text is not None or kind not in ("text", "refusal"):
+            raise _unfit(index, f"has a content[{position}] without a text", "send one")
+
+
+def _listed(calls: Any, index: int) -> list[Any]:
+    if not isinstance(calls, list):
+        raise _unfit(index, "has tool_calls that are no list", "send a list, or none")
+    return calls
+
+
+def _call(call: Any, index: int) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise _unfit(index, "has a tool call without a function", "send an object with name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except (ValueError, RecursionError):
+            raise _unfit(index, "has a tool call whose arguments are not JSON", "send an object") from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _unfit(index: int, what: str, way_out: str) -> InvalidValue:
+    return InvalidValue(f"messages[{index}] {what}; {way_out}", field="messages", index=index)

@@ -1,0 +1,4 @@
+"""Text or messages of a model to the token ids that its engines would make of them.
+
+``tokenizers.Tokenizers`` is the one face. Whatever needs an optional package is imported when it is first used.
+"""

@@ -1,0 +1,288 @@
+"""A tokenizer in this process: ``tokenizer.json``, ``tokenizer_config.json`` and the chat template of a model.
+
+``encode_batch_fast`` alone is called, and in the pool's threads: ``encode`` holds the GIL as long as it takes. What
+is known from before, and all of a short text but its encoding, costs less than the way to a thread and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from waymark.domain.hashing import pack_tokens
+from waymark.errors import InvalidValue
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
+from waymark.tokenization.segments import Segment, SegmentMemo, Splitter
+from waymark.tokenization.templates import ChatTemplate
+
+log = logging.getLogger(__name__)
+
+#: Characters that are rendered and split on the loop; beyond it a thread does it.
+_SHORT = 2**16
+_SAMPLES = 20
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+#: Pieces of the samples: what a tokenizer may treat otherwise at a border.
+_PIECES = (
+    *("", "a", " a", "a ", "  two  blanks  ", "\n", "\n\nnew line", "line\n", "Hello, world!", "don't", "12345", " 7"),
+    *("user\n", "été e\u0301te\u0301", "中文字", "🙂🙃", "\t", "▁", "x" * 40, "ﬁ ①", "İI", "."),
+)
+
+
+class LocalTokenizer:
+    """The tokenizer of one model, from a directory. To be made in a thread: it reads files, and tries samples.
+
+    ``InvalidValue`` (no_tokenizer) where the directory does not hold one that can be used.
+    """
+
+    kind = "local"
+
+    def __init__(
+        self, name: str, directory: Path, memo: SegmentMemo, pool: Executor, metrics: Metrics, *, bytes_max: int
+    ) -> None:
+        self.name = name
+        self._memo = memo
+        self._pool = pool
+        self._segments_known = metrics.tokenize_segments.labels(known="true")
+        self._segments_new = metrics.tokenize_segments.labels(known="false")
+        self._bytes_max = bytes_max
+        self._tokenizer = _tokenizer(directory)
+        self._template = _template(directory, bytes_max)
+        self._splitter = _splitter(self._tokenizer)
+        self._around = self._added_around()
+        self.splits = self._are_samples_equal()
+        if not self.splits:
+            log.warning(
+                "texts of this tokenizer are encoded whole: the pieces between its special tokens depend on each other",
+                extra=fields(source=name),
+            )
+
+    def known(self, prompt: Prompt) -> bytes | None:
+        """The ids of a short prompt all of whose pieces are known."""
+        if not _is_short(prompt):
+            return None
+        pieces = self._pieces(prompt)
+        found = self._find(pieces)
+        if not all(piece.key in found for piece in pieces if piece.token < 0):
+            return None
+        self._segments_known.inc(len(found))
+        return self._joined(prompt, pieces, found)
+
+    async def tokens(self, prompt: Prompt) -> bytes:
+        """The ids of a prompt; ``InvalidValue`` where it is too long or the template refuses it."""
+        loop = asyncio.get_running_loop()
+        pieces = (
+            self._pieces(prompt) if _is_short(prompt) else await loop.run_in_executor(self._pool, self._pieces, prompt)
+        )
+        found = self._find(pieces)
+        self._segments_known.inc(len(found))
+        new = {piece.key: piece.text for piece in pieces if piece.token < 0 and piece.key not in found}
+        if new:
+            adds = not self.splits and prompt.add_special_tokens
+            self._segments_new.inc(len(new))
+            encoded = await loop.run_in_executor(self._pool, self._encoded, list(new.values()), adds)
+            for key, ids in zip(new, encoded, strict=True):
+                found[key] = ids
+                self._memo.keep(key, ids)
+        return self._joined(prompt, pieces, found)
+
+    async def text(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included; ids that the model does not have are left out."""
+
+        def decoded() -> str:
+            (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
+            return text
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, decoded)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    # ---- a prompt in pieces ------------------------------------------------------------------------
+
+    def _pieces(self, prompt: Prompt) -> list[Segment]:
+        text = self._text(prompt)
+        if self.splits:
+            return self._splitter.split(text)
+        return [self._splitter.whole(text, b"\1" if prompt.add_special_tokens else b"\0")]
+
+    def _text(self, prompt: Prompt) -> str:
+        if isinstance(prompt, ChatPrompt):
+            if self._template is None:
+                raise InvalidValue(
+                    f"{self.name} has no chat template, and messages need one; add chat_template.jinja to it, or send "
+                    "prompt or token_ids",
+                    reason="no_tokenizer",
+                    field="model",
+                )
+            text, field = self._template.of(prompt).render(prompt), "messages"
+        else:
+            text, field = prompt.text, "prompt"
+        try:
+            size = len(text) if text.isascii() else len(text.encode())
+        except UnicodeEncodeError:
+            raise InvalidValue(
+                f"{field} has half of a surrogate pair, which no tokenizer can read; send whole characters", field=field
+            ) from None
+        if size > self._bytes_max:
+            raise InvalidValue(
+                f"{field} makes a text of {size} bytes and at most {self._bytes_max} are read; send less, or raise "
+                "WAYMARK_TEXT_BYTES_MAX",
+                reason="too_large",
+                field=field,
+            )
+        return text
+
+    def _find(self, pieces: Sequence[Segment]) -> dict[bytes, bytes]:
+        return {
+            piece.key: ids for piece in pieces if piece.token < 0 and (ids := self._memo.find(piece.key)) is not None
+        }
+
+    def _joined(self, prompt: Prompt, pieces: Sequence[Segment], found: dict[bytes, bytes]) -> bytes:
+        joined = b"".join(
+            [found[piece.key] if piece.token < 0 else piece.token.to_bytes(4, "little") for piece in pieces]
+        )
+        if self.splits and prompt.add_special_tokens:
+            before, behind = self._around
+            return before + joined + behind
+        return joined
+
+    # ---- the tokenizer -----------------------------------------------------------------------------
+
+    def _encoded(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[bytes]:
+        # One at a time: more of them would be spread over all cores.
+        return [
+            pack_tokens(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+            for text in texts
+        ]
+
+    def _added_around(self) -> tuple[bytes, bytes]:
+        """What is added before and behind a text where special tokens are asked for."""
+        (bare,), (full,) = self._encoded(["a"]), self._encoded(["a"], add_special_tokens=True)
+        start = full.find(bare)
+        while start % 4 and start >= 0:
+            start = full.find(bare, start + 1)
+        return (b"", b"") if start < 0 else (full[:start], full[start + len(bare) :])
+
+    def _are_samples_equal(self) -> bool:
+        before, behind = self._around
+        for sample in _samples(self._splitter.words):
+            glued = b"".join(
+                [
+                    self._encoded([piece.text])[0] if piece.token < 0 else piece.token.to_bytes(4, "little")
+                    for piece in self._splitter.split(sample)
+                ]
+            )
+            if self._encoded([sample]) != [glued]:
+                return False
+            if self._encoded([sample], add_special_tokens=True) != [before + glued + behind]:
+                return False
+        return True
+
+
+def _is_short(prompt: Prompt) -> bool:
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text) <= _SHORT
+    left = _SHORT
+    for message in prompt.messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        left -= len(content) + 100 if isinstance(content, str) else _SHORT // 64
+        if left < 0:
+            return False
+    return True
+
+
+def _samples(words: Sequence[str]) -> Iterator[str]:
+    chance = random.Random(0)
+    marks = list(words[:8]) + chance.sample(list(words[8:]), min(24, len(words[8:])))
+    for number in range(_SAMPLES):
+        pieces: list[str] = [_PIECES[number % len(_PIECES)]]
+        for _ in range(12):
+            pieces += [chance.choice(marks) if marks else "", chance.choice(_PIECES), chance.choice(_PIECES)]
+        yield "".join(pieces)
+
+
+# ---- the files of a model ------------------------------------------------------------------------------
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise InvalidValue(
+            f"{path} is no tokenizer that can be read: {str(error)[:200]}; put one there, or give the model another "
+            "source in WAYMARK_TOKENIZERS",
+            reason="no_tokenizer",
+            field="model",
+        ) from None
+    # Engines cut and fill prompts themselves, if at all.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _splitter(tokenizer: Tokenizer) -> Splitter:
+    tokens, peculiar = {}, []
+    for number, token in tokenizer.get_added_tokens_decoder().items():
+        if not token.content or token.normalized:
+            continue  # the tokenizer looks for these in each piece, after it has normalized it
+        if token.lstrip or token.rstrip or token.single_word:
+            peculiar.append(token.content)
+        else:
+            tokens[token.content] = number
+    return Splitter(tokens, peculiar, SegmentMemo.seed())
+
+
+class Templates:
+    """The chat templates of a model: one, or one more for requests with tools."""
+
+    def __init__(self, default: ChatTemplate, with_tools: ChatTemplate | None) -> None:
+        self._default = default
+        self._with_tools = with_tools
+
+    def of(self, prompt: ChatPrompt) -> ChatTemplate:
+        return self._with_tools if prompt.tools and self._with_tools is not None else self._default
+
+
+def _template(directory: Path, bytes_max: int) -> Templates | None:
+    config = _json(directory / "tokenizer_config.json")
+    special: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        token = config.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            special[name] = content
+    file = directory / "chat_template.jinja"
+    found: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if found is None:
+        found = _json(directory / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+    else:
+        named = {"default": found}
+    made = {
+        name: ChatTemplate(source, special, bytes_max=bytes_max)
+        for name, source in named.items()
+        if name in ("default", "tool_use") and isinstance(source, str)
+    }
+    return Templates(made["default"], made.get("tool_use")) if "default" in made else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidValue(f"{path} is not JSON: {error}; mend it", reason="no_tokenizer", field="model") from None
+    return found if isinstance(found, dict) else {}

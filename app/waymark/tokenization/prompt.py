@@ -1,0 +1,62 @@
+"""What a prompt is before it has tokens, and what a source of tokens can do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A text, as the completion form of an engine takes it."""
+
+    text: str
+    add_special_tokens: bool = True
+    """Such as the BOS of the model, as its tokenizer adds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation in OpenAI's form, as it came: nothing of it has been checked."""
+
+    messages: Sequence[Any]
+    tools: Sequence[Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    """The template writes them itself."""
+
+
+Prompt: TypeAlias = TextPrompt | ChatPrompt
+
+
+class Tokens(NamedTuple):
+    """The ids of a prompt as little-endian u32, and where they are from: ``local`` or ``remote``."""
+
+    ids: bytes
+    source: str
+
+
+class Source(Protocol):
+    """Where the tokens of one model are from.
+
+    A prompt that does not fit raises ``InvalidValue``, a source that cannot answer ``TokenizerUnavailable``.
+    """
+
+    kind: str
+    name: str
+    """Its URL, for a sentence."""
+
+    def known(self, prompt: Prompt) -> bytes | None:
+        """The ids, where they can be had at once."""
+
+    async def tokens(self, prompt: Prompt) -> bytes:
+        """The ids of a prompt as little-endian u32."""
+
+    async def text(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+
+    async def close(self) -> None:
+        """Give back what it holds."""

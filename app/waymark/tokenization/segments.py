@@ -1,0 +1,137 @@
+"""Texts in pieces: what stands between the special tokens of a model is encoded on its own, and remembered.
+
+A tokenizer splits a text at its added tokens before it does anything else. So the ids of a piece do not depend on
+what stands around it, unless a tokenizer treats the beginning of a text, or the surroundings of a token, in a way of
+its own; ``local`` tries each tokenizer with samples before it trusts this.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128_digest
+
+#: What an entry takes beside its ids, roughly: two objects, and its place in the table.
+_ENTRY_BYTES = 250
+#: Characters that are searched at a time. A search holds the GIL.
+_WINDOW = 2**16
+
+
+class Segment(NamedTuple):
+    """A piece of ordinary text and its key in the memo, or the id of an added token."""
+
+    text: str
+    key: bytes
+    token: int = -1
+
+
+class SegmentMemo:
+    """The ids of texts, by a hash of the text, up to ``bytes_max``; the least recently used goes first.
+
+    Only the loop's thread reads and writes it. A key is bound to its tokenizer by the seed that ``seed`` gave it.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._ids: OrderedDict[bytes, bytes] = OrderedDict()
+        self.bytes = 0
+
+    @staticmethod
+    def seed() -> int:
+        """For one tokenizer. Nobody outside can know it, and so nobody can look for two texts with one key."""
+        return secrets.randbits(64)
+
+    def find(self, key: bytes) -> bytes | None:
+        ids = self._ids.get(key)
+        if ids is not None:
+            self._ids.move_to_end(key)
+        return ids
+
+    def keep(self, key: bytes, ids: bytes) -> None:
+        size = len(ids) + _ENTRY_BYTES
+        if size > self._bytes_max or key in self._ids:
+            return
+        self._ids[key] = ids
+        self.bytes += size
+        while self.bytes > self._bytes_max:
+            _, oldest = self._ids.popitem(last=False)
+            self.bytes -= len(oldest) + _ENTRY_BYTES
+
+
+class Splitter:
+    """Splits texts at added tokens. ``tokens`` are those that match wherever they stand, ``peculiar`` the others.
+
+    A text with a peculiar one in it (one that takes blanks with it, or matches whole words only) is not split.
+    """
+
+    def __init__(self, tokens: Mapping[str, int], peculiar: Sequence[str], seed: int) -> None:
+        self._tokens = dict(tokens)
+        self._seed = seed
+        self._longest = max(map(len, tokens), default=0)
+        self._pattern = re.compile(_any_of(tokens)) if tokens else None
+        self._peculiar = re.compile(_any_of(peculiar)) if peculiar else None
+        self.words = tuple(tokens)
+
+    def split(self, text: str) -> list[Segment]:
+        """The pieces in their order; none is empty."""
+        if self._pattern is None or (self._peculiar is not None and self._peculiar.search(text)):
+            return [self.whole(text)] if text else []
+        pieces, at = [], 0
+        for start, end in self._found(self._pattern, text):
+            if start > at:
+                pieces.append(self.whole(text[at:start]))
+            pieces.append(Segment("", b"", self._tokens[text[start:end]]))
+            at = end
+        if at < len(text):
+            pieces.append(self.whole(text[at:]))
+        return pieces
+
+    def whole(self, text: str, kind: bytes = b"") -> Segment:
+        """A text that is not split; ``kind`` tells apart what is made of one text in two ways."""
+        return Segment(text, xxh3_128_digest(kind + text.encode(), self._seed))
+
+    def _found(self, pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:
+        at = 0
+        while at < len(text):
+            # A token that begins in this window may end behind it.
+            end = min(len(text), at + _WINDOW + self._longest)
+            found = pattern.search(text, at, end)
+            if found is not None and (found.start() < at + _WINDOW or end == len(text)):
+                yield found.span()
+                at = found.end()
+            else:
+                at = at + _WINDOW if end < len(text) else end
+
+
+_Tree = dict[str, Any]
+"""Characters to what may come behind them; an empty one where a word ends."""
+
+
+def _any_of(words: Mapping[str, int] | Sequence[str]) -> str:
+    """A pattern that matches the longest of some words, and looks at each character of a text a few times only."""
+    tree: _Tree = {}
+    for word in words:
+        node = tree
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _pattern(tree)
+
+
+def _pattern(node: _Tree) -> str:
+    branches = []
+    for character, below in node.items():
+        chain = character
+        while character and len(below) == 1 and "" not in below:
+            ((character, below),) = below.items()
+            chain += character
+        if chain:
+            branches.append(re.escape(chain) + _pattern(below))
+    if not branches:
+        return ""
+    group = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
+    return group + "?" if "" in node else group

@@ -1,0 +1,243 @@
+"""Chat templates: the Jinja that comes with a model, rendered as its engines render it.
+
+Templates are the operator's, messages are a stranger's. So each rendering has a ceiling for its steps, its time and
+its output. A template holds the GIL while it is rendered; the ceiling of steps keeps that below a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from time import monotonic
+from typing import Any
+
+from minijinja import Environment, TemplateError
+
+from waymark.chat.openai import for_template
+from waymark.errors import InvalidValue
+from waymark.tokenization.prompt import ChatPrompt
+
+#: Instructions of one rendering: some ten thousand messages, or less than a tenth of a second.
+STEPS_MAX = 1_000_000
+SECONDS_MAX = 1.0
+
+#: What a request gives in fields of its own, or what nobody but the operator may choose.
+RESERVED = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+
+# Marks for training, in the templates of some models; engines take them as if they were not there.
+_GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_CONTENT = r"""(?:\.content|\[\s*['"]content['"]\s*\])"""
+_CONTENT_SET = re.compile(rf"\{{%[-+]?\s*set\s+(\w+)\s*=\s*\w+{_CONTENT}")
+_LOOP = re.compile(rf"\{{%[-+]?\s*for\s+\w+\s+in\s+(\w+)({_CONTENT})?\s*(?:\||if\b|-?%\}})")
+
+
+class _Refused(Exception):
+    """The template called ``raise_exception``."""
+
+
+class _TooLarge(Exception):
+    """The output is longer than it may be."""
+
+
+class _TooSlow(Exception):
+    """The rendering takes longer than it may."""
+
+
+class ChatTemplate:
+    """One template of a model. ``special`` are its named special tokens, such as ``bos_token``.
+
+    ``InvalidValue`` (no_tokenizer) where it is no template that can be read here.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], *, bytes_max: int) -> None:
+        self._special = dict(special)
+        self._bytes_max = bytes_max
+        self._source = _GENERATION.sub(_as_if, source)
+        self.takes_parts = takes_parts(source)
+        self._of_thread = threading.local()
+        try:
+            self._compiled()
+        except TemplateError as error:
+            raise _lacking(error) from None
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """The text of a conversation.
+
+        Raises ``InvalidValue`` where the template refuses the messages, needs what is not there, or exceeds a ceiling.
+        """
+        taken = sorted(RESERVED & prompt.template_kwargs.keys())
+        if taken:
+            raise InvalidValue(
+                f"chat_template_kwargs has {taken[0]}, which is no argument that it may give; leave it out",
+                field="chat_template_kwargs",
+            )
+        if prompt.continue_final_message and prompt.add_generation_prompt:
+            raise InvalidValue(
+                "continue_final_message and add_generation_prompt are both true; send one of them as true",
+                field="continue_final_message",
+            )
+        messages = for_template(prompt.messages, takes_parts=self.takes_parts)
+        context = {
+            **self._special,
+            "messages": messages,
+            "tools": list(prompt.tools) if prompt.tools else None,
+            "documents": None,
+            "add_generation_prompt": prompt.add_generation_prompt,
+            **prompt.template_kwargs,
+        }
+        text = self._rendered(context)
+        return _continued(text, messages) if prompt.continue_final_message else text
+
+    def _rendered(self, context: Mapping[str, Any]) -> str:
+        try:
+            text = self._compiled().render(context, self._bytes_max)
+        except _Refused as refused:
+            raise InvalidValue(f"the chat template refuses the messages: {refused}", field="messages") from None
+        except _TooLarge:
+            raise self._too_large() from None
+        except _TooSlow:
+            raise _too_long() from None
+        except TemplateError as error:
+            if "out of fuel" in str(error):
+                raise _too_long() from None
+            raise _lacking(error) from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidValue(
+                f"the chat template cannot use these messages: {_first_line(error)}", field="messages"
+            ) from None
+        if len(text) > self._bytes_max:
+            raise self._too_large()
+        return text
+
+    def _compiled(self) -> _Compiled:
+        """The template of this thread; its ceilings are those of one rendering at a time."""
+        found: _Compiled | None = getattr(self._of_thread, "compiled", None)
+        if found is None:
+            found = self._of_thread.compiled = _Compiled(self._source)
+        return found
+
+    def _too_large(self) -> InvalidValue:
+        return InvalidValue(
+            f"the chat template makes more than {self._bytes_max} bytes of the messages; send less, or raise "
+            "WAYMARK_TEXT_BYTES_MAX",
+            reason="too_large",
+            field="messages",
+        )
+
+
+class _Compiled:
+    """A template, compiled, and what is left of the ceilings of the rendering under way."""
+
+    def __init__(self, source: str) -> None:
+        self._left = 0
+        self._until = 0.0
+        self._environment = Environment(
+            templates={"chat": source},
+            filters={"tojson": _tojson, "trim": _trim},
+            globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
+            fuel=STEPS_MAX,
+            debug=False,
+            auto_escape_callback=lambda _: False,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalizer=self._counted,
+        )
+        self._environment.undeclared_variables_in_template("chat")  # compiles it
+
+    def render(self, context: Mapping[str, Any], bytes_max: int) -> str:
+        self._left, self._until = bytes_max, monotonic() + SECONDS_MAX
+        text: str = self._environment.render_template("chat", **context)
+        return text
+
+    def _counted(self, value: Any) -> Any:
+        self._left -= len(value) if isinstance(value, str) else 1
+        if self._left < 0:
+            raise _TooLarge
+        if monotonic() > self._until:
+            raise _TooSlow
+        return NotImplemented  # written as it is: an undefined value comes as None, and is written as nothing
+
+
+def takes_parts(source: str) -> bool:
+    """Whether a template goes through the parts of a content; otherwise it takes contents as texts."""
+    contents = set(_CONTENT_SET.findall(source))
+    return any(of_message or name in contents for name, of_message in _LOOP.findall(source))
+
+
+def _continued(text: str, messages: list[dict[str, Any]]) -> str:
+    """The text up to the end of the last message, which the engine goes on with."""
+    last: Any = messages[-1]["content"] if messages else ""
+    if isinstance(last, list):
+        last = last[-1]["text"] if last else ""
+    bare = last.strip()
+    start = text.rfind(bare)
+    if not bare or start < 0:
+        raise InvalidValue(
+            "continue_final_message is true and the chat template does not show the text of the last message; send a "
+            "last message with a text, or leave it out",
+            field="continue_final_message",
+        )
+    end = start + len(bare)
+    spaced = last.lstrip()
+    # The blanks at the end of the message are part of it where the template keeps them.
+    return text[: start + len(spaced)] if text.startswith(spaced, start) else text[:end]
+
+
+def _as_if(mark: re.Match[str]) -> str:
+    before, end, after = mark.groups()
+    return "{%" + before + (" endif " if end else " if true ") + after + "%}"
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As model repositories expect it: JSON as it is, without HTML's escapes."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=None if separators is None else (separators[0], separators[1]),
+        sort_keys=sort_keys,
+    )
+
+
+def _trim(value: Any, characters: str | None = None) -> str:
+    """Python's blanks have four control characters more than Rust's."""
+    return str(value).strip(characters)
+
+
+def _raise_exception(message: str = "no reason") -> str:
+    raise _Refused(str(message)[:200])
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _lacking(error: TemplateError) -> InvalidValue:
+    return InvalidValue(
+        f"the chat template of this model cannot be rendered here: {_first_line(error)}; give the model another "
+        "source in WAYMARK_TOKENIZERS, such as the URL of an engine, or send token_ids",
+        reason="no_tokenizer",
+        field="model",
+    )
+
+
+def _too_long() -> InvalidValue:
+    return InvalidValue(
+        f"the chat template takes more than {STEPS_MAX} steps or {SECONDS_MAX:g} s for these messages; send fewer",
+        field="messages",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,203 @@
+"""The one face: text or messages of a model to token ids, within bounds, or a refusal that names the way out.
+
+A text that many send at once is made into tokens once. At most ``UNDER_WAY_MAX`` are worked on; one more is refused
+at once. A request waits ``SECONDS`` at most, and the work that it waited for keeps its place until it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypeVar
+
+from waymark.errors import InvalidValue, TokenizerUnavailable
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.tokenization.prompt import Prompt, Source, TextPrompt, Tokens
+from waymark.tokenization.segments import SegmentMemo
+from waymark.tokenization.sources import directory_of, found_in, missing, no_tokenizer
+
+T = TypeVar("T")
+
+UNDER_WAY_MAX = 32
+SECONDS = 5.0
+#: How long a directory that was searched is not searched again, nor a source tried again that could not be opened.
+_AGAIN_SECONDS = 5.0
+
+
+class Tokenizers:
+    """The sources of all models; opened when they are first needed, and kept."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        directory: Path | None,
+        metrics: Metrics,
+        *,
+        threads: int = 4,
+        cache_bytes: int = 64 * 2**20,
+        text_bytes_max: int = 2 * 2**20,
+        seconds: float = SECONDS,
+    ) -> None:
+        self._configured = dict(sources)
+        self._directory = directory
+        self._metrics = metrics
+        self._text_bytes_max = text_bytes_max
+        self._seconds = seconds
+        self._memo = SegmentMemo(cache_bytes)
+        metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
+        self._discovered: dict[str, str] = {}
+        self._search_again = 0.0
+        self._open: dict[str, Source] = {}
+        self._failed: dict[str, tuple[float, InvalidValue | TokenizerUnavailable]] = {}
+        self._under_way: dict[bytes, asyncio.Task[Any]] = {}
+
+    @classmethod
+    def of(cls, settings: Settings, metrics: Metrics) -> Tokenizers:
+        return cls(
+            settings.tokenizers,
+            settings.tokenizers_dir,
+            metrics,
+            threads=settings.tokenizer_threads,
+            cache_bytes=settings.tokens_cache_bytes,
+            text_bytes_max=settings.text_bytes_max,
+        )
+
+    async def tokens(self, model: str, prompt: Prompt) -> Tokens:
+        """The ids of a prompt, as the engines of the model make them.
+
+        Raises ``InvalidValue``: ``no_tokenizer`` where the model has no source, ``too_large`` for a text that is too
+        long, or another reason where the prompt does not fit. Raises ``TokenizerUnavailable`` where the source does
+        not answer, or too many texts are under way.
+        """
+        began = monotonic()
+        source = self._open.get(model)
+        known = None if source is None else source.known(prompt)
+        if source is None or known is None:
+            tokens = await self._once(_digest(model, prompt), lambda: self._made(model, prompt))
+        else:
+            tokens = Tokens(known, source.kind)
+        self._metrics.tokenize_duration_seconds.labels(source=tokens.source).observe(monotonic() - began)
+        return tokens
+
+    async def text(self, model: str, ids: Sequence[int]) -> str:
+        """The text of token ids; raises as ``tokens`` does."""
+        key = blake2b(repr((model, ids)).encode("utf-8", "replace"), digest_size=32).digest()
+        return await self._once(b"text" + key, lambda: self._text(model, ids))
+
+    async def close(self) -> None:
+        """End what is under way, and give back threads and connections."""
+        for task in self._under_way.values():
+            task.cancel()
+        for source in self._open.values():
+            await source.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- one piece of work -------------------------------------------------------------------------
+
+    async def _once(self, key: bytes, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What ``work`` returns, or what the same work returns that is under way already."""
+        task = self._under_way.get(key)
+        if task is None:
+            if len(self._under_way) >= UNDER_WAY_MAX:
+                raise TokenizerUnavailable(
+                    f"{UNDER_WAY_MAX} texts are being made into tokens, and no more may be; try again in a moment"
+                )
+            task = self._under_way[key] = asyncio.create_task(work())
+            task.add_done_callback(partial(self._ended, key))
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise TokenizerUnavailable(
+                f"the text has not become tokens within {self._seconds:g} s; try again in a moment"
+            ) from None
+
+    def _ended(self, key: bytes, task: asyncio.Task[Any]) -> None:
+        del self._under_way[key]
+        if not task.cancelled():
+            task.exception()  # whoever waits for it has it; where nobody does any more, nobody needs it
+
+    async def _made(self, model: str, prompt: Prompt) -> Tokens:
+        source = await self._source(model)
+        return Tokens(await source.tokens(prompt), source.kind)
+
+    async def _text(self, model: str, ids: Sequence[int]) -> str:
+        return await (await self._source(model)).text(ids)
+
+    # ---- sources -----------------------------------------------------------------------------------
+
+    async def _source(self, model: str) -> Source:
+        source = self._open.get(model)
+        if source is not None:
+            return source
+        url = self._configured.get(model) or await self._discover(model)
+        if url is None:
+            raise no_tokenizer(model)
+        until, failure = self._failed.get(model, (0.0, None))
+        if failure is not None and monotonic() < until:
+            raise failure
+        # Two texts may open one model at the same time; the first that is done stays.
+        opened = await self._try_to_open(model, url)
+        return self._open.setdefault(model, opened)
+
+    async def _discover(self, model: str) -> str | None:
+        if self._directory is None:
+            return None
+        if model not in self._discovered and monotonic() >= self._search_again:
+            self._search_again = monotonic() + _AGAIN_SECONDS
+            self._discovered = await self._in_thread(partial(found_in, self._directory))
+        return self._discovered.get(model)
+
+    async def _try_to_open(self, model: str, url: str) -> Source:
+        try:
+            return await self._in_thread(partial(self._opened, model, url))
+        except (InvalidValue, TokenizerUnavailable) as failure:
+            self._failed[model] = (monotonic() + _AGAIN_SECONDS, failure)
+            raise
+
+    def _opened(self, model: str, url: str) -> Source:
+        """Runs in a thread: it imports, reads files, and may ask the hub."""
+        if url.startswith("http"):
+            try:
+                from waymark.tokenization.remote import RemoteTokenizer
+            except ModuleNotFoundError as error:
+                raise missing(str(error.name), url) from None
+            return RemoteTokenizer(url, model, seconds=self._seconds, bytes_max=self._text_bytes_max)
+        try:
+            from waymark.tokenization.local import LocalTokenizer
+        except ModuleNotFoundError as error:
+            raise missing(str(error.name), url) from None
+        return LocalTokenizer(
+            url, directory_of(url), self._memo, self._pool, self._metrics, bytes_max=self._text_bytes_max
+        )
+
+    def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _digest(model: str, prompt: Prompt) -> bytes:
+    """The same for the same work."""
+    if isinstance(prompt, TextPrompt):
+        said: Any = prompt.text, prompt.add_special_tokens
+    else:
+        said = (
+            prompt.messages,
+            prompt.tools,
+            dict(prompt.template_kwargs),
+            prompt.add_generation_prompt,
+            prompt.continue_final_message,
+            prompt.add_special_tokens,
+        )
+    try:
+        text = json.dumps([model, type(prompt).__name__, said])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidValue(f"messages hold what JSON cannot: {str(error)[:100]}; send JSON", field="messages") from None
+    return blake2b(text.encode(), digest_size=32).digest()

@@ -1,0 +1,284 @@
+"""local and segments: the same ids with pieces and without, from every kind of tokenizer, and bounds that hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from tests.tokenization import small
+from waymark.domain.hashing import pack_tokens
+from waymark.errors import InvalidValue
+from waymark.metrics import Metrics
+from waymark.tokenization.local import LocalTokenizer
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
+from waymark.tokenization.segments import SegmentMemo, Splitter
+
+MAX = 2**20
+PECULIAR = (
+    AddedToken("<mask>", lstrip=True, special=True, normalized=False),
+    AddedToken("<|tool|>", special=False, normalized=False),
+    AddedToken("weather", special=False, normalized=True),
+)
+Open = Callable[..., LocalTokenizer]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def opened(tmp_path: Path, pool: ThreadPoolExecutor) -> Open:
+    """Opens a small tokenizer of a kind."""
+
+    def opened(
+        kind: small.Kind = "byte-level",
+        *,
+        memo: SegmentMemo | None = None,
+        metrics: Metrics | None = None,
+        bytes_max: int = MAX,
+        **files: Any,
+    ) -> LocalTokenizer:
+        directory = small.directory(tmp_path / kind, kind, **files)
+        memo = SegmentMemo(MAX) if memo is None else memo
+        return LocalTokenizer("file:///m", directory, memo, pool, metrics or Metrics(), bytes_max=bytes_max)
+
+    return opened
+
+
+def whole(tokenizer: Tokenizer, prompt: TextPrompt) -> bytes:
+    return pack_tokens(tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens).ids)
+
+
+ordinary = st.one_of(
+    st.text(max_size=12),
+    st.sampled_from(["user\n", "Hello, world!", " weather", "  two  ", "\n\n", "don't", "İ", "e\u0301", "▁", ""]),
+)
+marks = st.sampled_from([*small.SPECIAL, "<mask>", "<|tool|>", "<|im_star", "<|", "weather"])
+texts = st.lists(st.one_of(ordinary, ordinary, marks), max_size=14).map("".join)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_ids_are_those_of_the_whole_text_with_the_memo_and_without(kind: small.Kind, opened: Open) -> None:
+    memo = SegmentMemo(20_000)  # small: much is forgotten
+    local = opened(kind, memo=memo, added=PECULIAR)
+    reference = Tokenizer.from_str((small.tokenizer(kind)).to_str())
+    reference.add_tokens(list(PECULIAR))
+    remembered = 0
+
+    async def check(prompt: TextPrompt) -> None:
+        nonlocal remembered
+        expected = whole(reference, prompt)
+        assert await local.tokens(prompt) == expected
+        known = local.known(prompt)
+        remembered += known is not None
+        assert known in (None, expected)
+
+    with asyncio.Runner() as runner:
+
+        @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+        @example("<|im_start|>user\nHello<|im_end|>", True)
+        @example("a <mask> b<|im_end|> c", False)
+        @example("<|im<|im_start|><|im_end", True)
+        @given(texts, st.booleans())
+        def each(text: str, adds: bool) -> None:
+            runner.run(check(TextPrompt(text, adds)))
+
+        each()
+    assert remembered
+
+
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_a_tokenizer_whose_pieces_depend_on_each_other_is_used_whole(
+    kind: small.Kind, opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    local = opened(kind)
+    assert local.splits is (kind != "metaspace-first")
+    assert ("encoded whole" in caplog.text) is not local.splits
+
+
+async def test_a_new_turn_is_all_that_is_encoded(opened: Open) -> None:
+    metrics = Metrics()
+    local = opened(metrics=metrics, template=small.CHATML)
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    first = await local.tokens(ChatPrompt(turns))
+    counts = [metrics.tokenize_segments.labels(known=known) for known in ("true", "false")]
+    before = [count.value for count in counts]
+    more = ChatPrompt([*turns, {"role": "user", "content": "What is new?"}])
+    assert local.known(more) is None
+    second = await local.tokens(more)
+    assert [count.value - was for count, was in zip(counts, before, strict=True)] == [4, 1]
+    text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n"
+    assert second.startswith(whole(small.tokenizer(), TextPrompt(text, False)))
+    assert local.known(more) == second != first
+
+
+def test_the_memo_stays_below_its_bound_and_forgets_the_least_used() -> None:
+    memo = SegmentMemo(1000)
+    for number in range(3):
+        memo.keep(bytes([number]) * 16, bytes(40))
+    assert memo.find(bytes(16)) == bytes(40)
+    memo.keep(bytes([3]) * 16, bytes(40))
+    assert memo.bytes <= 1000
+    assert memo.find(bytes(16)) is not None
+    assert memo.find(bytes([1]) * 16) is None
+    memo.keep(b"large", bytes(1000))
+    assert memo.find(b"large") is None
+    nothing = SegmentMemo(0)
+    nothing.keep(b"any", b"1234")
+    assert (nothing.find(b"any"), nothing.bytes) == (None, 0)
+
+
+def test_keys_of_two_tokenizers_differ() -> None:
+    one, other = (Splitter({}, (), SegmentMemo.seed()) for _ in range(2))
+    assert one.whole("text").key != other.whole("text").key
+    assert one.whole("text", b"\0").key != one.whole("text", b"\1").key
+
+
+@given(
+    st.dictionaries(st.text("ab<|", min_size=1, max_size=4), st.integers(0, 9), max_size=8),
+    st.text("ab<|", max_size=30),
+    st.integers(1, 8),
+)
+def test_a_text_is_split_at_the_longest_token_wherever_it_is_searched(
+    tokens: dict[str, int], text: str, window: int
+) -> None:
+    import waymark.tokenization.segments as segments
+
+    before, segments._WINDOW = segments._WINDOW, window
+    try:
+        pieces = Splitter(tokens, (), 0).split(text)
+    finally:
+        segments._WINDOW = before
+    expected: list[str | int] = []
+    at = 0
+    while at < len(text):
+        found = max((token for token in tokens if text.startswith(token, at)), key=len, default=None)
+        if found is not None:
+            expected.append(tokens[found])
+            at += len(found)
+            continue
+        if expected and isinstance(expected[-1], str):
+            expected[-1] += text[at]
+        else:
+            expected.append(text[at])
+        at += 1
+    assert [piece.text if piece.token < 0 else piece.token for piece in pieces] == expected
+
+
+async def test_the_loop_turns_while_a_long_text_is_encoded(opened: Open) -> None:
+    local = opened("byte-level", bytes_max=MAX)
+    text = "The quick brown fox jumps over 12345 lazy dogs. " * 13_000
+    assert len(text) > 600_000
+    turns = 0
+    encoding = asyncio.create_task(local.tokens(TextPrompt(text)))
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert len(await encoding) > 100_000
+    assert turns > 20, "the thread held the interpreter all the time"
+
+
+@pytest.mark.parametrize(
+    "text", ["x" * MAX, "<" * MAX, "<|im_star" * (MAX // 9), "\n" * MAX], ids=lambda text: text[:9]
+)
+async def test_a_hostile_text_as_long_as_may_be_does_not_stop_the_loop(opened: Open, text: str) -> None:
+    local = opened("byte-level", bytes_max=MAX)
+    turns = 0
+    encoding = asyncio.create_task(local.tokens(TextPrompt(text)))
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert len(await encoding) > 4
+    assert turns > 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason", "named"),
+    [
+        (TextPrompt("x" * 1001), "too_large", "prompt makes a text of 1001 bytes"),
+        (TextPrompt("é" * 501), "too_large", "1002 bytes"),
+        (TextPrompt("a\ud800"), "invalid_value", "surrogate"),
+        (ChatPrompt([{"role": "user", "content": "x" * 1001}]), "too_large", "WAYMARK_TEXT_BYTES_MAX"),
+    ],
+)
+async def test_a_text_that_cannot_be_read_is_refused_by_its_field(
+    opened: Open, prompt: Prompt, reason: str, named: str
+) -> None:
+    local = opened(template=small.CHATML, bytes_max=1000)
+    with pytest.raises(InvalidValue, match=named) as caught:
+        await local.tokens(prompt)
+    assert caught.value.reason == reason
+
+
+async def test_messages_without_a_template_are_refused(opened: Open) -> None:
+    with pytest.raises(InvalidValue, match="no chat template") as caught:
+        await opened().tokens(ChatPrompt([{"role": "user", "content": "Hi"}]))
+    assert caught.value.reason == "no_tokenizer"
+
+
+async def test_templates_are_read_where_models_have_them(opened: Open, tmp_path: Path) -> None:
+    user = ChatPrompt([{"role": "user", "content": "Hi"}], add_generation_prompt=False)
+    with_tools = ChatPrompt(user.messages, tools=[{"type": "function", "function": {"name": "f"}}])
+
+    async def said(local: LocalTokenizer, prompt: ChatPrompt) -> str:
+        ids = await local.tokens(prompt)
+        return await local.text([int.from_bytes(ids[at : at + 4], "little") for at in range(0, len(ids), 4)])
+
+    named = [
+        {"name": "default", "template": "{{ bos_token }}plain{{ eos_token }}{{ pad_token }}"},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }}!"},
+    ]
+    local = opened(template=named)
+    assert await said(local, user) == f"{small.BOS}plain{small.EOS}"
+    assert await said(local, with_tools) == "f!"
+    directory = tmp_path / "byte-level"
+    (directory / "chat_template.jinja").write_text("from the file\n")
+    memo, pool = SegmentMemo(0), ThreadPoolExecutor(1)
+    with pool:
+        local = LocalTokenizer("file:///m", directory, memo, pool, Metrics(), bytes_max=MAX)
+        assert await said(local, user) == "from the file"
+        (directory / "chat_template.jinja").unlink()
+        (directory / "tokenizer_config.json").write_text("{}")
+        (directory / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+        local = LocalTokenizer("file:///m", directory, memo, pool, Metrics(), bytes_max=MAX)
+        assert await said(local, user) == "of a processor"
+
+
+def test_files_that_cannot_be_read_are_named(opened: Open, tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    def reopened() -> None:
+        LocalTokenizer("file:///m", directory, SegmentMemo(0), pool, Metrics(), bytes_max=MAX)
+
+    opened()
+    directory = tmp_path / "byte-level"
+    (directory / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InvalidValue, match=r"tokenizer_config\.json is not JSON") as caught:
+        reopened()
+    assert caught.value.reason == "no_tokenizer"
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidValue, match=r"tokenizer\.json is no tokenizer"):
+        reopened()
+
+
+async def test_a_tokenizer_that_cuts_and_fills_texts_by_itself_does_not(opened: Open, tmp_path: Path) -> None:
+    opened()
+    path = tmp_path / "byte-level" / "tokenizer.json"
+    cutting = Tokenizer.from_file(str(path))
+    cutting.enable_truncation(4)
+    cutting.enable_padding(length=64)
+    cutting.save(str(path))
+    with ThreadPoolExecutor(1) as pool:
+        local = LocalTokenizer("file:///m", path.parent, SegmentMemo(0), pool, Metrics(), bytes_max=MAX)
+        prompt = TextPrompt("The quick brown fox jumps over the lazy dog")
+        assert await local.tokens(prompt) == whole(small.tokenizer(), prompt)

@@ -1,0 +1,167 @@
+"""remote: what is asked of an engine, and what becomes of every answer that it may give."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from waymark.errors import InvalidValue, TokenizerUnavailable
+from waymark.metrics import Metrics
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
+from waymark.tokenization.remote import RemoteTokenizer
+from waymark.tokenization.tokenizers import Tokenizers
+
+pytestmark = pytest.mark.outside
+
+HI = TextPrompt("Hello")
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Engine:
+    """Answers as it is told, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.answer: Answer | None = None
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((request.path, await request.json()))
+        if self.answer is not None:
+            return await self.answer(request)
+        if request.path == "/detokenize":
+            return web.json_response({"prompt": "Hello"})
+        return web.json_response({"count": 3, "max_model_len": 4096, "tokens": [1, 2, 2**32 - 1]})
+
+    def says(self, status: int, body: str | bytes) -> None:
+        async def answer(_: web.Request) -> web.StreamResponse:
+            return web.Response(status=status, body=body.encode() if isinstance(body, str) else body)
+
+        self.answer = answer
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    engine = Engine()
+    application = web.Application(client_max_size=2**26)
+    application.router.add_post("/{path:.*}", engine.handle)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0]
+    engine.url = f"http://{host}:{port}"
+    yield engine
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def remote(engine: Engine) -> AsyncIterator[RemoteTokenizer]:
+    remote = RemoteTokenizer(engine.url + "/", "m", seconds=60, bytes_max=2**20)
+    yield remote
+    await remote.close()
+
+
+async def test_an_engine_is_asked_in_its_own_form(engine: Engine, remote: RemoteTokenizer) -> None:
+    assert await remote.tokens(HI) == b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff"
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    await remote.tokens(ChatPrompt(messages, tools, {"enable_thinking": False}, False, True))
+    assert await remote.text([1, 2]) == "Hello"
+    assert engine.asked == [
+        ("/tokenize", {"model": "m", "prompt": "Hello", "add_special_tokens": True}),
+        (
+            "/tokenize",
+            {
+                "model": "m",
+                "messages": messages,
+                "tools": tools,
+                "chat_template_kwargs": {"enable_thinking": False},
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+                "add_special_tokens": False,
+            },
+        ),
+        ("/detokenize", {"model": "m", "tokens": [1, 2]}),
+    ]
+
+
+async def test_a_text_of_sglang_is_read(engine: Engine, remote: RemoteTokenizer) -> None:
+    engine.says(200, json.dumps({"text": "Hello"}))
+    assert await remote.text([1]) == "Hello"
+
+
+@pytest.mark.parametrize("status", [400, 422])
+async def test_a_refusal_is_told_on(engine: Engine, remote: RemoteTokenizer, status: int) -> None:
+    engine.says(status, json.dumps({"error": {"message": "no such role"}}))
+    with pytest.raises(InvalidValue, match="no such role") as caught:
+        await remote.tokens(ChatPrompt([]))
+    assert caught.value.field == "messages"
+    assert engine.url in caught.value.sentence
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "named"),
+    [
+        (500, "", "status 500"),
+        (404, "{}", "status 404"),
+        (302, "", "status 302"),
+        (200, "no JSON", "no JSON object"),
+        (200, "[1]", "no JSON object"),
+        (200, "{}", "no list of tokens"),
+        (200, '{"tokens": [-1]}', "no list of tokens"),
+        (200, '{"tokens": [1.5]}', "no list of tokens"),
+        (200, '{"tokens": "abc"}', "no list of tokens"),
+        (200, b'{"tokens": [' + b"1," * 2**24 + b"1]}", "longer than"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+async def test_an_engine_that_answers_otherwise_is_unavailable(
+    engine: Engine, remote: RemoteTokenizer, status: int, body: str | bytes, named: str
+) -> None:
+    engine.says(status, body)
+    with pytest.raises(TokenizerUnavailable, match=named) as caught:
+        await remote.tokens(HI)
+    assert engine.url in caught.value.sentence
+
+
+async def test_an_engine_that_is_silent_or_not_there_is_unavailable(engine: Engine, free_port: int) -> None:
+    async def never(_: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    engine.answer = never
+    for url, named in ((engine.url, r"within 0\.2 s"), (f"http://127.0.0.1:{free_port}", "cannot be used now")):
+        remote = RemoteTokenizer(url, "m", seconds=0.2, bytes_max=2**20)
+        with pytest.raises(TokenizerUnavailable, match=named):
+            await remote.tokens(HI)
+        await remote.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        (TextPrompt("x" * 2**22), "too_large"),
+        (TextPrompt("\ud800"), "invalid_value"),
+        (ChatPrompt([{"role": "user", "content": b"x"}]), "invalid_value"),
+    ],
+)
+async def test_what_cannot_be_sent_is_refused(
+    engine: Engine, remote: RemoteTokenizer, prompt: Prompt, reason: str
+) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await remote.tokens(prompt)
+    assert (caught.value.reason, engine.asked) == (reason, [])
+
+
+async def test_nothing_is_remembered_of_an_engine(engine: Engine) -> None:
+    tokenizers = Tokenizers({"m": engine.url}, None, Metrics())
+    for _ in range(2):
+        assert (await tokenizers.tokens("m", HI)).source == "remote"
+    assert len(engine.asked) == 2
+    await tokenizers.close()

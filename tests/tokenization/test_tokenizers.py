@@ -1,0 +1,224 @@
+"""The one face: which source a model has, one work for one text, bounds, and what is said when it cannot be done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.tokenization import small
+from waymark.errors import InvalidValue, TokenizerUnavailable
+from waymark.metrics import Metrics
+from waymark.tokenization import tokenizers as face
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, Tokens
+from waymark.tokenization.sources import directory_of, found_in
+from waymark.tokenization.tokenizers import Tokenizers
+
+HI = TextPrompt("Hello, world!")
+Make = Callable[..., Tokenizers]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    async with AsyncExitStack() as stack:
+
+        def make(sources: dict[str, str] | None = None, directory: Path | None = None, **options: Any) -> Tokenizers:
+            made = Tokenizers(sources or {}, directory, options.pop("metrics", Metrics()), **options)
+            stack.push_async_callback(made.close)
+            return made
+
+        yield make
+
+
+def expected(text: str = HI.text) -> list[int]:
+    ids: list[int] = small.tokenizer().encode(text).ids
+    return ids
+
+
+async def ids(tokenizers: Tokenizers, model: str, prompt: Prompt = HI) -> list[int]:
+    found = (await tokenizers.tokens(model, prompt)).ids
+    return [int.from_bytes(found[at : at + 4], "little") for at in range(0, len(found), 4)]
+
+
+async def test_a_source_of_a_file_a_hub_and_a_directory(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.directory(tmp_path / "models" / "org" / "b")
+    small.directory(tmp_path / "with blank")
+    tokenizers = make({"a": (tmp_path / "with blank").as_uri()}, tmp_path / "models")
+    assert await ids(tokenizers, "a") == await ids(tokenizers, "org/b") == expected()
+    assert (await tokenizers.tokens("a", HI)).source == "local"
+
+
+def test_a_tokenizer_of_the_hub_is_found_in_its_cache(tmp_path: Path) -> None:
+    of_repository = tmp_path / "models--org--name"
+    snapshot = of_repository / "snapshots" / ("0123456789" * 4)
+    small.directory(snapshot)
+    (of_repository / "refs").mkdir()
+    (of_repository / "refs" / "main").write_text(snapshot.name)
+    assert directory_of("hf://org/name", hub_cache=tmp_path) == snapshot
+    assert directory_of(f"hf://org/name@{snapshot.name}", hub_cache=tmp_path) == snapshot
+
+
+def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def away(*_: Any, **options: Any) -> str:
+        if options["local_files_only"]:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
+        raise OSError("no route to the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", away)
+    with pytest.raises(TokenizerUnavailable, match=r"hf://org/name cannot be fetched: no route"):
+        directory_of("hf://org/name", hub_cache=tmp_path)
+
+
+def test_directories_are_searched_two_levels_down(tmp_path: Path) -> None:
+    for name in ("a", "org/b", "org/x/too-deep"):
+        small.directory(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    assert found_in(tmp_path) == {name: (tmp_path / name).as_uri() for name in ("a", "org/b")}
+    assert found_in(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize("model", ["unknown", "../a", "/etc", "a/../a", ""])
+async def test_a_model_without_a_source_is_refused_by_name(make: Make, tmp_path: Path, model: str) -> None:
+    small.directory(tmp_path / "models" / "a")
+    tokenizers = make({}, tmp_path / "models")
+    with pytest.raises(InvalidValue, match="WAYMARK_TOKENIZERS") as caught:
+        await tokenizers.tokens(model, HI)
+    assert (caught.value.reason, caught.value.field) == ("no_tokenizer", "model")
+
+
+async def test_a_directory_that_comes_later_is_found(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizers = make({}, tmp_path)
+    with pytest.raises(InvalidValue):
+        await tokenizers.tokens("late", HI)
+    small.directory(tmp_path / "late")
+    with pytest.raises(InvalidValue):
+        await tokenizers.tokens("late", HI)  # not searched again so soon
+    monkeypatch.setattr(face, "_AGAIN_SECONDS", 0.0)
+    tokenizers = make({}, tmp_path)
+    assert await ids(tokenizers, "late") == expected()
+
+
+async def test_a_source_that_cannot_be_opened_is_tried_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(face, "_AGAIN_SECONDS", 0.0)
+    tokenizers = make({"a": (tmp_path / "a").as_uri()})
+    with pytest.raises(InvalidValue, match=r"tokenizer\.json is no tokenizer"):
+        await tokenizers.tokens("a", HI)
+    small.directory(tmp_path / "a")
+    assert await ids(tokenizers, "a") == expected()
+
+
+async def test_without_the_packages_the_refusal_names_the_extra(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    for module in ("waymark.tokenization.local", "waymark.tokenization.remote", "waymark.tokenization.templates"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    for package in ("tokenizers", "aiohttp", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, package, None)
+    tokenizers = make({"a": tmp_path.as_uri(), "b": "http://127.0.0.1:1", "c": "hf://org/name"})
+    for model in ("a", "b", "c"):
+        with pytest.raises(InvalidValue, match=r"install waymark\[tokens\]") as caught:
+            await tokenizers.tokens(model, HI)
+        assert caught.value.reason == "no_tokenizer"
+
+
+class Slow:
+    """A source that answers when it is told to."""
+
+    kind = "local"
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.calls = 0
+
+    def known(self, prompt: Prompt) -> bytes | None:
+        return None
+
+    async def tokens(self, prompt: Prompt) -> bytes:
+        self.calls += 1
+        await self.may_answer.wait()
+        return b"\1\0\0\0"
+
+    async def text(self, ids: Any) -> str:
+        return ""
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    source = Slow()
+    monkeypatch.setattr(Tokenizers, "_opened", lambda *_: source)
+    return source
+
+
+async def test_a_text_that_many_ask_for_is_worked_on_once(make: Make, slow: Slow) -> None:
+    tokenizers = make({"a": "file:///a"}, seconds=600)
+    prompts: list[Prompt] = [HI] * 50 + [ChatPrompt([{"role": "user", "content": "Hi"}])] * 50
+    tasks = [asyncio.create_task(tokenizers.tokens("a", prompt)) for prompt in prompts]
+    await wait_until(lambda: slow.calls == 2, "two texts are worked on")
+    tasks[0].cancel()  # whoever goes away takes nothing from the others
+    slow.may_answer.set()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert set(answers[1:]) == {Tokens(b"\1\0\0\0", "local")}
+    assert slow.calls == 2
+    assert tokenizers._under_way == {}
+
+
+async def test_one_text_more_than_may_be_is_refused_at_once(make: Make, slow: Slow) -> None:
+    tokenizers = make({"a": "file:///a"}, seconds=600)
+    most = face.UNDER_WAY_MAX
+    tasks = [asyncio.create_task(tokenizers.tokens("a", TextPrompt(str(number)))) for number in range(most)]
+    await wait_until(lambda: slow.calls == most, "as many as may be are under way")
+    with pytest.raises(TokenizerUnavailable, match="32 texts") as caught:
+        await tokenizers.tokens("a", TextPrompt("one more"))
+    assert caught.value.retry_after_seconds >= 1
+    slow.may_answer.set()
+    await asyncio.gather(*tasks)
+    assert (await tokenizers.tokens("a", TextPrompt("one more"))).ids == b"\1\0\0\0"
+
+
+async def test_work_that_nobody_waits_for_any_more_keeps_its_place(make: Make, slow: Slow) -> None:
+    tokenizers = make({"a": "file:///a"}, seconds=0.01)
+    with pytest.raises(TokenizerUnavailable, match=r"within 0\.01 s"):
+        await tokenizers.tokens("a", HI)
+    assert len(tokenizers._under_way) == 1
+    slow.may_answer.set()
+    await wait_until(lambda: not tokenizers._under_way, "the place is free again")
+
+
+async def test_what_was_made_is_counted(make: Make, tmp_path: Path) -> None:
+    metrics = Metrics()
+    small.directory(tmp_path / "a")
+    tokenizers = make({}, tmp_path, metrics=metrics)
+    for _ in range(2):
+        await tokenizers.tokens("a", HI)
+    text, _ = metrics.render()
+    assert b'waymark_tokenize_duration_seconds_count{source="local"} 2.0' in text
+    assert b'waymark_tokenize_segments_total{known="true"} 1.0' in text
+    assert b'waymark_tokenize_segments_total{known="false"} 1.0' in text
+    assert metrics.tokens_cache_bytes.value > 0
+
+
+async def test_tokens_become_text_again(make: Make, tmp_path: Path) -> None:
+    small.directory(tmp_path / "a")
+    tokenizers = make({}, tmp_path)
+    assert await tokenizers.text("a", expected()) == small.BOS + HI.text
+    with pytest.raises(InvalidValue, match="no tokenizer"):
+        await tokenizers.text("b", [1])
