@@ -5,6 +5,13 @@
         matches = waymark.query("llama", token_ids, block_size=16)
         best = max(matches, key=lambda name: matches[name].longest_matched)
 
+Or Waymark decides, by cache and load, and hears how it ended:
+
+    async with AsyncClient("http://waymark:13333") as waymark:
+        async with waymark.select("llama", token_ids) as target:
+            ...  # send the request to target.selection.address
+            await target.first_token()
+
 All numbers are in tokens. A request that Waymark rejects raises ``Refused`` with Waymark's own sentence. A request that
 gets no answer within a bounded time raises ``Unavailable``; a router then sends its prompt to any engine.
 
@@ -13,7 +20,7 @@ The package needs none of the server's dependencies.
 
 from __future__ import annotations
 
-from waymark.client.answers import Match, Matches, Publisher, Service, Workers
+from waymark.client.answers import Match, Matches, Publisher, Selection, Service, Workers
 from waymark.client.asynchronous import AsyncClient
 from waymark.client.blocking import Client
 from waymark.client.errors import ClientError, Refused, Unavailable
@@ -27,6 +34,7 @@ __all__ = [
     "Matches",
     "Publisher",
     "Refused",
+    "Selection",
     "Service",
     "Unavailable",
     "Workers",

@@ -45,6 +45,29 @@ class Matches(Mapping[str, Match]):
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """Where a request goes, and by what its reservation is released."""
+
+    instance_id: str
+    dp_rank: int
+    address: str | None
+    """Where requests go, if it is registered with one."""
+    device_tokens: int
+    """Of the prompt, on the device of the target."""
+    new_tokens: int
+    """What the target has to compute."""
+    others: Sequence[str]
+    """The next best instances."""
+    prefill: str | None
+    """The instance that computes the prompt first, if that is another one."""
+    headers: Mapping[str, str]
+    """To be sent with the request, for proxies and engines that go by them."""
+    reservation: str | None
+    is_degraded: bool = False
+    """Redis was unavailable: the target was found by the prefix alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """One registration. What was not given is empty."""
 
@@ -102,6 +125,23 @@ def read_matches(answer: httpx.Response) -> Matches:
         for instance_id, row in rows.items()
     }
     return Matches(instances, "x-waymark-partial" in answer.headers)
+
+
+def read_selection(answer: httpx.Response) -> Selection:
+    content = answer.json()
+    target = content["target"]
+    return Selection(
+        instance_id=target["instance_id"],
+        dp_rank=target["dp_rank"],
+        address=target["address"],
+        device_tokens=target["device_tokens"],
+        new_tokens=target["new_tokens"],
+        others=content["others"],
+        prefill=None if content["prefill"] is None else content["prefill"]["instance_id"],
+        headers=content["headers"],
+        reservation=content["reservation"],
+        is_degraded=content["degraded"],
+    )
 
 
 def read_services(answer: httpx.Response) -> list[Service]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Service, Workers
+from waymark.client.answers import Matches, Selection, Service, Workers
 from waymark.client.errors import Unavailable
 from waymark.domain.engines import UNNAMED
 
@@ -38,7 +39,14 @@ class AsyncClient:
         await self._http.aclose()
 
     async def register(
-        self, instance_id: str, endpoint: str, *, model: str, block_size: int, type: str = UNNAMED, **options: Any
+        self,
+        instance_id: str,
+        endpoint: str | None,
+        *,
+        model: str,
+        block_size: int,
+        type: str = UNNAMED,
+        **options: Any,
     ) -> None:
         """As ``Client.register``."""
         await self._send(calls.register(instance_id, endpoint, model, block_size, options | {"type": type}))
@@ -56,6 +64,18 @@ class AsyncClient:
     async def query_by_hash(self, model: str, seq_hashes: Iterable[int], block_size: int, **options: Any) -> Matches:
         """As ``Client.query_by_hash``."""
         return await self._send(calls.query("seq_hashes", seq_hashes, model, block_size, options))
+
+    def select(self, model: str, token_ids: Iterable[int], **options: Any) -> AsyncSelecting:
+        """A target for a prompt, reserved for as long as the block of ``async with`` takes.
+
+        ``options`` are the fields of ``POST /select``, such as ``only``, ``policy`` or ``timeout_seconds``. An error
+        that leaves the block counts as one of the target's. Raises Refused and Unavailable without a second try.
+        """
+        return AsyncSelecting(self, calls.select("token_ids", token_ids, model, options))
+
+    def select_by_hash(self, model: str, seq_hashes: Iterable[int], **options: Any) -> AsyncSelecting:
+        """The same, by rolling hashes."""
+        return AsyncSelecting(self, calls.select("seq_hashes", seq_hashes, model, options))
 
     async def services(self) -> list[Service]:
         """As ``Client.services``."""
@@ -84,3 +104,37 @@ class AsyncClient:
                 return calls.result(call, answer)
             await asyncio.sleep(pause)
             waited += pause
+
+
+class AsyncSelecting:
+    """A target while its request is under way; what ``select`` gives to ``async with``."""
+
+    selection: Selection
+    """From the beginning of the block."""
+
+    def __init__(self, client: AsyncClient, call: calls.Call[Selection]) -> None:
+        self._client = client
+        self._call = call
+
+    async def __aenter__(self) -> Self:
+        self.selection = await self._client._send(self._call)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._release("all", "ok" if error is None else "failed")
+
+    async def first_token(self) -> None:
+        """The prompt is computed: others need not wait for it any more."""
+        await self._release("prefill")
+
+    async def renew(self) -> None:
+        """The request goes on for longer than it was reserved for."""
+        await self._release("renew")
+
+    async def _release(self, part: str, outcome: str = "ok") -> None:
+        if self.selection.reservation is not None:
+            # A reservation that cannot be released runs out; the request has its answer all the same.
+            with suppress(Unavailable):
+                await self._client._send(calls.release(self.selection.reservation, part, outcome))

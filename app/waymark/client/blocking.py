@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Service, Workers
+from waymark.client.answers import Matches, Selection, Service, Workers
 from waymark.client.errors import Unavailable
 from waymark.domain.engines import UNNAMED
 
@@ -42,7 +43,14 @@ class Client:
         self._http.close()
 
     def register(
-        self, instance_id: str, endpoint: str, *, model: str, block_size: int, type: str = UNNAMED, **options: Any
+        self,
+        instance_id: str,
+        endpoint: str | None,
+        *,
+        model: str,
+        block_size: int,
+        type: str = UNNAMED,
+        **options: Any,
     ) -> None:
         """Have a publisher's events indexed; the same registration again changes nothing."""
         self._send(calls.register(instance_id, endpoint, model, block_size, options | {"type": type}))
@@ -58,6 +66,18 @@ class Client:
     def query_by_hash(self, model: str, seq_hashes: Iterable[int], block_size: int, **options: Any) -> Matches:
         """The same, by rolling hashes."""
         return self._send(calls.query("seq_hashes", seq_hashes, model, block_size, options))
+
+    def select(self, model: str, token_ids: Iterable[int], **options: Any) -> Selecting:
+        """A target for a prompt, reserved for as long as the block of ``with`` takes.
+
+        ``options`` are the fields of ``POST /select``, such as ``only``, ``policy`` or ``timeout_seconds``. An error
+        that leaves the block counts as one of the target's. Raises Refused and Unavailable without a second try.
+        """
+        return Selecting(self, calls.select("token_ids", token_ids, model, options))
+
+    def select_by_hash(self, model: str, seq_hashes: Iterable[int], **options: Any) -> Selecting:
+        """The same, by rolling hashes."""
+        return Selecting(self, calls.select("seq_hashes", seq_hashes, model, options))
 
     def services(self) -> list[Service]:
         """Every registration."""
@@ -86,3 +106,37 @@ class Client:
                 return calls.result(call, answer)
             time.sleep(pause)
             waited += pause
+
+
+class Selecting:
+    """A target while its request is under way; what ``select`` gives to ``with``."""
+
+    selection: Selection
+    """From the beginning of the block."""
+
+    def __init__(self, client: Client, call: calls.Call[Selection]) -> None:
+        self._client = client
+        self._call = call
+
+    def __enter__(self) -> Self:
+        self.selection = self._client._send(self._call)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release("all", "ok" if error is None else "failed")
+
+    def first_token(self) -> None:
+        """The prompt is computed: others need not wait for it any more."""
+        self._release("prefill")
+
+    def renew(self) -> None:
+        """The request goes on for longer than it was reserved for."""
+        self._release("renew")
+
+    def _release(self, part: str, outcome: str = "ok") -> None:
+        if self.selection.reservation is not None:
+            # A reservation that cannot be released runs out; the request has its answer all the same.
+            with suppress(Unavailable):
+                self._client._send(calls.release(self.selection.reservation, part, outcome))

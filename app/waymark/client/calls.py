@@ -8,7 +8,16 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import httpx
 
-from waymark.client.answers import Matches, Service, Workers, read_matches, read_services, read_workers
+from waymark.client.answers import (
+    Matches,
+    Selection,
+    Service,
+    Workers,
+    read_matches,
+    read_selection,
+    read_services,
+    read_workers,
+)
 from waymark.client.errors import Refused, Unavailable
 
 T = TypeVar("T")
@@ -30,7 +39,9 @@ class Call(Generic[T]):
     is_retried: bool = True
 
 
-def register(instance_id: str, endpoint: str, model: str, block_size: int, options: dict[str, Any]) -> Call[None]:
+def register(
+    instance_id: str, endpoint: str | None, model: str, block_size: int, options: dict[str, Any]
+) -> Call[None]:
     body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size}
     return Call("POST", "/register", lambda _: None, body | options)
 
@@ -45,6 +56,17 @@ def query(field: str, prompt: Iterable[int], model: str, block_size: int, option
     body = {"model": model, "block_size": block_size, field: list(prompt)} | options
     path = "/query" if field == "token_ids" else "/query_by_hash"
     return Call("POST", path, read_matches, body)
+
+
+def select(field: str, prompt: Iterable[int], model: str, options: dict[str, Any]) -> Call[Selection]:
+    """A request waits for its answer, so a second try is its caller's."""
+    return Call("POST", "/select", read_selection, {"model": model, field: list(prompt)} | options, is_retried=False)
+
+
+def release(reservation: str, part: str, outcome: str = "ok") -> Call[None]:
+    """``part`` is ``all``, ``prefill`` or ``renew``."""
+    body = {"reservation": reservation, "part": part, "outcome": outcome}
+    return Call("POST", "/release", lambda _: None, body, is_retried=False)
 
 
 SERVICES: Call[list[Service]] = Call("GET", "/services", read_services)
