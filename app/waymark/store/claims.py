@@ -1,4 +1,4 @@
-"""Claims: what ``wm:publishers`` says of a publisher, and the rows readers see of it, to and from JSON."""
+"""Claims, which are the values of ``wm:publishers``, and the rows of holder tables: to JSON and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from waymark.store.parsing import FORMAT, Document, Malformed, RecordKind, Recor
 #: Shards of a group; the setting allows fewer. Each costs commands, so a junk number would cost many.
 SHARDS_MAX = 4096
 
-#: Rows remembered by their bytes, some 10 MB: a table is read again after each change, and few of its rows change.
+#: The most rows cached by their bytes, some 10 MB. A table is read again after each change, and few rows differ.
 _ROWS_MAX = 16_384
 
 _SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -39,11 +39,11 @@ class Claim:
     group_id: int
     shards: int
     is_leaving: bool = False
-    """Unregistered, or moving; whoever sees this ends it, so that a crash half way leaves nothing behind."""
+    """The publisher is being unregistered or moved. Any process that reads this finishes it, also after a crash."""
     successor: Registration | None = None
-    """Of a publisher that moves: the registration that takes its place once it has ended; its name is never free."""
+    """Of a publisher that moves: the registration that replaces this one. The name is taken all the time."""
     raw: bytes = b""
-    """As it stands in Redis, to be replaced only if it still does."""
+    """The bytes in Redis; the claim is replaced only if Redis still has these bytes."""
 
     def encode(self) -> bytes:
         registration = {name: value for name, value in asdict(self.registration).items() if value is not None}
@@ -90,19 +90,19 @@ class Claim:
 
     @classmethod
     def decode_field(cls, field: bytes, raw: bytes) -> Claim:
-        """A claim as it stands under ``field``. One under another publisher's name would be ended with that one."""
+        """The claim in ``field``. Raises ``Malformed``, also where the field has the name of another publisher."""
         claim = cls.decode(raw)
         if keys.publisher_field(claim.registration.name) != field:
             raise Malformed("it stands under another publisher's name")
         return claim
 
     def has_stream_of(self, other: Claim) -> bool:
-        """Whether both are one publisher, whose stream need not begin anew."""
+        """Whether only the target differs, so that the stream can go on."""
         mine = replace(self.registration, target=other.registration.target)
         return (self.publisher, self.is_leaving, mine) == (other.publisher, other.is_leaving, other.registration)
 
     def target(self) -> bytes:
-        """What the group's table says of the publisher as a target; empty where it is a plain one."""
+        """The publisher's target as JSON for the group's table; empty where every field has its default."""
         changed = _changed(self.registration.target)
         if not self.registration.kind.traits.tells_events:
             changed["silent"] = True
@@ -110,11 +110,11 @@ class Claim:
 
     @property
     def wanted(self) -> Registration | None:
-        """What is to be registered under its name: None where it is unregistered."""
+        """The registration that the name is to have; None where the publisher is being unregistered."""
         return self.successor if self.is_leaving else self.registration
 
     def row(self, *, is_lost: bool = False) -> bytes:
-        """The publisher's row in its group's table."""
+        """The publisher's row in the group's table, as JSON."""
         registration = self.registration
         row: dict[str, Any] = {
             "format": FORMAT,
@@ -129,7 +129,7 @@ class Claim:
 
 
 def _changed(target: Target) -> dict[str, Any]:
-    """The fields of a target that are not those of a plain one."""
+    """The fields of a target that differ from their defaults."""
     values = {each.name: getattr(target, each.name) for each in fields(Target)}
     return {name: value for name, value in values.items() if value != getattr(PLAIN, name)}
 
@@ -157,14 +157,15 @@ def _successor(of: Document, registration: Registration) -> Registration | None:
 
 
 def encode_holder(holder: Holder) -> bytes:
-    """A holder's record; its ``id`` is not in it, for it is not known yet."""
+    """A holder's record as JSON, without the ``id``, which Redis assigns when the holder begins."""
     return orjson.dumps({"format": FORMAT} | {name: getattr(holder, name) for name in _HOLDER_FIELDS})
 
 
 def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
     """The table ``wm:{g}:holders`` that ``key`` holds; None where there is no such table, or it names no group.
 
-    A row that cannot be read is left out: its holders count for nobody. A target that cannot be read is a plain one.
+    A row that cannot be read is left out, and its holders count for no instance. A target that cannot be read has
+    the default fields.
     """
     parser.forget(key, held.keys())
     if b"group" not in held:

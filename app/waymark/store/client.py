@@ -1,7 +1,7 @@
-"""One contact point with Redis, whatever kind it is: what is asked, and what a failure becomes.
+"""The one client of Redis: a server, a primary behind Sentinels, or a Cluster.
 
-One server, a primary behind Sentinels, a Cluster: nothing above knows which. Everything the driver raises leaves as
-``StoreUnavailable``, in bounded time.
+The rest of ``store`` does not know which one it is. Every command ends in bounded time, and every error of redis-py
+becomes ``StoreUnavailable``.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ T = TypeVar("T")
 
 EMBEDDED = "memory://"
 
-#: To each server. More than requests work at once: who waits for one may wait long, as those who come later may get it.
+#: Connections to each server: more than requests run at once, since redis-py does not serve waiting callers in order.
 CONNECTIONS = 80
 
 
 class Subscription:
-    """What is published on a channel."""
+    """The messages of a channel."""
 
     def __init__(self, pubsub: PubSub, translated: Callable[[], AbstractContextManager[None]]) -> None:
         self._pubsub = pubsub
         self._translated = translated
 
     async def get_message(self, *, seconds: float) -> dict[str, Any] | None:
-        """The next one; None where there is none within so many seconds."""
+        """The next message; None after ``seconds`` without one. Raises StoreUnavailable."""
         with self._translated():
             return cast("dict[str, Any] | None", await self._pubsub.get_message(timeout=seconds))
 
@@ -62,7 +62,7 @@ class RedisClient:
         self._variable = variable
         self.url = hide_password(url)
         self.metrics: Metrics | None = None
-        """Those of its store."""
+        """The metrics of its store."""
 
     @classmethod
     def open(
@@ -110,14 +110,14 @@ class RedisClient:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether keys may be on different servers."""
+        """Whether keys are on different servers."""
         return isinstance(self._redis, Cluster)
 
     async def _primaries(self) -> list[Redis]:
         return await self._redis.primaries() if isinstance(self._redis, Cluster) else [self._redis]
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
-        """Call a script by its hash; by its text where that Redis has not seen it or has forgotten it."""
+        """Run a script by its SHA-1; by its text where Redis does not have the script."""
         script: Script = SCRIPTS[name]
         with self._translated():
             try:
@@ -127,7 +127,7 @@ class RedisClient:
             return cast("Reply", reply)
 
     async def load_scripts(self) -> None:
-        """Give every primary all scripts."""
+        """Load all scripts into every primary."""
         with self._translated():
             await asyncio.gather(*(_load(each) for each in await self._primaries()))
 
@@ -167,15 +167,15 @@ class RedisClient:
             return bool(await self._redis.execute_command("SISMEMBER", key, member))
 
     async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
-        """A step through a hash. A cursor means nothing to another server: after a failover, begin again."""
+        """One step of an HSCAN: the next cursor and some fields. After a failover a cursor is invalid; start again."""
         with self._translated():
             reply = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", count)
             return cast("tuple[int, dict[bytes, bytes]]", reply)
 
     async def several(self, commands: Iterable[Sequence[Any]], *, is_lenient: bool = False) -> list[Any]:
-        """Commands that do not depend on each other, in one round trip (of a Cluster: to each of its nodes at once).
+        """The replies to independent commands, in one round trip (on a Cluster, one to each node, all at once).
 
-        One failing fails them all; where ``is_lenient``, a key of another type is as good as none, and fails nothing.
+        Raises the first error. With ``is_lenient`` a command that meets a key of another type returns None instead.
         """
         with self._translated():
             replies = await self._replies(commands)
@@ -187,7 +187,7 @@ class RedisClient:
             return replies
 
     async def _replies(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """Each command's reply, or its error."""
+        """The reply or the error of each command."""
         if isinstance(self._redis, Cluster):
             return await self._redis.several(commands)
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -196,10 +196,11 @@ class RedisClient:
             return await pipeline.execute(raise_on_error=False)
 
     async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
-        """What ``reader`` makes of the replies to commands that are packed already, of the server that has ``key``.
+        """Send packed commands to the server that has ``key``; ``reader`` turns the replies into the result.
 
-        TimeoutError at ``until``, by the loop's clock; errors of the driver leave as everywhere. On a Cluster a slot
-        may have moved, and the embedded Redis cannot do it: then ask again, with ``several``.
+        Raises TimeoutError at ``until``, a time of the event loop's clock, and StoreUnavailable. It also raises
+        StoreUnavailable where a slot of a Cluster has moved, and on the embedded Redis: the caller then uses
+        ``several``.
         """
         try:
             if self.reads is not None:
@@ -207,14 +208,14 @@ class RedisClient:
             if isinstance(self._redis, Cluster):
                 return await self._redis.ask(key, packed, reader, until)
         except TimeoutError:
-            raise  # the asker's own
+            raise  # the caller's deadline
         except (RedisError, OSError):
             with self._translated():
                 raise
         raise StoreUnavailable("the embedded Redis has no connections")
 
     def place(self, key: bytes) -> object:
-        """What stands for the server that has ``key``, as far as is known: equal for keys of one question."""
+        """An object that identifies the server that has ``key``, as far as it is known."""
         return self._redis.place(key) if isinstance(self._redis, Cluster) else None
 
     async def publish(self, channel: str, message: str) -> None:

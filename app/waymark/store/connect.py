@@ -1,8 +1,7 @@
-"""Connections to one server, as every kind of Redis uses them.
+"""Connections of redis-py to one server: timeouts, retries and the protocol.
 
-Timeouts, retries and the protocol are set here and nowhere else, because the library's own defaults have changed
-between releases. A command that failed because its connection was gone is sent once more on a fresh one: every
-write of ours is a script that may come twice.
+They are set here and nowhere else, because the defaults of redis-py have changed between releases. A command whose
+connection broke is sent once more over a new connection: every write is a script that may run twice.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 
 class Packing(AbstractConnection):
-    """A connection that packs commands in C: the library's own loop costs as much as all else a batch needs."""
+    """A connection that packs commands in C. The loop of redis-py takes as long as the rest of a batch."""
 
     def pack_command(self, *args: Any) -> list[bytes]:
         if " " in args[0]:  # SCRIPT LOAD and the like are two words on the wire
@@ -43,7 +42,7 @@ class Packing(AbstractConnection):
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
         try:
             await super().send_packed_command(command, check_health)
-        except RuntimeError as exc:  # what uvloop says of a connection that the other end has closed
+        except RuntimeError as exc:  # uvloop raises it for a connection that the other end has closed
             raise RedisConnectionError(str(exc)) from exc
 
 
@@ -60,20 +59,20 @@ class _Socket(Packing, UnixDomainSocketConnection):
 
 
 class Pool(BlockingConnectionPool):
-    """One too many waits; what is given back is back, whatever happens to who gives it."""
+    """A pool in which a caller waits for a free connection, and a cancelled caller still returns its connection."""
 
     async def release(self, connection: AbstractConnection) -> None:
         try:
             await super().release(connection)
         except asyncio.CancelledError:
-            # Cancelled while it waited for the pool's lock, it would be missing there for good.
+            # A caller that is cancelled while it waits for the pool's lock would never return the connection.
             if connection in self._in_use_connections:
                 await asyncio.shield(super().release(connection))
             raise
 
 
 def common_options(timeout_seconds: float, *, retries: int = 1) -> dict[str, Any]:
-    """What every connection has, whatever it leads to."""
+    """Arguments of redis-py for every connection."""
     return {
         "protocol": 2,
         "decode_responses": False,
@@ -94,7 +93,7 @@ def server(
     timeout_seconds: float,
     connections: int,
 ) -> Redis:
-    """The server at ``endpoint``, or at the socket of ``address``; nothing is connected before the first command."""
+    """A client of the server at ``endpoint``, or at the socket of ``address``. It connects on the first command."""
     options = common_options(timeout_seconds) | credentials.options(address)
     if endpoint is None:
         options |= {"connection_class": _Socket, "path": address.path}
@@ -109,14 +108,14 @@ def server(
 
 
 async def _read_only(connection: AbstractConnection) -> None:
-    """A replica of a Cluster answers reads only where it is told that old answers will do."""
+    """Send READONLY: without it a replica of a Cluster redirects every read to its primary."""
     await connection.on_connect()
     await connection.send_command("READONLY")
     await connection.read_response()
 
 
 async def first(ask: Callable[[A], Awaitable[T]], asked: Iterable[A]) -> T | RedisError:
-    """What the first of ``asked`` that answers says; the last error where none does. No call goes on afterwards."""
+    """The first reply among calls of ``ask``; the last error where all fail. The other calls are cancelled."""
     waiting = {asyncio.ensure_future(ask(each)) for each in asked}
     failure = RedisError("nobody was asked")
     try:

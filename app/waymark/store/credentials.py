@@ -1,7 +1,7 @@
-"""How Redis is entered: users, passwords from files, certificates.
+"""Users, passwords from files, and certificates for connections to Redis.
 
-A password file is read for every new connection, so a password that was changed is used from then on; all that can
-be wrong with the files is said at the start, with the name of the setting.
+A password file is read for every new connection, so a changed password takes effect without a restart. Every file is
+checked when the process starts; an error names the setting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from waymark.store.address import Address
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What the settings say of users, passwords and certificates."""
+    """The settings about users, passwords and certificates."""
 
     username: str | None = None
     password_file: Path | None = None
@@ -46,7 +46,7 @@ class Credentials:
         )
 
     def check(self, address: Address, variable: str) -> None:
-        """Whether it can be read and fits ``address``; raises SettingsError."""
+        """Check that the files can be read and that the settings fit ``address``. Raises SettingsError."""
         for name, path in (
             ("WAYMARK_REDIS_PASSWORD_FILE", self.password_file),
             ("WAYMARK_REDIS_SENTINEL_PASSWORD_FILE", self.sentinel_password_file),
@@ -78,19 +78,19 @@ class Credentials:
             raise SettingsError(f"{names} cannot be used: {exc.strerror or exc}; give PEM files") from None
 
     def options(self, address: Address) -> dict[str, Any]:
-        """What a connection to Redis itself is made with."""
+        """Arguments of redis-py for a connection to Redis itself."""
         return self._tls(address) | _credentials(
             address.username or self.username, address.password, self.password_file, "WAYMARK_REDIS_PASSWORD_FILE"
         )
 
     def sentinel_options(self, address: Address) -> dict[str, Any]:
-        """What a connection to a Sentinel is made with."""
+        """Arguments of redis-py for a connection to a Sentinel."""
         return self._tls(address) | _credentials(
             self.sentinel_username, None, self.sentinel_password_file, "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"
         )
 
     def secret(self, address: Address) -> tuple[str, ...]:
-        """What AUTH is given, read anew each time; empty where Redis asks for nothing. Raises SecretUnreadable."""
+        """The arguments of AUTH, read at each call; empty where no AUTH is needed. Raises SecretUnreadable."""
         username = address.username or self.username
         if self.password_file is not None:
             password = _read_secret(self.password_file, "WAYMARK_REDIS_PASSWORD_FILE")
@@ -101,7 +101,7 @@ class Credentials:
         return (username, password) if username else (password,)
 
     def context(self, address: Address) -> ssl.SSLContext | None:
-        """TLS of a connection to Redis itself; None where it has none. Raises OSError where a file cannot be used."""
+        """The TLS context of a connection to Redis; None without TLS. Raises OSError where a file cannot be used."""
         if not address.is_tls:
             return None
         context = ssl.create_default_context()
@@ -130,7 +130,7 @@ class Credentials:
 
 
 class SecretUnreadable(AuthenticationError):
-    """A password file that is not there; one of the library's errors, so that it closes the connection."""
+    """A password file cannot be read. It is an error of redis-py, which then closes the connection."""
 
 
 def _read_secret(path: Path, variable: str) -> str:
@@ -145,7 +145,7 @@ def _read_secret(path: Path, variable: str) -> str:
 
 
 class _FileCredentials(CredentialProvider):
-    """A password read for each new connection, so that one that was changed is used from then on."""
+    """Reads the password file for each new connection of redis-py."""
 
     def __init__(self, username: str | None, path: Path, variable: str) -> None:
         self._username, self._path, self._variable = username, path, variable

@@ -1,4 +1,4 @@
-"""What a failure of Redis is called: one sentence that says what is wrong and, where somebody can mend it, how."""
+"""Turns a failure of Redis into one sentence, which says what is wrong and how to mend it if that is possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REFUSALS = ("OOM", "READONLY", "MISCONF", "LOADING", "NOREPLICAS", "CLUSTERDOWN
 
 
 def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
-    """``exc``, that the driver has raised; ``url`` has no secrets, ``variable`` is where it comes from."""
+    """The error for ``exc`` of redis-py. ``url`` has no secrets; ``variable`` is the setting that it came from."""
     causes = list(_causes(exc))
     for cause in causes:
         if isinstance(cause, SecretUnreadable):

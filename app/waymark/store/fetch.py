@@ -1,9 +1,9 @@
-"""Block values out of Redis: one MGET per shard, packed and read with as little in between as can be.
+"""Reads the values of blocks from Redis: one MGET per shard, packed and parsed by our own code.
 
-The client library spends more on a command of 512 keys than all else a query does. So the bytes of the command are
-made at once and sent over a connection of our own, and what comes back is scanned where it lies. Any error on the way
-(a slot that has moved, a Redis that loads, a connection that broke) sends the same questions once more through the
-library, which knows what each of them means.
+redis-py spends more time on a command of 512 keys than the rest of a query takes. So this module packs the whole
+command at once, sends it over a read connection, and scans the reply in its buffer. After an error (a slot that has
+moved, a Redis that is loading, a broken connection) the same commands are sent once more through redis-py, which
+handles each of these errors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Fetched(NamedTuple):
     """What Redis answered."""
 
     version: bytes | None
-    """The table's; None where it was not asked for, or there is none."""
+    """The version of the holder table; None where it was not asked for, or there is no table."""
     runs: list[tuple[bytes, int]]
-    """Runs of equal neighbours, (value, how many), up to the first block that nobody has."""
+    """(value, how many consecutive blocks have it), up to the first block without a holder."""
     found: int
-    """How many blocks that is."""
+    """The number of blocks in ``runs``."""
 
 
 def _fetched(version: bytes | None, values: list[bytes | None]) -> Fetched:
@@ -45,7 +45,7 @@ def _fetched(version: bytes | None, values: list[bytes | None]) -> Fetched:
 
 
 class _Blocks:
-    """A ``ReplyReader``: the blocks of one MGET of so many keys, and the version behind them where it was asked for."""
+    """A ``ReplyReader`` for an MGET of so many keys, and for the HGET of the version if one follows."""
 
     __slots__ = ("_keys", "_with_version", "count")
 
@@ -67,19 +67,19 @@ class _Blocks:
 
 
 def _values(reply: Any, count: int) -> list[bytes | None]:
-    """The reply to an MGET, looked at: a line that is out of step says something else."""
+    """Check the reply to an MGET: a connection that is out of step would return another reply."""
     if not isinstance(reply, list) or len(reply) != count:
         raise InvalidResponse(f"no reply to an MGET of {count} keys")
     return reply
 
 
 class _Question(NamedTuple):
-    """What is asked of one shard."""
+    """The keys to read from one shard."""
 
     shard: int
     keys: bytes
     indexes: Sequence[int]
-    """Where the answers belong among all that is wanted."""
+    """The position of each value among all keys of the query."""
     with_version: bool
 
     def packed(self, group_id: int) -> bytes:
@@ -98,7 +98,7 @@ class _Question(NamedTuple):
 
 
 class Fetcher:
-    """Asks Redis for blocks, except for those that are hot."""
+    """Reads blocks from Redis, except for hot blocks, which are in memory."""
 
     def __init__(self, client: RedisClient, incarnation: Incarnation, hot: HotBlocks, metrics: Metrics) -> None:
         self._client = client
@@ -107,9 +107,10 @@ class Fetcher:
         self._metrics = metrics
 
     async def fetch(self, entry: GroupEntry, wanted: bytes, *, with_version: bool, until: float) -> tuple[Fetched, int]:
-        """The values of the packed keys ``wanted``, each shard asked once, and how many round trips that took.
+        """Read the values of the packed keys ``wanted``, with one request to each shard.
 
-        TimeoutError at ``until``, by the loop's clock.
+        Returns the values and the number of round trips, 0 or 1. Raises TimeoutError at ``until``, a time of the event
+        loop's clock, and StoreUnavailable.
         """
         began = time.monotonic()
         changes = self._incarnation.changes
@@ -141,7 +142,7 @@ class Fetcher:
         return fetched, 1
 
     async def _ask(self, group_id: int, questions: list[_Question], until: float) -> list[list[Any]]:
-        """The replies to each question; ``StoreUnavailable`` where any of them is an error."""
+        """The replies to each question. Raises StoreUnavailable where one of them is an error."""
         by_server: dict[object, list[int]] = {}
         for i, question in enumerate(questions):
             by_server.setdefault(self._client.place(keys.block_prefix(group_id, question.shard)), []).append(i)
@@ -160,7 +161,7 @@ class Fetcher:
         return replies
 
     async def _ask_server(self, group_id: int, questions: list[_Question], until: float) -> list[Any]:
-        """Over one connection: to where the first question's shard is."""
+        """Ask the server of the first question's shard, over one connection."""
         return await self._client.ask(
             keys.block_prefix(group_id, questions[0].shard),
             b"".join([question.packed(group_id) for question in questions]),
@@ -179,7 +180,7 @@ def _replies_to(question: _Question) -> int:
 
 
 def _questions(entry: GroupEntry, wanted: bytes, kept: dict[int, bytes], *, with_version: bool) -> list[_Question]:
-    """What is to be asked; the version first, of shard 0, where the table is."""
+    """The questions to the shards; the first one is to shard 0, which has the table, if the version is asked for."""
     if entry.shards == 1 and not kept:
         return [_Question(0, wanted, range(len(wanted) // KEY_BYTES), with_version)] if wanted or with_version else []
     picked: dict[int, list[int]] = {0: []} if with_version else {}
@@ -194,7 +195,7 @@ def _questions(entry: GroupEntry, wanted: bytes, kept: dict[int, bytes], *, with
 
 
 def _together(count: int, kept: dict[int, bytes], questions: list[_Question], replies: list[list[Any]]) -> Fetched:
-    """All values in the order in which they are wanted."""
+    """The values in the order of the keys."""
     version = replies[0].pop() if questions[0].with_version else None
     values: list[bytes | None] = [None] * count
     for i, value in kept.items():

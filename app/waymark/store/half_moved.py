@@ -1,8 +1,8 @@
-"""Reading many keys of a slot that is on its way to another node of a Cluster.
+"""Reads many keys of a slot that is moving to another node of a Cluster.
 
-Meanwhile a key is at the one node or at the other, and a command with several keys is refused with TRYAGAIN for as long
-as that lasts: minutes, where a group has a million blocks. A GET is never refused: the old node has the key, or says
-ASK, and then the new one answers.
+During the move each key is on one of the two nodes, and Redis refuses commands with several keys with TRYAGAIN. A move
+takes minutes if a group has a million blocks. Redis never refuses a GET: the old node has the key, or answers ASK, and
+then the new node has it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Pipeline = Callable[[Endpoint, Sequence[Sequence[Any]]], Awaitable[list[Any]]]
 
 
 async def read_singly(pipeline: Pipeline, owner: Endpoint, keys: Sequence[Any]) -> list[bytes | None]:
-    """What MGET would say, in one pipeline to ``owner`` and one to each node that it names; raises the first error."""
+    """As MGET: one pipeline to ``owner``, and one to each node that ASK names. Raises the first error."""
     values = await pipeline(owner, [("GET", key) for key in keys])
     asked: dict[Endpoint, list[int]] = {}
     for i, value in enumerate(values):

@@ -1,8 +1,8 @@
-"""How Redis is set up and how full it is: what an operator must know and no command of ours would show in time.
+"""The configuration and memory of Redis: what an operator must know before a command fails.
 
-Redis tells it in INFO, so nothing is needed that a managed Redis refuses. It is asked at most every few seconds and
-for a bounded time, however often somebody wants to know: a Redis that hangs must not make ``/metrics`` hang too.
-The embedded Redis has no INFO: nothing is known of it, and nothing is wrong with it.
+INFO has these facts, so no command is needed that a managed Redis refuses. INFO is sent at most every two seconds and
+with a short timeout, because a Redis that hangs must not make ``/metrics`` hang. The embedded Redis has no INFO and
+therefore no warnings.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from waymark.store.parsing import Malformed, RecordKind, RecordParser
 
 log = logging.getLogger(__name__)
 
-#: How old an answer may be, and how long to wait for a new one.
+#: For how long a reply is used, and how long to wait for a new one.
 _FRESH_SECONDS = 2.0
 _ANSWER_SECONDS = 0.5
 
-#: The oldest version on which the scripts are tried.
+#: The oldest version on which the scripts are tested.
 _OLDEST = (6, 2)
 
 
 class Reason(StrEnum):
-    """What can be wrong with a Redis that answers."""
+    """The kinds of warnings about a Redis that answers."""
 
     EVICTION = "eviction"
     OLD_VERSION = "old_version"
@@ -49,7 +49,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Primary:
-    """One Redis that is written to. Bytes as Redis counts them."""
+    """The memory of one primary, in bytes as Redis counts them."""
 
     memory_bytes: int
     memory_max_bytes: int
@@ -62,14 +62,14 @@ class Health:
     """What is known of Redis."""
 
     is_up: bool = False
-    """It answered when last asked, and has its data loaded."""
+    """Redis answered the last time, and was not loading its data."""
     primaries: tuple[Primary, ...] = ()
     warnings: Mapping[Reason, str] = field(default_factory=dict)
-    """What is wrong, each with a sentence that says what comes of it and the way out."""
+    """By reason, a sentence with the consequence and the remedy."""
 
 
 class HealthWatch:
-    """Knows how Redis is; says in the log when something goes wrong, and when it is right again."""
+    """Asks Redis for its health, and logs when a warning appears or disappears."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class HealthWatch:
         self._is_looking = False
 
     async def look(self) -> Health:
-        """How Redis is, at most some seconds ago; whoever comes while another asks is told what was known before."""
+        """The health of Redis, at most some seconds old; during a request to Redis, the previous health."""
         if self._clock() < self._fresh_until or self._is_looking:
             return self._health
         self._is_looking = True

@@ -1,7 +1,7 @@
-"""What a worker's member of ``wm:workers`` says: its name, and how many streams it takes where that is limited.
+"""Members of ``wm:workers``: a worker's name and, if it is limited, the number of streams that it takes.
 
-All workers must know the same of each other to divide the streams, so the limit stands beside the name, and expires
-with it.
+Workers divide the streams by computing the same shares, so all of them need every limit. The limit is part of the
+member and expires with it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ class Heartbeat(NamedTuple):
 
     @classmethod
     def of(cls, member: str) -> Heartbeat:
-        """A limit that cannot be read is none."""
+        """Parse a member; a limit that cannot be read counts as no limit."""
         worker, _, limit = member.partition(_SEPARATOR)
         return cls(worker, int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 10 else None)

@@ -1,8 +1,8 @@
-"""Hot blocks: long values that a replica keeps for a moment.
+"""Hot blocks: long values that a replica keeps for a short time.
 
-The blocks of a long shared system prompt name hundreds of holders each, and every query asks for them. A value of
-some kilobytes that was read a moment ago is as good a hint as one read now: a holder that has ended since vanishes
-by the table anyway, one that came is counted a moment later.
+Each block of a long shared system prompt has hundreds of holders, and every query reads these blocks. A value of some
+kilobytes that was read a moment ago is good enough: the table removes a holder that has ended since, and a new holder
+counts a moment later.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.metrics import Metrics
 
-#: Shorter values cost less to ask for again than to keep.
+#: Reading a shorter value again costs less than keeping it.
 _VALUE_BYTES_MIN = 256
-#: What an entry costs beside its value, roughly: two dictionary slots, a key, a place in the queue.
+#: Bytes of an entry without its value, roughly: two dictionary slots, a key, a place in the queue.
 _ENTRY_BYTES = 300
 
 
 class HotBlocks:
-    """Values by (group id, block key), until they are too old or too many. Times are monotonic seconds."""
+    """Values by (group id, block key), at most ``bytes_max`` and ``seconds`` old. Times are monotonic seconds."""
 
     def __init__(self, seconds: float, bytes_max: int, metrics: Metrics | None = None) -> None:
         self._metrics = metrics or Metrics()
@@ -37,7 +37,7 @@ class HotBlocks:
         return len(self._values)
 
     def find(self, group_id: int, keys: bytes, now: float) -> dict[int, bytes]:
-        """The values that are kept, by their index among the packed ``keys``."""
+        """The kept values, by the index of their key among the packed ``keys``."""
         if not self._queue:
             return {}
         self._expire(now)
@@ -49,7 +49,7 @@ class HotBlocks:
         return found
 
     def keep(self, group_id: int, keys: bytes, runs: Sequence[tuple[bytes, int]], now: float) -> None:
-        """Keep those that are long; ``runs`` are the values of the first of the packed ``keys``."""
+        """Keep the long values. ``runs`` has (value, how many) for the first of the packed ``keys``."""
         at = 0
         for value, length in runs:
             if len(value) >= _VALUE_BYTES_MIN:
@@ -59,7 +59,7 @@ class HotBlocks:
             at += length
 
     def _keep(self, group_id: int, key: int, value: bytes, now: float) -> bool:
-        """False where nothing more can be kept."""
+        """False where there is no room for the value."""
         if (group_id, key) in self._values:
             return True
         size = _ENTRY_BYTES + (0 if value in self._shared else len(value))

@@ -1,8 +1,8 @@
-"""What a process remembers of Redis, bound to the filling of Redis that it was learned from.
+"""Binds every cache of a process to the incarnation of Redis that it was filled from.
 
-A Redis that came back empty hands out group and publisher ids from 1 again: what was remembered by such an id stands
-for something else now. So every cache of a process is made by the one ``Incarnation`` of its store, and all of them are
-emptied at once when a nonce that stands in Redis for its filling has changed.
+A Redis that came back empty may give an id that a process remembers to another group or publisher. Therefore the one
+``Incarnation`` of a store registers every cache of the process, and clears all of them when a nonce in Redis that
+identifies the incarnation has changed.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ class Forgetful(Protocol):
 
 C = TypeVar("C", bound=Forgetful)
 
-#: Nonces remembered; beyond it everything is forgotten.
+#: The most nonces remembered; one more clears everything.
 _NONCES_MAX = 4096
 
 
 class Incarnation:
-    """The incarnation that a process believes Redis to have, and its caches.
+    """The nonces that the process has read, and its caches.
 
-    A nonce stands at a place: ``wm:birth`` for the whole Redis, and one in each holder table, which is read anyway and
-    of which one primary of a Cluster may lose its own.
+    A nonce has a place: ``wm:birth`` is that of the whole Redis. Each holder table has one, too, because a single
+    primary of a Cluster can come back empty.
     """
 
     def __init__(self) -> None:
         self.changes = 0
-        """How often everything was forgotten. Before an answer of Redis is put into a cache, this must be what it was
-        when Redis was asked."""
+        """How often all caches were cleared. A reply of Redis may enter a cache only if this number is the same as when
+        the command was sent."""
         self._nonces: dict[int | str, bytes] = {}
         self._caches: list[Forgetful] = []
 
     def cache(self, cache: C) -> C:
-        """``cache``, which is emptied from now on when Redis has come back empty."""
+        """Register ``cache``, so that it is cleared when Redis has come back empty; returns it."""
         self._caches.append(cache)
         return cache
 
     def saw(self, place: int | str, nonce: bytes) -> None:
-        """A nonce that Redis has answered; where it is another one than before, everything is forgotten."""
+        """Take a nonce that Redis has returned; one that differs from the last at that place clears all caches."""
         known = self._nonces.get(place)
         if known is None:
             if len(self._nonces) >= _NONCES_MAX:
@@ -50,7 +50,7 @@ class Incarnation:
         self._nonces[place] = nonce
 
     def forget(self) -> None:
-        """Empty every cache."""
+        """Clear every cache."""
         self.changes += 1
         self._nonces.clear()
         for cache in self._caches:

@@ -1,7 +1,7 @@
-"""Blocks: apply runs of a stream to them, and find out which block an engine hash stands for.
+"""The index of blocks: applies runs of a stream to it, and looks up the blocks of engine hashes.
 
-Nothing here decides anything about a stream; it brings what was decided to the right shards, in calls that Redis
-runs as a whole and that can all come twice.
+The resolver has decided what changes. This module sends the changes to the right shards, in calls that Redis runs
+atomically and that may be repeated.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 
 _ENTRY = re.compile(rb"[0-9a-f]{16}(?::[0-9a-f]{16})?")
 
-#: Blocks in one call: about a millisecond of Redis where they are new, and every reader waits meanwhile.
+#: Blocks in one call: about 1 ms of Redis if they are new, and every reader waits meanwhile.
 CALL_BLOCKS = 512
 
 
 Hold = Callable[[], Awaitable[None]]
-"""Called now and then while a call waits to be sent, so that a lease does not run out."""
+"""Called repeatedly while a call waits to be sent, to renew the lease."""
 
 
 class Index:
@@ -49,16 +49,17 @@ class Index:
         hold: Hold | None = None,
         before: int | None = None,
     ) -> Verdict:
-        """Apply runs in order and move the watermark, if one is given; ``modes`` has every holder of the runs.
+        """Apply runs in order and then, with ``commit``, move the watermark. ``modes`` has every holder of the runs.
 
-        ``event_ids``, per holder the last one of the batches, move in the same script as the watermark does; without
-        a watermark, in the last script of the call. ``before`` is that of a commit that comes with a later call.
+        ``event_ids`` maps holder ids to the last event_id of the batches. The script that moves the watermark writes
+        them, too; without ``commit``, the last script of the call does. ``before`` is the watermark that Redis must
+        have, where the commit follows in a later call.
 
-        With ``hold`` the calls wait until the pacer lets them through; without it they are made at once.
+        With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 
-        What was applied before, wholly or in part, is skipped. FENCED: the stream is somebody else's now, and
-        nothing this caller believes of it holds any more. LOST: a shard has lost writes that it had acknowledged, so
-        the life of the stream has to end.
+        Changes that were applied before, wholly or in part, are skipped. Returns APPLIED; FENCED where another worker
+        has the stream, so that this caller must forget it; LOST where a shard has lost writes that it had
+        acknowledged, so that the life of the stream must end. Raises StoreUnavailable.
         """
         if commit is not None:
             before = commit.before
@@ -66,7 +67,7 @@ class Index:
         if grant.shards == 1:
             return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit, before, events, hold)
         parts = _by_shard(runs, grant.shards)
-        # The watermark is on shard 0: where it has gone back, no other shard may get what comes behind it.
+        # The watermark is on shard 0. If it has gone back, no other shard may receive later batches.
         if before is not None:
             verdict = await self._apply_shard(grant, 0, parts.pop(0, []), modes, None, before, hold=hold)
             if verdict is Verdict.FENCED:
@@ -169,24 +170,24 @@ class Index:
             return await call()
 
     async def has_lost(self, grant: Grant, shards: Iterable[int]) -> bool:
-        """Whether any of these shards has lost writes that it had acknowledged under this grant."""
+        """Whether one of ``shards`` has lost writes that it acknowledged under this grant."""
         asked = [shard for shard in shards if shard in grant.shard_seqs]
         if not asked:
             return False
         found = await self._client.several(
             ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"seq:{grant.publisher}") for shard in asked
         )
-        # Without any token a shard has come back empty, or the publisher is gone, which its record tells.
+        # A shard without a token has come back empty, or the publisher is gone, which its record shows.
         return any(
             token is None or _seq_of(seq) < grant.shard_seqs[shard]
             for shard, (token, seq) in zip(asked, found, strict=True)
         )
 
     async def entries(self, grant: Grant, wanted: Mapping[int, Sequence[int]]) -> dict[int, dict[int, tuple[int, int]]]:
-        """The blocks that engine hashes stand for: per holder, engine hash to (namespace, seq_hash).
+        """Look up engine hashes: by holder id and engine hash, (namespace, seq_hash) of the block.
 
-        ``wanted`` names, per holder, the engine hashes to look up; on every shard, since only the block knows
-        its own. What is unknown is left out.
+        ``wanted`` has the engine hashes by holder id. Every shard is asked, because the shard of a block follows from
+        its seq_hash. Unknown engine hashes are absent from the result.
         """
         asked = [
             (holder, shard, hashes[i : i + 1000])
@@ -213,7 +214,7 @@ class Index:
 
 
 def _seq_of(raw: bytes | None) -> int:
-    """A seq that a shard has kept; -1 for none, and below that where it cannot be read."""
+    """The seq in a fence; -1 for none, -2 where it cannot be read."""
     if raw is None:
         return -1
     return int(raw) if raw.isdigit() and len(raw) <= 16 else -2
@@ -232,7 +233,7 @@ def parse_entry(engine_hash: int, value: bytes) -> tuple[int, int]:
 
 
 def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:
-    """The watermark, its ts, the newest ts and its digest; empty words where none moves."""
+    """The watermark, its ts, the newest ts and its digest; empty strings without a commit."""
     if commit is None:
         return "", "", "", ""
     ts, newest = commit.ts, commit.newest_ts
@@ -258,7 +259,7 @@ def _calls(runs: Sequence[tuple[Run, list[int] | None]]) -> Iterator[list[tuple[
 
 
 def _rest(call: Sequence[tuple[Run, list[int] | None]], done: int) -> list[tuple[Run, list[int] | None]]:
-    """What is left of a call, after its first ``done`` blocks."""
+    """The runs of a call without its first ``done`` blocks."""
     rest: list[tuple[Run, list[int] | None]] = []
     for run, positions in call:
         size = len(run.keys)
@@ -269,7 +270,7 @@ def _rest(call: Sequence[tuple[Run, list[int] | None]], done: int) -> list[tuple
 
 
 def _by_shard(runs: Iterable[Run], shards: int) -> dict[int, list[tuple[Run, list[int] | None]]]:
-    """The runs as each shard sees them, with the position of each block, since they no longer follow each other."""
+    """The runs by shard. Blocks of a shard are not consecutive, so each has its position in the batch beside it."""
     parts: dict[int, list[tuple[Run, list[int] | None]]] = {}
     for run in runs:
         picked: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
-"""Every key name is built here; ``lua/README.md`` is the table of what they hold.
+"""Builds every key name; ``lua/README.md`` lists what each key contains.
 
-Names of clients (tenants, models, instances) never become part of a key: they are fields and values, as JSON
-arrays, so no spelling of one can be mistaken for another. Braces are the hash tag of a Redis Cluster: shard 0 of
+Names that clients choose (tenants, models, instances) are never part of a key. They are fields and values, as JSON
+arrays, so one name cannot be mistaken for another. Braces are the hash tag of a Redis Cluster: shard 0 of
 a group shares the slot of the group's own keys.
 """
 
@@ -17,7 +17,7 @@ PUBLISHERS = "wm:publishers"
 UNREGISTERED = "wm:unregistered:{wm:publishers}"
 WORKERS = "wm:workers"
 INCARNATION = "wm:birth"
-#: The channel on which "look again" is said; a hint only.
+#: The channel on which changes of registrations are announced; a hint to read them again.
 CONTROL = "wm:control"
 
 
@@ -63,7 +63,7 @@ def request(group_id: int, request_id: str) -> str:
 
 
 def spec(group_id: int, block_key: int) -> str:
-    """A speculative entry: who will have the prompt up to this block."""
+    """A speculative entry: the target that will have the prompt up to this block."""
     return f"{spec_prefix(group_id).decode()}{block_key:016x}"
 
 
@@ -73,12 +73,12 @@ def spec_prefix(group_id: int) -> bytes:
 
 
 def block_prefix(group_id: int, shard: int) -> bytes:
-    """What stands before a block's 16 hex digits."""
+    """The key of a block without its last 16 hex digits."""
     return f"wm:{_tag(group_id, shard)}:".encode()
 
 
 def blocks(group_id: int) -> str:
-    """All blocks of a group, for people."""
+    """A text that stands for all blocks of a group in messages."""
     return f"wm:{{{group_id}}}:<block>"
 
 

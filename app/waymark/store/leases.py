@@ -1,8 +1,8 @@
-"""Leases: who applies which stream, and the fence that makes sure.
+"""Leases and fences: one worker at a time applies a stream.
 
-The lease says who may start; the fence, on every shard, refuses everybody whose token is not the highest. A grant
-is complete only when the fence stands on all shards, and only then may its holder read the stream's state: what
-it reads cannot change any more behind its back.
+The lease decides which worker may start. The fence, on every shard, rejects every token but the highest. A worker has a
+grant once it has raised the fence on all shards, and only then reads the state of the stream: from then on no other
+worker can change that state unnoticed.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from waymark.store.scripts import Scripts, Verdict
 
 
 def random_nonce() -> str:
-    """64 random bits: enough that no two lives, tokens or versions are ever the same."""
+    """64 random bits as 16 hex digits: no two lives, tokens or versions are ever equal."""
     return secrets.token_hex(8)
 
 
 @dataclass(slots=True)
 class HolderChange:
-    """The last change of its holders that a grant has seen acknowledged."""
+    """The last change of holders that Redis has acknowledged under a grant."""
 
     nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A stream that is ours, as long as nobody has a higher token."""
+    """The right to apply one stream. It ends as soon as another worker has a higher token."""
 
     claim: Claim
     token: str
     above: int
     """The highest holder id seen on any shard when the fence was raised."""
     shard_seqs: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """Of each shard but the first, the seq of the last batch whose blocks it has acknowledged under this grant, -1 for
-    none."""
+    """By shard, without the first one: the seq of the last batch whose blocks the shard has acknowledged under this
+    grant; -1 before the first batch."""
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
     seconds: float = 0.0
-    """How long the lease lasts without being renewed."""
+    """How long the lease lasts unless it is renewed."""
     is_forgotten: bool = False
-    """A shard had no token of the publisher. Where it has a life, that shard has come back empty."""
+    """A shard had no token of the publisher. If the publisher has a life, that shard has come back empty."""
 
     @property
     def publisher(self) -> int:
@@ -73,7 +73,10 @@ class Leases:
         self._scripts = scripts
 
     async def take(self, claim: Claim, worker: str, seconds: float, *, force: bool = False) -> Grant | None:
-        """The stream of ``claim``, fenced on every shard; None where somebody else has it, or it is gone."""
+        """Take the lease and raise the fence on every shard; None where another worker has it or the publisher is gone.
+
+        ``force`` takes the lease even if another worker has it.
+        """
         own, above, milliseconds = "", 0, max(1, int(seconds * 1000))
         is_forgotten = await self._is_forgotten(claim)
         record, lease = keys.record(claim.group_id, claim.publisher), keys.lease(claim.group_id, claim.publisher)
@@ -89,14 +92,14 @@ class Leases:
             own = f"{taken.numbers[0]}.{random}"
             counter, holder = await self._raise_fences(claim, own)
             if counter is None:
-                # A shard that comes back empty later has not even the mark of having nothing.
+                # -1 differs from no value at all, which a shard has that comes back empty later.
                 shard_seqs = dict.fromkeys(range(1, claim.shards), -1)
                 return Grant(claim, own, holder, shard_seqs, seconds=seconds, is_forgotten=is_forgotten)
-            # A failover has set the record back; the shards remember more.
+            # A failover has set the record back, and a shard has a higher token.
             above = counter
 
     async def _is_forgotten(self, claim: Claim) -> bool:
-        """Whether a shard has no token, other than the one with the record. Asked before fences are raised."""
+        """Whether a shard other than the first has no token. Called before fences are raised."""
         others = range(1, claim.shards)
         if not others:
             return False
@@ -106,7 +109,7 @@ class Leases:
         return None in found
 
     async def _raise_fences(self, claim: Claim, token: str) -> tuple[int | None, int]:
-        """(the counter that stands in the way or None, the highest holder id of all shards)."""
+        """(the counter of a higher token, or None; the highest holder id of all shards)."""
         outcomes = await asyncio.gather(
             *(
                 self._scripts.raise_fence(keys.fence(claim.group_id, shard), claim.publisher, token)
@@ -118,25 +121,25 @@ class Leases:
         return (max(refused) if refused else None), holder
 
     async def highest_holder(self, grant: Grant) -> int | None:
-        """The highest holder id on any shard, asked anew; None where the stream is somebody else's now."""
+        """The highest holder id on any shard at this moment; None where another worker has the stream."""
         counter, holder = await self._raise_fences(grant.claim, grant.token)
         return holder if counter is None else None
 
     async def renew(self, grant: Grant, seconds: float) -> bool:
-        """Whether the stream is still ours; then it is for another ``seconds``."""
+        """Renew the lease for ``seconds``; False where another worker has the stream."""
         outcome = await self._scripts.renew_lease(grant.lease, grant.record, grant.token, max(1, int(seconds * 1000)))
         return outcome.is_applied
 
     async def drop(self, grant: Grant) -> None:
-        """Give the lease back at once."""
+        """Give the lease back, so that another worker can take it at once."""
         outcome = await self._scripts.drop_lease(grant.lease, grant.record, grant.token)
         if outcome.verdict is Verdict.GONE:
             await self._forget(grant.claim)
 
     async def _forget(self, claim: Claim) -> None:
-        """Take out of the fences what is left of a publisher without a record; no token of it lets anybody in.
+        """Delete the fences of a publisher without a record; no worker holds a valid token of it.
 
-        Something is left where it was ended between a lease and its fence, or by somebody who did not get further.
+        A fence remains where the publisher ended between a lease and its fence, or where a worker stopped halfway.
         """
         await asyncio.gather(
             *(
@@ -146,7 +149,7 @@ class Leases:
         )
 
     async def end(self, grant: Grant) -> bool:
-        """End the publisher: its row and its holders are gone when this returns; False where fenced."""
+        """End the publisher: delete its row and its holders. False where fenced."""
         group_id, publisher = grant.group_id, grant.publisher
         outcome = await self._scripts.end_publisher(
             keys.holders(group_id),

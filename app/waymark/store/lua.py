@@ -1,4 +1,4 @@
-"""The texts of ``lua/``, read once, and the hash by which Redis knows each."""
+"""The scripts of ``lua/``, read once, each with the SHA-1 that EVALSHA needs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""How much of Redis the writing of blocks may take: queries wait behind every call that is under way.
+"""Bounds the blocks that workers write at once, because queries wait in Redis behind every call that is under way.
 
-All ingest workers together keep a bounded number of blocks under way at each server, each worker its share. The rest
-waits here, in order of arrival, where nobody has to wait behind it. A worker whose share is smaller than one call
-pauses after each. The share shrinks while calls take much longer than they could, because then others want Redis too.
+All ingest workers together keep a bounded number of blocks under way at each server, and each worker has an equal
+share. Further calls wait in the worker, in order of arrival, where they delay no query. A worker whose share is smaller
+than one call pauses after each call. The share shrinks while calls take much longer than the fastest ones lately did,
+which shows that Redis is busy.
 """
 
 from __future__ import annotations
@@ -13,29 +14,29 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-#: What a call costs beside its blocks, in blocks.
+#: The fixed cost of a call, in blocks.
 _CALL_COST = 32
-#: How often whoever waits is called upon to renew what would run out.
+#: How often ``while_waiting`` is called, in seconds.
 _WAITING_SECONDS = 0.5
-#: Calls that take so many times as long as they lately did are a sign that others want Redis.
+#: Redis is busy when calls take so many times as long as the fastest ones lately did.
 _SLOW = 3.0
-#: How much one call counts in the average, so that a single one that was slow by chance changes nothing.
+#: The weight of one call in the average, small enough that a single slow call changes little.
 _WEIGHT = 1 / 16
-#: The least that is left of a share, and how quickly it shrinks and grows with each call.
+#: The smallest factor of a share, and the factors by which it shrinks and grows with each call.
 _FACTOR_MIN, _SHRINK, _GROW = 0.25, 0.9, 1.02
-#: How long the lowest average is remembered at the least.
+#: How long the lowest average is remembered, at least.
 _QUICKEST_SECONDS = 30.0
 _PAUSE_SECONDS_MAX = 0.25
-#: Servers of a Cluster come and go; beyond so many those that have nothing under way are forgotten.
+#: Servers of a Cluster come and go. Beyond this number, idle ones are forgotten.
 _SERVERS_MAX = 256
 
 
 class Pacer:
-    """Lets calls of this process through, server by server. ``blocks_max`` is of all workers together; 0: no bound."""
+    """Admits calls of this process, for each server. ``blocks_max`` bounds all workers together; 0 is no bound."""
 
     def __init__(self, blocks_max: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.workers = 1
-        """How many share Redis, by the last poll."""
+        """The number of workers that share Redis, by the last poll."""
         self._blocks_max = blocks_max
         self._clock = clock
         self._queues: dict[object, _ServerQueue] = {}
@@ -49,7 +50,10 @@ class Pacer:
     async def admit(
         self, server: object, blocks: int, while_waiting: Callable[[], Awaitable[None]] | None = None
     ) -> AsyncIterator[None]:
-        """A call of so many blocks to ``server``; ``while_waiting`` is called now and then while it waits."""
+        """Wait until a call of so many blocks to ``server`` may be sent; the body of the ``async with`` sends it.
+
+        ``while_waiting`` is called every half second of the wait.
+        """
         if not self._blocks_max:
             yield
             return
@@ -71,7 +75,7 @@ class Pacer:
 
 
 class _ServerQueue:
-    """What is under way to one server."""
+    """The calls to one server: those under way, and those that wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.share = 0.0
@@ -121,7 +125,7 @@ class _ServerQueue:
         self._let_through()
 
     def _learn(self, seconds: float) -> None:
-        """``seconds`` is what a block took, of those of a call."""
+        """Adapt the share to a call that took ``seconds`` per block."""
         average = seconds if self._average is None else self._average + _WEIGHT * (seconds - self._average)
         now, self._average = self._clock(), average
         if now - self._since > _QUICKEST_SECONDS:
@@ -148,7 +152,7 @@ class _ServerQueue:
             else:
                 break
         if self.waiting and not self._under_way and self._timer is None:
-            # Only the pause is in the way; whatever is under way calls again when it leaves.
+            # Only the pause blocks the queue. A call under way calls this method again when it ends.
             pause = max(0.0, self._not_before - self._clock())
             self._timer = asyncio.get_running_loop().call_later(pause, self._after_pause)
 

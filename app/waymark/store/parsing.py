@@ -1,8 +1,8 @@
-"""Records as Redis has them: a newer release may have written them, a person, or a fault.
+"""Parses records of Redis, which a newer release, a person or a fault may have written.
 
-All of them are read in one way. A parse function raises ``Malformed``, and nothing else, for whatever bytes it is
-given; ``RecordParser.parse`` turns that into None, counts the place, and logs it once. So a record that cannot be
-read is skipped, and the records beside it are not.
+A parse function raises ``Malformed``, and nothing else, for any bytes that it cannot parse. ``RecordParser.parse`` then
+returns None, counts the place of the record, and logs it once. So one record that cannot be read is skipped, and all
+other records are used.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ T = TypeVar("T")
 #: The version of every record that this release writes. A record without one is of version 1.
 FORMAT = 1
 
-#: Integers of Redis' scripts are doubles, and exact below this.
+#: Numbers in Lua are doubles; integers up to this one are exact.
 INTEGER_MAX = 2**53 - 1
 _DIGITS_MAX = 16
 
-#: Places that are remembered; beyond it they are neither counted nor logged.
+#: The most places remembered; further ones are neither counted nor logged.
 _PLACES_MAX = 1000
 _NAME_MAX = 200
 
 
 class RecordKind(StrEnum):
-    """What a record is."""
+    """The kinds of records."""
 
     REGISTRATION = "registration"
     GROUP = "group"
@@ -69,7 +69,7 @@ class Unreadable:
 
 
 class RecordParser:
-    """Reads records, and knows which of them could not be read when they were read last."""
+    """Parses records, and remembers the places of those that could not be read the last time."""
 
     def __init__(self, metrics: Metrics | None = None) -> None:
         self._places: dict[tuple[str, str], Unreadable] = {}
@@ -83,11 +83,11 @@ class RecordParser:
 
     @property
     def counts(self) -> Counter[RecordKind]:
-        """How many places are unreadable, by kind."""
+        """The number of unreadable places, by kind."""
         return Counter(place.kind for place in self._places.values())
 
     def parse(self, kind: RecordKind, key: str, field: str | bytes, parse: Callable[..., T], *parts: Any) -> T | None:
-        """What ``parse`` makes of ``parts``, the record in ``field`` of ``key``; None where it raises ``Malformed``."""
+        """Return ``parse(*parts)``; None where it raises ``Malformed``. The record is in ``field`` of ``key``."""
         try:
             found = parse(*parts)
         except Malformed as exc:
@@ -98,7 +98,7 @@ class RecordParser:
         return found
 
     def reject(self, kind: RecordKind, key: str, field: str | bytes, reason: str) -> None:
-        """A record that cannot be read, found by the caller."""
+        """Count and log a record that the caller could not read."""
         name = _name(field)
         if (key, name) not in self._places:
             if len(self._places) >= _PLACES_MAX:
@@ -110,11 +110,11 @@ class RecordParser:
         self._places[key, name] = Unreadable(kind, key, name, reason)
 
     def clear(self) -> None:
-        """Forget all: Redis has come back empty."""
+        """Forget every place, because Redis has come back empty."""
         self._places.clear()
 
     def forget(self, key: str, kept: Collection[bytes] = ()) -> None:
-        """Forget what was unreadable in ``key``, but for the fields that it has still."""
+        """Forget the unreadable fields of ``key`` that no longer exist; ``kept`` are the fields that do."""
         if self._places:
             names = {_name(field) for field in kept}
             for place in [place for place in self._places if place[0] == key and place[1] not in names]:
@@ -130,7 +130,7 @@ def _name(field: str | bytes) -> str:
 
 
 def lenient_text(raw: bytes) -> str:
-    """Text of whatever bytes."""
+    """The bytes as text; bytes that are no UTF-8 become escapes."""
     return raw.decode(errors="backslashreplace")
 
 
@@ -161,7 +161,7 @@ def check_format(version: object) -> None:
 
 
 class Document:
-    """A record that is a JSON object of a version that this release reads, to be taken apart field by field."""
+    """A JSON object of a format that this release reads. Each method reads one field, and raises ``Malformed``."""
 
     def __init__(self, raw: bytes) -> None:
         try:
@@ -220,7 +220,7 @@ class Document:
         return value
 
     def one_of(self, name: str, words: Collection[T], default: T | None = None) -> T:
-        """The one of ``words`` that the field says; an unknown one may be of a newer release."""
+        """The value of the field, which must be one of ``words``. A newer release may have written another one."""
         value = self._fields.get(name, default)
         found = [word for word in words if word == value]
         if not found or not isinstance(value, str):
@@ -229,7 +229,7 @@ class Document:
 
 
 def names_of(raw: bytes, count: int, what: str) -> list[Any]:
-    """A JSON list of ``count`` elements, as fields are named by."""
+    """A JSON list of ``count`` elements, which is the form of field names."""
     try:
         names = orjson.loads(raw)
     except orjson.JSONDecodeError:

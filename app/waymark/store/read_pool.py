@@ -1,4 +1,4 @@
-"""Read connections: how one is opened, and the one that a server has."""
+"""Opens read connections, and keeps one to each server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 Lost = Callable[[ReadConnection], None]
 Find = Callable[[], Awaitable[Sequence[Endpoint]]]
-"""Servers that may be asked, the best first."""
+"""Returns the servers that may be asked, the best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """Opens connections to the first of the servers that can be reached; to a unix socket where ``find`` is None."""
+    """Connects to the first server of ``find`` that can be reached; to a unix socket where ``find`` is None."""
 
     address: Address
     credentials: Credentials
@@ -35,7 +35,7 @@ class Dialer:
     find: Find | None
 
     async def dial(self, lost: Lost) -> ReadConnection:
-        """A connection that has been let in. Raises RedisError."""
+        """A connection that is authenticated and ready. Raises RedisError."""
         if self.find is None:
             return await self._dial(None, lost)
         failure: RedisError = RedisConnectionError("there is no server")

@@ -1,8 +1,7 @@
 """Queries: walk a prompt's chain through Redis, in few round trips.
 
-A replica keeps two things between queries, and both are checked by every query: which id a group has, and the
-group's holder table with its random version nonce. Whatever Redis answers now wins; nothing here is a source of
-truth.
+A replica caches two things between queries, the id of each group and the group's holder table with its version nonce.
+Every query checks both against Redis, and what Redis returns replaces what was cached.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ KeySource = Callable[[int], bytes]
 _FIRST_CHUNKS = ((24, 32), (96, 128))
 #: What goes on mostly goes on for long; 512 keys are some 0.15 ms of Redis.
 _CHUNK = 512
-#: How much one query counts in the average.
+#: The weight of one query in the average.
 _WEIGHT = 1 / 8
 
-#: How often a query starts over because Redis has come back empty, the first time included.
+#: How often a query starts, at most: it starts again when Redis has come back empty.
 _STARTS_MAX = 3
 
 _JUNK = "the value of a block, or of several, has words that are no holder ids"
-#: Groups and tables remembered; beyond it the oldest is forgotten.
+#: The most groups and tables cached; one more drops the oldest.
 _GROUPS_MAX = 1024
 
 
@@ -51,14 +50,14 @@ class Reading(NamedTuple):
 
     walk: Walk
     is_partial: bool
-    """The deadline came before the end of the chain."""
+    """The deadline passed before the end of the chain."""
     round_trips: int
     blocks: int
     """How many blocks were looked up."""
 
 
 class _Query:
-    """One query's progress, kept so that the deadline or a newer table finds what was read already."""
+    """The progress of one query; after the deadline, or with a newer table, the blocks read so far still count."""
 
     def __init__(self, block_size: int, source: KeySource) -> None:
         self.block_size = block_size
@@ -68,7 +67,7 @@ class _Query:
         self.blocks = 0
         """How many keys have been looked up."""
         self.found = 0
-        """How many of them somebody has, up to the first that nobody has."""
+        """How many of them have a holder, up to the first without one."""
         self._source = source
         self._keys = b""
 

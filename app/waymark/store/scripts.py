@@ -1,8 +1,8 @@
 """The Lua scripts in ``lua/``, as typed coroutines.
 
-One method per script, same name, same argument names as the signature on the script's first line; a test holds
-the two together. Nothing outside this module knows what order a script's KEYS are in or how a reply looks on
-the wire. A list argument stands for the starred name of the signature.
+Each script has a method with its name and with the argument names of the signature on the script's first line; a test
+compares the two. Only this module knows the order of a script's KEYS and the form of its reply. A list argument is the
+starred name of the signature.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Arg = str | bytes | int
 
 
 class Verdict(StrEnum):
-    """What a script decided. Only ``APPLIED`` wrote anything."""
+    """What a script decided. A script writes only where it returns ``APPLIED``."""
 
     APPLIED = "applied"
     STALE = "stale"
@@ -37,7 +37,7 @@ class Verdict(StrEnum):
 class Outcome(NamedTuple):
     verdict: Verdict
     numbers: tuple[int, ...]
-    """What they mean is in the script's header."""
+    """The header of the script describes them."""
 
     @property
     def is_applied(self) -> bool:
@@ -56,7 +56,7 @@ class Scripts:
         return Outcome(Verdict(verdict.decode()), tuple(numbers))
 
     async def _call(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Reply:
-        """A script's reply as it came, timed and counted. One that did not come is counted as ``none``."""
+        """A script's raw reply, timed and counted. A call without a reply is counted with the verdict ``none``."""
         began = time.perf_counter()
         verdict = "none"
         try:
@@ -219,7 +219,7 @@ class Scripts:
         return await self._run("end_overdue", [load, reservations], [most])
 
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
-        """Who is alive; the one script whose numbers are names."""
+        """The workers that are alive, as members of ``wm:workers``."""
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])
         return [lenient_text(name) for name in alive]
 

@@ -1,4 +1,4 @@
-"""A primary behind Sentinels, or its replicas: which server that is, is asked anew for every connection."""
+"""Connections to a primary behind Sentinels, or to its replicas; the Sentinels are asked before each connection."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Pool(SentinelConnectionPool, Pool):
 
 
 class _Sentinels(Sentinel):
-    """All Sentinels are asked at once: one that is silent keeps nobody waiting."""
+    """Asks all Sentinels at once, so that a silent one delays nothing."""
 
     async def discover_master(self, service_name: str) -> Endpoint:
         async def ask(sentinel: Redis) -> Endpoint:
@@ -71,7 +71,7 @@ class _Sentinels(Sentinel):
 
 
 class _BehindSentinels(Redis):
-    """Closes the Sentinels too."""
+    """Closes the connections to the Sentinels, too."""
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await super().aclose(close_connection_pool=True)
@@ -79,7 +79,7 @@ class _BehindSentinels(Redis):
 
 
 def found_by(redis: Redis, address: Address) -> Find:
-    """The servers that the Sentinels of ``behind_sentinels`` name, asked each time."""
+    """A function that asks the Sentinels of ``redis`` for the servers; ``behind_sentinels`` made ``redis``."""
     sentinels = cast("_Sentinels", cast("_Pool", redis.connection_pool).sentinel_manager)
 
     async def find() -> Sequence[Endpoint]:
@@ -96,7 +96,7 @@ def found_by(redis: Redis, address: Address) -> Find:
 
 
 def behind_sentinels(address: Address, credentials: Credentials, *, timeout_seconds: float, connections: int) -> Redis:
-    """Nothing is connected before the first command."""
+    """A client of the primary, or of its replicas. It connects on the first command."""
     sentinels = _Sentinels(  # type: ignore[no-untyped-call]
         address.endpoints,
         sentinel_kwargs=common_options(timeout_seconds, retries=0)

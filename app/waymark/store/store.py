@@ -1,4 +1,4 @@
-"""The store, put together: one per process, over one Redis for writes and perhaps another for reads."""
+"""Builds the store of a process, on one Redis for writes and optionally another one for reads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Store:
             if each is not None:
                 each.metrics = metrics
         self.incarnation = Incarnation()
-        """Every cache of the process is made by it."""
+        """It registers every cache of the process, and clears them when Redis has come back empty."""
         self._background: set[asyncio.Task[Any]] = set()
         self._client = client
         self._read_client = read_client
@@ -91,7 +91,7 @@ class Store:
         hash_seed: int = DEFAULT_SEED,
         apply_blocks_max: int = 0,
     ) -> Store:
-        """A store on a URL, and another to read from; nothing is connected before the first command."""
+        """A store on ``url``; queries read from ``read_url`` if there is one. It connects on the first command."""
         read_client = None
         if read_url is not None:
             read_client = RedisClient.open(
@@ -126,11 +126,11 @@ class Store:
             await self._read_client.close()
 
     def hints(self) -> AbstractAsyncContextManager[Subscription]:
-        """The channel on which registrations say "look again"."""
+        """Subscribe to the channel on which changes of registrations are announced."""
         return self._client.subscription(keys.CONTROL)
 
     async def check(self) -> list[str]:
-        """Why queries and events could not be served; empty where Redis answers and the scripts are there."""
+        """Why queries and events cannot be served, as sentences; empty where Redis answers and has the scripts."""
         try:
             await self._client.load_scripts()
             # A Cluster that is down takes scripts and pings, and refuses every key.
