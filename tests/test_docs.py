@@ -20,6 +20,25 @@ def test_the_page_of_settings_holds_their_table() -> None:
     assert table == markdown_table(), f"put this between the markers in docs/configuration.md:\n\n{markdown_table()}\n"
 
 
+def test_every_file_that_the_page_of_the_source_names_is_there() -> None:
+    page = (ROOT / "docs" / "source.md").read_text(encoding="utf-8")
+    folder = ROOT
+    for name in re.findall(r"`([\w./-]+(?:\.py|\.lua|\.md|/))`", page):
+        path = ROOT / name if "/" in name else folder / name
+        assert path.exists(), name
+        folder = path if path.is_dir() else path.parent
+
+
+def test_the_page_of_the_source_names_functions_and_metrics_as_they_are() -> None:
+    page = (ROOT / "docs" / "source.md").read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "app").rglob("*.py"))
+    for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", page):
+        assert f"class {owner}" in source, owner
+        assert f"def {name}(" in source, name
+    (metric,) = re.findall(r"`grep -rn (metrics\.\w+) app/waymark`", page)
+    assert metric in source
+
+
 def test_the_page_of_capacity_holds_what_was_measured() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     measured = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from waymark.domain.engines import OVER_HTTP, TRAITS, EngineKind, kinds_where
-from waymark.domain.media import DEVICE, HOST, MEDIA, normal_medium, order_of
+from waymark.domain.media import DEVICE, HOST, IN_EVERY_ANSWER, MEDIA, normal_medium, order_of
 from waymark.engines import decoder
 
 ROOT = Path(__file__).parents[1] / "app" / "waymark"
@@ -77,6 +77,10 @@ def test_a_spelling_stands_for_one_medium_and_a_medium_for_itself() -> None:
     assert len(spellings) == len(set(spellings))
     assert all(spelling == spelling.upper() for spelling in spellings)
     assert [normal_medium(medium.name) for medium in MEDIA] == [medium.name for medium in MEDIA]
+
+
+def test_a_further_tier_leaves_the_answers_as_clients_know_them() -> None:
+    assert IN_EVERY_ANSWER == ("GPU", "CPU", "DISK")
 
 
 def test_media_are_in_order_and_others_come_last() -> None:

@@ -47,7 +47,7 @@ async def document(api: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def test_every_path_is_there_once(document: dict[str, Any]) -> None:
-    assert set(document["paths"]) == PATHS
+    assert set(document["paths"]) == PATHS, "name a new path in PATHS"
     assert all(len(methods) == 1 for methods in document["paths"].values())
 
 
@@ -111,6 +111,7 @@ async def test_every_get_that_answers_json_has_a_model(document: dict[str, Any])
         for status, answer in methods.get("get", {"responses": {}})["responses"].items():
             assert "application/msgpack" not in answer["content"]
             if path != "/openapi.json" and "application/json" in answer["content"] and status == "200":
+                assert path in VIEWS, "name the model of its answer in VIEWS"
                 assert schema_of(document, path) == {"$ref": f"#/components/schemas/{VIEWS[path].__name__}"}
 
 

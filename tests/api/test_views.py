@@ -93,7 +93,7 @@ async def test_a_publisher_that_is_leaving_is_not_listed(
     async def claims() -> list[Claim]:
         return [first, replace(second, is_leaving=True)]
 
-    monkeypatch.setattr(store.registry, "claims", claims)
+    monkeypatch.setattr(store.directory, "claims", claims)
     publishers = (await client.get("/workers")).json()["publishers"]
     assert [publisher["instance_id"] for publisher in publishers] == ["stays"]
     assert (await client.get("/services")).json()["count"] == 1

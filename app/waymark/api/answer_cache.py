@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from waymark.domain.match import ConductorRow, Walk, conductor_rows
-from waymark.domain.media import BEST, MEDIA
+from waymark.domain.media import BEST, IN_EVERY_ANSWER
 from waymark.domain.table import View
 from waymark.metrics import Metrics
 
@@ -76,6 +76,9 @@ class AnswerCache:
             self.bytes += of_view + size
 
 
+_AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)
+
+
 def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
     """One instance of an answer, in the published order of its keys."""
     media, ranks = row.media, row.ranks
@@ -84,8 +87,8 @@ def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
         BEST.name: media.get(BEST.name, 0) * block_size,
         "DP": {str(rank): ranks[rank] * block_size for rank in sorted(ranks)},
     }
-    for tier in MEDIA[1:]:
-        answer[tier.name] = media.get(tier.name, 0) * block_size
+    for name in _AFTER_RANKS:
+        answer[name] = media.get(name, 0) * block_size
     if not media.keys() <= answer.keys():
         for medium in sorted(media.keys() - answer.keys()):
             answer[medium] = media[medium] * block_size

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from waymark.domain.engines import EngineKind, Scope
-from waymark.domain.media import MEDIA
+from waymark.domain.media import IN_EVERY_ANSWER, MEDIA
 from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Role
 from waymark.store.parsing import RecordKind
@@ -32,7 +32,7 @@ def _media(schema: dict[str, Any]) -> None:
     for medium in MEDIA:
         description = f"the matched tokens that are {medium.meaning}"
         schema["properties"][medium.name] = {"type": "integer", "description": description}
-    schema["required"] += [medium.name for medium in MEDIA]
+    schema["required"] += IN_EVERY_ANSWER
 
 
 class InstanceRow(BaseModel):

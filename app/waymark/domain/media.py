@@ -13,7 +13,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """A tier. Every answer names it, also where nothing is on it."""
+    """A tier. An answer names it if the prompt has blocks on it."""
 
     name: str
     meaning: str
@@ -24,15 +24,20 @@ class Medium:
     """An engine computes on it."""
     is_host: bool = False
     """It is the memory of the machine that the device is in."""
+    is_in_every_answer: bool = False
+    """An answer names it without blocks, too. Clients rely on these names, so a further tier is none of them."""
 
 
 MEDIA: Final = (
-    Medium("GPU", "on a device", frozenset({"GPU", "DEVICE", "HBM", "NPU", "XPU"}), is_device=True),
+    Medium(
+        "GPU", "on a device", frozenset({"GPU", "DEVICE", "HBM", "NPU", "XPU"}), is_device=True, is_in_every_answer=True
+    ),
     Medium(
         "CPU",
         "in host memory",
         frozenset({"CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "DRAM", "MEMORY"}),
         is_host=True,
+        is_in_every_answer=True,
     ),
     Medium(
         "DISK",
@@ -41,6 +46,7 @@ MEDIA: Final = (
             {"DISK", "SSD", "NVME", "CPU_TIER2", "FS", "NFS", "DFS", "3FS", "OBJ", "OBJECT_STORE"}
             | {"SHARED_STORAGE", "EXTERNAL", "STORAGE", "REMOTE", "L3"}
         ),
+        is_in_every_answer=True,
     ),
 )
 
@@ -48,6 +54,7 @@ BEST: Final = MEDIA[0]
 UNNAMED: Final = BEST.name
 """The medium of an event that names none."""
 DEVICE: Final = frozenset(medium.name for medium in MEDIA if medium.is_device)
+IN_EVERY_ANSWER: Final = tuple(medium.name for medium in MEDIA if medium.is_in_every_answer)
 HOST: Final = frozenset(medium.name for medium in MEDIA if medium.is_host)
 
 _NAMES = {spelling: medium.name for medium in MEDIA for spelling in medium.spellings} | {"": UNNAMED}
