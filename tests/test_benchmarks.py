@@ -30,7 +30,7 @@ def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytes
     written = json.loads(found.read_text())
     rows = written["rows"]
     assert {"P1", "P2", "P3", "P4", "P5", "P6"} <= {row["target"] for row in rows}
-    assert all(row["figure"] > 0 for row in rows)
+    assert all(row["figure"] > 0 for row in rows if "overtaken" not in row["what"])
     # One block is one key and one id of fourteen digits: a figure out of these bounds is of something else.
     (block,) = [row for row in rows if row["what"].startswith("one holder, without its entry")]
     assert 60 < block["figure"] < 110

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.load PORT PATH BODIES CONNECTIONS
 
 Every body of the file is posted once, over so many kept connections, each with one request on its way at a time. Prints
-``{"seconds", "failed", "latencies_ms": [...]}``. The file is made by ``write_bodies``.
+``{"seconds", "failed", "overtaken", "latencies_ms": [...]}``. The file is made by ``write_bodies``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 _ANSWER_SECONDS = 60.0
@@ -30,10 +31,16 @@ class Load:
     seconds: float
     requests: int
     latencies_ms: list[float]
+    overtaken: int = 0
+    """Answers that came after one to a request that was sent later."""
 
     @property
     def p50_ms(self) -> float:
-        return sorted(self.latencies_ms)[len(self.latencies_ms) // 2]
+        return self.percentile_ms(50)
+
+    def percentile_ms(self, percent: float) -> float:
+        ordered = sorted(self.latencies_ms)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
     @property
     def per_second(self) -> float:
@@ -60,7 +67,7 @@ def finish(process: subprocess.Popen[bytes]) -> Load:
     found = json.loads(output)
     if found["failed"]:
         raise SystemExit(f"{found['failed']} requests were not answered with 200, such as {found['sample']}")
-    return Load(found["seconds"], len(found["latencies_ms"]), found["latencies_ms"])
+    return Load(found["seconds"], len(found["latencies_ms"]), found["latencies_ms"], found["overtaken"])
 
 
 def run(port: int, path: str, bodies: Path, connections: int = 1) -> Load:
@@ -75,9 +82,12 @@ class _Connection:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=_ANSWER_SECONDS)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.began = 0.0
+        self.number = 0
+        """Of the request under way, among all in the order in which they were sent."""
         self._received = b""
 
-    def send(self, request: bytes) -> None:
+    def send(self, request: bytes, number: int) -> None:
+        self.number = number
         self.began = time.perf_counter()
         self.socket.sendall(request)
 
@@ -114,13 +124,14 @@ def main() -> None:
     waiting = deque((head % len(body)).encode() + body for body in read_bodies(Path(sys.argv[3])))
     latencies: list[float] = []
     failed, sample = 0, ""
+    numbers, newest, overtaken = count(), -1, 0
     with selectors.DefaultSelector() as selector:
         opened = [_Connection(port) for _ in range(connections)]
         began = time.perf_counter()
         for connection in opened:
             if waiting:
                 selector.register(connection.socket, selectors.EVENT_READ, connection)
-                connection.send(waiting.popleft())
+                connection.send(waiting.popleft(), next(numbers))
         while selector.get_map():
             for key, _ in selector.select(_ANSWER_SECONDS):
                 connection = key.data
@@ -128,14 +139,17 @@ def main() -> None:
                 if answer is None:
                     continue
                 latencies.append((time.perf_counter() - connection.began) * 1e3)
+                overtaken += connection.number < newest
+                newest = max(newest, connection.number)
                 if not answer.startswith(b"HTTP/1.1 200"):
                     failed, sample = failed + 1, answer[:300].decode(errors="replace")
                 if waiting:
-                    connection.send(waiting.popleft())
+                    connection.send(waiting.popleft(), next(numbers))
                 else:
                     selector.unregister(connection.socket)
         seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "failed": failed, "sample": sample, "latencies_ms": latencies}))
+    found = {"seconds": seconds, "failed": failed, "sample": sample, "overtaken": overtaken}
+    print(json.dumps(found | {"latencies_ms": latencies}))
 
 
 if __name__ == "__main__":

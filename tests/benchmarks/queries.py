@@ -2,7 +2,7 @@
 
 Both are fed by the same sockets with the same frames, so both hold the same blocks: prompts of a trace on eight
 engines in turn, and prompts that share nothing. Every round asks each of them the same bodies, one after the other; a
-body is asked once, except where the row says "once more".
+body is asked once, except where the row says "once more" or many connections ask at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 from tests.benchmarks import prompts
@@ -28,7 +28,14 @@ ENGINES = 8
 PEER = "dynamo.indexer"
 
 #: What the ratio to the peer's CPU may be, where the extension is built, and without it.
-BARS = {"trace": (1.0, 2.0), "new": (1.2, 2.5), "hash": (2.5, 2.5), "p50": (2.0, 2.0)}
+BARS = {
+    "trace": (1.0, 2.0),
+    "new": (1.2, 2.5),
+    "hash": (2.5, 2.5),
+    "p50": (2.0, 2.0),
+    "c64": (1.2, 1.2),
+    "c256": (1.2, 1.2),
+}
 TARGETS = {
     "trace": "P1",
     "again": "P1",
@@ -38,6 +45,8 @@ TARGETS = {
     "local": "P3",
     "p50": "P4",
     "c8": "P4",
+    "c64": "P4",
+    "c256": "P4",
 }
 SENTENCES = {
     "trace": "/query, trace-shaped prompts: CPU",
@@ -48,7 +57,13 @@ SENTENCES = {
     "local": "/dynamo/query_by_hash, the peer's own bodies: CPU",
     "p50": "/query, every prompt new, one connection: p50",
     "c8": "/query, trace-shaped prompts, 8 connections: time per request",
+    "c64": "/query, 64 connections: p99",
+    "c256": "/query, 256 connections: p99",
 }
+#: Questions by how many connections they come over, whose tail is looked at.
+CROWDS = {"c64": 64, "c256": 256}
+#: In a round each connection of a crowd asks so many times.
+_TURNS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +87,9 @@ class Figures:
     redis_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     p50_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     each_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    p99_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    overtaken: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of 100 answers, those that came after one to a request that was sent later."""
 
 
 def measure(options: Options) -> list[Row]:
@@ -112,7 +130,7 @@ def measure(options: Options) -> list[Row]:
                 _ask(question, name, server, redis, folder, Figures())
         for number in range(rounds):
             part = slice(number * size, (number + 1) * size)
-            for question in _questions(trace[part], more[part], new[part], nobody[part]):
+            for question in (*_questions(trace[part], more[part], new[part], nobody[part]), *_crowds(new)):
                 for name, server in contenders.items():
                     if not (question.name == "local" and name == PEER):
                         _ask(question, name, server, redis, folder, figures)
@@ -138,6 +156,14 @@ def _questions(
     ]
 
 
+def _crowds(known: Sequence[Prompt]) -> list[Question]:
+    """Many connections at once, as often as there are prompts, which all are known."""
+    return [
+        Question(name, list(islice(cycle(known), _TURNS * connections)), connections=connections)
+        for name, connections in CROWDS.items()
+    ]
+
+
 def _ask(question: Question, name: str, server: Server, redis: RedisServer, folder: Path, figures: Figures) -> None:
     is_peer = name == PEER
     body = question.peer_body if is_peer else question.body
@@ -150,6 +176,8 @@ def _ask(question: Question, name: str, server: Server, redis: RedisServer, fold
     figures.redis_ms[key].append((redis.cpu() - redis_before) / load.requests * 1e3)
     figures.p50_ms[key].append(load.p50_ms)
     figures.each_ms[key].append(1e3 / load.per_second)
+    figures.p99_ms[key].append(load.percentile_ms(99))
+    figures.overtaken[key].append(100 * load.overtaken / load.requests)
 
 
 def _check(server: Server, name: str, prompt: Prompt) -> None:
@@ -173,6 +201,7 @@ def _rows(options: Options, figures: Figures, paths: Sequence[str]) -> list[Row]
         asked = {"p50": "new", "local": "hash"}.get(name, name)
         for path in paths:
             found = {"p50": figures.p50_ms, "c8": figures.each_ms}.get(name, figures.cpu_ms)
+            found = figures.p99_ms if name in CROWDS else found
             ours = found[("local" if name == "local" else asked, path)]
             theirs = found.get((asked, PEER))
             what = f"{sentence} ({path})"
@@ -181,6 +210,11 @@ def _rows(options: Options, figures: Figures, paths: Sequence[str]) -> list[Row]
                 rows.append(Row(TARGETS[name], what, sorted(ours)[len(ours) // 2], "ms"))
             else:
                 rows.append(against(TARGETS[name], what, "ms", ours, theirs, PEER, bar))
+    for name, connections in CROWDS.items():
+        for path in (*paths, PEER):
+            if shares := figures.overtaken.get((name, path)):
+                what = f"/query, {connections} connections: answers overtaken ({path})"
+                rows.append(Row("P4", what, sorted(shares)[len(shares) // 2], "%"))
     ours = figures.redis_ms[("trace", paths[0])]
     rows.append(Row("P1", "the same: Redis' CPU per request", sorted(ours)[len(ours) // 2], "ms"))
     return rows

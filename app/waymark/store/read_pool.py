@@ -108,9 +108,14 @@ class ReadPool:
         self.connection: ReadConnection | None = None
         """The one at hand."""
 
-    async def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
+    def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> Awaitable[T]:
         """As ``ReadConnection.ask``, after opening a connection where there is none."""
-        connection = self.connection or await self.opened(until)
+        if self.connection is not None:
+            return self.connection.ask(packed, reader, until)
+        return self._ask_opened(packed, reader, until)
+
+    async def _ask_opened(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
+        connection = await self.opened(until)
         return await connection.ask(packed, reader, until)
 
     async def opened(self, until: float | None) -> ReadConnection:
