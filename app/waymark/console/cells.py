@@ -1,7 +1,7 @@
 """How ``waymark inspect prompt`` looks: a line of cells per holder, instance by instance.
 
-A cell is one block, or as many as it takes to fit the width; the scale is said. What a cell shows is told by its
-character as well as by its colour, so it reads the same without colours.
+A cell is one block, or several if the prompt is wider than the screen; the view states the scale. The character of a
+cell has the same information as its colour, so the view can be read without colours.
 """
 
 from __future__ import annotations

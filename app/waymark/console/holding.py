@@ -1,4 +1,4 @@
-"""Who has which block of a prompt: all of its blocks, also behind the end of every match.
+"""The holders of all blocks of a prompt, also of blocks after the end of every match.
 
 The matches are those of ``/query``: the same walk over the same values.
 """

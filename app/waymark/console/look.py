@@ -1,4 +1,4 @@
-"""Redis, as an operator's command opens it: to read, for a moment, in pieces that hold nobody else up."""
+"""Opens Redis for an operator's command: it reads for a short time, in pieces that do not delay queries."""
 
 from __future__ import annotations
 

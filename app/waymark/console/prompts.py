@@ -1,4 +1,4 @@
-"""The prompt that ``waymark inspect prompt`` is asked about: words to tokens, tokens to block keys."""
+"""The prompt of ``waymark inspect prompt``: turns words into tokens, and tokens into block keys."""
 
 from __future__ import annotations
 

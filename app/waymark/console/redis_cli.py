@@ -1,4 +1,4 @@
-"""The commands that show by hand what ``waymark inspect`` draws: one may check every word of it with ``redis-cli``."""
+"""The ``redis-cli`` commands that show what ``waymark inspect`` draws, so that a reader can check it."""
 
 from __future__ import annotations
 

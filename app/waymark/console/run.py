@@ -1,4 +1,4 @@
-"""What ``waymark status`` and ``waymark inspect`` do once their flags are read."""
+"""Runs ``waymark status`` and ``waymark inspect`` once their flags are parsed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Pure: no clock, no network, no Redis, no environment."""
+"""Pure code: no clock, no network, no Redis, no environment."""

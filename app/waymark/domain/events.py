@@ -1,8 +1,7 @@
-"""What decoders give to ingest: stored, removed, cleared, free of any engine's spelling.
+"""The events that decoders produce: stored, removed, cleared, independent of any engine's format.
 
-Hashes here are **engine hashes** as u64: what an engine calls a block, opaque, with a meaning inside one
-publisher only. Token ids are packed already (little-endian u32), because everything behind the decoder only
-hashes them.
+Hashes here are **engine hashes** as u64: opaque names of blocks that are unique within one publisher only. Token ids
+are packed (little-endian u32), because later stages only hash them.
 """
 
 from __future__ import annotations

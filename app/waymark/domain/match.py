@@ -1,11 +1,11 @@
-"""The walk: from the values of a prompt's blocks to what each instance and rank has of it.
+"""The walk: computes from the values of a prompt's blocks what each instance and rank has of the prompt.
 
-Values are fed in the order of the chain, in pieces as they arrive from Redis. Neighbours in a chain mostly
-have byte-equal values, so the walk works on runs of equal values and costs next to nothing per block. It is
-exact: a block counts only if its own value says so.
+Values are fed in the order of the chain, in pieces as they arrive from Redis. Neighbours in a chain mostly have equal
+values, so the walk works on runs of equal values and costs almost nothing per block. The walk is exact: a block counts
+only if its own value has the holder.
 
-Both dialects and the decisions read the same walk. What their numbers mean is in ``conductor_rows``, ``dynamo_rows``
-and ``target_rows``.
+Both dialects and the decisions use the same walk. ``conductor_rows``, ``dynamo_rows`` and ``target_rows`` define their
+numbers.
 """
 
 from __future__ import annotations

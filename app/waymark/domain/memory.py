@@ -1,10 +1,9 @@
-"""What a stream remembers of its engine hashes: which block each stands for.
+"""Remembers, for one stream, which block each engine hash stands for.
 
-A **place** is a namespace and a seq_hash as one integer, ``namespace << 64 | seq_hash``. Per holder the memory
-knows places that were stored; hashes that were removed are kept as *gone*, because a child or a placeholder may
-still name them. Both are bounded, but only ``trim`` forgets: what was there when a fold's lookups were made must
-be there until the fold is resolved. What was forgotten is looked up in Redis, unless the memory is known to have
-everything.
+A **place** is a namespace and a seq_hash as one integer, ``namespace << 64 | seq_hash``. For each holder the memory has
+the places that were stored. Removed hashes stay as *gone*, because a child or a placeholder may still name them. Both
+are bounded, but only ``trim`` forgets: what the memory had when the lookups of a fold were chosen must stay until the
+fold is resolved. Forgotten hashes are looked up in Redis, unless the memory is known to be complete.
 """
 
 from __future__ import annotations

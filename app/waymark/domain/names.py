@@ -1,6 +1,6 @@
-"""The small frozen values that name things: publishers, registrations, holders.
+"""Small frozen values that name things: publishers, registrations, holders.
 
-Nothing here does I/O. Names that come from clients are values only; they never become part of a Redis key.
+No function here does I/O. Names that clients choose are values only; they are never part of a Redis key.
 """
 
 from __future__ import annotations

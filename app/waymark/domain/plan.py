@@ -1,7 +1,7 @@
-"""What an event of a stream belongs to, whether it counts, and what a fold asks for before it is resolved.
+"""Decides, before a fold is resolved, what each event belongs to, whether it counts, and what must be looked up.
 
-A **unit** is what a clear ends: a rank, or for standard events one stream of the envelope, by the name of its holder.
-How batches are folded must not change what comes of them, so facts are learned from what a clear undoes, too.
+A **unit** is what a clear ends: a rank, or, for standard events, one stream of the envelope, named by its holder. The
+result must not depend on how batches are folded, so the plan also learns facts from events that a later clear undoes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""From events to runs: which block each engine hash of a batch stands for.
+"""Turns events into runs: finds the block of each engine hash of a batch.
 
-One resolver follows one life of one stream. ``plan`` looks at folded batches and says what must be known or done
-before they can be resolved (holders to end and begin, hashes to look up, facts to keep); ``resolve`` then turns
-each batch into runs, without waiting for Redis. It advances what the stream remembers, so a batch is resolved once,
-and its runs are applied until Redis has answered. All of it is done in slices.
+One resolver follows one life of one stream. ``plan`` looks at folded batches and says what must be known or done before
+they can be resolved: holders to end and begin, hashes to look up, facts to keep. ``resolve`` then turns each batch into
+runs, without waiting for Redis. ``resolve`` changes what the stream remembers, so a batch is resolved once, and its
+runs are applied until Redis has acknowledged them. All of this happens in slices.
 
-The rules are those of the event contract, "From an event to blocks". What cannot be placed is counted by reason,
-never guessed.
+The rules are those of the event contract, "From an event to blocks". A block that cannot be placed is counted by
+reason, and never guessed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs: what a batch comes to, once every engine hash is resolved to a block.
+"""Runs: the changes of a batch, once every engine hash is resolved to a block.
 
-A run is consecutive blocks of one batch that the same holder gets or loses. It names no block twice: what a
-batch repeats stands in two runs, because the store reads the state of a whole run at once.
+A run is a list of consecutive blocks of one batch that the same holder gets or loses. A run names no block twice: a
+block that a batch repeats is in two runs, because the store reads the state of a whole run at once.
 """
 
 from __future__ import annotations

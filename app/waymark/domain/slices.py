@@ -1,7 +1,7 @@
-"""Work in slices: generators that stop after each slice, so that whoever runs one decides when it goes on.
+"""Work in slices: a generator that stops after each slice, so that its caller decides when to continue.
 
-A publisher decides how much there is to do for one batch of its. An event loop that did it in one go would serve
-nobody else meanwhile.
+A publisher decides how much work one batch is. An event loop that did all of it at once could do nothing else
+meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Adapter and salts of an event, and the namespace they make.
+"""Computes the namespace of an event from its adapter and salts.
 
-A namespace is a number that tells nothing back, so what went into it is remembered here (bounded): a child takes
-its parent's namespace from the parent's place, and its adapter is held against it.
+A namespace cannot be turned back into adapter and salts, so those are remembered here, bounded. A child takes its
+parent's namespace from the parent's place, and its adapter is compared with the remembered one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a stream can be, as its record, the API and the console say it."""
+"""The states of a stream, as the record, the API and the console name them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The holder table: which ids in a block's value count for whom.
+"""The holder table: it says which instance, rank and medium each id in a block's value stands for.
 
-A block's value lists holder ids, ascending: ``b"17"`` or ``b"17 21 40"``. The table says what an id is; an id
-that is not in it belongs to a life that has ended and counts for nobody. A ``View`` is the table as one query
-sees it: live holders of one block size only, with everything a walk asks per distinct value computed once.
+A block's value lists holder ids, ascending: ``b"17"`` or ``b"17 21 40"``. An id that is not in the table belongs to a
+life that has ended, and does not count. A ``View`` is the table for one query: the live holders of one block size, with
+everything that a walk needs per distinct value computed once.
 """
 
 from __future__ import annotations

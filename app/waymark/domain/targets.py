@@ -1,6 +1,6 @@
-"""What a decision has to know of a publisher beside its events: where requests go, and for what it is there.
+"""What a decision has to know of a publisher besides its blocks: the address of requests, and the role of the target.
 
-None of it changes what the publisher's blocks mean, so it may change while they stay.
+None of it changes the meaning of the publisher's blocks, so it may change while they stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The waiting room: stores whose parent is not known (yet).
+"""Stores whose parent is not known yet.
 
-A block cannot be placed without its parent, and placing it at the root would be a lie. So the store waits, bounded
-in blocks, until its parent comes; a removal or a clear finds its blocks here too.
+A block cannot be placed without its parent, and placing it at the root would be wrong. So the store waits, bounded in
+blocks, until its parent arrives. A removal or a clear also finds its blocks here.
 """
 
 from __future__ import annotations

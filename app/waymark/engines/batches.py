@@ -1,8 +1,8 @@
-"""A payload to its events, whatever bytes it has.
+"""Decodes a payload, which may have any bytes, into events.
 
-Two promises hold: nothing but ``Undecodable`` leaves a decoder, and one bad event costs one event, also where msgpack
-itself cannot read it. What is beyond a ceiling is ``OverCeiling``: then the batch as a whole is not read. A decoder
-works in slices, none of which takes longer than a few milliseconds.
+A decoder raises nothing but ``Undecodable``. One bad event costs one event, even if msgpack cannot read it. A batch
+that exceeds a ceiling raises ``OverCeiling`` and is not read at all. A decoder works in slices, and no slice takes
+longer than a few milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How large a frame and what is in it may be. What is larger is one lost batch, before much is done for it."""
+"""The largest size of a frame and of its contents. Anything larger is one lost batch, found before much work."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A long payload, read a window of bytes at a time.
+"""Reads a long payload in windows of bytes.
 
-``msgpack`` makes all of a payload's objects in one call, and every byte of it may be one. So whatever is longer
-than a window is read in pieces that fit into one: a batch event by event, a long event field by field, a long list
-some elements at a time. Lists of hashes and tokens become arrays of u64, eight bytes an element; what no engine
-makes long is not read at all.
+``msgpack`` makes all objects of a payload in one call, and every byte may be an object. So a payload that is longer
+than a window is read in pieces that fit into one: a batch event by event, a long event field by field, a long list some
+elements at a time. Lists of hashes and tokens become arrays of u64, eight bytes an element. Long values of fields that
+engines keep short are not read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A long event as the parts that an engine could have announced one after the other.
+"""Cuts a long event into parts that an engine could have published one after the other.
 
-Everything behind the decoder works event by event, so an event of many blocks is cut before it is read: each part
-has some of its hashes, with their tokens and what is told of each block, and names the last block of the part
-before as its parent.
+Later stages work event by event, so an event of many blocks is cut before it is read. Each part has some of the hashes,
+with their tokens and the facts about each block, and its parent is the last block of the part before.
 """
 
 from __future__ import annotations

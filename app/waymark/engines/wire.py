@@ -1,7 +1,7 @@
-"""What the dialects share: an event's values to ours.
+"""Converts the values of an event into ours; all dialects use it.
 
-A bad event is a ``Rejected`` and one that means nothing here an ``Ignored``. No sentence ever holds a token or a
-salt, and none is longer than a line.
+A bad event raises ``Rejected``, and an event that means nothing here raises ``Ignored``. Their sentences never contain
+a token or a salt, and are at most one line long.
 """
 
 from __future__ import annotations

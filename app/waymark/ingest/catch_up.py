@@ -1,8 +1,8 @@
-"""Catching up: a replay from the watermark, and what its replies prove.
+"""Catches up: requests a replay from the watermark, and decides what its replies prove.
 
-Asking for the batch at the watermark itself makes the first reply a proof: the same bytes, the same life; other
-bytes or nothing at all, and the publisher restarted while nobody looked. Where the replies break off it is asked
-again from where they stopped; where one is missing, once more, for the publisher may only have been slow.
+The replay begins at the watermark, so that its first reply is a proof. The same bytes prove the same life. Other bytes,
+or no replies at all, prove that the publisher restarted unnoticed. Where the replies end too early, the rest is
+requested again. A missing batch is requested once more, because the publisher may only have been slow.
 """
 
 from __future__ import annotations

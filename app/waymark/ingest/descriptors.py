@@ -1,8 +1,8 @@
-"""How many streams fit into the limit of open files of this process.
+"""Computes how many streams fit into the limit of open files of this process.
 
-libzmq gives every socket a descriptor to wake its owner by, besides the one of its connection. Where descriptors run
-out a stream cannot connect, a replay cannot ask and Redis cannot be reached, so a worker takes only as many streams
-as it can serve and leaves the others to workers with room for them.
+libzmq uses one descriptor for each socket to wake its owner, and one for each connection. Without free descriptors a
+stream cannot connect, a replay cannot be requested and Redis cannot be reached. So a worker takes only as many streams
+as it has descriptors for, and leaves the others to workers that have room.
 """
 
 from __future__ import annotations

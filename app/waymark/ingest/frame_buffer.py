@@ -1,4 +1,4 @@
-"""What waits to be taken of a publisher's frames: bounded, oldest first."""
+"""The bounded buffer of a publisher's frames that are not applied yet, oldest first."""
 
 from __future__ import annotations
 

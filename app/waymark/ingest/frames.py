@@ -1,7 +1,6 @@
-"""What stands on the wire around a payload: live frames, replies of a replay, its end marker.
+"""Parses the frames around payloads: live frames, replies of a replay, and its end marker.
 
-Nothing here opens a socket. A frame that is not of the contract's form is None, never an exception: it is the
-transport's business to count it and go on.
+No function here opens a socket. A malformed frame is None and never an exception; the caller counts it and goes on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What a worker has and sees, as numbers.
+"""The gauges of a worker.
 
-What moves between two looks is asked for by the scrape: it moves most while Redis is away, and then there is no look.
+The scrape computes values that change between two polls, because they change most while Redis is unavailable and no
+poll happens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Registers the publishers that must be registered, whatever Redis has forgotten.
+"""Registers the publishers of the file at the start, and restores registrations that Redis has lost.
 
-Those of the file are registered at the start. A Redis that came back empty has another incarnation: then the
-file's publishers are registered again, and those whose registrations this worker has seen in the Redis before. All
-workers do so, and doing it twice changes nothing. A publisher that has registered under such a name in the new Redis
-came later and stays, one that was unregistered there is not put back by a worker that is slower; what the file no
-longer names is left alone.
+When a Redis has come back empty, each worker registers the publishers of the file again, and those whose registrations
+it has seen in the Redis before. Several workers may do the same; the second time changes nothing. A publisher that has
+registered under such a name in the new Redis stays as it is, and one that was unregistered there is not restored.
+Publishers that the file no longer names are left alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a stream believes, and the ways it moves: forward in order, over a loss, into a new life.
+"""The state of one stream, and its changes: forward in order, over a loss, into a new life.
 
-Live frames and replays both move it, so it stands by itself. ``Order`` runs ahead of Redis by the open fold;
-``flush`` makes the two one again, and comes before every step that is not simply the next batch.
+Live frames and replays both change this state, so it has a module of its own. ``Order`` is ahead of Redis by the open
+fold. ``flush`` applies the fold; it comes before every change except the next batch in order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an ingest worker goes by, beside what each of its streams does."""
+"""The options of an ingest worker that are not options of each stream."""
 
 from __future__ import annotations
 

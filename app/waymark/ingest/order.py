@@ -1,8 +1,8 @@
-"""What a live frame means: in order, a gap, a restart, or seen before.
+"""Decides what a live frame means: in order, a gap, a restart, or seen before.
 
-Pure decisions over what is known of a stream: its watermark with ts and digest, and the last live seq on this
-connection. The table is the event contract's, "Order, gaps, restarts". A publisher counts its frames from 0 at
-every start, so a number that does not grow on one connection can only mean a restart, whatever any clock says.
+The decision follows from the state of the stream alone: its watermark with ts and digest, and the last live seq on this
+connection. The rules are the table "Order, gaps, restarts" of the event contract. A publisher counts its frames from 0
+at every start, so a seq that does not grow on one connection always means a restart, whatever any clock says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a worker does every other second: see who is registered and who lives, and run the streams of its share.
+"""Polls Redis every other second: reads registrations and live workers, and runs the streams of this worker's share.
 
-A share is a wish, a lease is the right: two workers that see different lists for a moment never apply the same
-stream.
+The share only says which streams a worker tries to take; the lease gives the right. So two workers that read different
+lists for a moment never apply the same stream.
 """
 
 from __future__ import annotations

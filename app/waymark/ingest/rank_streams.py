@@ -1,6 +1,6 @@
-"""A proxy in front of several publishers, registered with ``sequence: rank``: one counter per rank, no replay.
+"""Streams of a proxy in front of several publishers, registered with ``sequence: rank``: a counter per rank, no replay.
 
-Each rank has an order of its own, kept in memory only: what its frames move is no watermark of the stream.
+The order of each rank is kept in memory only: its frames move no watermark of the stream.
 """
 
 from __future__ import annotations

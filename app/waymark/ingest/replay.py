@@ -1,8 +1,8 @@
-"""Asking a publisher again for the batches from a seq on, over its replay endpoint.
+"""Requests the batches from a seq on again, over the publisher's replay endpoint.
 
-A fresh DEALER for every replay, so that no answer to an older request can be taken for one to this. Never a REQ:
-that takes one reply for a request, and a replay is many. Nothing is sent but the one request, and ``connect``
-succeeds without a peer: silence is the only sign that nobody is there.
+Each replay uses a new DEALER socket, so that no reply to an earlier request can be taken for one to this request. A REQ
+socket cannot be used: it accepts one reply to a request, and a replay has many. ``connect`` succeeds without a peer, so
+silence is the only sign that the publisher is absent.
 """
 
 from __future__ import annotations

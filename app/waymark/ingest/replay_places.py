@@ -1,9 +1,9 @@
-"""How many replays a worker runs at a time, and who comes next.
+"""Bounds how many replays a worker runs at a time, and decides which one comes next.
 
-A replay holds a place from its request to its end. Places are handed out in turn, one instance after the other, so
-that an instance with many ranks waits no less than one with a single rank. A replay that others wait for gives its
-place up between two chunks and asks again later, from its watermark: no publisher can hold up the others by being
-slow. A replay that was too slow comes after all that were not.
+A replay has a place from its request to its end. Instances get places in rotation, so an instance with many ranks waits
+no less than one with a single rank. A replay that others wait for gives its place up between two chunks and continues
+later, from its watermark, so a slow publisher cannot delay the others. A replay that was too slow comes after all
+others.
 """
 
 from __future__ import annotations

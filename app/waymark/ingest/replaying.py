@@ -1,4 +1,4 @@
-"""The replays of one stream: waiting for a place, catching up in turns, and going on without it meanwhile."""
+"""The replays of one stream: it waits for a place, catches up, and meanwhile goes on without the replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stream in a worker, from its lease to its end; whatever happens to it happens to no other."""
+"""Runs one stream in a worker, from its lease to its end. A fault of one stream does not affect the others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which streams are one worker's share, and what its streams must know of each other. Computed once per poll.
+"""Computes which streams are one worker's share, and which ranks of an instance have streams. It runs once per poll.
 
-Every worker sees the same publishers and the same live workers, and computes its share without asking anybody
-(rendezvous hashing: a worker that comes or goes moves only its own streams).
+Every worker reads the same publishers and live workers, and computes its share by itself (rendezvous hashing: when a
+worker starts or stops, only its own streams move).
 """
 
 from __future__ import annotations

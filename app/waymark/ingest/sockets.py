@@ -1,4 +1,4 @@
-"""Sockets to a publisher: the options that all have in common, and one that serves for a single connection."""
+"""Sockets to a publisher: their common options, and a live socket that serves for a single connection."""
 
 from __future__ import annotations
 

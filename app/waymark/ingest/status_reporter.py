@@ -1,8 +1,8 @@
-"""What a stream reports of itself into its record: status, why it is not all it could be, counters.
+"""Writes reports of a stream into its record: status, reasons why it is degraded, counters.
 
-Only what has changed since the last report is written, so an idle stream costs Redis nothing. A report may be
-written while a fold is being applied, and may be the last one of its worker. So it contains nothing that only holds
-once the fold is applied: the watermark and event_ids move in the script that applies, counters of batches after it.
+A report has only what has changed since the last one, so an idle stream causes no writes. A report may be written while
+a fold is being applied, and may be the last one of its worker. So it has nothing that is true only once the fold is
+applied: the script that applies the fold moves the watermark and event_ids, and counters of batches follow it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""One stream: a publisher's frames, in order, into the index, whatever goes wrong on the way.
+"""One stream: applies a publisher's frames to the index, in order, through losses and restarts.
 
-Subscribe first, then replay, then drain what was queued meanwhile; ask again when a frame is missing, and when
-there has been none for long. The rules are the event contract's, "Order, gaps, restarts".
+The stream subscribes first, then requests a replay, and then applies the frames that have arrived meanwhile. It
+requests a replay again when a frame is missing, and after a long silence. The rules are those of the event contract,
+"Order, gaps, restarts".
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""One publisher's live frames: a SUB socket, a bounded buffer, and the truth about the connection.
+"""One publisher's live frames: a SUB socket, a bounded buffer, and the state of the connection.
 
-What must stay true:
+These properties must hold:
 
-- The publisher is never slowed. Frames are read as fast as they come; what the buffer cannot hold is dropped and
-  counted, and the seq order shows it as a gap.
-- ``connect`` succeeds without a peer, so only a finished handshake counts as connected.
-- A frame bears the connection it came over, exactly. That is why a socket serves for one connection only: one
-  that reconnects by itself queues the new connection's frames behind the old one's and nothing tells them
-  apart. It would also give up for good on a peer of another socket type, which may be replaced by the right one.
-  So libzmq's own reconnecting is put off, and a fresh socket is dialled once the old one is read to its end.
+- The publisher is never slowed. Frames are read as fast as they arrive; frames that do not fit into the buffer are
+  dropped and counted, and the order of seqs shows them as a gap.
+- ``connect`` succeeds without a peer, so only a finished handshake counts as a connection.
+- Each frame has the number of the connection that it arrived on. Therefore a socket serves for one connection only: a
+  socket that reconnects by itself queues frames of the new connection behind those of the old one, and they cannot be
+  told apart. It would also stop for good at a peer of another socket type, which may later be replaced by a right one.
+  So libzmq's own reconnecting is delayed for long, and a new socket connects once the old one is read to its end.
 
-The sockets' descriptors are watched by the event loop directly, because a future per frame costs more than the
-frame. They are edge-triggered: they tell that something happened since the last call on the socket, so every
-wake-up reads until there is nothing left, or comes back by itself.
+The event loop watches the descriptors of the sockets directly, because a future per frame costs more than the frame.
+The descriptors are edge-triggered: they signal that something happened since the last call on the socket, so every
+callback reads until nothing is left, or schedules itself again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sweeping, for as long as a worker lives: dead holders are taken out of their blocks at the pace of the setting.
+"""Sweeps while a worker runs: removes dead holders from blocks, at the pace of the setting.
 
-Any worker may sweep any group. Two that sweep the same holder do it twice, which changes nothing. A worker has one
-step under way at a time, so a reader waits for one step of each worker at most.
+Any worker may sweep any group. Two workers that sweep the same holder do the same work twice, which changes nothing. A
+worker has one step under way at a time, so a reader waits for at most one step of each worker.
 """
 
 from __future__ import annotations

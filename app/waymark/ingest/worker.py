@@ -1,4 +1,4 @@
-"""An ingest worker: the tasks it is made of, and how it comes and goes."""
+"""An ingest worker: its tasks, its start and its end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The only package that talks HTTP: ``httptools`` parses, asyncio carries, and everything a client can hold is bounded.
+"""Serves HTTP: ``httptools`` parses, asyncio has the sockets, and everything that a client can occupy is bounded.
 
-``connection`` parses and dispatches, ``cycle`` is one request and its answer, ``limits`` holds all connections of a
-server within its bounds. An ASGI application is served; which paths it has is not known here. uvicorn opens the
-sockets and ends them: ``uvicorn.Config(http=protocol(connections))``.
+``connection`` parses and dispatches, ``heads`` checks heads, ``cycle`` is one request and its answer, and ``limits``
+bounds all connections of a server. The package serves any ASGI application and does not know its paths. uvicorn opens
+and closes the listening sockets: ``uvicorn.Config(http=protocol(connections))``.
 """

@@ -1,7 +1,7 @@
 """One request and its answer: ``receive`` and ``send`` of an ASGI application.
 
-An answer is one write wherever it can be: the head waits for the first piece of the body. So an application that
-fails between the two has its request answered with 500 all the same.
+An answer is one write where possible: the head is written together with the first piece of the body. So a request whose
+application fails between the two is answered with 500.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What one client can keep from the server, and what all clients can keep together.
+"""Bounds what one client can occupy of the server, and what all clients can occupy together.
 
-A request has a time to arrive whole, an answer has a time to be taken, a head has a size, and connections and bytes
-of bodies have a ceiling. At a ceiling the server does not turn the newcomer away but the connection that has kept it
-waiting longest: a client that sends its request at once is served while others hold what they can.
+A request must arrive completely, and an answer must be read, within a time. A head has a largest size. Connections, and
+the bytes of bodies, have a ceiling. At a ceiling the server closes the connection that has kept it waiting longest, not
+the new one: a client that sends its request at once is served while others occupy all that they can.
 
-A client whose connection is cut is told why wherever that answer cannot be taken for another one, and each is counted.
+A client whose connection is closed gets an answer with the reason, unless it could take that answer for another one.
+Each case is counted.
 """
 
 from __future__ import annotations
