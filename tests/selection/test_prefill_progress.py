@@ -67,7 +67,7 @@ async def test_by_the_index_when_the_last_block_appears_at_its_target(
     assert await load(store, first) == (41, 1), "its last block is not there yet"
     await hold("pod-1", PROMPT, medium="CPU", blocks=[19])
     await is_given_back(store, first)
-    assert counted(metrics) == {"index": 2}
+    await wait_until(lambda: counted(metrics) == {"index": 2}, "both are counted")
 
 
 async def test_by_the_caller_who_is_believed_first(
@@ -97,6 +97,6 @@ async def test_by_an_estimate_where_no_event_will_tell(
         return await load(store, found) == (41, 2)
 
     await wait_until(is_estimated, "the second one's prefill is over by its estimate")
-    assert counted(metrics) == {"estimate": 1}
+    await wait_until(lambda: counted(metrics) == {"estimate": 1}, "it is counted")
     await patient_one.post("/release", json={"reservation": kept["reservation"]})
     await is_given_back(store, found)

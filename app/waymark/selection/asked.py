@@ -91,10 +91,14 @@ class Taking:
     request_id: str | None = None
     """16 hex digits."""
 
-    def allows(self, candidate: Candidate) -> bool:
-        names = {candidate.instance_id}
-        if candidate.address is not None:
-            names |= {candidate.address, host_and_port(candidate.address)}
+    @property
+    def allows_all(self) -> bool:
+        return self.only is None and not self.exclude
+
+    def allows(self, instance_id: str, address: str | None) -> bool:
+        names = {instance_id}
+        if address is not None:
+            names |= {address, host_and_port(address)}
         return names.isdisjoint(self.exclude) and (self.only is None or not names.isdisjoint(self.only))
 
 

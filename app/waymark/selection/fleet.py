@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import NamedTuple
 
 from waymark.domain.match import TargetRow
 from waymark.domain.table import HolderTable
-from waymark.domain.targets import PLAIN, Target
+from waymark.domain.targets import PLAIN, Role, Target
+from waymark.routing.filters import role_of
+from waymark.routing.policy import Linear
 from waymark.routing.ring import Ring
 from waymark.routing.target import Candidate
 from waymark.selection.asked import Given
@@ -17,6 +21,8 @@ from waymark.store.reservations import Load
 _NOTHING = TargetRow()
 _IDLE = Load()
 _UNKNOWN = Given()
+#: Roles that cannot take a whole request.
+_PARTS = frozenset({Role.PREFILL.value, Role.ENCODE.value, Role.ENCODE_PREFILL.value})
 #: Rings of a fleet that are kept; a request may ask for any number of points.
 _RINGS_MAX = 4
 
@@ -29,6 +35,8 @@ class Member(NamedTuple):
     """Instance and rank."""
     target: Target
     tells_events: bool
+    is_whole: bool
+    """It can take a request with all its stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,9 @@ class Fleet:
             target = table.targets.get(publisher, PLAIN)
             if not row.is_lost and target.weight > 0:
                 name = row.instance_id, row.dp_rank
-                self.members.append(Member(publisher, name, target, publisher not in table.silent))
+                seen_as = Candidate(publisher, *name, role=target.role, labels=target.labels)
+                is_whole = role_of(seen_as) not in _PARTS
+                self.members.append(Member(publisher, name, target, publisher not in table.silent, is_whole))
         self.has_silent = any(not member.tells_events for member in self.members)
         self.by_publisher = {member.publisher: member for member in self.members}
         self.names = {member.name for member in self.members}
@@ -69,12 +79,39 @@ class Fleet:
             ring = self._rings[points] = Ring((member.name for member in self.members), points)
         return ring
 
+    @staticmethod
+    def shortlist(members: Sequence[Member], seen: Seen, linear: Linear, most: int, random: Random) -> list[Member]:
+        """The members that can be among the ``most`` best by a linear cost; those for parts of a request are left out.
+
+        Whoever has nothing of the prompt has as much to compute as all the others who have nothing: of these, the first
+        by what they have to do are enough. So a decision costs little, however many targets there are.
+        """
+        having: list[Member] = []
+        others: list[Member] = []
+        for member in members:
+            if member.is_whole:
+                has_some = member.name in seen.rows or member.publisher in seen.expected
+                (having if has_some else others).append(member)
+        if len(others) <= most:
+            return having + others
+
+        def work(member: Member) -> tuple[float, float]:
+            load = seen.loads.get(member.publisher, _IDLE)
+            # Equal ones by chance, so that many callers do not all take the same.
+            return (load[0] + linear.active * load[1]) / member.target.weight, random.random()
+
+        return having + heapq.nsmallest(most, others, key=work)
+
     def candidates(
-        self, seen: Seen, block_size: int, given: Mapping[tuple[str, int], Given] | None = None
+        self,
+        seen: Seen,
+        block_size: int,
+        given: Mapping[tuple[str, int], Given] | None = None,
+        members: Sequence[Member] | None = None,
     ) -> list[Candidate]:
-        """A candidate for each member, or for those of ``given``; what is given wins over what is stored."""
+        """A candidate for each of the members, or for those of ``given``; what is given wins over what is stored."""
         found = []
-        for publisher, name, target, _ in self.members:
+        for publisher, name, target, _, _ in self.members if members is None else members:
             said = _UNKNOWN
             if given is not None:
                 if name not in given:

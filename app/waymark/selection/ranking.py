@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from waymark.domain.targets import Role
-from waymark.routing.filters import decode_filter, prefill_filter, role_of
+from waymark.routing.filters import decode_filter, prefill_filter
 from waymark.routing.policy import Decision, Inputs, Ranking, Scored
 from waymark.routing.profile import PickerConfig
 from waymark.routing.ring import POINTS
 from waymark.routing.target import Candidate, Request
 from waymark.selection.asked import Chosen, Profile
 from waymark.selection.fleet import Fleet
-
-#: Roles that cannot take a whole request.
-_PARTS = frozenset({Role.PREFILL.value, Role.ENCODE.value, Role.ENCODE_PREFILL.value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,10 @@ def stages(
     fleet: Fleet,
     random: Random,
 ) -> Stages | None:
-    """Who could take the request, and its stages before decode; None where nobody could."""
+    """Who could take the request, and its stages before decode; None where nobody could.
+
+    In a single stage all candidates are for whole requests.
+    """
     if policy.preset is None and profile != "single":
         assert picker is not None
         of = picker.run(request, candidates, random)
@@ -69,8 +68,7 @@ def stages(
         encode = of.encode[: picker.profiles[picker.encode].endpoints_max] if picker.encode else ()
         return Stages(of.decode, prefill, encode) if of.decode else None
     is_split = profile == "disagg"
-    whole = [each for each in candidates if role_of(each) not in _PARTS]
-    able = decode_filter(request, candidates) if is_split else whole
+    able = decode_filter(request, candidates) if is_split else candidates
     decode = rank(policy, picker, request, able, fleet, random)
     if not decode.scored:
         return None

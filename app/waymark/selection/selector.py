@@ -24,14 +24,14 @@ from waymark.routing.presets import PRESETS
 from waymark.routing.target import Request
 from waymark.selection.asked import Asked, Chosen, Prompt, Ranked, Selected, Taking
 from waymark.selection.degraded import Degraded
-from waymark.selection.fleet import Fleet, Seen
+from waymark.selection.fleet import Fleet, Member, Seen
 from waymark.selection.loads import Loads
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress
 from waymark.selection.ranking import Stages, rank, stages
 from waymark.selection.taking import Looked, Taker
 from waymark.store.directory import GroupEntry
-from waymark.store.reservations import Load, Part, Reservation
+from waymark.store.reservations import CANDIDATES_MAX, Load, Part, Reservation
 from waymark.store.speculative import depths
 from waymark.store.store import Store
 
@@ -144,14 +144,23 @@ class Selector:
         )
 
     def _stages(self, asked: Asked, taking: Taking, look: _Look) -> Stages | None:
-        candidates = [
-            candidate
-            for candidate in look.fleet.candidates(look.seen, look.request.block_size)
-            if taking.allows(candidate)
-        ]
+        members = self._members(asked.policy, taking, look)
+        candidates = look.fleet.candidates(look.seen, look.request.block_size, members=members)
         return stages(
             asked.policy, self._options.picker, taking.profile, look.request, candidates, look.fleet, self._random
         )
+
+    def _members(self, policy: Chosen, taking: Taking, look: _Look) -> Sequence[Member]:
+        """The targets that a decision has to rank."""
+        members: Sequence[Member] = look.fleet.members
+        if not taking.allows_all:
+            members = [each for each in members if taking.allows(each.name[0], each.target.address)]
+        if taking.profile == "disagg" or (policy.preset is None and taking.profile is None):
+            return members
+        if policy.preset is None or policy.preset.linear is None or policy.values is None:
+            return [each for each in members if each.is_whole]
+        most = max(CANDIDATES_MAX, taking.count)
+        return look.fleet.shortlist(members, look.seen, policy.preset.linear(policy.values), most, self._random)
 
     def select_without_redis(self, asked: Asked, taking: Taking) -> Selected:
         """Take a target by what is known; StoreUnavailable where nothing of the group is."""
