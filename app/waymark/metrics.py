@@ -74,7 +74,7 @@ class Metrics:
     )
     reservations = gauge("How many requests are under way, as this replica sees it.", over="max")
     reservations_expired = counter("How many reservations ran out that nobody had released.")
-    prefill_released = counter("How many reservations had their prefill given back, by who knew that it is done.", "by")
+    prefill_released = counter("How many reservations had their prefill released, by the event that ended it.", "by")
     speculative_tokens = counter("How many tokens were expected at a target of a decision, beyond what it had.")
 
     # ---- what publishers send

@@ -267,7 +267,7 @@ class Settings(BaseSettings):
     approximate_seconds: int = Field(600, ge=1, le=_DAY)
     """How long a target that publishes no events counts as having the prompts that it was picked for."""
     prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)
-    """How fast a target computes a prompt if no event tells the end of it; 0 waits for the end of the request."""
+    """How fast a target computes a prompt if no event reports its end; 0 waits for the end of the request."""
     prefix_bytes: int = Field(1024, ge=1, le=_MIB)
     """How many bytes of a system prompt, or of a first message, make the prefix key."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"

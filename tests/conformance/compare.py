@@ -40,7 +40,7 @@ MODEL = "m"
 
 #: What differs on purpose: a name for it, and why.
 ON_PURPOSE = {
-    "copies": "engines tell every copy of a block that comes and goes. There the answers drift from what is in the "
+    "copies": "engines report every copy of a block that enters or leaves. There the answers drift from what is in the "
     "caches, here copies are counted",
     "a rank leaves": "`/unregister` with a `dp_rank` and without a group: there all ranks of the instance leave, "
     "here that rank",

@@ -178,8 +178,8 @@ CASES: Sequence[Case] = (
     ),
     Case(
         "a salt in extra_keys",
-        "vLLM tells a request's cache_salt in `extra_keys` of the first block. Blocks with a salt are found by a query "
-        "with that salt only",
+        "vLLM sends the cache_salt of a request in `extra_keys` of the first block. Blocks with a salt are found by a "
+        "query with that salt only",
         theirs=8,
         ours=0,
         events=((stored(0, 2, cache_salt="tenant-a", extra_keys=(None, None)),),),
@@ -188,7 +188,7 @@ CASES: Sequence[Case] = (
     ),
     Case(
         "an adapter by its number alone",
-        "vLLM before 0.14 tells an adapter by `lora_id`. Its blocks are not those of the base model, so a query "
+        "vLLM before 0.14 names an adapter by `lora_id`. Its blocks are not those of the base model, so a query "
         "without an adapter must not find them",
         theirs=8,
         ours=0,

@@ -142,7 +142,7 @@ async def test_a_silent_worker_is_shown_as_silent(streams: list[Stream], redis: 
     seconds, _ = await redis.time()
     await redis.zadd(keys.WORKERS, {"worker-1": seconds - 300})
     (worker,) = table(await waymark("status"), "WORKER")
-    assert (worker["HEARD"], worker["STATE"]) == ("5m", "silent")
+    assert (worker["SEEN"], worker["STATE"]) == ("5m", "silent")
 
 
 async def test_an_empty_redis_has_a_status(waymark: Run) -> None:

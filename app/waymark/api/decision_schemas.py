@@ -101,7 +101,9 @@ class DecisionRequest(Named):
         description=f"one of {', '.join(PRESETS)}; absent is that of WAYMARK_POLICY or WAYMARK_PICKER_CONFIG",
     )
     overrides: dict[str, Any] = Field(default={}, description="an object: constants of the policy by name")
-    explain: bool = Field(default=False, description="true or false: whether the parts of a score are told")
+    explain: bool = Field(
+        default=False, description="true or false: whether the answer contains the parts of each score"
+    )
     by: By = Field(default="instance", description="instance or address")
     session_token: OptionalName = Field(
         default=None, description=f"{OPTIONAL_NAME}: an instance_id in base64, as x-session-token has it"
@@ -197,10 +199,12 @@ class SelectAnswer(BaseModel):
     encode: list[ScoreRow]
     policy: str
     decision: Decision
-    degraded: bool = Field(description="Redis was away: the target was found by the prefix alone")
+    degraded: bool = Field(
+        description="whether Redis was unavailable, so that the target was found by the prefix alone"
+    )
     prefix_key: str | None
-    reservation: str | None = Field(description="what /release takes; null where nothing was reserved")
-    headers: dict[str, str] = Field(description="what proxies and engines are told by")
+    reservation: str | None = Field(description="the text to send to /release; null if nothing was reserved")
+    headers: dict[str, str] = Field(description="the headers to add to the request, for proxies and engines")
 
 
 class ReleaseAnswer(BaseModel):

@@ -227,7 +227,7 @@ def _not_found(claims: Sequence[Claim], envelope: Envelope) -> None:
     registered = next((claim.registration for claim in claims if claim.registration.name == name), None)
     if registered is not None and not registered.kind.traits.tells_events:
         raise Conflict(
-            f"publisher {shown(str(name))} is registered as type {registered.kind}, which tells no events; register "
+            f"publisher {shown(str(name))} is registered as type {registered.kind}, which sends no events; register "
             f"it as type {OVER_HTTP} to send them here",
             field="backend_id",
         )

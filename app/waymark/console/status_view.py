@@ -117,7 +117,7 @@ def _workers(status: Status) -> Part:
         for worker in status.workers
     ]
     streams = "STREAMS" if status.is_whole else "OF THESE"
-    return Grid(("WORKER", streams, "HEARD", "STATE"), rows, frozenset({streams, "HEARD"}))
+    return Grid(("WORKER", streams, "SEEN", "STATE"), rows, frozenset({streams, "SEEN"}))
 
 
 def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:

@@ -166,7 +166,9 @@ class Selector:
         """Take a target by what is known; StoreUnavailable where nothing of the group is."""
         known = self._degraded.groups.get(asked.group)
         if known is None:
-            raise StoreUnavailable("Redis is away, and nothing is known of this model yet; try again in a moment")
+            raise StoreUnavailable(
+                "Redis is unavailable, and this process knows no target of this model yet; try again in a moment"
+            )
         sizes = known.fleet.block_sizes
         prompt = asked.prompt(asked.block_size or max(sizes, default=1))
         request = self._request(asked, prompt, asked.block_size or max(sizes, default=1), 0)

@@ -57,7 +57,7 @@ class SimulateOptions(Options):
     seed: int = 0
     """Decides prompts, their order and who gets them."""
     prompts: int | None = Field(None, ge=0)
-    """Stop after so many prompts in all; None: only by time, by the end of the trace, or when told."""
+    """Stop after so many prompts in total; None: only by time, at the end of the trace, or on SIGTERM."""
     duration_seconds: float | None = Field(None, ge=0)
     """Stop after so long."""
     prompts_per_second: float | None = Field(None, ge=0)
@@ -73,7 +73,7 @@ class SimulateOptions(Options):
     cache_salts: tuple[str, ...] = ()
     """Cache salts that conversations use, by commas."""
     stay: bool = False
-    """After the last prompt keep the sockets open, until told to stop or the duration is over."""
+    """After the last prompt keep the sockets open, until SIGTERM or the end of the duration."""
     faults: Faults = Field(default_factory=Faults)
     register_url: str | None = Field(None, alias="register")
     """Base URL of a running Waymark to register the engines with, such as ``http://127.0.0.1:13333``."""

@@ -66,7 +66,7 @@ def parse_reservations(text: str, field: str = "reservation") -> list[Reservatio
     for part in text.split(","):
         match = _TEXT.fullmatch(part)
         if match is None or len(found) == CANDIDATES_MAX:
-            raise InvalidValue(f"{field} is no reservation; give back the text that /select answered", field=field)
+            raise InvalidValue(f"{field} is no reservation; send the text that /select answered", field=field)
         group_id, publisher, tokens, context = (int(number) for number in match.groups()[:4])
         found.append(Reservation(group_id, publisher, tokens, context, match[5]))
     return found

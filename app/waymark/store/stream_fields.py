@@ -85,7 +85,7 @@ def _named_integer(name_of: Callable[[str], T], name: str, raw: bytes) -> tuple[
     try:
         named = name_of(name)
     except ValueError:
-        raise Malformed("its name is not as it should be") from None
+        raise Malformed("its name cannot be parsed") from None
     return named, integer_of(raw, "it")
 
 

@@ -1,0 +1,118 @@
+"""No text that a user reads has a retired word: pages, chart, contract, metrics, settings, errors, logs and help.
+
+``docs/glossary.md`` has the words. Redis, requests and processes are not persons, one word has one meaning, and a
+native speaker reads each sentence once. A word that was rewritten is retired here, so that it does not come back.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "app" / "waymark"
+
+#: Pattern -> what is written in its place.
+RETIRED = {
+    r"\b(is|are|was|goes|go|been) away\b": "unavailable",
+    r"\bwhoever\b": "name the person or the process",
+    r"\banew\b": "again",
+    r"\bbeside it\b": "name the thing, with 'next to' or 'in addition'",
+    r"\bwhat is left of it\b": "the rest",
+    r"\bof late\b": "recently",
+    r"\bjust so\b": "exactly",
+    r"\bhow it came\b": "name the source",
+    r"\bas it should( be)?\b": "correct, or name the error",
+    r"\b(be|is|been) had\b|\bhad again\b": "is available, can be recovered",
+    r"\bhears?\b|\bheard\b": "receives",
+    r"\btells?\b|\btold\b": "reports, shows, sends",
+    r"\bsays nothing\b|\bsaid nothing\b": "does not answer, contains nothing",
+    r"\bsomebody else\b": "another process, another user",
+    r"\bin whole\b": "completely",
+    r"\bfor good\b": "permanently",
+    r"\bby why\b": "by reason",
+    r"\bat hand\b": "in the cache",
+    r"\bthe process turns\b": "the process is alive",
+    r"\bchanged? hands\b": "moves to another worker",
+    r"\blets? us in\b": "accepts the login",
+    r"\bgiven? back\b|\bgives back\b": "release, return",
+    r"\btake[ns]? out\b": "remove",
+    r"\bcut off\b|\bis cut\b": "closed",
+    r"\bthrows? away\b|\bthrown away\b": "drop",
+}
+
+
+def pages() -> list[Path]:
+    return [
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md", "docker-compose.yml")),
+        *sorted((ROOT / "docs").glob("*.md")),
+        *(path for path in sorted((ROOT / "helm").rglob("*")) if path.suffix in (".md", ".yaml", ".yml", ".json")),
+        *sorted(path for path in (ROOT / "deploy").rglob("*") if path.suffix in (".yml", ".yaml", ".json")),
+    ]
+
+
+def strings(path: Path) -> Iterator[tuple[int, str]]:
+    """The texts of a module, with their lines: no docstring, but the sentences of settings and bodies."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
+    sentences = _sentences(tree)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    hidden = inside | (docstrings - sentences)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+            yield node.lineno, "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden:
+            yield node.lineno, node.value
+
+
+def _sentences(tree: ast.Module) -> set[int]:
+    """The docstrings that are shown to users: those of settings, of flags and of bodies."""
+    shown: set[int] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+        if bases & {"BaseSettings", "Options"}:
+            body = node.body[1:]
+        elif bases & {"BaseModel", "Request", "_Prompt", "_Grouped"}:
+            body = node.body[:1]
+        else:
+            continue
+        shown |= {id(each.value) for each in body if isinstance(each, ast.Expr)}
+    return shown
+
+
+def found(line: int, text: str) -> list[str]:
+    plain = re.sub(r"`[^`]*`", "", text)
+    return [
+        f"{line}: {match[0]!r} in {' '.join(text.split())[:160]!r}; write: {instead}"
+        for pattern, instead in RETIRED.items()
+        for match in re.finditer(pattern, plain, re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_have_no_retired_word(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    complaints = [complaint for number, line in enumerate(lines, 1) for complaint in found(number, line)]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_strings_have_no_retired_word(module: Path) -> None:
+    complaints = [complaint for line, text in strings(module) for complaint in found(line, text)]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_a_retired_word_is_found_where_users_read_it() -> None:
+    assert found(1, "Redis is away; start it anew") != []
+    assert found(1, "`away` is a word of this page") == []
+    settings = dict(strings(PACKAGE / "settings.py"))
+    assert any("The TCP port that the HTTP API listens on." in text for text in settings.values())
+    bodies = dict(strings(PACKAGE / "api" / "schemas.py"))
+    assert any("A prompt, by its tokens." in text for text in bodies.values())
