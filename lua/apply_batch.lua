@@ -14,7 +14,7 @@
 --       ts, newest_ts, digest   of that batch, kept beside the watermark
 --       before     the watermark that the caller has seen acknowledged, '' for none. A record that has less is that of
 --                  a Redis that has lost its last writes: what comes next would hide what is missing. Without a
---                  record, the same of `seq:<publisher>`
+--                  record, the same of `seq:<publisher>`, where -1 is none of this life
 --       holders    how many engine* there are; then for each: holder id, mode
 --                    count  copies are counted; a removal takes one copy
 --                    set    a block is there or not
@@ -316,8 +316,9 @@ if commit ~= '' and done == block - 1 - holders then
   redis.call('HSET', record, 'watermark', commit, 'ts', ARGV[4], 'newest_ts', ARGV[5], 'digest', ARGV[6])
 end
 if not record and runs[1] and done == block - 1 - holders then
-  -- Who has seen none acknowledged may be of a new life, whose numbers begin anew.
-  local last = math.max(runs[#runs].seq, ARGV[7] ~= '' and tonumber(seen[3]) or 0)
+  -- Where none of this life is acknowledged, what stands there may be of the one before, whose numbers were larger.
+  local is_first = ARGV[7] == '' or tonumber(ARGV[7]) < 0
+  local last = math.max(runs[#runs].seq, not is_first and tonumber(seen[3]) or 0)
   redis.call('HSET', fence, 'seq:' .. publisher, string.format('%.0f', last))
 end
 return {'applied', done}

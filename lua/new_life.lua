@@ -6,7 +6,7 @@
 --
 -- KEYS  holders  hash  the group's holder table; `version` is a new nonce after every change
 --       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name,
---                      `event:<id>` the last event_id of a holder, `turn` the token and version of the last call
+--                      `event:<id>` the last event_id of a holder, `shard:<number>` the last seq on a shard, `turn` the token and version of the last call
 --       fence    hash  shard 0's; `holder`: the highest holder id handed out or seen. Where it has none, this Redis is
 --                      empty, and ids begin at the microseconds since 2026-01-01 UTC by its TIME
 --       dead     set   holder ids whose blocks are still to be swept
@@ -68,7 +68,8 @@ end
 if ARGV[6] ~= '' then
   redis.call('HDEL', record, 'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups')
   for i = 1, #fields, 2 do
-    if fields[i]:sub(1, 6) == 'event:' then redis.call('HDEL', record, fields[i]) end
+    local beginning = fields[i]:sub(1, 6)
+    if beginning == 'event:' or beginning == 'shard:' then redis.call('HDEL', record, fields[i]) end
   end
   redis.call('HSET', record, 'life', ARGV[6])
 end

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.conftest import wait_until
@@ -25,6 +27,18 @@ async def forget(bench: Bench, pattern: str) -> None:
     names = await bench.redis.keys(pattern)
     assert names
     await bench.redis.delete(*names)
+
+
+async def dumped(bench: Bench, pattern: str) -> dict[Any, Any]:
+    """These keys as they are now."""
+    return {name: await bench.redis.dump(name) for name in await bench.redis.keys(pattern)}
+
+
+async def set_back(bench: Bench, pattern: str, before: dict[Any, Any]) -> None:
+    """As a failover does it: what was written since is gone."""
+    await forget(bench, pattern)
+    for name, value in before.items():
+        await bench.redis.restore(name, 0, value)
 
 
 async def test_registrations_that_redis_has_lost_are_put_back_as_they_were(bench: Bench) -> None:
@@ -72,6 +86,39 @@ async def test_a_shard_that_has_come_back_empty_is_filled_again(bench: Bench, mo
     await pod.counted(batches_lost=0)
 
 
+@pytest.mark.parametrize("takeovers", [0, 1])
+@pytest.mark.parametrize("shard", range(1, SHARDS))
+async def test_a_shard_that_loses_its_last_writes_while_nobody_has_the_stream_is_filled_again(
+    bench: Bench, shard: int, takeovers: int
+) -> None:
+    """The worker that knew how far the shard was has died, and so did each that took over and had nothing to apply."""
+    bench.store = Store(bench._client, shards=SHARDS)
+    hand = await bench.worker("worker-0", WITHOUT_PROBES)
+    pod = await at_work(bench)
+    before = await dumped(bench, f"wm:{{1.{shard}}}:*")
+    await pod.work(6)
+    await pod.agrees()
+    for number in range(1, takeovers + 1):
+        await hand.die()
+        await bench.redis.delete(keys.lease(1, 1))
+        hand = await bench.worker(f"worker-{number}", WITHOUT_PROBES)
+        await is_of(pod, f"worker-{number}")
+    await hand.die()
+    await bench.redis.delete(keys.lease(1, 1))
+    await set_back(bench, f"wm:{{1.{shard}}}:*", before)
+    await bench.worker("worker-9", WITHOUT_PROBES)
+    await pod.agrees()
+    await pod.counted(batches_lost=0)
+
+
+async def is_of(pod: Pod, worker: str) -> None:
+    async def is_so() -> bool:
+        state = await pod.state()
+        return (state.worker, state.status) == (worker, "active")
+
+    await wait_until(is_so, f"{worker} has it", PATIENCE_SECONDS)
+
+
 async def test_a_shard_that_is_emptied_after_a_takeover_is_replayed_though_nobody_publishes(bench: Bench) -> None:
     """Nothing has been applied under the new grant, so nothing but the marks of the grant tells of the shard."""
     pod = await bench.pod(is_registered=False)
@@ -82,12 +129,7 @@ async def test_a_shard_that_is_emptied_after_a_takeover_is_replayed_though_nobod
     await pod.agrees()
     await first.stop()
     await bench.worker("worker-2", WITHOUT_PROBES)
-
-    async def is_taken_over() -> bool:
-        state = await pod.state()
-        return (state.worker, state.status) == ("worker-2", "active")
-
-    await wait_until(is_taken_over, "the second worker has it", PATIENCE_SECONDS)
+    await is_of(pod, "worker-2")
     for shard in (1, 2):
         lost = await bench.redis.keys(f"wm:{{1.{shard}}}:*")
         assert lost

@@ -19,7 +19,7 @@ RECORD, LEASE, LOAD = keys.record(1, 1), keys.lease(1, 1), keys.load(1)
 Call = Callable[[Scripts, str], Awaitable[Outcome]]
 
 CALLS: dict[str, Call] = {
-    "commit_batch": lambda scripts, token: scripts.commit_batch(RECORD, token, 9, "", "", "0" * 16, [1, 1]),
+    "commit_batch": lambda scripts, token: scripts.commit_batch(RECORD, token, 9, "", "", "0" * 16, [1, 5], [1, 1]),
     "drop_fence": lambda scripts, token: scripts.drop_fence(FENCE, 1, token),
     "drop_lease": lambda scripts, token: scripts.drop_lease(LEASE, RECORD, token),
     "end_publisher": lambda scripts, token: scripts.end_publisher(HOLDERS, RECORD, LEASE, DEAD, LOAD, 1, token, WORD),

@@ -303,6 +303,7 @@ async def resumed(
     state = await store.records.read(grant)
     if state is None:
         raise Fenced
+    grant.shard_seqs.update(state.shard_seqs)
     resolver = Resolver(
         grant.claim.registration,
         grant.publisher,

@@ -114,7 +114,7 @@ class StreamRunner:
     async def _build(self, running: Running, grant: Grant) -> None:
         claim = running.claim
         applier, state = await self._resumed(grant, running.foreign_ranks)
-        if grant.is_forgotten and state.watermark is not None:
+        if state.watermark is not None and await self._has_lost(grant):
             log.warning("redis has lost writes", extra=fields(stream=str(claim.registration.name)))
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
@@ -125,6 +125,10 @@ class StreamRunner:
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         running.stream = Stream(life, self.context, self.places, self._metrics, options.stream)
         running.resolver = applier.resolver
+
+    async def _has_lost(self, grant: Grant) -> bool:
+        """Whether a shard has lost writes while nobody had the stream, or before its last holder could notice."""
+        return grant.is_forgotten or await self._store.index.has_lost(grant, grant.shard_seqs)
 
     async def _resumed(
         self, grant: Grant, foreign_ranks: frozenset[int], *, is_patient: bool = True

@@ -82,10 +82,17 @@ class Index:
             if refusal in verdicts:
                 return refusal
         if grant.claim.registration.sequence == "publisher":  # else its numbers are of several ranks
-            grant.shard_seqs.update({shard: part[-1][0].seq for shard, part in parts.items() if shard})
+            seqs = {shard: part[-1][0].seq for shard, part in parts.items() if shard}
+            grant.shard_seqs.update(seqs)
+            grant.moved_shards.update(seqs)
         if commit is None and not events:
             return Verdict.APPLIED
-        outcome = await self._scripts.commit_batch(grant.record, grant.token, *_watermark(commit), events)
+        # Numbers of a stream without a watermark are of several holders, and say nothing of a shard.
+        moved = sorted(grant.moved_shards) if commit is not None else []
+        shards: list[Arg] = [word for shard in moved for word in (shard, grant.shard_seqs[shard])]
+        outcome = await self._scripts.commit_batch(grant.record, grant.token, *_watermark(commit), shards, events)
+        if outcome.verdict is not Verdict.FENCED:
+            grant.moved_shards.difference_update(moved)
         return outcome.verdict
 
     async def _apply_shard(
@@ -170,7 +177,7 @@ class Index:
             return await call()
 
     async def has_lost(self, grant: Grant, shards: Iterable[int]) -> bool:
-        """Whether one of ``shards`` has lost writes that it acknowledged under this grant."""
+        """Whether one of ``shards`` has lost writes of this life that it acknowledged."""
         asked = [shard for shard in shards if shard in grant.shard_seqs]
         if not asked:
             return False

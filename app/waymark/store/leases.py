@@ -38,8 +38,10 @@ class Grant:
     above: int
     """The highest holder id seen on any shard when the fence was raised."""
     shard_seqs: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """By shard, without the first one: the seq of the last batch whose blocks the shard has acknowledged under this
-    grant; -1 before the first batch."""
+    """By shard, without the first one: the seq of the last batch of this life whose blocks the shard has acknowledged;
+    -1 before the first batch."""
+    moved_shards: set[int] = field(default_factory=set, compare=False, repr=False)
+    """The shards whose seq is not in the record yet: it is written with the next watermark."""
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
     seconds: float = 0.0
     """How long the lease lasts unless it is renewed."""

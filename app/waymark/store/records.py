@@ -22,7 +22,7 @@ from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import RecordKind, RecordParser, integer_of
 from waymark.store.scripts import Scripts
-from waymark.store.stream_fields import COUNTER, EVENT, HOLDER, StreamFields, holder_id
+from waymark.store.stream_fields import COUNTER, EVENT, HOLDER, SHARD, StreamFields, holder_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class StreamState:
     """Ids of the holders that are alive, by their names."""
     event_ids: Mapping[int, int]
     """Standard events: the last event_id per holder."""
+    shard_seqs: Mapping[int, int]
+    """By shard, without the first one: the seq of the last batch up to the watermark that has blocks there."""
     counters: Mapping[str, int]
     status: StreamStatus
     change: str
@@ -118,6 +120,7 @@ class Records:
         by, _, change = fields.text("turn").partition(" ")
         holders = fields.integers(HOLDER, HolderName.parse)
         event_ids = fields.integers(EVENT, holder_id)
+        shard_seqs = fields.integers(SHARD, int)
         watermark, main_group = fields.integer("watermark"), fields.integer("main_groups")
         return StreamState(
             life=fields.text("life"),
@@ -129,10 +132,11 @@ class Records:
             main_groups="" if main_group is None else str(main_group),
             holders=holders,
             event_ids=event_ids,
+            shard_seqs=shard_seqs,
             counters=fields.integers(COUNTER, str),
             status=fields.status(),
             change=change if by == grant.token else "",
-            is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT)),
+            is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT, SHARD)),
         )
 
     async def adopt(self, grant: Grant, state: StreamState) -> None:
@@ -193,6 +197,7 @@ class Records:
         grant.change.nonce = nonce
         if is_restart:
             grant.shard_seqs.clear()
+            grant.moved_shards.clear()
         return list(outcome.numbers)
 
     async def write(self, grant: Grant, facts: Facts, counters: Mapping[str, int]) -> bool:

@@ -92,9 +92,18 @@ class Scripts:
         return await self._run("apply_batch", keys, args)
 
     async def commit_batch(
-        self, record: str, token: str, watermark: Arg, ts: Arg, newest_ts: Arg, digest: Arg, event: Sequence[Arg]
+        self,
+        record: str,
+        token: str,
+        watermark: Arg,
+        ts: Arg,
+        newest_ts: Arg,
+        digest: Arg,
+        shards: Sequence[Arg],
+        event: Sequence[Arg],
     ) -> Outcome:
-        return await self._run("commit_batch", [record], [token, watermark, ts, newest_ts, digest, *event])
+        args: list[Arg] = [token, watermark, ts, newest_ts, digest, len(shards) // 2, *shards, *event]
+        return await self._run("commit_batch", [record], args)
 
     async def new_life(
         self,

@@ -20,6 +20,8 @@ COUNTER = "count:"
 
 #: The names of fields with the ids of live holders, and with the last event_ids of holders, begin with these.
 HOLDER, EVENT = "holder:", "event:"
+#: The names of fields with the last seq of a shard begin with this.
+SHARD = "shard:"
 _HOLDER_ID = re.compile(r"[0-9]{1,16}")
 
 
