@@ -132,16 +132,16 @@ def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
     for presence, _ in walk.runs:
         for i, dp_rank, _ in presence.ranks:
             ranks.setdefault((i, dp_rank), DynamoRank())
+    is_off_device, is_off_both = DEVICE.isdisjoint, (DEVICE | HOST).isdisjoint
     at = 0
     for presence, length in walk.runs:
         own = {(i, dp_rank): media for i, dp_rank, media in presence.ranks}
         for key, rank in ranks.items():
             media = own.get(key, _NOWHERE) | presence.pool_media
             # A prefix goes on only if it reached this run's first block.
-            is_on_device = not DEVICE.isdisjoint(media)
-            if rank.gpu == at and is_on_device:
+            if rank.gpu == at and not is_off_device(media):
                 rank.gpu += length
-            if rank.cpu == at and (is_on_device or not HOST.isdisjoint(media)):
+            if rank.cpu == at and not is_off_both(media):
                 rank.cpu += length
             if rank.disk == at and media:
                 rank.disk += length
@@ -174,6 +174,7 @@ def target_rows(walk: Walk) -> dict[tuple[str, int], TargetRow]:
     """
     view = walk.view
     first = [ranks[0] for ranks in view.registered_ranks]
+    is_off_device, is_off_host = DEVICE.isdisjoint, HOST.isdisjoint
     counts: dict[tuple[int, int], list[int]] = {}
     going: set[tuple[int, int]] | None = None  # None: everybody, nothing read yet
     for presence, length in walk.runs:
@@ -194,17 +195,9 @@ def target_rows(walk: Walk) -> dict[tuple[str, int], TargetRow]:
             if row is None:
                 row = counts[key] = [0, 0, 0, 0]
             held = own.get(key, _NOWHERE)
-            row[_place_of(held, is_in_pool=bool(presence.pool_media))] += length
+            place = 0 if not is_off_device(held) else 1 if not is_off_host(held) else 2 if presence.pool_media else 3
+            row[place] += length
     return {(view.instances[i], rank): TargetRow(*row) for (i, rank), row in counts.items()}
-
-
-def _place_of(held: frozenset[str], *, is_in_pool: bool) -> int:
-    """The index in a ``TargetRow`` of the best place of blocks that a target has on these media."""
-    if not DEVICE.isdisjoint(held):
-        return 0
-    if not HOST.isdisjoint(held):
-        return 1
-    return 2 if is_in_pool else 3
 
 
 def pool_bitmap(walk: Walk) -> int:
