@@ -1,6 +1,6 @@
 -- beat(workers; worker, keep_seconds, leaving) -> {verdict, worker*}
 --
--- Say that an ingest worker is alive, by the clock of Redis; learn who else is.
+-- Report that an ingest worker is alive, by the clock of Redis, and return all workers that are.
 --
 -- KEYS  workers       zset  worker id, scored by the Redis time of its last heartbeat, in seconds
 -- ARGV  worker        the worker that is alive, and after a slash how many streams it takes; '' only asks
@@ -11,7 +11,8 @@
 
 local now = tonumber(redis.call('TIME')[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
--- Of a clock that was ahead, or nobody's: it would be alive for ever, and its share of the streams nobody's.
+-- A score in the future comes from a clock that was ahead. Its worker would count as alive for ever, and nobody would
+-- run its share of the streams.
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. (now + tonumber(ARGV[2])), '+inf')
 if ARGV[3] == '1' then
   redis.call('ZREM', KEYS[1], ARGV[1])

@@ -1,23 +1,23 @@
 -- begin_publisher(holders, record; publisher, name, row, group, version, life, target) -> {verdict, 0}
 --
--- Give a claimed publisher its record and its row in the group's table; where it has them, only what it is as a target.
+-- Write the record and the table row of a claimed publisher; if it has both, write only its target.
 --
 -- KEYS  holders    hash  the group's holder table; `incarnation` is the version it began with, and never changes
 --       record     hash  the publisher's record
 -- ARGV  publisher  its integer id
 --       name       `["instance","tenant",rank]`, to know the record by
---       row        what readers are told of it, JSON
+--       row        the publisher's row, JSON
 --       group      `["tenant","model"]`, to know the table by
 --       version    a random nonce
 --       life       a random nonce
---       target     what routers are told of it, JSON; empty where it is a plain one
+--       target     its target, JSON; empty where every field has its default
 --
 -- {'applied', 0}  it has them
 -- {'other', 0}    the table is of another group; nothing written
 -- {'other', 1}    the record is another publisher's; nothing written
 --
--- Ids are handed out on another slot, where a failover may have forgotten the last of them: who finds one in use asks
--- for another.
+-- Ids are assigned on another slot, where a failover may have forgotten the last ones. A caller that finds an id in use
+-- asks for another one.
 
 local group = redis.call('HGET', KEYS[1], 'group')
 if group and group ~= ARGV[4] then return {'other', 0} end

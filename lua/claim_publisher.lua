@@ -1,6 +1,6 @@
 -- claim_publisher(publishers, unregistered; publisher, expected, registration, restores) -> {verdict, 0}
 --
--- Write a publisher's registration, if it still is what the caller has seen.
+-- Write a publisher's registration, if it is still the one that the caller has read.
 --
 -- KEYS  publishers    hash  `["instance","tenant",rank]`: the registration, JSON
 --       unregistered  zset  who was unregistered last, by Redis time; in the slot of publishers

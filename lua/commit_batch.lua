@@ -1,7 +1,7 @@
 -- commit_batch(record; token, watermark, ts, newest_ts, digest, shards, event*) -> {verdict, watermark}
 --
--- Move the watermark of a stream whose blocks lie on several shards, and the event_ids of its batches, once every
--- shard has answered.
+-- Move the watermark of a stream, and the event_ids of its batches. The caller applied the blocks on several shards
+-- before, and every shard has acknowledged them.
 --
 -- KEYS  record     hash  the publisher's record
 -- ARGV  token      the lease token the caller believes is the highest

@@ -1,7 +1,7 @@
 -- drop_fence(fence; publisher, token) -> {verdict, 0}
 --
--- Forget an ended publisher on one shard. No token at all refuses as well as a higher one does: its id is
--- never used again.
+-- Forget an ended publisher on one shard. A fence without a token rejects every caller, as a higher token does: the id
+-- of the publisher is never used again.
 --
 -- KEYS  fence      hash  the shard's
 -- ARGV  publisher  its integer id

@@ -1,6 +1,6 @@
 -- drop_lease(lease, record; token) -> {verdict, 0}
 --
--- Give a lease back at once, if it is still ours.
+-- Give a lease back, if the caller still has it.
 --
 -- KEYS  lease   string, PX  the token of who has it
 --       record  hash        the publisher's record

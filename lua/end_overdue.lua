@@ -1,6 +1,6 @@
 -- end_overdue(load, reservations; most) -> {verdict, ended}
 --
--- Give back what nobody released in time, so that an idle group's loads are right, too.
+-- Release overdue reservations, so that the loads of an idle group are right, too.
 --
 -- KEYS  load          hash  what each target has to do
 --       reservations  zset  decisions under way, by the Redis ms at which each is over

@@ -1,6 +1,6 @@
 -- end_publisher(holders, record, lease, dead, load; publisher, token, version) -> {verdict, ended}
 --
--- The end of a publisher: its row and all its holders leave the table at once. The fence was raised before.
+-- End a publisher: delete its row and all its holders from the table in one step. The fence was raised before.
 --
 -- KEYS  holders    hash        the group's holder table
 --       record     hash        the publisher's record

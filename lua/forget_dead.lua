@@ -1,6 +1,6 @@
 -- forget_dead(dead; holder) -> {verdict, was_there}
 --
--- A dead holder has been swept on every shard; nothing names it any more.
+-- Forget a dead holder, which has been swept on every shard, so that no block names it.
 --
 -- KEYS  dead    set  holder ids still to be swept
 -- ARGV  holder  its id

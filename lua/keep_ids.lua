@@ -1,6 +1,6 @@
 -- keep_ids(groups; group, id, shards, publisher) -> {verdict, id}
 --
--- Say again which ids a registration has, where a failover has forgotten that they were handed out.
+-- Write again which ids a registration has, after a failover that has forgotten them.
 --
 -- KEYS  groups     hash  `["tenant","model"]`: `<group id> <shards>`; `last_group`, `last_publisher`: the last ids
 -- ARGV  group      the field

@@ -1,6 +1,6 @@
 -- mark_publisher(holders, record; publisher, token, row, version) -> {verdict, 0}
 --
--- Tell readers something else of a publisher: that it is lost, that it is back.
+-- Replace the row of a publisher in the table: it is lost, or it is back.
 --
 -- KEYS  holders    hash  the group's holder table
 --       record     hash  the publisher's record

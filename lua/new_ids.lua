@@ -1,6 +1,6 @@
 -- new_ids(groups; group, shards, above, publisher_above, hash_seed) -> {verdict, group, shards, publisher}
 --
--- The group id of a (tenant, model), handed out at its first registration, and a new publisher id.
+-- Return the group id of a (tenant, model), which its first registration assigns, and a new publisher id.
 --
 -- KEYS  groups  hash  `["tenant","model"]`: `<group id> <shards>`; `last_group`, `last_publisher`: the last ids;
 --               `hash_seed`: what all blocks here are hashed with

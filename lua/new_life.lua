@@ -1,8 +1,8 @@
 -- new_life(holders, record, fence, dead; token, before, version, above, unit, life, begin*) -> {verdict, holder*}
 --
--- End holders of a publisher and begin others, in one step that readers see at once, however many blocks the
--- ended ones had. With nothing to end it only begins: a holder for a medium or rank not seen before. The same call may
--- come twice, also late: it is done once, and never after another one.
+-- End holders of a publisher and begin others, in one step for readers, however many blocks the ended holders had. With
+-- nothing to end, the script only begins holders, for a new medium or rank. The same call may arrive twice, and late: the
+-- script makes the change once, and never after a later change.
 --
 -- KEYS  holders  hash  the group's holder table; `version` is a new nonce after every change
 --       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name,

@@ -1,6 +1,6 @@
 -- raise_fence(fence; publisher, token) -> {verdict, counter, holder}
 --
--- Shut out every older token of a publisher on one shard, before its new lease holder reads anything there.
+-- Reject every older token of a publisher on one shard, before the new lease holder reads anything there.
 --
 -- KEYS  fence      hash  the shard's
 -- ARGV  publisher  its integer id

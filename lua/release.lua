@@ -1,6 +1,6 @@
 -- release(load, reservations; reservation, part, minute, milliseconds) -> {verdict}
 --
--- Give back what a reservation adds to its target, or a part of it, or keep it for longer.
+-- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it.
 --
 -- KEYS  load          hash  what each target has to do
 --       reservations  zset  decisions under way, by the Redis ms at which each is over

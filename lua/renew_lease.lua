@@ -1,6 +1,6 @@
 -- renew_lease(lease, record; token, milliseconds) -> {verdict, 0}
 --
--- Hold a lease for longer. One that ran out is taken up again if nobody else has taken it meanwhile.
+-- Extend a lease. A lease that ran out is taken again, if no other worker has taken it meanwhile.
 --
 -- KEYS  lease         string, PX  the token of who has it
 --       record        hash        the publisher's record

@@ -1,6 +1,6 @@
 -- reserve(load, reservations, holders, request, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidate*) -> {verdict, which, tokens, requests, overdue}
 --
--- Send a prompt to the best of some targets, by their loads at this moment.
+-- Choose the best of some targets for a prompt, by their loads at this moment, and add the reservation to its load.
 --
 -- KEYS  load              hash        what each target has to do
 --       reservations      zset        decisions under way, by the Redis ms at which each is over

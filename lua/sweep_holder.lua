@@ -1,6 +1,6 @@
 -- sweep_holder(engine, block*, dead; holder, engine_hash*) -> {verdict, blocks}
 --
--- Take a dead holder out of a bounded piece of the blocks it left on one shard.
+-- Remove a dead holder from a bounded number of its blocks on one shard.
 --
 -- KEYS  engine        hash    the dead holder's engine hashes on this shard
 --       block*        string  blocks its entries name; none: all are done, what is left of `engine` goes

@@ -1,6 +1,6 @@
 -- take_lease(lease, record; own, random, worker, milliseconds, above, force) -> {verdict, counter}
 --
--- Acquire the right to apply a publisher's stream. It is not complete before the fence is raised on every shard.
+-- Take the lease of a publisher's stream. The caller may apply the stream once it has raised the fence on every shard.
 --
 -- KEYS  lease         string, PX  the token of who has it
 --       record        hash        the publisher's record; `token` is the highest given out, `worker` whose it is

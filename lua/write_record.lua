@@ -1,6 +1,6 @@
 -- write_record(record; token, field*) -> {verdict, 0}
 --
--- Keep in a publisher's record what its stream knows of itself: status, counters, flags.
+-- Write the state of a stream into its publisher's record: status, counters, flags.
 --
 -- KEYS  record  hash  the publisher's record
 -- ARGV  token   the lease token the caller believes is the highest
