@@ -31,3 +31,14 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         SelectionOptions.of(Settings(picker_config=str(wrong)))
     with pytest.raises(SettingsError, match=r"WAYMARK_PICKER_CONFIG .*cannot be used"):
         SelectionOptions.of(Settings(picker_config=str(tmp_path / "none.yaml")))
+
+
+def test_the_log_says_what_does_the_work_of_a_plugin_that_belongs_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text("plugins: [{type: tokenizer}]\nschedulingProfiles: [{name: one}]\n", encoding="utf-8")
+    with caplog.at_level("INFO"):
+        options = SelectionOptions.of(Settings(picker_config=str(file)))
+    assert options.picker is not None
+    assert len(caplog.records) == len(options.picker.notes) == 1

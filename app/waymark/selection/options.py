@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from waymark.errors import InvalidValue, SettingsError
+from waymark.logs import fields
 from waymark.routing.picker_config import read_picker_config
 from waymark.routing.policy import Preset
 from waymark.routing.presets import PRESETS, preset
 from waymark.routing.profile import PickerConfig
 from waymark.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,11 @@ class SelectionOptions:
 
 def _read(path: str) -> PickerConfig:
     try:
-        return read_picker_config(Path(path).read_text(encoding="utf-8"))
+        config = read_picker_config(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as exc:
         raise SettingsError(f"WAYMARK_PICKER_CONFIG {path!r} cannot be used: {exc}") from None
     except InvalidValue as exc:
         raise SettingsError(f"WAYMARK_PICKER_CONFIG {path!r}: {exc.sentence}") from None
+    for note in config.notes:
+        log.info("what a plugin of the picker file does is done elsewhere here", extra=fields(note=note))
+    return config
