@@ -206,3 +206,41 @@ async def test_a_restart_counts_when_its_holders_have_ended(bench: Bench, monkey
     await bench.worker("worker-2", options=WITHOUT_PROBES)
     await pod.agrees()
     await pod.counted(restarts=1)
+
+
+@pytest.mark.parametrize("fault", ["gap", "late"])
+async def test_whoever_sees_a_watermark_sees_that_something_before_it_is_missing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A worker may die right after an apply: its record says degraded by then."""
+    pod = await bench.pod(has_replay=False)
+    await pod.work(2 if fault == "late" else 0)
+    seen: dict[int, str] = {}
+    run = Mortal.run
+
+    async def noting(self: Mortal, name: str, keys: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        reply = await run(self, name, keys, args)
+        if name == "apply_batch":
+            record = await bench.record(pod.name)
+            if "watermark" in record:
+                seen.setdefault(int(record["watermark"]), record["status"])
+        return reply
+
+    monkeypatch.setattr(Mortal, "run", noting)
+    await bench.worker()
+    await pod.subscribed()
+    await pod.work(2)
+    await pod.at_watermark(pod.last_seq)
+    before_loss = -1
+    if fault == "gap":
+        before_loss = pod.last_seq
+        with pod.dropping():
+            await pod.work(1)
+        await pod.work(1)
+        await pod.at_watermark(pod.last_seq)
+    assert {status for watermark, status in seen.items() if watermark > before_loss} == {"degraded"}
+    await pod.has_status("degraded")
+    if fault == "gap":
+        await pod.engine.restart()
+        await pod.work(1)
+        await pod.has_status("active")

@@ -201,11 +201,15 @@ class Applier:
         for name in self.resolver.at(epochs(self._medium_ttl, time.time())):
             await self.new_life(name)
 
-    async def keep_facts(self) -> None:
-        """Write the flags and the main group, which a later lease holder must know before it applies anything."""
+    async def keep_facts(self, told: Facts | None = None) -> None:
+        """Write the flags and the main group, which a later lease holder must know before it applies anything.
+
+        What is ``told`` is written in the same step.
+        """
         resolver = self.resolver
         group = "" if resolver.main_group is None else str(resolver.main_group)
-        await self.write({"flags": " ".join(sorted(resolver.flags)), "main_groups": group}, {})
+        facts: Facts = {"flags": " ".join(sorted(resolver.flags)), "main_groups": group}
+        await self.write({**facts, **(told or {})}, {})
 
     async def write(self, facts: Facts, counters: Mapping[str, int]) -> None:
         written = await self.answered(lambda: self._store.records.write(self.grant, facts, counters))

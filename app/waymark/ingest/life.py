@@ -95,6 +95,8 @@ class Life:
         """(watermark, digest) of before live frames were applied on a connection whose replay waits for a place."""
         self.is_lost = state.status is StreamStatus.LOST
         """Its socket has been down for too long; readers do not count its holders."""
+        self.has_written_status = False
+        """The status in the record may be another one than that of the last report."""
         self._dp_rank = registration.dp_rank
         self._decode = decode
         self._metrics = metrics
@@ -221,8 +223,7 @@ class Life:
         """Begin with a live frame though a replay may still bring what was before it."""
         self.opened_at = seq
         self.reasons |= {JOINED_LATE, REPLAY_WAITING}
-        self.applier.resolver.flags.update((JOINED_LATE, f"{_OPENED_AT}{seq}"))
-        await self.applier.keep_facts()
+        await self._flag(JOINED_LATE, f"{_OPENED_AT}{seq}")
 
     async def close_opening(self, seq: int) -> None:
         """A replay begins at ``seq``: where that is before the first live frame, the life begins anew from there."""
@@ -317,11 +318,16 @@ class Life:
         await self._flag(UNTRUSTED)
 
     async def _flag(self, *added: str) -> None:
-        """Keep flags of this life before anything more is applied."""
+        """Keep flags of this life before anything more is applied.
+
+        Each of them means that the stream is degraded. The status says so in the same step: a watermark behind a loss
+        never stands beside ``active``. A lost publisher keeps its status, by which whoever takes over finds it again.
+        """
         flags = self.applier.resolver.flags
         if not flags.issuperset(added):
             flags.update(added)
-            await self.applier.keep_facts()
+            await self.applier.keep_facts(None if self.is_lost else {"status": StreamStatus.DEGRADED})
+            self.has_written_status = True
 
     # ---- counting ----------------------------------------------------------------------------------
 

@@ -29,9 +29,10 @@ class StatusReporter:
         self._dropped, self._malformed = dropped, malformed
         reasons = "; ".join(f"{reason}: {life.details.get(reason, REASONS[reason])}" for reason in sorted(life.reasons))
         facts: Facts = {"status": status, "last_error": error or reasons}
-        has_news = self._facts != facts
+        has_news = self._facts != facts or life.has_written_status
         counts = {name: n for name, n in life.counters.items() if self._counts.get(name) != n}
         if has_news or counts:
             await life.applier.write(facts if has_news else {}, counts)
             self._facts = facts
+            life.has_written_status = False
             self._counts |= counts
