@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Removed, Stored
 from waymark.engines import Ceilings, OverCeiling, decoder
 from waymark.engines.batches import MORE
-from waymark.engines.long import WINDOW_BYTES
+from waymark.engines.long import WINDOW_BYTES, LongPayload
 from waymark.engines.parts import PART_HASHES
 
 VLLM, SGLANG, STANDARD, MOONCAKE = EngineKind.VLLM, EngineKind.SGLANG, EngineKind.STANDARD, EngineKind.MOONCAKE
@@ -234,3 +235,58 @@ def test_a_slice_is_small_whatever_the_payload(payload: bytes, monkeypatch: pyte
         stops += 1
     assert most <= 1024 + PART_HASHES + 16
     assert stops > len(payload) // (4 * WINDOW_BYTES)
+
+
+def test_events_of_many_objects_are_unpacked_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    window = LongPayload._window
+
+    def recorded(self: LongPayload, *arguments: int) -> tuple[list[Any], int]:
+        found, size = window(self, *arguments)
+        sizes.append(size)
+        return found, size
+
+    monkeypatch.setattr(LongPayload, "_window", recorded)
+
+    batch = decoder(VLLM, seed=1337)(packed(*[{"type": "x", "a": [{}] * 250}] * 4000))
+
+    assert batch.ignored == {"unknown_type": 4000}
+    assert max(sizes) <= 16_384
+
+
+def test_the_garbage_collector_never_has_many_new_hashes_to_read() -> None:
+    new, most = 0, 0
+    decode = decoder(VLLM, seed=1337)
+    read_event = decode._read_event
+
+    def counting(event: Any) -> Any:
+        nonlocal new, most
+        read = read_event(event)
+        assert isinstance(read, Removed)
+        new += len(read.engine_hashes)
+        most = max(most, new)
+        return read
+
+    def collected(phase: str, _: dict[str, int]) -> None:
+        nonlocal new
+        if phase == "stop":
+            new = 0
+
+    decode._read_event = counting
+    gc.callbacks.append(collected)
+    try:
+        decode(packed({"type": "BlockRemoved", "block_hashes": [*range(BIG, BIG + 262_144)]}))
+    finally:
+        gc.callbacks.remove(collected)
+
+    assert most <= 16 * PART_HASHES
+
+
+def test_a_hash_that_is_twice_in_a_long_event_is_found_wherever_it_is() -> None:
+    hashes = [*range(BIG, BIG + 3 * PART_HASHES)]
+    for first, second in ((0, 1), (5, PART_HASHES + 7), (0, 3 * PART_HASHES - 1)):
+        batch = decoder(VLLM, seed=1337)(
+            packed({"type": "BlockRemoved", "block_hashes": [*hashes[:second], hashes[first], *hashes[second:]]})
+        )
+        assert batch.rejected == {"repeated_hash": 1}
+        assert not batch.events

@@ -7,9 +7,10 @@ longer than a few milliseconds.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -31,6 +32,9 @@ MORE: Final = "more"
 SHORT_BYTES: Final = 1024
 """A payload that is read in one go."""
 _SHORT_EVENTS: Final = 16
+_DICTS: Final = 127
+_COLLECTED_PARTS: Final = 16
+"""After so many parts the garbage collector has its turn: it reads every hash that it has not seen, once."""
 
 # Later than any second of this era: such a clock counts milliseconds (Mooncake's master does).
 _MILLISECONDS_FROM: Final = 1e11
@@ -147,8 +151,7 @@ class _Events:
 
     def _read_parts(self, event: Any) -> Slices[None]:
         found: list[Event] = []
-        seen: set[int] = set()
-        hashes = 0
+        seen = _Distinct()
         try:
             for part in parts(event, self._names):
                 read = self._read_event(part)
@@ -158,11 +161,11 @@ class _Events:
                 if isinstance(read, Cleared):
                     self.events.append(read)
                     return
-                seen.update(read.engine_hashes)
-                hashes += len(read.engine_hashes)
-                if len(seen) < hashes:
-                    raise Rejected("repeated_hash", f"an event names one of its first {hashes} blocks twice")
+                if not seen.add(read.engine_hashes):
+                    raise Rejected("repeated_hash", f"an event names one of its first {seen.added} blocks twice")
                 found.append(replace(read, part=len(found)))
+                if len(found) % _COLLECTED_PARTS == 0:
+                    gc.collect(0)
                 yield
         except Rejected as bad:
             self._reject(bad)
@@ -179,6 +182,31 @@ class _Events:
             self.samples.setdefault(bad.kind, bad.sentence)
         else:
             self.rejected[MORE] = 1
+
+
+class _Distinct:
+    """Hashes of one long event, in many small dicts.
+
+    One large one would now and then be copied as it grows, and the garbage collector would go through all of a set;
+    either takes 10 ms. It leaves out a dict of integers.
+    """
+
+    __slots__ = ("_dicts", "added")
+
+    def __init__(self) -> None:
+        self.added = 0
+        self._dicts: list[dict[int, None]] = [{} for _ in range(_DICTS)]
+
+    def add(self, engine_hashes: Sequence[int]) -> bool:
+        """Whether all of them are new, and none is twice among them."""
+        self.added += len(engine_hashes)
+        dicts = self._dicts
+        for engine_hash in engine_hashes:
+            dicts[engine_hash % _DICTS][engine_hash] = None
+        return sum(map(len, dicts)) == self.added
+
+    def __contains__(self, engine_hash: int | None) -> bool:
+        return engine_hash is not None and engine_hash in self._dicts[engine_hash % _DICTS]
 
 
 def _split(root: Any, size: int, *, bare: bool) -> tuple[Any, list[Any], Any]:

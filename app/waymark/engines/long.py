@@ -21,6 +21,8 @@ from waymark.errors import Undecodable
 
 WINDOW_BYTES: Final = 65_536
 """A payload, an event or a value that fits is unpacked in one go: at most a few ms and some MB."""
+_EVENTS_BYTES: Final = 16_384
+"""Events that are shorter are unpacked so many bytes at a time."""
 
 #: Fields of an event that are long where the event has many blocks.
 HASHES: Final = frozenset({"block_hashes", "seq_hashes"})
@@ -79,12 +81,17 @@ class LongPayload:
             raise too_many_events(count, self._ceilings)
         left = count
         while left:
-            found, size = self._window(left)
+            found, size = self._window(left, _EVENTS_BYTES)
+            if not found:
+                found, size = self._window(1)
             self._at += size
             yield
-            for event in found or [(yield from self._long_event())]:
-                yield from read(event)
-            left -= len(found) or 1
+            if not found:
+                found = [(yield from self._long_event())]
+            left -= len(found)
+            found.reverse()
+            while found:
+                yield from read(found.pop())  # so that freeing it is a part of its own slice
 
     def _no_batch(self) -> Undecodable:
         return Undecodable("not_a_batch", f"a payload of {len(self._view)} bytes is not a batch")
@@ -96,15 +103,15 @@ class LongPayload:
             raise Undecodable("bad_msgpack", f"a payload of {len(self._view)} bytes is not msgpack")
         return self._view[self._at]
 
-    def _unpacker(self) -> msgpack.Unpacker:
+    def _unpacker(self, window: int = WINDOW_BYTES) -> msgpack.Unpacker:
         unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
-        unpacker.feed(self._view[self._at : self._at + WINDOW_BYTES])
+        unpacker.feed(self._view[self._at : self._at + window])
         return unpacker
 
-    def _window(self, most: int) -> tuple[list[Any], int]:
+    def _window(self, most: int, window: int = WINDOW_BYTES) -> tuple[list[Any], int]:
         """The values that are whole in the next window, and their bytes."""
         found: list[Any] = []
-        unpacker, size = self._unpacker(), 0
+        unpacker, size = self._unpacker(window), 0
         try:
             while len(found) < most:
                 found.append(unpacker.unpack())
