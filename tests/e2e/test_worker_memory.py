@@ -1,0 +1,76 @@
+"""What a worker holds in memory beside the most hostile of publishers: no more than the documented bound."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from tests.conftest import wait_until
+from tests.e2e.conftest import Engines, Service, Start
+from tests.patience import patient
+
+MIB = 2**20
+#: As docs/capacity.md has it, for one stream: frames that wait, a frame and what it becomes, engine hashes.
+BUFFER, FRAME, ENTRIES = 32 * MIB, 16 * MIB, 20_000
+BOUND = BUFFER + 24 * FRAME + ENTRIES * 400
+
+
+def kib(service: Service, what: str) -> int:
+    status = Path(f"/proc/{service._process.pid}/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(what + ":"))
+
+
+def batch(*events: object) -> bytes:
+    packed: bytes = msgpack.packb([1.0, list(events), 0])
+    return packed
+
+
+def hostile() -> list[bytes]:
+    """Frames on both sides of each ceiling."""
+    chance = random.Random(7)
+    hashes = [chance.getrandbits(63) for _ in range(262_144)]
+    tokens = [chance.getrandbits(31) for _ in range(10 * 262_144)]
+    return [
+        batch(*([[]] * 4_000_000)),
+        batch(*([[]] * 65_000)),
+        batch(["BlockRemoved", [2**62 + i for i in range(1_800_000)]]),
+        batch(["BlockRemoved", hashes]),
+        batch(["BlockStored", hashes, None, tokens, 10, None, "GPU"]),
+        batch(*(["BlockStored", [h], None, tokens[:10], 10, None, "GPU"] for h in hashes[:65_000])),
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
+async def test_the_memory_of_a_worker_stays_within_its_bound(redis_url: str, start: Start, engines: Engines) -> None:
+    worker = await start(
+        "ingest", redis_url, stream_buffer_bytes=BUFFER, hash_cache_entries=ENTRIES, frame_bytes_max=FRAME
+    )
+    replica = await start("query", redis_url)
+    engine = await engines.open(replica, "hostile", fields={"block_size": 10})
+
+    async def watermark() -> int | None:
+        publishers = (await replica.get("/workers"))["publishers"]
+        return next((each["watermark"] for each in publishers if each["instance_id"] == "hostile"), None)
+
+    async def sent(*payloads: bytes) -> None:
+        for payload in payloads:
+            seq = engine.publisher.publish_payload(payload)
+            await asyncio.sleep(0)
+
+        async def are_behind() -> bool:
+            return await watermark() == seq
+
+        await wait_until(are_behind, f"batch {seq} is behind", patient(30.0))
+
+    before, frames = kib(worker, "VmHWM"), hostile()
+    assert max(map(len, frames)) <= FRAME
+    for payload in frames:
+        await sent(payload)
+    # More at once than there is room for: what finds none is had by a replay.
+    await sent(*6 * [max(frames, key=len)])
+    grown = 1024 * (kib(worker, "VmHWM") - before)
+    assert 4 * FRAME < grown <= BOUND

@@ -1,0 +1,116 @@
+"""A publisher of hostile frames, two workers, and neighbours: no other worker takes its stream, and they go on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from tests.ingest.conftest import WITHOUT_PROBES, Bench, Pod
+from waymark.apply.slices import SliceRunner
+from waymark.ingest.frame_buffer import FrameBuffer
+from waymark.ingest.life import Life
+
+ROUNDS = 12
+#: Turns of the loop that a neighbour's frame may wait; a report that is under way to Redis takes most of them.
+TURNS_MAX = 60
+#: Above this a payload is one of the hostile ones.
+HOSTILE_BYTES = 50_000
+
+
+def batch(*events: Any) -> bytes:
+    packed: bytes = msgpack.packb([1.0, list(events), 0])
+    return packed
+
+
+HOSTILE = {
+    "empty lists": batch(*([[]] * 4_000_000)),
+    "empty lists below the ceiling": batch(*([[]] * 65_000)),
+    "removed": batch(["BlockRemoved", [2**62 + i for i in range(1_800_000)]]),
+    "removed below the ceiling": batch(["BlockRemoved", [2**62 + i for i in range(262_000)]]),
+    "stores below the ceiling": batch(
+        *(["BlockStored", [i + 1], None, [1, 2, 3, i], 4, None, "GPU"] for i in range(20_000))
+    ),
+}
+
+
+class Lag:
+    """How many turns of the loop streams have taken, and how many while a frame of a neighbour waited."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.turns = self.most = self.measured = 0
+        self._arrived: dict[int, tuple[bytes, int]] = {}
+        put, incoming, pause = FrameBuffer.put, Life.incoming, SliceRunner._pause
+
+        def putting(buffer: FrameBuffer, frame: Any) -> None:
+            if len(frame.payload) < HOSTILE_BYTES:
+                self._arrived[id(frame.payload)] = frame.payload, self.turns
+            put(buffer, frame)
+
+        async def beginning(life: Life, seq: int, payload: bytes, **options: Any) -> Any:
+            if (arrived := self._arrived.pop(id(payload), None)) is not None:
+                self.most = max(self.most, self.turns - arrived[1])
+                self.measured += 1
+            return await incoming(life, seq, payload, **options)
+
+        async def counting(runner: SliceRunner) -> None:
+            self.turns += 1
+            await pause(runner)
+
+        monkeypatch.setattr(FrameBuffer, "put", putting)
+        monkeypatch.setattr(Life, "incoming", beginning)
+        monkeypatch.setattr(SliceRunner, "_pause", counting)
+        # A turn after every slice: turns count work, whatever the machine's clock says.
+        monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)
+
+
+async def test_neighbours_go_on_and_a_hostile_stream_is_not_taken_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(WITHOUT_PROBES, lease_seconds=2.0)
+    hands = [await bench.worker(f"worker-{i}", options) for i in range(2)]
+    hostile = await bench.pod("hostile")
+    neighbours = [await bench.pod(f"pod-{i}") for i in range(4)]
+    for pod in (hostile, *neighbours):
+        await pod.caught_up()
+    before = await bench.record(hostile.name)
+    lag = Lag(monkeypatch)
+
+    async def flood() -> None:
+        for _ in range(ROUNDS // 4):
+            for payload in HOSTILE.values():
+                hostile.publisher.publish_payload(payload)
+                await asyncio.sleep(0)
+
+    turns_of_loop = 0
+
+    async def turn() -> None:
+        nonlocal turns_of_loop
+        while True:
+            await asyncio.sleep(0)
+            turns_of_loop += 1
+
+    async def work(pod: Pod) -> None:
+        for _ in range(ROUNDS):
+            await pod.work(1)
+            await pod.at_watermark(pod.last_seq)
+
+    await flood()
+    turning = asyncio.create_task(turn())
+    await asyncio.gather(*map(work, neighbours))
+    await hostile.at_watermark(hostile.last_seq)
+    turning.cancel()
+    assert lag.measured >= ROUNDS * len(neighbours)
+    assert lag.turns > 10 * TURNS_MAX, "there was work to wait behind"
+    assert turns_of_loop > lag.turns / 2, "others ran meanwhile"
+    assert lag.most <= TURNS_MAX
+    after = await bench.record(hostile.name)
+    assert (after["token"], after["worker"]) == (before["token"], before["worker"]), "nobody took it over"
+    assert sum(hand.metric("leases_lost_total") for hand in hands) == 0
+    await hostile.counted(restarts=0)
+    for pod in neighbours:
+        await pod.agrees()
+        await pod.counted(restarts=0, gaps=0, batches_lost=0)
