@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from waymark.api.conductor import Conductor
+from waymark.api.texts import Texts
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.hot import HotBlocks
 from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
 
 ROOT = Path(__file__).parents[1] / "app" / "waymark"
 #: The parts that see what Redis answers; `domain` and `serving` keep what these hand them.
@@ -174,7 +176,7 @@ def test_a_container_is_found(text: str, names: set[str]) -> None:
 def test_hot_blocks_and_answers_are_emptied_by_it() -> None:
     hot = HotBlocks(60.0, 1 << 20)
     store = Store.open("memory://", hot=hot)
-    conductor = Conductor(store, Settings(), Metrics())
+    conductor = Conductor(store, Settings(), Metrics(), Texts(Tokenizers({}, None, Metrics()), Settings()))
     emptied = store.incarnation._caches
     assert any(each is store.parser for each in emptied)
     assert any(each is hot for each in emptied)

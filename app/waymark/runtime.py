@@ -31,6 +31,7 @@ from waymark.settings import Settings
 from waymark.store.credentials import Credentials
 from waymark.store.hot import HotBlocks
 from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
 
 #: How long requests that have begun may take to end.
 _SHUTDOWN_SECONDS = 5
@@ -108,10 +109,11 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
     bounds = Bounds(
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
     )
+    tokenizers = Tokenizers.of(settings, metrics)
     port = settings.port if has_api else settings.ingest_port
     server = _Server(
         uvicorn.Config(
-            create_app(store, settings, metrics) if has_api else create_probes(store, settings, metrics),
+            create_app(store, settings, metrics, tokenizers) if has_api else create_probes(store, settings, metrics),
             http=protocol(Connections(bounds, metrics)),
             interface="asgi3",
             ws="none",
@@ -145,4 +147,5 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
             if worker is not None:
                 worker.cancel()
     finally:
+        await tokenizers.close()
         await store.close()

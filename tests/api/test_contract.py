@@ -18,7 +18,18 @@ from waymark.store.store import Store
 
 PATHS = {
     *("/score", "/select", "/release"),
-    *("/query", "/query_by_hash", "/register", "/unregister", "/events", "/services", "/workers", "/global_view"),
+    *(
+        "/query",
+        "/query_by_hash",
+        "/tokenize",
+        "/detokenize",
+        "/register",
+        "/unregister",
+        "/events",
+        "/services",
+        "/workers",
+        "/global_view",
+    ),
     *("/health", "/ready", "/metrics", "/openapi.json", "/docs"),
     *("/dynamo/query", "/dynamo/query_by_hash", "/dynamo/register", "/dynamo/unregister", "/dynamo/workers"),
     *("/dynamo/dump", "/dynamo/health", "/dynamo/metrics"),

@@ -37,6 +37,8 @@ REGISTER = {"type": "vLLM", "endpoint": "tcp://127.0.0.1:9", "model": "m", "inst
 #: Of queries that fit, every second one is about what is registered.
 KNOWN: dict[str, str | None] = {"model": "m", "model_name": "m", "tenant_id": "default", "routing_group": "default"}
 KNOWN |= {"modelname": "m", "lora_id": None, "instance_id": None}
+#: Without what needs a tokenizer.
+TEXT = {"prompt", "messages"}
 #: Of decisions that fit, every second one is about a prompt by its tokens, for any target and by any policy.
 KNOWN_DECISION: dict[str, Any] = {"model": "m", "tenant_id": "default", "token_ids": [1, 2, 3]}
 LEFT_OUT = {"seq_hashes", "messages", "prompt", "prefix_hash", "overrides", "lora_id", "only", "exclude", "candidates"}
@@ -85,7 +87,9 @@ def explore(document: dict[str, Any], url: str) -> tuple[int, int, int]:
                 made += 1
                 if is_query and made % 2:  # noqa: B023
                     assert isinstance(case.body, dict)
-                    case.body = {**case.body, **KNOWN}
+                    kept: dict[str, Any] = {name: value for name, value in case.body.items() if name not in TEXT}
+                    default: dict[str, Any] = {"token_ids": [1, 2, 3]} if operation.path == "/query" else {}  # noqa: B023
+                    case.body = default | kept | KNOWN
                 if is_events and made % 2:  # noqa: B023
                     events = case.body if isinstance(case.body, list) else [case.body]
                     case.body = [{**event, **KNOWN_EVENT} for event in events]  # type: ignore[dict-item]

@@ -16,6 +16,7 @@ from waymark.api import answer_schemas as answers
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import dynamo_schemas as dynamo_bodies
 from waymark.api import schemas as bodies
+from waymark.api import text_schemas as text_bodies
 from waymark.api.access import Access, Gate
 from waymark.api.access_log import AccessLog
 from waymark.api.admission import AdmissionQueue
@@ -29,10 +30,12 @@ from waymark.api.events import Events
 from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue
 from waymark.api.probes import Probes
 from waymark.api.request_cache import RequestCache
+from waymark.api.texts import Texts
 from waymark.api.views import Views
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
 
 _TEXT, _HTML = "text/plain", "text/html"
 
@@ -52,7 +55,7 @@ _SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer)
 _WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer)
 _GLOBAL_VIEW = Doc("Lists contexts with their instances and block counts.", answer=answers.GlobalViewAnswer)
 _QUERY = Doc(
-    "Returns how much of a prompt each instance has; the prompt is given by its tokens.",
+    "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
     bodies.QueryRequest,
     answers.QueryAnswer,
     headers=_PARTIAL,
@@ -94,6 +97,20 @@ _RELEASE = Doc(
     decision_bodies.ReleaseRequest,
     decision_bodies.ReleaseAnswer,
     queue="decide",
+)
+_TOKENIZE = Doc(
+    "Returns the token ids of a text or of messages.",
+    text_bodies.TokenizeRequest,
+    text_bodies.TokenizeAnswer,
+    errors=(503,),
+    needs_redis=False,
+)
+_DETOKENIZE = Doc(
+    "Returns the text of token ids.",
+    text_bodies.DetokenizeRequest,
+    text_bodies.DetokenizeAnswer,
+    errors=(503,),
+    needs_redis=False,
 )
 _DYNAMO_QUERY = Doc(
     "Returns how much of a prompt each worker has.",
@@ -147,13 +164,15 @@ _DEREGISTER_PEER = Doc(
 _PEERS = Doc("Lists the peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
 
 
-def create_app(store: Store, settings: Settings, metrics: Metrics) -> ASGIApp:
-    """The ASGI application over an open store; whoever opened the store closes it."""
+def create_app(store: Store, settings: Settings, metrics: Metrics, tokenizers: Tokenizers | None = None) -> ASGIApp:
+    """The ASGI application over an open store; whoever opened the store and the tokenizers closes them."""
     token = None if settings.api_token is None else settings.api_token.get_secret_value()
     gate = Gate(token, protect_reads=settings.protect_reads)
     contract = Contract()
     dependencies = _dependencies(settings, metrics, gate)
-    operations = _operations(store, contract, dependencies)
+    operations = _operations(
+        store, contract, dependencies, Texts(tokenizers or Tokenizers.of(settings, metrics), settings)
+    )
     contract.describe(operations)
 
     async def not_routed(_: Request, error: Exception) -> Response:
@@ -196,9 +215,9 @@ def _json(content: Any, status: int) -> Response:
     return Response(encode(content, Format.JSON), status, media_type="application/json")
 
 
-def _operations(store: Store, contract: Contract, dependencies: Dependencies) -> list[Operation]:
+def _operations(store: Store, contract: Contract, dependencies: Dependencies, texts: Texts) -> list[Operation]:
     settings, metrics = dependencies.settings, dependencies.metrics
-    root, views, probes = Conductor(store, settings, metrics), Views(store), Probes(store, metrics)
+    root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics)
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
     decisions = Decisions(store, settings, metrics)
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
@@ -211,6 +230,8 @@ def _operations(store: Store, contract: Contract, dependencies: Dependencies) ->
         ("POST", "/score", "read", decisions.score, _SCORE),
         ("POST", "/dynamo/query", "read", dynamo.query, _DYNAMO_QUERY),
         ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, _DYNAMO_QUERY_BY_HASH),
+        ("POST", "/tokenize", "read", texts.tokenize, _TOKENIZE),
+        ("POST", "/detokenize", "read", texts.detokenize, _DETOKENIZE),
         ("POST", "/register", "write", root.register, _REGISTER),
         ("POST", "/unregister", "write", root.unregister, _UNREGISTER),
         ("POST", "/events", "write", Events(store, settings, metrics).events, _EVENTS),

@@ -10,11 +10,12 @@ import orjson
 from waymark.api.access import AllowedEndpoints
 from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
 from waymark.api.bodies import Body, Format
-from waymark.api.errors import short
-from waymark.api.operations import Answer
+from waymark.api.errors import Unfit, short
+from waymark.api.operations import Answer, Paused
 from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
 from waymark.api.query_counts import QueryCounts
 from waymark.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
+from waymark.api.texts import ModelPrompt, Texts, prompt_of
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
 from waymark.domain.names import DEFAULT_TENANT, GroupName, PublisherName
@@ -23,6 +24,7 @@ from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.reader import KeySource, Reader, Reading
 from waymark.store.store import Store
+from waymark.tokenization.prompt import Tokens
 
 PARTIAL = {"X-Waymark-Partial": "true"}
 _JSON = Format.JSON.value
@@ -31,8 +33,9 @@ _JSON = Format.JSON.value
 class Conductor:
     """Handlers of ``/register``, ``/unregister``, ``/query`` and ``/query_by_hash``."""
 
-    def __init__(self, store: Store, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, store: Store, settings: Settings, metrics: Metrics, texts: Texts) -> None:
         self._store = store
+        self._texts = texts
         self._settings = settings
         self._lookup = Lookup(store.reader, settings, metrics)
         self._allowed = AllowedEndpoints(settings.allowed_endpoints)
@@ -64,8 +67,10 @@ class Conductor:
             raise NotFound(f"service not found: {instance_id}|{tenant_id}|{rank}")
         return Answer({"status": "unregistered successfully", "removed_instances": [str(name) for name in removed]})
 
-    async def query(self, body: Body) -> Answer:
+    async def query(self, body: Body) -> Answer | Paused:
         asked = body.asked(_by_tokens)
+        if asked.text is not None:
+            return Paused(partial(self._texts.tokens, asked.text), partial(self._answer_text, asked, body.format))
         tokens = body.numbers
         if tokens is None:
             tokens = token_bytes(
@@ -76,6 +81,10 @@ class Conductor:
             )
         keys = TokenKeys(tokens, asked.block_size, asked.namespace, self._settings.hash_seed)
         return await self._answer(asked, keys, len(tokens) // (4 * asked.block_size), body.format)
+
+    async def _answer_text(self, asked: _Asked, body_format: Format, tokens: Tokens) -> Answer:
+        keys = TokenKeys(tokens.ids, asked.block_size, asked.namespace, self._settings.hash_seed)
+        return await self._answer(asked, keys, len(tokens.ids) // (4 * asked.block_size), body_format)
 
     async def query_by_hash(self, body: Body) -> Answer:
         asked = body.asked(_by_hash)
@@ -119,13 +128,28 @@ class _Asked(NamedTuple):
     namespace: int
     tenant: bytes
     """As JSON."""
+    text: ModelPrompt | None = None
+    """The prompt, if it has no tokens yet."""
 
 
 def _validated(model: type[QueryRequest] | type[QueryByHashRequest], fields: dict[str, Any]) -> _Asked:
     request = model.of(fields)
     ns = namespace(request.adapter, request.salts)
     tenant = orjson.dumps(request.group.tenant_id)
-    return _Asked(request.group, request.instance_id, request.block_size, ns, tenant)
+    text = _text_of(request) if isinstance(request, QueryRequest) else None
+    return _Asked(request.group, request.instance_id, request.block_size, ns, tenant, text)
+
+
+def _text_of(request: QueryRequest) -> ModelPrompt | None:
+    has_tokens = request.token_ids is not None
+    text = prompt_of(request.model, request, *(["token_ids"] if has_tokens else []))
+    if text is None and not has_tokens:
+        raise Unfit(
+            "token_ids is missing; it must be a list of token ids, or prompt or messages must be there",
+            reason="missing",
+            field="token_ids",
+        )
+    return text
 
 
 _by_tokens, _by_hash = partial(_validated, QueryRequest), partial(_validated, QueryByHashRequest)

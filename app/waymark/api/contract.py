@@ -33,7 +33,7 @@ _ERRORS = {
     422: "One of the fields of the body is not valid.",
     429: "Every target has as many requests as it may have. Retry-After says when to try again.",
     500: "This service has failed. Its log contains the error.",
-    503: "Redis is unavailable. Retry-After says when to try again.",
+    503: "Redis, or the source of token ids, is unavailable. Retry-After says when to try again.",
 }
 
 #: Headers that come with a status, whatever the operation; those of a success are its own.

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
-from waymark.api.schemas import BLOCK_SIZE, RANK, BlockSize, Hashes, Named, Rank, TokenIds
+from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.schemas import BLOCK_SIZE, RANK, BlockSize, Hashes, Named, Rank
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
 

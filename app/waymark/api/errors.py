@@ -11,7 +11,16 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from waymark.errors import Conflict, InvalidValue, NoTarget, NotFound, Saturated, StoreUnavailable, WaymarkError
+from waymark.errors import (
+    Conflict,
+    InvalidValue,
+    NoTarget,
+    NotFound,
+    Saturated,
+    StoreUnavailable,
+    TokenizerUnavailable,
+    WaymarkError,
+)
 from waymark.shown import SHOWN_MAX, kind, shown
 
 #: Characters of a client's value that an error may repeat.
@@ -103,7 +112,7 @@ def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
             return 409
         case Saturated():
             return 429
-        case StoreUnavailable() | NoTarget():
+        case StoreUnavailable() | TokenizerUnavailable() | NoTarget():
             return 503
     raise error
 
@@ -124,7 +133,7 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
             body["reason"] = "no_target"
         case Saturated():
             body["reason"] = "saturated"
-        case StoreUnavailable():
+        case StoreUnavailable() | TokenizerUnavailable():
             body["reason"] = "unavailable"
     return {name: value for name, value in body.items() if value is not None}
 
@@ -132,7 +141,7 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
 def headers_of(error: WaymarkError) -> dict[str, str]:
     """What the status asks for beside the body."""
     match error:
-        case StoreUnavailable(retry_after_seconds=seconds):
+        case StoreUnavailable(retry_after_seconds=seconds) | TokenizerUnavailable(retry_after_seconds=seconds):
             return {"Retry-After": str(seconds)}
         case NoTarget() | Saturated():
             return {"Retry-After": "1"}

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from waymark.api.errors import Unfit, unfit
+from waymark.domain.names import U32_MAX
 
 NAME = "a text of 1 to 4096 bytes"
 OPTIONAL_NAME = "a text of at most 4096 bytes"
@@ -42,6 +51,12 @@ Name = Annotated[str, AfterValidator(_not_empty), AfterValidator(_within_bounds)
 
 OptionalName = Annotated[Annotated[str, AfterValidator(_within_bounds)] | None, BeforeValidator(_absent_if_empty)]
 """As ``Name``; absent, null and the empty string are all None."""
+
+
+# Long lists are not validated by pydantic but packed, see ``prompts``; this is what they must be.
+TokenIds = Annotated[
+    Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": U32_MAX}})
+]
 
 
 class Request(BaseModel):

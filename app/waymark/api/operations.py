@@ -62,7 +62,18 @@ class Doc:
     """Where its requests wait for each other; None: with all of the same access."""
 
 
-Handler: TypeAlias = Callable[[Body], Awaitable[Answer]]
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """What a handler returns when it needs something that takes long and does not involve Redis.
+
+    The request gives its place to others until ``work`` returns. Then ``resume`` answers it with the result.
+    """
+
+    work: Callable[[], Awaitable[Any]]
+    resume: Callable[[Any], Awaitable[Answer]]
+
+
+Handler: TypeAlias = Callable[[Body], Awaitable[Answer | Paused]]
 Method: TypeAlias = Literal["GET", "POST"]
 Dialect: TypeAlias = Literal["conductor", "dynamo"]
 Queue: TypeAlias = Literal["read", "write", "decide"]
@@ -174,24 +185,31 @@ class Operation:
             if self.method == "POST":
                 raw = await read_body(headers, receive, self._max_body_bytes)
             if self._admission is None:
-                return await self._handle(raw, body_format), body_format
+                return await _resumed(await self._handle(raw, body_format)), body_format
             try:
-                return await self._admitted(self._admission, raw, body_format), body_format
+                answer = await self._admitted(self._admission, self._handle, raw, body_format)
+                if isinstance(answer, Paused):
+                    found = await answer.work()
+                    answer = await self._admitted(self._admission, answer.resume, found)
+                assert isinstance(answer, Answer)  # a request pauses once
+                return answer, body_format
             except StoreUnavailable:
                 if self._without_redis is None:
                     raise
-                return await self._handle(raw, body_format, self._without_redis), body_format
+                return await _resumed(await self._handle(raw, body_format, self._without_redis)), body_format
         except WaymarkError as exc:
             status = status_of(exc, unfit_status=self._unfit_status)
             return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
 
-    async def _admitted(self, admission: AdmissionQueue, raw: bytes | None, body_format: Format) -> Answer:
+    async def _admitted(
+        self, admission: AdmissionQueue, work: Callable[..., Awaitable[Answer | Paused]], *arguments: Any
+    ) -> Answer | Paused:
         if not admission.try_enter():
             await admission.wait()
         is_unavailable: bool | None = None
         try:
-            answer = await self._handle(raw, body_format)
-            is_unavailable = False
+            answer = await work(*arguments)
+            is_unavailable = None if isinstance(answer, Paused) else False
             return answer
         except StoreUnavailable:
             is_unavailable = True
@@ -199,7 +217,9 @@ class Operation:
         finally:
             admission.leave(is_unavailable=is_unavailable)
 
-    def _handle(self, raw: bytes | None, body_format: Format, handler: Handler | None = None) -> Awaitable[Answer]:
+    def _handle(
+        self, raw: bytes | None, body_format: Format, handler: Handler | None = None
+    ) -> Awaitable[Answer | Paused]:
         handler = handler or self.handler
         if raw is None:
             return handler(_NO_BODY)
@@ -216,13 +236,20 @@ class Operation:
         return {"error": body["error"]} if self.dialect == "dynamo" else body
 
 
+async def _resumed(answer: Answer | Paused) -> Answer:
+    """The answer; a request that holds no place gives none back."""
+    return answer if isinstance(answer, Answer) else await answer.resume(await answer.work())
+
+
 def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependencies) -> LongList | None:
     if model is not None and issubclass(model, Request):
-        for name in ("token_ids", "seq_hashes", "block_hashes"):
+        for name in ("token_ids", "tokens", "seq_hashes", "block_hashes"):
             if name in model.model_fields:
                 count_max = dependencies.settings.max_tokens
                 spellings = model.spellings(name)
-                return LongList(spellings, name != "token_ids", count_max, dependencies.request_cache, path.encode())
+                return LongList(
+                    spellings, name not in ("token_ids", "tokens"), count_max, dependencies.request_cache, path.encode()
+                )
     return None
 
 

@@ -16,7 +16,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from waymark.api.errors import Unfit
-from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
+from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.text_schemas import TextFields
 from waymark.domain.engines import Copies, EngineKind, Scope, kinds_where
 from waymark.domain.media import UNNAMED
 from waymark.domain.names import (
@@ -87,10 +88,6 @@ Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
 BlockSize = Annotated[int, Field(ge=1, le=65536)]
 Rank = Annotated[int, Field(ge=0, le=U32_MAX)]
 
-# Long lists are not validated by pydantic but packed, see ``prompts``; this is what they must be.
-TokenIds = Annotated[
-    Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": U32_MAX}})
-]
 _HASH: dict[str, Any] = {
     "anyOf": [
         {"type": "integer", "minimum": -(2**63), "maximum": U64_MASK},
@@ -239,10 +236,13 @@ class _Prompt(Named):
     instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
 
 
-class QueryRequest(_Prompt):
-    """A prompt, by its tokens."""
+class QueryRequest(_Prompt, TextFields):
+    """A prompt, as its tokens, as a text, or as messages."""
 
-    token_ids: TokenIds = Field(description="a list of token ids, or in msgpack a bin of little-endian u32")
+    token_ids: TokenIds = Field(
+        default=None,
+        description="a list of token ids, or in msgpack a bin of little-endian u32; not with prompt or messages",
+    )
 
 
 class QueryByHashRequest(_Prompt):

@@ -48,6 +48,14 @@ def pack_tokens(tokens: list[int]) -> bytes:
     return numbers.tobytes()
 
 
+def unpack_tokens(tokens: bytes) -> list[int]:
+    """The token ids of little-endian u32."""
+    numbers = array("I", tokens)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()
+
+
 def extend(
     parent: int | None,
     tokens: bytes | memoryview,

@@ -43,13 +43,13 @@ class Tokenizers:
         threads: int = 4,
         cache_bytes: int = 64 * 2**20,
         text_bytes_max: int = 2 * 2**20,
-        seconds: float = SECONDS,
+        seconds: float | None = None,
     ) -> None:
         self._configured = dict(sources)
         self._directory = directory
         self._metrics = metrics
         self._text_bytes_max = text_bytes_max
-        self._seconds = seconds
+        self._seconds = SECONDS if seconds is None else seconds
         self._memo = SegmentMemo(cache_bytes)
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")

@@ -1,0 +1,62 @@
+"""Request and answer bodies of prompts that are text."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import AliasChoices, BaseModel, Field
+
+from waymark.api.fields import NAME, Name, Request, TokenIds
+
+
+class TextFields(Request):
+    """A text, or the messages of a chat request, in place of token ids."""
+
+    prompt: str | None = Field(default=None, description="a text; the model needs a tokenizer")
+    messages: list[Any] | None = Field(
+        default=None, description="a list of messages as in a chat request of OpenAI; the model needs a tokenizer"
+    )
+    tools: list[Any] | None = Field(default=None, description="a list of tools, for messages")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="an object with arguments for the chat template, for messages"
+    )
+    add_generation_prompt: bool = Field(
+        default=True, description="true or false: whether messages end with the beginning of an answer"
+    )
+    continue_final_message: bool = Field(
+        default=False, description="true or false: whether the last of the messages is left open"
+    )
+    add_special_tokens: bool | None = Field(
+        default=None, description="true or false; the default is true for a prompt and false for messages"
+    )
+
+
+class TokenizeRequest(TextFields):
+    """A text or messages, as vLLM accepts them."""
+
+    model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
+
+
+class TokenizeAnswer(BaseModel):
+    """The token ids, as vLLM answers them."""
+
+    count: int
+    max_model_len: int | None = Field(description="null, because the engine alone knows it")
+    tokens: list[int]
+    source: Literal["local", "remote"] = Field(description="local for this process, or remote for an engine")
+
+
+class DetokenizeRequest(Request):
+    """Token ids of a model."""
+
+    model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
+    tokens: TokenIds = Field(
+        validation_alias=AliasChoices("tokens", "token_ids"),
+        description="a list of token ids, or in msgpack a bin of little-endian u32",
+    )
+
+
+class DetokenizeAnswer(BaseModel):
+    """The text of the token ids."""
+
+    prompt: str

@@ -1,0 +1,78 @@
+"""Prompts as text: what a body says of them, token ids of them, and ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from waymark.api.bodies import Body
+from waymark.api.errors import Unfit
+from waymark.api.operations import Answer
+from waymark.api.prompts import check_count, token_bytes
+from waymark.api.text_schemas import DetokenizeRequest, TextFields, TokenizeRequest
+from waymark.domain.hashing import unpack_tokens
+from waymark.settings import Settings
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, Tokens
+from waymark.tokenization.tokenizers import Tokenizers
+
+
+class ModelPrompt(NamedTuple):
+    """A prompt that has no tokens yet, and the model whose tokens it gets."""
+
+    model: str
+    prompt: Prompt
+    field: str
+
+
+def prompt_of(model: str, request: TextFields, *others: str) -> ModelPrompt | None:
+    """The text or the messages of a body; None if it has neither.
+
+    ``others`` are the prompts of other kinds that the body has. ``Unfit`` if it does not have exactly one prompt.
+    """
+    given = [name for name in ("prompt", "messages") if getattr(request, name) is not None]
+    named = [*others, *given]
+    if len(named) > 1:
+        raise Unfit(f"a request has one prompt, and this has {' and '.join(named)}; send one of them", field=named[1])
+    if request.messages is not None:
+        prompt: Prompt = ChatPrompt(
+            request.messages,
+            request.tools,
+            request.chat_template_kwargs,
+            request.add_generation_prompt,
+            request.continue_final_message,
+            bool(request.add_special_tokens),
+        )
+        return ModelPrompt(model, prompt, "messages")
+    if request.prompt is not None:
+        return ModelPrompt(model, TextPrompt(request.prompt, request.add_special_tokens is not False), "prompt")
+    return None
+
+
+class Texts:
+    """The door to the tokenizers for every handler that accepts text."""
+
+    def __init__(self, tokenizers: Tokenizers, settings: Settings) -> None:
+        self._tokenizers = tokenizers
+        self._max_tokens = settings.max_tokens
+
+    async def tokens(self, asked: ModelPrompt) -> Tokens:
+        """The token ids of a prompt; raises as ``Tokenizers.tokens``, and ``too_large`` above ``max_tokens``."""
+        tokens = await self._tokenizers.tokens(asked.model, asked.prompt)
+        check_count(len(tokens.ids) // 4, asked.field, self._max_tokens)
+        return tokens
+
+    async def tokenize(self, body: Body) -> Answer:
+        request = TokenizeRequest.of(body.fields)
+        asked = prompt_of(request.model, request)
+        if asked is None:
+            raise Unfit("there is no prompt; send prompt or messages", reason="missing", field="prompt")
+        found = await self.tokens(asked)
+        ids = unpack_tokens(found.ids)
+        return Answer({"count": len(ids), "max_model_len": None, "tokens": ids, "source": found.source})
+
+    async def detokenize(self, body: Body) -> Answer:
+        request = DetokenizeRequest.of(body.fields)
+        ids = body.numbers
+        if ids is None:
+            field = DetokenizeRequest.spelling("tokens", body.fields)
+            ids = token_bytes(body.fields[field], field=field, max_tokens=self._max_tokens)
+        return Answer({"prompt": await self._tokenizers.text(request.model, unpack_tokens(ids))})
