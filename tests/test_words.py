@@ -115,4 +115,4 @@ def test_a_retired_word_is_found_where_users_read_it() -> None:
     settings = dict(strings(PACKAGE / "settings.py"))
     assert any("The TCP port that the HTTP API listens on." in text for text in settings.values())
     bodies = dict(strings(PACKAGE / "api" / "schemas.py"))
-    assert any("A prompt, by its tokens." in text for text in bodies.values())
+    assert any("in msgpack a bin of little-endian u32" in text for text in bodies.values())

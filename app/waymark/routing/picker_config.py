@@ -76,7 +76,7 @@ def read_picker_config(text: str) -> PickerConfig:
         raise InvalidValue("schedulingProfiles is empty; name at least one profile", field="schedulingProfiles")
     notes = [f"{each.type}: {each.row.note}" for each in declared.values() if each.row.note]
     if "data" in top:
-        notes.append("data: gauges are read from each engine's /metrics every WAYMARK_GAUGES_SECONDS")
+        notes.append("data: Waymark reads no gauges of engines; a scorer that needs them adds nothing")
     return _handled(declared, profiles, tuple(dict.fromkeys(notes)))
 
 

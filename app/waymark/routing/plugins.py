@@ -120,9 +120,7 @@ _RESPONSES: Parameters = {
         },
     }
 }
-_HEADERS_NOTE = (
-    "the targets of the other stages go into the headers that /select, gateway and Envoy endpoint picker set"
-)
+_HEADERS_NOTE = "/select answers the headers that name the targets of the other stages"
 
 #: What a scorer takes beside the numbers of its own table.
 _SCORER_EXTRAS: Mapping[str, tuple[Parameters, str]] = {
@@ -190,15 +188,15 @@ _PLUGINS = (
         "tokenizer",
         Kind.OTHER,
         {"modelName": "text", "udsTokenizerConfig": {"socketFile": "text"}},
-        "tokenizers are WAYMARK_TOKENIZERS, which takes unix:// addresses, too",
+        "tokenizers are set by WAYMARK_TOKENIZERS; a tokenizer on a unix socket is not supported",
     ),
     Plugin(
         "response-header-handler",
         Kind.OTHER,
         {},
-        "the gateway sets x-decoder-host-port and x-prefiller-host-port on every answer",
+        "/select names the targets of all stages in its answer, and the router puts them into headers",
     ),
-    Plugin("responses-store", Kind.OTHER, _RESPONSES, "stored responses are settings of the gateway"),
+    Plugin("responses-store", Kind.OTHER, _RESPONSES, "Waymark stores no responses"),
     Plugin(
         "models-data-source",
         Kind.OTHER,
