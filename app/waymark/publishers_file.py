@@ -127,7 +127,7 @@ def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     fields: dict[Any, Any] = {}
     for name, value in pairs:
         if name in fields:
-            raise _Unreadable(f"{shown(name)} is there twice in one object; take one of them out")
+            raise _Unreadable(f"{shown(name)} is there twice in one object; remove one of them")
         fields[name] = value
     return fields
 

@@ -143,7 +143,7 @@ async def test_another_block_size_is_said_once_per_stream(bench: Bench, caplog: 
     await bench.worker("worker-2", options=WITHOUT_PROBES)
     await publish(pod, BlockStored((79,), None, 2 * TOKENS, 8))
     await pod.counted(ignored__block_size_mismatch=3)
-    said = [record for record in caplog.records if "blocks of another size" in record.message]
+    said = [record for record in caplog.records if "blocks are not indexed" in record.message]
     assert [record.levelname for record in said] == ["WARNING"]
     assert await bench.held(pod.name) == {}
 

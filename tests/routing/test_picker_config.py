@@ -201,7 +201,7 @@ def plugins(*lines: str) -> str:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        pytest.param("[", "it is no YAML", id="no-yaml"),
+        pytest.param("[", "the file is not YAML", id="no-yaml"),
         pytest.param("- a", "the file must be a mapping", id="a-list"),
         pytest.param("kind: Pod", "kind is 'Pod'; it must be EndpointPickerConfig", id="kind"),
         pytest.param("plugin: []", "'plugin' is not known; did you mean plugins?", id="field"),
@@ -232,7 +232,7 @@ def plugins(*lines: str) -> str:
             "",
             id="not-referred-to",
         ),
-        pytest.param(plugins("- type: queue-scorer", "- type: queue-scorer"), "is there twice", id="twice"),
+        pytest.param(plugins("- type: queue-scorer", "- type: queue-scorer"), "is used twice", id="twice"),
         pytest.param(
             "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: a, plugins: [{pluginRef: queue}]}]",
             "pluginRef 'queue' is not in plugins; known are queue-scorer",

@@ -265,7 +265,7 @@ def test_a_reservation_is_a_text_and_back() -> None:
     ["", "3", "3.17.1.1", "3.17.-1.1." + "0" * 16, "3.0.1.1." + "0" * 16, "3.17.1.1." + "G" * 16, "3.17.1.1.0*,"],
 )
 def test_a_text_that_is_no_reservation_is_refused(text: str) -> None:
-    with pytest.raises(InvalidValue, match="reservation is no reservation; give back the text"):
+    with pytest.raises(InvalidValue, match="reservation is not a reservation; send the text"):
         parse_reservations(text)
 
 

@@ -45,7 +45,7 @@ _QUERIES = frozenset(
 )
 
 _PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
-_NOTE = {"X-Waymark-Note": "the reason why there is nothing to recover"}
+_NOTE = {"X-Waymark-Note": "the reason why a replica needs neither a dump nor peers to recover"}
 
 _HEALTH = Doc("Answers 200 while the process is alive.", answer=answers.HealthAnswer, needs_redis=False)
 _READY = Doc("Answers 200 when the process can answer queries.", answer=answers.ReadyAnswer)
@@ -61,7 +61,7 @@ _QUERY = Doc(
     headers=_PARTIAL,
 )
 _QUERY_BY_HASH = Doc(
-    "Returns the same for a prompt that is given by the rolling hashes of its blocks.",
+    "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
     bodies.QueryByHashRequest,
     answers.QueryAnswer,
     headers=_PARTIAL,
@@ -73,27 +73,27 @@ _UNREGISTER = Doc(
     "Removes a publisher and its blocks.", bodies.UnregisterRequest, answers.UnregisterAnswer, errors=(404,)
 )
 _EVENTS = Doc(
-    "Applies standard events of publishers that have no socket.",
+    "Applies events in the standard format; a publisher without a ZMQ socket sends them here.",
     bodies.EventsRequest,
     answers.EventsAnswer,
     errors=(404, 409),
     may_be_list=True,
 )
 _SCORE = Doc(
-    "How good each target is for a prompt, by a policy.",
+    "Returns the score of each target for a prompt, under one policy.",
     decision_bodies.ScoreRequest,
     decision_bodies.ScoreAnswer,
     headers=_PARTIAL,
 )
 _SELECT = Doc(
-    "Which target takes a prompt.",
+    "Picks the target for a prompt, and by default reserves its load.",
     decision_bodies.SelectRequest,
     decision_bodies.SelectAnswer,
     errors=(429,),
     queue="decide",
 )
 _RELEASE = Doc(
-    "A request, or its prefill, is over.",
+    "Ends or renews reservations, or ends their prefill.",
     decision_bodies.ReleaseRequest,
     decision_bodies.ReleaseAnswer,
     queue="decide",
@@ -120,7 +120,7 @@ _DYNAMO_QUERY = Doc(
     headers=_PARTIAL,
 )
 _DYNAMO_QUERY_BY_HASH = Doc(
-    "Returns the same for a prompt of the base model that is given by its local hashes.",
+    "Returns how much of a prompt of the base model each worker has; the prompt is given as its local hashes.",
     dynamo_bodies.DynamoQueryByHashRequest,
     dynamo_bodies.DynamoQueryAnswer,
     errors=(404,),
@@ -141,7 +141,7 @@ _DYNAMO_UNREGISTER = Doc(
 )
 _DYNAMO_WORKERS = Doc("Lists the registered workers.", answer=dynamo_bodies.DynamoWorkers)
 _DUMP = Doc(
-    "Lists the groups. It contains no events, because the index is in Redis.",
+    "Lists the groups. The list contains no events, because the index is in Redis.",
     answer=dynamo_bodies.DynamoDump,
     headers=_NOTE,
 )

@@ -55,7 +55,7 @@ _ONE_PROMPT = "exactly one of token_ids, seq_hashes, messages, prompt and prefix
 
 
 class GivenCandidate(Request):
-    """A target, and what the caller knows of it; what is absent is as it is stored."""
+    """A target with the values that the caller knows. For an absent field Waymark uses the stored value."""
 
     instance_id: Name = Field(description=NAME)
     dp_rank: Rank = Field(default=0, description=RANK)
@@ -74,7 +74,7 @@ Candidates = Annotated[
 
 
 class DecisionRequest(Named):
-    """A prompt, and by what its targets are ranked."""
+    """A prompt, and the policy that ranks its targets."""
 
     token_ids: TokenIds = Field(
         default=None,
@@ -111,7 +111,7 @@ class DecisionRequest(Named):
 
 
 class ScoreRequest(DecisionRequest):
-    """How good each target is for a prompt; nothing is reserved."""
+    """A prompt whose targets are scored; nothing is reserved."""
 
     candidates: Candidates | None = Field(
         default=None,
@@ -121,7 +121,7 @@ class ScoreRequest(DecisionRequest):
 
 
 class SelectRequest(DecisionRequest):
-    """Which target takes a prompt; it is reserved until it is released, or its time is over."""
+    """A prompt whose target is picked; its reservation lasts until its release, or until it expires."""
 
     only: Names | None = Field(default=None, description=f"{_NAMES}; absent is all")
     exclude: Names = Field(default=[], description=_NAMES)
@@ -145,7 +145,7 @@ class SelectRequest(DecisionRequest):
 
 
 class ReleaseRequest(Request):
-    """What of a reservation is over."""
+    """The reservations to end or renew, or whose prefill has ended."""
 
     reservation: str | None = Field(default=None, description="a text, as /select answered it")
     reservations: list[str] | None = Field(default=None, description=f"a list of at most {RELEASES_MAX} such texts")

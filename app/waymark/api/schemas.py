@@ -132,17 +132,17 @@ class RegisterRequest(Request):
     )
     scope: Scope | None = Field(
         default=None,
-        description="instance, or shared for a pool that all instances read; "
+        description="instance or shared, where shared is a pool that all instances read; "
         f"the default of {kinds_where('scope', 'shared')} is shared",
     )
     copies: Copies | None = Field(
         default=None,
-        description="count, if an engine may store a block several times, or set; "
+        description="count or set, where count is for an engine that may store a block several times; "
         f"the default of {kinds_where('copies', 'count')} is count",
     )
     sequence: SeqCounter = Field(
         default="publisher",
-        description="publisher where one counter numbers all frames, or rank where each rank has a counter",
+        description="publisher if one counter numbers all frames, or rank if each rank has a counter",
     )
     address: Url = Field(default=None, description=f"{URL}: the address that requests are sent to")
     role: ARole = Field(default=Role.BOTH, description=f"one of {', '.join(Role)}")
@@ -161,7 +161,7 @@ class RegisterRequest(Request):
         if not traits.tells_events and self.endpoint is not None:
             raise Unfit(
                 f"endpoint is {shown(self.endpoint)}; an engine of type {self.type} sends no events: "
-                "leave the endpoint out, or name the type",
+                "leave the endpoint out, or choose a type that sends events",
                 field="endpoint",
             )
         if self.endpoint is None and traits.needs_endpoint:
@@ -197,7 +197,7 @@ class UnregisterRequest(Request):
 
 
 class Named(Request):
-    """Whose blocks a request is about: of a model, a tenant, an adapter, salts."""
+    """The model, tenant, adapter and salts of the blocks that a request is about."""
 
     model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
@@ -237,7 +237,7 @@ class _Prompt(Named):
 
 
 class QueryRequest(_Prompt, TextFields):
-    """A prompt, as its tokens, as a text, or as messages."""
+    """A prompt, given as tokens, as a text or as messages."""
 
     token_ids: TokenIds = Field(
         default=None,
@@ -246,7 +246,7 @@ class QueryRequest(_Prompt, TextFields):
 
 
 class QueryByHashRequest(_Prompt):
-    """A prompt, by the rolling hashes of its blocks."""
+    """A prompt, given as the rolling hashes of its blocks."""
 
     seq_hashes: Hashes = Field(
         validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
@@ -266,13 +266,13 @@ class StandardEvent(BaseModel):
     dp_rank: Rank | None = Field(None, description=f"{RANK}; the default is the registered rank")
     medium: Annotated[str, Field(pattern="^[A-Za-z0-9_]{0,32}$")] | None = Field(
         None,
-        description=f"upper or lower case, but not DP; the default is {UNNAMED}, and every medium for a cleared event",
+        description=f"in upper or lower case, not DP; the default is {UNNAMED}, or for a cleared event every medium",
     )
     lora_name: str | None = Field(None, description="empty means the base model")
     additional_salt: str | None = Field(None, description="empty means none")
     seq_hashes: Hashes | None = Field(
         None,
-        description="at least one, unless cleared: rolling hashes, or with token_ids the hashes of the publisher",
+        description="rolling hashes, or with token_ids engine hashes; stored and removed events need at least one",
     )
     base_block_idx: Rank | None = Field(
         None,

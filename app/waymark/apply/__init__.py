@@ -1,6 +1,6 @@
 """The write pipeline: plan, look up, resolve, apply, count. Streams and ``POST /events`` both go through it.
 
 ``applier`` applies folds of decoded batches to Redis, ``counts`` counts them, ``portions`` bounds each call to Redis,
-``slices`` bounds the time without a pause for the event loop, and ``options`` has the settings of all. The rules for
+``slices`` pauses long computations for the event loop, and ``options`` has the settings of the pipeline. The rules for
 resolving an event are in ``domain``; the calls to Redis are in ``store``.
 """

@@ -54,7 +54,7 @@ _SHARDS_ASKED = 16
 
 
 class Fenced(Exception):
-    """Another worker has the stream, or Redis has lost writes of it: what this process remembers of it is invalid."""
+    """Another worker has the stream, or Redis has lost writes of it. The state in this process is then invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Incoming:
 
 
 class Applier:
-    """Applies folds of one stream under one grant. With ``is_patient`` it waits for Redis; without, it raises."""
+    """Applies folds of one stream under one grant. With ``is_patient`` it waits for Redis; else it raises."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Applier:
     async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
         """The reply of ``call``, which a patient applier repeats until Redis answers.
 
-        Raises Fenced, RecordDamaged, and StoreUnavailable where the applier is not patient.
+        Raises Fenced and RecordDamaged, and StoreUnavailable if the applier is not patient.
         """
         pause = _PAUSE_SECONDS_MIN
         while True:
@@ -129,10 +129,10 @@ class Applier:
                 return reply
 
     async def _check_holders(self) -> None:
-        """After an outage: raise Fenced where Redis has forgotten a holder.
+        """Raise Fenced if Redis lost a holder during the outage.
 
-        A replica that was promoted may lack the last changes of holders. It gives a forgotten id to another publisher,
-        so nothing may be written under that id. A Redis that has the change under way has all changes before it.
+        A promoted replica may lack the last changes of holders. It gives a lost id to another publisher, so no process
+        may write under that id. A Redis that has the newest change has all changes before it.
         """
         state = await self._store.records.read(self.grant)
         if state is None or (state.change != self._changing and dict(state.holders) != self.resolver.holders):
@@ -141,7 +141,7 @@ class Applier:
     async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
         """Apply batches in order. Their event_ids, and with ``commit`` the watermark, move in the last call.
 
-        Raises Fenced; StoreUnavailable where the applier is not patient.
+        Raises Fenced, and StoreUnavailable if the applier is not patient.
         """
         resolver, batches = self.resolver, [incoming.batch for incoming in fold]
         plan = await self.slices.run(resolver.plan(batches))
@@ -202,9 +202,9 @@ class Applier:
             await self.new_life(name)
 
     async def keep_facts(self, told: Facts | None = None) -> None:
-        """Write the flags and the main group, which a later lease holder must know before it applies anything.
+        """Write the flags and the main group: the next worker reads them before it applies a batch.
 
-        What is ``told`` is written in the same step.
+        The same step writes the facts in ``told``.
         """
         resolver = self.resolver
         group = "" if resolver.main_group is None else str(resolver.main_group)
@@ -237,7 +237,7 @@ class Applier:
             await self._lost()
 
     async def _hold(self) -> None:
-        """Renew the lease while a call waits to be sent, when the stream does nothing else."""
+        """Renew the lease while a call waits; the stream renews it at no other place then."""
         now = time.monotonic()
         if now - self._held > self.grant.seconds / 4:
             if not await self._store.leases.renew(self.grant, self.grant.seconds):
@@ -250,7 +250,7 @@ class Applier:
             await self.answered(self._hold)
 
     async def _lost(self) -> None:
-        """End the life: a shard has lost writes, and the watermark, on another shard, does not show it."""
+        """End the life: a shard has lost writes. The watermark is on another shard and does not show the loss."""
         log.warning("redis has lost writes", extra=fields(stream=str(self.grant.claim.registration.name)))
         await self.new_life()
         raise Fenced
@@ -282,7 +282,7 @@ class Applier:
         return ids
 
     async def _above(self) -> int:
-        """The highest holder id on any shard; with several shards it is read each time, since it may have grown."""
+        """The highest holder id on any shard. With several shards each call reads it, because it may have grown."""
         if self.grant.shards == 1:
             return self.grant.above
         above = await self.answered(lambda: self._store.leases.highest_holder(self.grant))
@@ -300,9 +300,9 @@ async def resumed(
     foreign_ranks: frozenset[int] = frozenset(),
     is_patient: bool = True,
 ) -> tuple[Applier, StreamState]:
-    """An applier that begins with the state in the stream's record, and that state. Raises Fenced where there is none.
+    """Return an applier with the state in the stream's record, and that state. Raises Fenced if there is no record.
 
-    ``foreign_ranks`` are ranks of the instance with a registration of their own. A damaged record begins a new life.
+    ``foreign_ranks`` are the ranks of the instance with their own registration. A damaged record begins a new life.
     """
     state = await store.records.read(grant)
     if state is None:

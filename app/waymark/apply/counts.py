@@ -68,7 +68,7 @@ class Counts:
         counters, metrics, resolver = self._counters, self._metrics, self._resolver
         if resolver.ignored["block_size_mismatch"] and not counters["ignored.block_size_mismatch"]:
             about = fields(stream=str(resolver.registration.name), registered=resolver.registration.block_size)
-            log.warning("blocks of another size than registered are not indexed", extra=about)
+            log.warning("blocks are not indexed: their size is not the registered block_size", extra=about)
         self._count_ignored(+resolver.ignored)
         resolver.ignored.clear()
         counters["unresolved"] += resolver.unresolved

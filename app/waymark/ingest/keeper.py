@@ -43,7 +43,9 @@ class RegistrationKeeper:
         wanted = {each.name: each for each in self._publishers}
         if not is_start:
             wanted = {each.name: each for each in seen} | wanted
-            log.warning("redis returned empty, publishers are registered again", extra=fields(publishers=len(wanted)))
+            log.warning(
+                "redis has lost its data, publishers are registered again", extra=fields(publishers=len(wanted))
+            )
         for name, registration in wanted.items():
             # At the start the file may move a publisher to another address; later, that is old news.
             if there.get(name) != registration and (is_start or name not in there):

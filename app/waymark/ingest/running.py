@@ -89,7 +89,7 @@ class StreamRunner:
                 self._metrics.leases_lost.inc()
         except Fenced:
             self._metrics.leases_lost.inc()
-            log.info("stream was taken by another worker at once", extra=fields(stream=str(name)))
+            log.info("another worker took the stream before it started here", extra=fields(stream=str(name)))
         except (StoreUnavailable, InvalidValue, OSError) as exc:
             if self._is_another(name, str(exc)):
                 log.warning("stream stopped, will be restarted", extra=fields(stream=str(name), error=str(exc)))

@@ -128,7 +128,7 @@ class Stream:
                     await self._tick()
         except Fenced:
             log.info(
-                "stream was taken by another worker, or its registration changed", extra=fields(stream=self._life.name)
+                "another worker took the stream, or its registration changed", extra=fields(stream=self._life.name)
             )
         except asyncio.CancelledError:
             await self._last_report()

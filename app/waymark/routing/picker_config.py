@@ -55,7 +55,7 @@ def read_picker_config(text: str) -> PickerConfig:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as exc:
-        raise InvalidValue(f"it is no YAML: {' '.join(str(exc).split())}") from exc
+        raise InvalidValue(f"the file is not YAML: {' '.join(str(exc).split())}") from exc
     top = _mapping(content, "the file")
     _only(top, _FIELDS, "the file")
     if top.get("kind", KIND) != KIND:
@@ -64,13 +64,15 @@ def read_picker_config(text: str) -> PickerConfig:
     for at, entry in enumerate(_list(top.get("plugins"), "plugins")):
         plugin = Declared(entry, at)
         if plugin.name in declared:
-            raise InvalidValue(f"plugins[{at}].name '{plugin.name}' is there twice; give each a name of its own")
+            raise InvalidValue(f"plugins[{at}].name '{plugin.name}' is used twice; give each plugin another name")
         declared[plugin.name] = plugin
     profiles: dict[str, Profile] = {}
     for at, entry in enumerate(_list(top.get("schedulingProfiles"), "schedulingProfiles")):
         profile = _profile(entry, f"schedulingProfiles[{at}]", declared)
         if profile.name in profiles:
-            raise InvalidValue(f"schedulingProfiles[{at}].name '{profile.name}' is there twice")
+            raise InvalidValue(
+                f"schedulingProfiles[{at}].name '{profile.name}' is used twice; give each profile another name"
+            )
         profiles[profile.name] = profile
     if not profiles:
         raise InvalidValue("schedulingProfiles is empty; name at least one profile", field="schedulingProfiles")
@@ -152,7 +154,7 @@ def _scorer(plugin: Declared, weight: float) -> WeightedScorer:
 def _picker(plugin: Declared) -> tuple[Picker, int]:
     endpoints = plugin.parameters.get("maxNumOfEndpoints", 1)
     if not (isinstance(endpoints, int) and endpoints >= 1):
-        raise InvalidValue(f"{plugin.where}.maxNumOfEndpoints is {endpoints!r}; it must be a number from 1 on")
+        raise InvalidValue(f"{plugin.where}.maxNumOfEndpoints is {endpoints!r}; it must be a number of at least 1")
     return PICKERS[plugin.type], endpoints
 
 
@@ -219,7 +221,7 @@ def _decider(declared: Mapping[str, Declared], name: Any, where: str) -> Decider
     if plugin.type == "prefix-based-pd-decider":
         tokens = plugin.parameters.get("nonCachedTokens", 0)
         if not (isinstance(tokens, int) and tokens >= 0):
-            raise InvalidValue(f"{plugin.where}.nonCachedTokens is {tokens!r}; it must be a number from 0 on")
+            raise InvalidValue(f"{plugin.where}.nonCachedTokens is {tokens!r}; it must be a number of at least 0")
         return deciders.prefix_based(tokens)
     return deciders.multimodal if plugin.type == "always-disagg-multimodal-decider" else deciders.always
 

@@ -95,7 +95,7 @@ def _check_composite(values: Values) -> None:
     total = sum(weights.values())
     if abs(total - 1.0) > 1e-6:
         shown = ", ".join(f"{name} {value:g}" for name, value in weights.items())
-        raise InvalidValue(f"{shown}: the three add up to {total:g}; they must add up to 1", field="overrides")
+        raise InvalidValue(f"{shown}: the three weights add up to {total:g}; they must add up to 1", field="overrides")
 
 
 def _dynamo(inputs: Inputs) -> Ranking:

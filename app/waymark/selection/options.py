@@ -65,5 +65,5 @@ def _read(path: str) -> PickerConfig:
     except InvalidValue as exc:
         raise SettingsError(f"WAYMARK_PICKER_CONFIG {path!r}: {exc.sentence}") from None
     for note in config.notes:
-        log.info("what a plugin of the picker file does is done elsewhere here", extra=fields(note=note))
+        log.info("another part of Waymark does what a plugin of the picker file does", extra=fields(note=note))
     return config

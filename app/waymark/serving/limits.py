@@ -241,5 +241,5 @@ def files_for(connections_max: int, others: int = 0) -> int:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections_max
     allowed = max(1, soft - others - _OTHER_FILES)
-    log.info("connections are limited by the limit of open files", extra=fields(connections=allowed, files=soft))
+    log.info("the limit of open files limits the number of connections", extra=fields(connections=allowed, files=soft))
     return allowed

@@ -1,11 +1,11 @@
-"""Where Redis is: the URLs of one server, of a primary behind Sentinels, of a Cluster.
+"""The URLs of Redis: of one server, of a primary behind Sentinels, and of a Cluster.
 
     redis://  rediss://                      one server; the second is TLS, as below
     unix://                                  one server, by its socket
     redis+sentinel://  rediss+sentinel://    the primary that Sentinels name; with ?role=replica its replicas
     redis+cluster://  rediss+cluster://      a Redis or Valkey Cluster; with ?role=replica its replicas answer
 
-No sentence about a URL tells its user or password.
+No error sentence contains the user or the password of a URL.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HOST = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\[\]:\s@]+)(:(?P<port>[0-9]{
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A URL, taken apart."""
+    """The parts of a URL."""
 
     kind: Kind
     endpoints: tuple[Endpoint, ...]
@@ -51,7 +51,7 @@ class Address:
 
 
 def parse(url: str, variable: str = "WAYMARK_REDIS_URL") -> Address:
-    """The address in ``url``; SettingsError names ``variable``, the URL without its secrets, and the way out."""
+    """Parse ``url``. SettingsError names ``variable``, the URL without its secrets, and the remedy."""
     try:
         return _parse(url)
     except ValueError as exc:
@@ -108,7 +108,7 @@ def _parameters(query: str) -> dict[str, str]:
     for part in filter(None, query.split("&")):
         name, _, value = part.partition("=")
         if name not in known or name in given:
-            # Only its name is told: the value may be a secret.
+            # The error names the option alone: its value may be a secret.
             shown = name if re.fullmatch(r"[a-z_]{1,40}", name) else "one of its parameters"
             raise ValueError(f"{shown} is unknown or given twice; it may have {', '.join(known)}")
         given[name] = unquote(value)

@@ -31,7 +31,7 @@ _HOLDER_FIELDS = ("publisher", "instance_id", "dp_rank", "medium", "block_size",
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A registered publisher and the ids it was given."""
+    """A registered publisher and its ids."""
 
     registration: Registration
     publisher: int
@@ -97,7 +97,7 @@ class Claim:
         return claim
 
     def has_stream_of(self, other: Claim) -> bool:
-        """Whether only the target differs, so that the stream can go on."""
+        """Whether the two claims differ in the target only, so that the stream can go on."""
         mine = replace(self.registration, target=other.registration.target)
         return (self.publisher, self.is_leaving, mine) == (other.publisher, other.is_leaving, other.registration)
 
@@ -110,7 +110,7 @@ class Claim:
 
     @property
     def wanted(self) -> Registration | None:
-        """The registration that the name is to have; None where the publisher is being unregistered."""
+        """The registration that the name gets or keeps; None while the publisher is unregistered."""
         return self.successor if self.is_leaving else self.registration
 
     def row(self, *, is_lost: bool = False) -> bytes:
@@ -162,7 +162,7 @@ def encode_holder(holder: Holder) -> bytes:
 
 
 def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
-    """The table ``wm:{g}:holders`` that ``key`` holds; None where there is no such table, or it names no group.
+    """The table ``wm:{g}:holders`` that ``key`` holds; None if the table is missing, or names no group.
 
     A row that cannot be read is left out, and its holders count for no instance. A target that cannot be read has
     the default fields.

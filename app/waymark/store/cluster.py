@@ -73,7 +73,7 @@ class Cluster:
         await asyncio.gather(*(node.aclose() for node in nodes))
 
     async def execute_command(self, *command: Any) -> Any:
-        """A command whose keys are of one slot, wherever that is now."""
+        """Send a command with keys of one slot to the node that has the slot now."""
         async with asyncio.timeout(self._bound_seconds):
             return await self._follow(command)
 
@@ -106,7 +106,7 @@ class Cluster:
         return replies
 
     async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
-        """As ``ReadPool.ask``, of the node of ``key``. What an error tells of another place is remembered."""
+        """As ``ReadPool.ask``, for the node of ``key``. An error that names another node corrects the map."""
         if not self._map.is_usable():
             async with asyncio.timeout_at(until):
                 await self._read_map_bounded()
@@ -125,7 +125,7 @@ class Cluster:
             raise
 
     def place(self, key: bytes) -> object:
-        """The node of ``key``; before anything is known of nodes, its slot."""
+        """The node of ``key``; the slot of ``key`` before the first map is read."""
         slot = key_slot(key)
         return self._map.pick(slot) if self._map.has(slot) else slot
 
@@ -137,7 +137,7 @@ class Cluster:
         return [self._node(each) for each in random.sample(sorted(found), len(found))]
 
     async def ping(self) -> None:
-        """Every node that commands go to answers."""
+        """Check that every node that gets commands answers."""
         async with asyncio.timeout(self._bound_seconds):
             await self._read_map()
             picked = self._map.picked()
@@ -211,7 +211,7 @@ class Cluster:
         return node
 
     async def _read_map(self) -> None:
-        """Read who has which slots, where what is known has shown to be wrong."""
+        """Read which node has which slots, if the map is missing or doubtful."""
         if self._map.is_usable():
             return
         async with self._reading:
@@ -225,7 +225,7 @@ class Cluster:
             self._map.replace(found)
             gone = [endpoint for endpoint in self._nodes if endpoint not in found.endpoints]
             for endpoint in gone:
-                # Commands under way end first; their connections are closed when they are given back.
+                # Commands under way end first; the pool closes their connections when they return.
                 pool = self._nodes.pop(endpoint).connection_pool
                 self._map.forget(endpoint)
                 await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
@@ -250,7 +250,7 @@ def _slot(command: Sequence[Any]) -> int:
 
 
 def _is_elsewhere(reply: Any) -> bool:
-    """Whether the same command may be answered by another node, or a moment later."""
+    """Whether another node, or the same node a moment later, may answer the same command."""
     return isinstance(reply, AskError | TryAgainError | ClusterDownError | RedisConnectionError) and not isinstance(
         reply, AuthenticationError
     )

@@ -1,4 +1,4 @@
-"""What Redis says of registrations and groups: claims, groups and tenants, read and never written.
+"""Reads the claims, groups and tenants in Redis; it writes nothing.
 
 A query replica needs no more of the registry than this module.
 """
@@ -33,7 +33,7 @@ class Directory:
         self._tenants = _Tenants()
 
     async def claim(self, name: PublisherName) -> Claim | None:
-        """The publisher's claim, None where it has none; Conflict where it has one that cannot be read."""
+        """The publisher's claim, or None. Raises Conflict if the claim cannot be read."""
         field = keys.publisher_field(name)
         raw = await self._client.hget(keys.PUBLISHERS, field)
         if raw is None:
@@ -51,7 +51,7 @@ class Directory:
         return self._parser.parse(RecordKind.REGISTRATION, keys.PUBLISHERS, field, Claim.decode_field, field, raw)
 
     async def claims(self) -> list[Claim]:
-        """Every claim that can be read, leaving ones too, in order of registration."""
+        """Every claim that can be read, also of publishers that are leaving, in order of registration."""
         held = await self._client.hgetall(keys.PUBLISHERS)
         self._parser.forget(keys.PUBLISHERS, held.keys())
         known, self._decoded = self._decoded, {}
@@ -70,8 +70,8 @@ class Directory:
     async def is_tenant_known(self, tenant_id: str) -> bool:
         """Whether the tenant has a registration, of any model.
 
-        The list of tenants is read only where registrations have changed since it was read: a query for an unknown
-        tenant, which anybody may send, does not grow with others' registrations.
+        This method reads the list of tenants again only if registrations have changed. So the cost of a query for an
+        unknown tenant does not grow with the number of registrations.
         """
         state = await self._client.several(
             (("GET", keys.INCARNATION), ("HGET", keys.GROUPS, "last_publisher"), ("HLEN", keys.PUBLISHERS))
@@ -82,7 +82,7 @@ class Directory:
         return tenant_id in self._tenants.ids
 
     async def group(self, group: GroupName) -> GroupEntry | None:
-        """The group's id and shards; None where nothing was ever registered for it, or its entry cannot be read."""
+        """The group's id and shards; None if the group never had a registration, or its entry cannot be read."""
         field = keys.group_field(group)
         value = await self._client.hget(keys.GROUPS, field)
         return None if value is None else self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _entry, value)
@@ -102,7 +102,7 @@ class Directory:
 
 @dataclass(frozen=True, slots=True)
 class _Tenants:
-    """Who had a registration while Redis was in a state: its incarnation, the last id given out, how many there are."""
+    """The tenants with a registration, valid for one state of Redis: incarnation, last id and number of claims."""
 
     state: list[bytes | int | None] | None = None
     ids: frozenset[str] = frozenset()
@@ -121,7 +121,7 @@ def _entry(value: bytes) -> GroupEntry:
 
 
 def _tenant_of(field: bytes) -> str | None:
-    """The tenant in a publisher's field; None where it is no such field, which counts where its value is read."""
+    """The tenant in a publisher's field; None for another field, which is counted when its value is read."""
     try:
         tenant_id = names_of(field, 3, "it")[1]
     except Malformed:

@@ -1,4 +1,4 @@
-"""Turns a failure of Redis into one sentence, which says what is wrong and how to mend it if that is possible."""
+"""Turns a failure of Redis into one sentence, which names the problem and, if there is one, the remedy."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
 
 
 def is_damage(exc: BaseException) -> bool:
-    """Whether a command was refused for what its own keys hold. Redis does not say it by a code, but by its text.
+    """Whether Redis refused a command because of the values of its keys. The text of the error shows it; no code does.
 
-    Of refusals that concern every key (out of memory, read-only, loading) the driver makes types of their own, or a
-    script repeats their word.
+    Other refusals (out of memory, read-only, loading) concern every key. They have their own exception types in the
+    driver, or a script repeats their error code.
     """
     if type(exc) is not ResponseError:
         return False
@@ -69,7 +69,7 @@ def is_damage(exc: BaseException) -> bool:
 
 
 def kind_of(exc: Exception) -> str:
-    """What kind of failure it is: a word of a small fixed set, for the counter."""
+    """The kind of a failure, as one of a few fixed words for the counter."""
     kinds: dict[str, tuple[type[BaseException], ...]] = {
         "not_allowed": (SecretUnreadable, AuthenticationError, NoPermissionError),
         "tls": (ssl.SSLError,),
@@ -95,7 +95,7 @@ def _causes(exc: BaseException) -> Iterator[BaseException]:
 
 
 def _kind(exc: Exception) -> str:
-    """Its name; for those whose text alone is not enough, the word of Redis."""
+    """The error code of Redis for the types that stand for one; else the name of the type."""
     words = {
         ReadOnlyError: "READONLY",
         OutOfMemoryError: "OOM",

@@ -67,7 +67,7 @@ class _Blocks:
 
 
 def _values(reply: Any, count: int) -> list[bytes | None]:
-    """Check the reply to an MGET: a connection that is out of step would return another reply."""
+    """Check the reply to an MGET: a connection that is out of step would return the reply to another command."""
     if not isinstance(reply, list) or len(reply) != count:
         raise InvalidResponse(f"no reply to an MGET of {count} keys")
     return reply

@@ -87,7 +87,7 @@ class Index:
             grant.moved_shards.update(seqs)
         if commit is None and not events:
             return Verdict.APPLIED
-        # Numbers of a stream without a watermark are of several holders, and say nothing of a shard.
+        # A stream without a watermark has one number for each holder, which does not show what a shard has.
         moved = sorted(grant.moved_shards) if commit is not None else []
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.shard_seqs[shard])]
         outcome = await self._scripts.commit_batch(grant.record, grant.token, *_watermark(commit), shards, events)
@@ -277,7 +277,7 @@ def _rest(call: Sequence[tuple[Run, list[int] | None]], done: int) -> list[tuple
 
 
 def _by_shard(runs: Iterable[Run], shards: int) -> dict[int, list[tuple[Run, list[int] | None]]]:
-    """The runs by shard. Blocks of a shard are not consecutive, so each has its position in the batch beside it."""
+    """The runs by shard. Blocks of a shard are not consecutive, so each block comes with its position in the batch."""
     parts: dict[int, list[tuple[Run, list[int] | None]]] = {}
     for run in runs:
         picked: dict[int, list[int]] = {}

@@ -94,7 +94,7 @@ class Leases:
             own = f"{taken.numbers[0]}.{random}"
             counter, holder = await self._raise_fences(claim, own)
             if counter is None:
-                # -1 differs from no value at all, which a shard has that comes back empty later.
+                # A shard that comes back empty has no value, and -1 differs from that.
                 shard_seqs = dict.fromkeys(range(1, claim.shards), -1)
                 return Grant(claim, own, holder, shard_seqs, seconds=seconds, is_forgotten=is_forgotten)
             # A failover has set the record back, and a shard has a higher token.
@@ -133,7 +133,7 @@ class Leases:
         return outcome.is_applied
 
     async def drop(self, grant: Grant) -> None:
-        """Give the lease back, so that another worker can take it at once."""
+        """Release the lease, so that another worker can take it at once."""
         outcome = await self._scripts.drop_lease(grant.lease, grant.record, grant.token)
         if outcome.verdict is Verdict.GONE:
             await self._forget(grant.claim)

@@ -1,8 +1,8 @@
-"""A connection to Redis for questions that are packed already: bytes out, replies in, several questions under way.
+"""A connection to Redis that sends packed commands and reads their replies, with several questions under way.
 
-Redis answers a connection in the order in which it was asked, so the questions wait in one queue. Replies that come
-whole are read where they lie, by the reader of their question; what is unusual (a reply in pieces, an error) goes
-through the library's parser. A question that nobody waits for any more stays in the queue until its replies have come.
+Redis answers a connection in the order in which it was asked, so the questions wait in one queue. The
+reader of a question reads complete replies in the receive buffer; the library's parser reads errors and replies that
+arrive in pieces. A question whose caller has been cancelled stays in the queue until its replies have arrived.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class ReplyReader(Protocol[T_co]):
         """How many replies there are."""
 
     def scan(self, data: bytes) -> tuple[T_co, int] | None:
-        """What the replies at the beginning of ``data`` say, and where they end; None: that is for ``parsed``."""
+        """Read the replies at the beginning of ``data``: the result and their end. None: use ``parsed`` instead."""
 
     def parsed(self, replies: list[Any]) -> T_co:
-        """The same of replies that the library has parsed, none of them an error. May raise RedisError."""
+        """Make the result from replies that the library has parsed, without errors. May raise RedisError."""
 
 
 class Replies:
-    """A ``ReplyReader`` that gives the replies as they are."""
+    """A ``ReplyReader`` that returns the replies unchanged."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -65,7 +65,7 @@ class _Question(Generic[T]):
 
 
 class ReadConnection(asyncio.Protocol):
-    """``silent_seconds``: a connection that owes a reply and says nothing for so long is lost."""
+    """A connection that is due a reply and receives no data for ``silent_seconds`` is lost."""
 
     def __init__(self, silent_seconds: float, lost: Callable[[ReadConnection], None]) -> None:
         self._silent_seconds = silent_seconds
@@ -83,7 +83,7 @@ class ReadConnection(asyncio.Protocol):
         self._is_retired = False
 
     def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> asyncio.Future[T]:
-        """Send a question; what ``reader`` makes of the replies to it.
+        """Send a question, and return what ``reader`` makes of the replies.
 
         TimeoutError at ``until``, by the loop's clock; RedisError where a reply is one or the connection is lost.
         """
@@ -111,7 +111,7 @@ class ReadConnection(asyncio.Protocol):
         return answer
 
     def retire(self) -> None:
-        """Close when the questions under way are answered; nobody asks any more."""
+        """Close the connection when the questions under way are answered. No new question may follow."""
         self._is_retired = True
         if not self._questions:
             self.lose(RedisConnectionError("the connection was closed"))
@@ -186,7 +186,7 @@ class ReadConnection(asyncio.Protocol):
         self._end(question, error=TimeoutError())
         for before in self._questions:
             if before is question:
-                # Redis has had all the time of a question for nothing else, and has not answered it.
+                # No caller waits for an earlier question, and Redis has not answered this one in its time.
                 self.lose(RedisConnectionError("Redis has not answered an earlier command"))
                 return
             if not before.answer.done():
@@ -216,7 +216,7 @@ class ReadConnection(asyncio.Protocol):
 
 
 def _parsed(reader: ReplyReader[T], replies: list[Any]) -> tuple[T | None, RedisError | None]:
-    """The answer, or an error without its frames: they know the question, and that its error."""
+    """The answer, or an error without its traceback, which would keep the question alive in a cycle."""
     for reply in replies:
         if isinstance(reply, RedisError):
             return None, reply

@@ -124,7 +124,7 @@ class ReadPool:
         async with asyncio.timeout_at(until), self._opening:
             if self.connection is None:
                 if self._failures != seen and self._failure is not None:
-                    # It was tried while this caller waited; trying again for each would take as many times as long.
+                    # The attempt of another caller has just failed. One more for each caller would multiply the delay.
                     raise RedisConnectionError(*self._failure.args) from self._failure
                 try:
                     self.connection = await self._dialer.dial(self._forget)

@@ -32,7 +32,7 @@ KeySource = Callable[[int], bytes]
 #: their blocks (one system prompt for all is the usual case) it is larger: a round trip costs more than keys that turn
 #: out to be missing. (Below how many blocks found on average, how many are asked for.)
 _FIRST_CHUNKS = ((24, 32), (96, 128))
-#: What goes on mostly goes on for long; 512 keys are some 0.15 ms of Redis.
+#: A match that passes the first chunk is mostly long; 512 keys are some 0.15 ms of Redis.
 _CHUNK = 512
 #: The weight of one query in the average.
 _WEIGHT = 1 / 8
@@ -120,9 +120,9 @@ class Reader:
     async def read(
         self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
     ) -> Reading | None:
-        """Walk the chain as far as anybody has it; None where nothing was ever registered for the group.
+        """Walk the chain to the last block that has a holder; None if the group never had a registration.
 
-        Raises StoreUnavailable where Redis is away, or has not answered once within the deadline.
+        Raises StoreUnavailable if Redis is unavailable, or sends no reply within the deadline.
         """
         query = _Query(block_size, source)
         until = asyncio.get_running_loop().time() + deadline_seconds
@@ -156,7 +156,7 @@ class Reader:
         )
 
     async def table(self, group: GroupName, *, deadline_seconds: float | None = None) -> HolderTable | None:
-        """The group's table as it is now; None where nothing was ever registered for it."""
+        """The group's table as it is now; None if the group never had a registration."""
         try:
             async with asyncio.timeout(deadline_seconds):
                 entry = await self._directory.group(group)
@@ -166,13 +166,13 @@ class Reader:
         return table if table is not None and table.group == group else None
 
     def table_at_hand(self, group: GroupName) -> HolderTable | None:
-        """The group's table as the last reading left it: a reading leaves the one of its moment."""
+        """The group's table in the cache, as the last query used it."""
         entry = self._groups.get(group)
         table = None if entry is None else self._tables.get(entry.group_id)
         return table if table is not None and table.group == group else None
 
     def entry_at_hand(self, group: GroupName) -> GroupEntry | None:
-        """The group's id and shards as the last reading used them."""
+        """The group's id and shards in the cache, as the last query used them."""
         return self._groups.get(group)
 
     async def values(self, entry: GroupEntry, block_keys: Sequence[int]) -> list[bytes | None]:
@@ -212,9 +212,9 @@ class Reader:
         return entry
 
     async def _doubt(self, group: GroupName, known: GroupEntry, until: float) -> None:
-        """Ask for the id of a group again, whose table does not answer for it; another one: Redis has come back empty.
+        """Read the id of a group again, because its table does not fit. Another id: Redis has come back empty.
 
-        Where the id still holds, the table cannot be read, or is gone, and only this group suffers from that.
+        If the id is the same, the table is missing or cannot be read. Only this group is affected then.
         """
         self._groups.pop(group, None)
         async with asyncio.timeout_at(until):
@@ -223,7 +223,7 @@ class Reader:
             self._incarnation.forget()
 
     async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float, changes: int) -> bool:
-        """Walk to the end; False where what is remembered of the group does not hold. TimeoutError at ``until``."""
+        """Walk to the end; False if the cached data of the group are out of date. Raises TimeoutError at ``until``."""
         usual = self._usual.get(entry.group_id, 0.0)
         chunk = next((blocks for bound, blocks in _FIRST_CHUNKS if usual < bound), _CHUNK)
         is_fresh = False
@@ -260,9 +260,9 @@ class Reader:
             chunk = _CHUNK
 
     def _remember(self, entry: GroupEntry, query: _Query) -> None:
-        """What a query found says how much the next one should ask for at once; one of a few blocks says nothing."""
+        """Adapt the size of the first chunk to what a query found; a query of a few blocks does not count."""
         if query.blocks >= _FIRST_CHUNKS[0][1]:
-            # Of those who have much, how much does not matter: a few of them should not make all others ask for 512.
+            # Long matches count as 128 blocks: a few of them should not make every other query ask for 512.
             found = min(_FIRST_CHUNKS[-1][1], query.found)
             usual = self._usual.get(entry.group_id, 0.0)
             self._usual[entry.group_id] = usual + _WEIGHT * (found - usual)

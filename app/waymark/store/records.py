@@ -1,7 +1,7 @@
 """Publishers' records: the state of each stream, and the lives of its holders.
 
 Only the worker with the grant writes a record. Where a method returns None or False, another worker has the stream
-now (the caller is *fenced*): the caller drops everything it believes of the stream.
+now (the caller is *fenced*): the caller discards its state of the stream.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Records:
         self._incarnation = incarnation or Incarnation()
 
     async def read(self, grant: Grant) -> StreamState | None:
-        """The record; None where it is gone, or where another token stands in it.
+        """The record; None if it is gone, or contains another token.
 
         Raises RecordDamaged where the record has a format that this release does not read.
         """
@@ -222,7 +222,7 @@ class Records:
         return outcome.is_applied
 
     async def publisher_states(self, claims: Sequence[Claim]) -> list[PublisherState]:
-        """One state per claim, in their order; of a record that cannot be read, only what the claim says."""
+        """One state per claim, in their order; without a readable record, a state has the values of the claim."""
         now = time.time()
         names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)

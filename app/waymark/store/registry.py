@@ -5,7 +5,7 @@
 - A publisher with a new endpoint moves: ``register`` does what ``unregister`` does, and then writes the new claim in
   the place of the old one.
 
-A worker, or the same call made again, that finds a claim half way finishes these steps.
+A worker, or a repeated call, finishes these steps if it finds an unfinished claim.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Registry:
         self._hash_seed = hash_seed
 
     async def register(self, registration: Registration) -> bool:
-        """Claim a publisher. True: it is new, or something of it has changed; False: it was there just so.
+        """Register a publisher. True: it is new or has changed; False: the same registration exists.
 
-        Another endpoint is a new life. What it is as a target changes in place.
+        Another endpoint begins a new life. A change of the target fields does not interrupt the stream.
 
-        Raises Conflict, naming the field, where its name is taken by another model, block size, type, adapter,
-        salt or scope, or by a registration that cannot be read; nothing is changed then.
+        Raises Conflict, with the field, if the publisher is registered with another model, block size, type, adapter,
+        salt or scope, or if its registration cannot be read. Nothing changes then.
         """
         has_moved = False
         for _ in range(_ATTEMPTS):
@@ -87,7 +87,7 @@ class Registry:
                         await self._client.publish(keys.CONTROL, "registered")
                         return True
                     continue
-                # A new endpoint is a new life: nothing of the old one holds.
+                # A new endpoint begins a new life: the state of the old stream is invalid.
                 moving = replace(claim, is_leaving=True, successor=registration)
                 marked = await self._replace(registration.name, claim.raw, moving)
                 if marked is not None:
@@ -96,15 +96,15 @@ class Registry:
         raise _contended(registration.name)
 
     async def restore(self, registration: Registration) -> None:
-        """Register what Redis has forgotten, unless it has been registered or unregistered in this Redis since.
+        """Register a publisher that Redis has lost, unless a client has since registered or unregistered it.
 
-        Raises Conflict where its name, or its group's, is taken by what cannot be read.
+        Raises Conflict if the entry of the publisher or of its group cannot be read.
         """
         if await self._directory.claim(registration.name) is None:
             await self._claim_anew(registration, None, is_restored=True)
 
     async def _claim_anew(self, registration: Registration, before: Claim | None, *, is_restored: bool = False) -> bool:
-        """Claim a publisher under new ids, in the place of ``before``; False where something else stands there."""
+        """Claim a publisher under new ids, in the place of ``before``; False if Redis has another claim there."""
         above = publisher_above = 0
         for _ in range(_ATTEMPTS):
             ids = await self._scripts.new_ids(
@@ -131,7 +131,7 @@ class Registry:
             if clash is None and await self._confirm(claimed):
                 await self._client.publish(keys.CONTROL, "registered")
                 return True
-            # Its ids are another's, or it has been changed meanwhile, and then it is not in its place any more.
+            # Another claim has one of its ids, or another caller has changed the claim meanwhile.
             if clash is None:
                 await self._end(claimed)
             before = claimed
@@ -140,14 +140,14 @@ class Registry:
         raise _contended(registration.name)
 
     async def begin(self, claim: Claim) -> bool:
-        """Give a claim its record and its row, where it has none yet.
+        """Write the record and the row of a claim, if they are missing.
 
-        False where it has none now: one of its ids is another's, or the claim does not stand any more.
+        False if they are still missing: another claim has one of the ids, or the claim is not in Redis any more.
         """
         return await self._clash(claim) is None and await self._confirm(claim)
 
     async def _clash(self, claim: Claim) -> Literal["group", "publisher"] | None:
-        """Begin the record; which of the claim's ids is another's, as it may be after a failover, or None."""
+        """Begin the record. Return which id another claim has, as can happen after a failover, or None."""
         outcome = await self._scripts.begin_publisher(
             keys.holders(claim.group_id),
             keys.record(claim.group_id, claim.publisher),
@@ -164,7 +164,7 @@ class Registry:
         return None
 
     async def _confirm(self, claim: Claim) -> bool:
-        """Whether a claim that has begun still stands, under the ids it was given."""
+        """Whether a claim that has begun is still in Redis, under the same ids."""
         group, name = keys.group_field(claim.registration.group), keys.publisher_field(claim.registration.name)
         raw, entry = await self._client.several([("HGET", keys.PUBLISHERS, name), ("HGET", keys.GROUPS, group)])
         if raw != claim.raw:
@@ -180,10 +180,11 @@ class Registry:
         return kept.is_applied
 
     async def put_back(self, claim: Claim) -> bool:
-        """Put back a claim that was there and is not, where Redis has lost it; whether it had.
+        """Write a claim again if Redis has lost it; return whether Redis had lost it.
 
-        Who is unregistered has no record any more when the claim goes. So one whose record stands was lost, with the
-        last writes or with a primary of a Cluster that came back empty; what it holds would be in answers for ever.
+        ``unregister`` deletes the record before the claim. So Redis has lost a claim whose record still exists: with
+        its last writes, or with a primary of a Cluster that came back empty. Without the claim no call would end the
+        publisher, and answers would count its blocks permanently.
         """
         name = claim.registration.name
         if await self._client.hget(keys.record(claim.group_id, claim.publisher), "name") != keys.publisher_field(name):
@@ -195,10 +196,10 @@ class Registry:
         return True
 
     async def unregister(self, names: Sequence[PublisherName]) -> list[PublisherName]:
-        """Take publishers out; what they held is gone from answers when this returns. Those that were there.
+        """Remove publishers, and return those that were registered. Answers no longer count their blocks afterwards.
 
-        One that is not there may be one that Redis has forgotten; then it is not restored any more. Raises Conflict
-        where a registration cannot be read; nothing is changed then.
+        Redis may have lost the claim of a name that is not registered. ``restore`` does not register such a name any
+        more. Raises Conflict if a registration cannot be read; nothing changes then.
         """
         found = [(name, await self._directory.claim(name)) for name in names]
         claims = [claim for _, claim in found if claim is not None]
@@ -224,7 +225,7 @@ class Registry:
         raise _contended(claim.registration.name)
 
     async def finish(self, claim: Claim) -> None:
-        """End a publisher whose claim is leaving, then take the claim out, or put its successor in its place."""
+        """End a publisher whose claim is leaving. Then delete the claim, or write its successor in its place."""
         await self._end(claim)
         if claim.successor is not None:
             await self._claim_anew(claim.successor, claim)
@@ -237,23 +238,23 @@ class Registry:
             grant = await self._leases.take(claim, "unregister", 5.0, force=True)
             if grant is None or await self._leases.end(grant):
                 return  # None: it has no record (any more), so nothing of it is in the table
-            # Somebody else ends it too. Without a pause, two would take the lease from each other for ever.
+            # Another caller ends it, too. Without a pause, two callers would take the lease from each other for ever.
             await asyncio.sleep(random.uniform(0, 0.01 * (attempt + 1)))
         raise _contended(claim.registration.name)
 
     async def _replace(
         self, name: PublisherName, expected: bytes, claim: Claim, *, is_restored: bool = False
     ) -> Claim | None:
-        """Compare and set; the claim as it stands now, or None where something else stood there.
+        """Compare and set: the claim as written, or None if Redis had another value than ``expected``.
 
-        One that ``is_restored`` is not set where it has been unregistered in this Redis.
+        With ``is_restored`` the claim is not written if the publisher was unregistered in this Redis.
         """
         raw = claim.encode()
         is_set = await self._write_claim(name, expected, raw, is_restored=is_restored)
         return replace(claim, raw=raw) if is_set else None
 
     async def _withdraw(self, claim: Claim) -> bool:
-        """Take a claim out, if it still stands as it was read."""
+        """Delete a claim, if it has not changed since it was read."""
         return await self._write_claim(claim.registration.name, claim.raw, b"")
 
     async def _write_claim(
@@ -267,7 +268,7 @@ class Registry:
 
 def _contended(name: PublisherName) -> StoreUnavailable:
     return StoreUnavailable(
-        f"publisher {_show(name)}: others keep changing its registration at the same time; try again"
+        f"publisher {_show(name)}: other requests change its registration at the same time; try again"
     )
 
 

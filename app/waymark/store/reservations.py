@@ -1,9 +1,9 @@
-"""Reservations: what each target has to do, as decisions that no two replicas can make at once.
+"""Reservations: the load of each target, which the decisions of all replicas share.
 
-A decision is one call of ``reserve``: Redis orders the calls, gives back what is overdue, ranks the candidates by
-their loads of that moment and adds the reservation to the best one. A reservation is a member of a sorted set. All that
-is ever subtracted from a load hangs on a member that was there, so a release that comes twice, too late or after the
-Redis came back empty changes nothing, and no load goes below zero.
+A decision is one call of ``reserve``. Redis runs the calls one after the other. Each call ends some overdue
+reservations, ranks the candidates by their present loads, and adds the reservation to the best one. A reservation is a
+member of a sorted set. A script subtracts from a load only if the member exists. So a release that is repeated, late,
+or sent after Redis came back empty changes nothing, and no load falls below zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from waymark.store.scripts import Scripts, Verdict
 
 #: Candidates that Redis ranks again; the caller has ranked all of them before.
 CANDIDATES_MAX = 8
-#: Overdue reservations that one refresh of the loads gives back.
+#: Overdue reservations that one refresh of the loads ends.
 OVERDUE_MAX = 64
 #: Releases under way at once, of one list.
 _RELEASES_AT_ONCE = 32
@@ -32,13 +32,13 @@ _TEXT = re.compile(r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.(
 
 
 class Part(StrEnum):
-    """What of a reservation is over."""
+    """The part of a reservation that ends."""
 
     PREFILL = "prefill"
     OK = "ok"
     FAILED = "failed"
     RENEW = "renew"
-    """Nothing is: it goes on."""
+    """No part ends; the reservation lasts longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +56,24 @@ class Reservation:
 
     @property
     def member(self) -> str:
-        """As it stands in Redis."""
+        """The member of the sorted set in Redis."""
         return f"{self.publisher} {self.tokens} {self.context} {self.nonce}"
 
 
 def parse_reservations(text: str, field: str = "reservation") -> list[Reservation]:
-    """One reservation, or those of several stages joined by commas; ``InvalidValue`` where it is no such text."""
+    """One reservation, or those of several stages joined by commas. Raises ``InvalidValue`` for any other text."""
     found: list[Reservation] = []
     for part in text.split(","):
         match = _TEXT.fullmatch(part)
         if match is None or len(found) == CANDIDATES_MAX:
-            raise InvalidValue(f"{field} is no reservation; send the text that /select answered", field=field)
+            raise InvalidValue(f"{field} is not a reservation; send the text that /select returned", field=field)
         group_id, publisher, tokens, context = (int(number) for number in match.groups()[:4])
         found.append(Reservation(group_id, publisher, tokens, context, match[5]))
     return found
 
 
 class Load(NamedTuple):
-    """What one target has to do, and how its requests ended."""
+    """The load of one target, and how its requests ended."""
 
     tokens: int = 0
     """Prefill tokens still to be computed."""
@@ -85,16 +85,16 @@ class Load(NamedTuple):
     """Ended requests; both are halved every minute."""
     minute: int = 0
     cold: int = 0
-    """Redis ms of the last request that nobody had anything of; 0: none yet."""
+    """When this target last got a prompt of which no target had a block, in ms of Redis; 0: never."""
 
     @property
     def health(self) -> float:
-        """Share of requests that went well, 0 to 1, at 1 before the first."""
+        """The share of requests that succeeded, 0 to 1; 1 before the first request."""
         return (self.ok + 1) / (self.ok + self.failed + 1)
 
     @classmethod
     def parse(cls, value: bytes) -> Load:
-        """What stands in Redis; a value that somebody else wrote counts as no load."""
+        """Parse the value in Redis; a value of another form counts as no load."""
         numbers = value.split()
         if len(numbers) != len(cls._fields) or not all(number.isdigit() and len(number) < 16 for number in numbers):
             return cls()
@@ -109,9 +109,9 @@ class Offer(NamedTuple):
     handicap: float = 0.0
     weight: float = 1.0
     spec_from: int = 0
-    """How many of the speculative entries it needs none of, for it has these blocks."""
+    """The index of the first speculative entry to write; the target has the blocks before it."""
     spec_milliseconds: int = 0
-    """How long its speculative entries stay; 0: none are written."""
+    """How long its speculative entries last; 0: ``reserve`` writes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Terms:
     weight_active: float = 0.0
     milliseconds: int = 120_000
     limit: int = 0
-    """Requests from which a target is passed over; 0: none is."""
+    """A target with this many requests gets no more; 0: no limit."""
     reservations_max: int = 100_000
     is_cold: bool = False
     spec_keys: Sequence[str] = ()
@@ -132,15 +132,15 @@ class Terms:
 
 
 class Reserved(NamedTuple):
-    """What came of it. ``verdict`` is ``applied``, ``repeated``, ``full`` or ``saturated``."""
+    """The result of ``reserve``. ``verdict`` is ``applied``, ``repeated``, ``full`` or ``saturated``."""
 
     verdict: Verdict
     reservation: Reservation | None = None
     tokens: int = 0
-    """Of the target before, as ``requests``."""
+    """The load of the target before the decision, as ``requests`` is."""
     requests: int = 0
     overdue: int = 0
-    """Reservations that nobody had released and that were given back by the way."""
+    """The number of overdue reservations that the call ended."""
 
 
 class Reservations:
@@ -196,7 +196,7 @@ class Reservations:
     async def release(
         self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int = 120_000
     ) -> tuple[int, int]:
-        """End them, or a part of them; how many were there, and how many were gone."""
+        """End reservations, or a part of each. Return how many existed, and how many did not."""
         minute = int(time.time() // 60)
 
         async def one(reservation: Reservation) -> bool:
@@ -218,11 +218,11 @@ class Reservations:
         return released, len(reservations) - released
 
     async def end_overdue(self, group_id: int) -> int:
-        """Give back what nobody released in time; how many, at most ``OVERDUE_MAX``."""
+        """End at most ``OVERDUE_MAX`` overdue reservations, and return their number."""
         outcome = await self._scripts.end_overdue(keys.load(group_id), keys.reservations(group_id), OVERDUE_MAX)
         return outcome.numbers[0]
 
     async def loads(self, group_id: int) -> dict[int, Load]:
-        """What every target has to do, by publisher id; one that never took a request is not in it."""
+        """The load of every target by publisher id; a target that never got a request is absent."""
         found = await self._client.hgetall(keys.load(group_id))
         return {int(publisher): Load.parse(value) for publisher, value in found.items() if publisher.isdigit()}

@@ -23,7 +23,7 @@ from waymark.store.read_pool import Find
 
 
 class _Found:
-    """Finding a server and connecting to it has a bound, however many Sentinels are silent."""
+    """A connection that bounds the time to find and reach a server, however many Sentinels are silent."""
 
     async def connect(self) -> None:
         bound = 2 * float(getattr(self, "socket_connect_timeout", 1))
@@ -43,7 +43,7 @@ class _Tls(_Found, Packing, SentinelManagedSSLConnection):
 
 
 class _Pool(SentinelConnectionPool, Pool):
-    """Connections to what Sentinels name; one too many waits, as everywhere."""
+    """Connections to the server that Sentinels name. A caller without a free connection waits."""
 
 
 class _Sentinels(Sentinel):

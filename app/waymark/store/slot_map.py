@@ -40,7 +40,7 @@ class Slots(NamedTuple):
 
 
 class SlotMap:
-    """The newest map, what MOVED has corrected since, and the nodes that failed lately."""
+    """The newest map, what MOVED has corrected since, and the nodes that failed recently."""
 
     def __init__(self, *, is_replica: bool) -> None:
         """``is_replica``: replicas may answer, in random order, before the primary."""
@@ -64,7 +64,7 @@ class SlotMap:
         return {shard.primary for shard in self._known()}
 
     def picked(self) -> Iterable[Endpoint]:
-        """Every node that ``pick`` gives for some slot, once."""
+        """Every node that ``pick`` returns for at least one slot, without repetition."""
         return dict.fromkeys(map(self._choice, self._known()))
 
     def pick(self, slot: int) -> Endpoint:
@@ -88,7 +88,7 @@ class SlotMap:
         self._is_doubtful = True
 
     def doubt(self) -> None:
-        """Have the map read again before the next command."""
+        """Mark the map as doubtful, so that it is read again before the next command."""
         self._is_doubtful = True
 
     def forget(self, endpoint: Endpoint) -> None:

@@ -1,8 +1,8 @@
-"""Speculative entries: who was lately sent a prompt with this prefix, and will have its blocks soon.
+"""Speculative entries: which target recently got a prompt with this prefix, and will have its blocks soon.
 
-They are few small keys that run out by themselves: at depths that grow by a third or a half each time, and at the
-prompt's own end. ``reserve`` writes them. What an entry says is never above the depth that two prompts share, and from
-eight blocks on at least two thirds of it.
+A prompt has a few entries, which are small keys that expire. They are at depths that grow by a third or a half each
+time, and at the last block of the prompt. ``reserve`` writes them. The depth that an entry shows for two prompts is
+never more than their common prefix and, from eight common blocks on, never less than two thirds of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Speculative:
         self._client = client
 
     async def read(self, group_id: int, block_keys: Sequence[int], *, until: float) -> list[int | None]:
-        """The publisher at each of the keys, at least one; TimeoutError at ``until``, by the loop's clock."""
+        """The publisher at each key, of at least one key. Raises TimeoutError at ``until``, by the loop's clock."""
         prefix = keys.spec_prefix(group_id)
         try:
             (values,) = await self._client.ask(prefix, mget(prefix, pack(block_keys)), Replies(1), until)
@@ -55,5 +55,5 @@ class Speculative:
 
 
 def _publisher(value: bytes | None) -> int | None:
-    """What is no publisher's id, which no release writes, names nobody."""
+    """The publisher id in a value; None for any other value."""
     return int(value) if value is not None and value.isdigit() and len(value) <= _ID_DIGITS_MAX else None

@@ -1,7 +1,7 @@
 """The fields of a publisher's record (``wm:{g}:publisher:<id>``), read one by one.
 
 A newer release, a person or a fault may have written any of them, so each field is checked by itself: one that cannot
-be read does not spoil the others.
+be read does not affect the others.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class StreamFields:
         return name in self._fields
 
     def is_of_this_format(self) -> bool:
-        """False where another release wrote the record in a format of its own."""
+        """False if another release wrote the record in another format."""
         return not self.has("format") or self._parsed("format", _format_of, self._fields["format"]) is not None
 
     def is_damaged(self, beginnings: tuple[str, ...]) -> bool:
-        """Whether a field with such a name was asked for and could not be read."""
+        """Whether a requested field whose name begins with one of ``beginnings`` could not be read."""
         return any(name.startswith(beginnings) for name in self._damaged)
 
     def text(self, name: str) -> str:

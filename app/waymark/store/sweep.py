@@ -1,9 +1,9 @@
-"""Sweeping: taking out of the blocks, in small steps, what a dead holder left.
+"""Sweeping: removes a dead holder from its blocks, in small steps.
 
-Nothing waits for it: readers do not count a dead holder from the moment its life ended. A step is one bounded
-call, so no reader feels it; a crash between two steps loses nothing, since the id stays in ``dead`` until every
-shard is done. Each step asks whether the id is still in ``dead``: one that is not was swept by another worker, or
-Redis has come back empty, and then there is nothing to sweep.
+No query waits for a sweep: readers ignore a holder from the end of its life. A step is one bounded call, so it delays
+a reader by little. A crash between two steps loses nothing, because the id stays in ``dead`` until every shard is
+done. Each step checks whether the id is still in ``dead``. If it is not, another worker has swept the holder, or Redis
+has come back empty, and nothing remains to sweep.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sweeper:
         self._metrics = metrics or Metrics()
 
     async def pick(self, entry: GroupEntry) -> int | None:
-        """A dead holder of the group, any one; None where none is left, or what is left is none, which is taken out."""
+        """Any dead holder of the group, or None. A member that is no holder id is deleted; None then, too."""
         key = keys.dead(entry.group_id)
         member = await self._client.srandmember(key)
         if member is None:
@@ -52,9 +52,9 @@ class Sweeper:
         return await self._client.scard(keys.dead(entry.group_id))
 
     async def steps(self, entry: GroupEntry, holder: int) -> AsyncIterator[int]:
-        """Sweep one dead holder on all shards; after each step, the blocks it took. The caller sets the pace.
+        """Sweep one dead holder on all shards; yield the number of blocks of each step. The caller sets the pace.
 
-        Ends at once where the holder is not dead (any more).
+        It ends at once if the holder is not, or no longer, in ``dead``.
         """
         for shard in range(entry.shards):
             cursor, has_found = 0, False
@@ -71,8 +71,8 @@ class Sweeper:
                     self._metrics.sweep_blocks.inc(done)
                     yield done
                 if cursor == 0:
-                    # A cursor means nothing to a replica that has taken over meanwhile: all are through when a whole
-                    # scan finds none.
+                    # After a failover the cursor is invalid, so entries can be missed. A shard is done when a whole
+                    # scan finds no entry.
                     if not has_found:
                         break
                     has_found = False
@@ -98,9 +98,9 @@ class Sweeper:
         return cursor, entries
 
     async def _step(self, entry: GroupEntry, shard: int, holder: int, entries: list[tuple[bytes, bytes]]) -> int | None:
-        """Take the holder out of blocks: of how many, from the first; None where it is not dead."""
+        """Remove the holder from the first blocks, and return their number; None if it is not in ``dead``."""
         dead = keys.dead(entry.group_id)
-        # The script asks where `dead` is on its shard. An id is never used again, so that asking first is enough.
+        # On shard 0, which has `dead`, the script checks. No id is used again, so a check before the script is enough.
         if shard and not await self._client.sismember(dead, holder):
             return None
         outcome = await self._scripts.sweep_holder(

@@ -25,7 +25,7 @@ def scan(reply: bytes, count: int, with_version: bool) -> tuple[bytes | None, li
     """Scan the reply to an MGET of ``count`` keys and, with ``with_version``, to the HGET after it.
 
     Returns the version, the runs of equal values up to the first nil, the number of these values, and the offset at
-    which the replies end. Returns None where ``reply`` does not begin with these replies, complete, and always in the
+    which the replies end. Returns None if ``reply`` does not begin with the complete replies, and always in the
     pure-Python implementation; the caller then uses a parser.
     """
     return None if native.selected is None else native.selected.scan(reply, count, with_version)
