@@ -1,4 +1,4 @@
-"""The HTTP application: every path once, with who may call it and what the contract says of it."""
+"""The HTTP application: the table of paths, with the callers that each path admits and its documentation."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ _PEERS = Doc("Lists the peers of this process.", answer=dynamo_bodies.DynamoPeer
 
 
 def create_app(store: Store, settings: Settings, metrics: Metrics, tokenizers: Tokenizers | None = None) -> ASGIApp:
-    """The ASGI application over an open store; whoever opened the store and the tokenizers closes them."""
+    """The ASGI application over an open store. The caller closes the store and the tokenizers."""
     token = None if settings.api_token is None else settings.api_token.get_secret_value()
     gate = Gate(token, protect_reads=settings.protect_reads)
     contract = Contract()
@@ -191,7 +191,7 @@ def create_app(store: Store, settings: Settings, metrics: Metrics, tokenizers: T
 
 
 class Shortcut:
-    """Queries go straight to their operation; Starlette routes all the rest, for a third of what a query costs."""
+    """Passes queries directly to their operations, because routing by Starlette costs a third of a query."""
 
     def __init__(self, app: ASGIApp, queries: Mapping[str, Operation]) -> None:
         self._app = app

@@ -132,7 +132,7 @@ class Applier:
         """Raise Fenced if Redis lost a holder during the outage.
 
         A promoted replica may lack the last changes of holders. It gives a lost id to another publisher, so no process
-        may write under that id. A Redis that has the newest change has all changes before it.
+        may write under that id. A Redis that has the pending change has all changes before it.
         """
         state = await self._store.records.read(self.grant)
         if state is None or (state.change != self._changing and dict(state.holders) != self.resolver.holders):

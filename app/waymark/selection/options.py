@@ -65,5 +65,5 @@ def _read(path: str) -> PickerConfig:
     except InvalidValue as exc:
         raise SettingsError(f"WAYMARK_PICKER_CONFIG {path!r}: {exc.sentence}") from None
     for note in config.notes:
-        log.info("another part of Waymark does what a plugin of the picker file does", extra=fields(note=note))
+        log.info("waymark treats an entry of the picker file differently", extra=fields(note=note))
     return config

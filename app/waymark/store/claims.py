@@ -102,7 +102,7 @@ class Claim:
         return (self.publisher, self.is_leaving, mine) == (other.publisher, other.is_leaving, other.registration)
 
     def target(self) -> bytes:
-        """The publisher's target as JSON for the group's table; empty where every field has its default."""
+        """The publisher's target as JSON for the group's table; empty if every field has its default."""
         changed = _changed(self.registration.target)
         if not self.registration.kind.traits.tells_events:
             changed["silent"] = True
@@ -110,7 +110,7 @@ class Claim:
 
     @property
     def wanted(self) -> Registration | None:
-        """The registration that the name gets or keeps; None while the publisher is unregistered."""
+        """The registration that the name gets or keeps; None if the publisher is being unregistered."""
         return self.successor if self.is_leaving else self.registration
 
     def row(self, *, is_lost: bool = False) -> bytes:

@@ -199,7 +199,7 @@ class RedisClient:
         """Send packed commands to the server that has ``key``; ``reader`` turns the replies into the result.
 
         Raises TimeoutError at ``until``, a time of the event loop's clock, and StoreUnavailable. It also raises
-        StoreUnavailable where a slot of a Cluster has moved, and on the embedded Redis: the caller then uses
+        StoreUnavailable if a slot of a Cluster has moved, and on the embedded Redis: the caller then uses
         ``several``.
         """
         try:

@@ -90,7 +90,7 @@ class Credentials:
         )
 
     def secret(self, address: Address) -> tuple[str, ...]:
-        """The arguments of AUTH, read at each call; empty where no AUTH is needed. Raises SecretUnreadable."""
+        """The arguments of AUTH, read at each call; empty if no AUTH is needed. Raises SecretUnreadable."""
         username = address.username or self.username
         if self.password_file is not None:
             password = _read_secret(self.password_file, "WAYMARK_REDIS_PASSWORD_FILE")
@@ -101,7 +101,7 @@ class Credentials:
         return (username, password) if username else (password,)
 
     def context(self, address: Address) -> ssl.SSLContext | None:
-        """The TLS context of a connection to Redis; None without TLS. Raises OSError where a file cannot be used."""
+        """The TLS context of a connection to Redis; None without TLS. Raises OSError if a file cannot be used."""
         if not address.is_tls:
             return None
         context = ssl.create_default_context()

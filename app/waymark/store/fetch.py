@@ -32,7 +32,7 @@ class Fetched(NamedTuple):
     """What Redis answered."""
 
     version: bytes | None
-    """The version of the holder table; None where it was not asked for, or there is no table."""
+    """The version of the holder table; None if it was not asked for, or there is no table."""
     runs: list[tuple[bytes, int]]
     """(value, how many consecutive blocks have it), up to the first block without a holder."""
     found: int
@@ -142,7 +142,7 @@ class Fetcher:
         return fetched, 1
 
     async def _ask(self, group_id: int, questions: list[_Question], until: float) -> list[list[Any]]:
-        """The replies to each question. Raises StoreUnavailable where one of them is an error."""
+        """The replies to each question. Raises StoreUnavailable if one of them is an error."""
         by_server: dict[object, list[int]] = {}
         for i, question in enumerate(questions):
             by_server.setdefault(self._client.place(keys.block_prefix(group_id, question.shard)), []).append(i)

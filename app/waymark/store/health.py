@@ -213,7 +213,7 @@ def _number(info: Mapping[str, Any], name: str) -> int:
 
 
 def _version(text: str) -> tuple[int, int] | None:
-    """The first two numbers; None where it has none, as a server of another make may."""
+    """The first two numbers; None if it has none, as a server of another make may."""
     parts = text.split(".")
     if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
         return None

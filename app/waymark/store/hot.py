@@ -59,7 +59,7 @@ class HotBlocks:
             at += length
 
     def _keep(self, group_id: int, key: int, value: bytes, now: float) -> bool:
-        """False where there is no room for the value."""
+        """False if there is no room for the value."""
         if (group_id, key) in self._values:
             return True
         size = _ENTRY_BYTES + (0 if value in self._shared else len(value))

@@ -57,8 +57,8 @@ class Index:
 
         With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 
-        Changes that were applied before, wholly or in part, are skipped. Returns APPLIED; FENCED where another worker
-        has the stream, so that this caller must forget it; LOST where a shard has lost writes that it had
+        Changes that were applied before, wholly or in part, are skipped. Returns APPLIED; FENCED if another worker
+        has the stream, so that this caller must forget it; LOST if a shard has lost writes that it had
         acknowledged, so that the life of the stream must end. Raises StoreUnavailable.
         """
         if commit is not None:
@@ -228,7 +228,7 @@ def _seq_of(raw: bytes | None) -> int:
 
 
 def parse_entry(engine_hash: int, value: bytes) -> tuple[int, int]:
-    """(namespace, seq_hash) of an entry: ``seq_hash``, ``ns:seq_hash``, or empty where the hash is its own.
+    """(namespace, seq_hash) of an entry: ``seq_hash``, ``ns:seq_hash``, or empty if the hash is its own.
 
     Raises ``Malformed``.
     """

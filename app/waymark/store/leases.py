@@ -75,7 +75,7 @@ class Leases:
         self._scripts = scripts
 
     async def take(self, claim: Claim, worker: str, seconds: float, *, force: bool = False) -> Grant | None:
-        """Take the lease and raise the fence on every shard; None where another worker has it or the publisher is gone.
+        """Take the lease and raise the fence on every shard; None if another worker has it or the publisher is gone.
 
         ``force`` takes the lease even if another worker has it.
         """
@@ -123,12 +123,12 @@ class Leases:
         return (max(refused) if refused else None), holder
 
     async def highest_holder(self, grant: Grant) -> int | None:
-        """The highest holder id on any shard at this moment; None where another worker has the stream."""
+        """The highest holder id on any shard at this moment; None if another worker has the stream."""
         counter, holder = await self._raise_fences(grant.claim, grant.token)
         return holder if counter is None else None
 
     async def renew(self, grant: Grant, seconds: float) -> bool:
-        """Renew the lease for ``seconds``; False where another worker has the stream."""
+        """Renew the lease for ``seconds``; False if another worker has the stream."""
         outcome = await self._scripts.renew_lease(grant.lease, grant.record, grant.token, max(1, int(seconds * 1000)))
         return outcome.is_applied
 
@@ -151,7 +151,7 @@ class Leases:
         )
 
     async def end(self, grant: Grant) -> bool:
-        """End the publisher: delete its row and its holders. False where fenced."""
+        """End the publisher: delete its row and its holders. False if fenced."""
         group_id, publisher = grant.group_id, grant.publisher
         outcome = await self._scripts.end_publisher(
             keys.holders(group_id),

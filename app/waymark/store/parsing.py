@@ -87,7 +87,7 @@ class RecordParser:
         return Counter(place.kind for place in self._places.values())
 
     def parse(self, kind: RecordKind, key: str, field: str | bytes, parse: Callable[..., T], *parts: Any) -> T | None:
-        """Return ``parse(*parts)``; None where it raises ``Malformed``. The record is in ``field`` of ``key``."""
+        """Return ``parse(*parts)``; None if it raises ``Malformed``. The record is in ``field`` of ``key``."""
         try:
             found = parse(*parts)
         except Malformed as exc:

@@ -85,7 +85,7 @@ class ReadConnection(asyncio.Protocol):
     def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> asyncio.Future[T]:
         """Send a question, and return what ``reader`` makes of the replies.
 
-        TimeoutError at ``until``, by the loop's clock; RedisError where a reply is one or the connection is lost.
+        TimeoutError at ``until``, by the loop's clock; RedisError if a reply is one or the connection is lost.
         """
         answer: asyncio.Future[T] = self._loop.create_future()
         now = self._loop.time()

@@ -106,10 +106,10 @@ class ReadPool:
         self._failures = 0
         self._failure: RedisError | None = None
         self.connection: ReadConnection | None = None
-        """The one at hand."""
+        """The open connection; None before the first, and after one was lost."""
 
     def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> Awaitable[T]:
-        """As ``ReadConnection.ask``, after opening a connection where there is none."""
+        """As ``ReadConnection.ask``, after opening a connection if none is open."""
         if self.connection is not None:
             return self.connection.ask(packed, reader, until)
         return self._ask_opened(packed, reader, until)
@@ -119,7 +119,7 @@ class ReadPool:
         return await connection.ask(packed, reader, until)
 
     async def opened(self, until: float | None) -> ReadConnection:
-        """TimeoutError at ``until``, by the loop's clock; RedisError where no connection can be opened."""
+        """TimeoutError at ``until``, by the loop's clock; RedisError if no connection can be opened."""
         seen = self._failures
         async with asyncio.timeout_at(until), self._opening:
             if self.connection is None:

@@ -106,7 +106,7 @@ class Records:
     async def read(self, grant: Grant) -> StreamState | None:
         """The record; None if it is gone, or contains another token.
 
-        Raises RecordDamaged where the record has a format that this release does not read.
+        Raises RecordDamaged if the record has a format that this release does not read.
         """
         held = await self._client.hgetall(grant.record)
         if held.get(b"token") != grant.token.encode():
@@ -174,7 +174,7 @@ class Records:
     ) -> list[int] | None:
         """End the holders of ``unit`` ('*', a name, a name's beginning, or '' for none) and begin those of ``begin``.
 
-        Returns the ids of the holders that began, in order; None where fenced. With ``is_restart`` the stream has no
+        Returns the ids of the holders that began, in order; None if fenced. With ``is_restart`` the stream has no
         watermark afterwards. A caller that repeats a call whose reply was lost passes the same ``nonce``; the change
         is then made once. ``above`` is an id that the new ids have to exceed.
         """
@@ -201,7 +201,7 @@ class Records:
         return list(outcome.numbers)
 
     async def write(self, grant: Grant, facts: Facts, counters: Mapping[str, int]) -> bool:
-        """Write facts and counters (absolute values); False where fenced."""
+        """Write facts and counters (absolute values); False if fenced."""
         args: list[str] = []
         for name, value in facts.items():
             args += (name, str(value))
@@ -210,7 +210,7 @@ class Records:
         return (await self._scripts.write_record(grant.record, grant.token, args)).is_applied
 
     async def set_lost(self, grant: Grant, *, is_lost: bool) -> bool:
-        """Set in the holder table whether the publisher is lost; False where fenced."""
+        """Set in the holder table whether the publisher is lost; False if fenced."""
         outcome = await self._scripts.mark_publisher(
             keys.holders(grant.group_id),
             grant.record,
@@ -272,7 +272,7 @@ class Records:
     ) -> dict[str, int | None]:
         """Report that ``worker`` is alive, or leaves; '' reports nothing. Returns all workers that are alive.
 
-        The values are each worker's ``streams_max``, None where it has no limit. A worker reports the same
+        The values are each worker's ``streams_max``, None if it has no limit. A worker reports the same
         ``streams_max`` for as long as it runs.
         """
         member = Heartbeat(worker, streams_max).member

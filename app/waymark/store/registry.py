@@ -170,8 +170,8 @@ class Registry:
         if raw != claim.raw:
             now = None if raw is None else self._directory.decode(name, raw)
             if now is not None and now.has_stream_of(claim):
-                return await self.begin(now)  # it changed meanwhile as a target: the table must say the newer one
-            await self._end(claim)  # unregistered before it began: what it was given now, nobody else would take back
+                return await self.begin(now)  # its target has changed meanwhile: the table must have the newer one
+            await self._end(claim)  # unregistered before it began: what it was given now, no other call would end
             return False
         if entry == b"%d %d" % (claim.group_id, claim.shards):
             return True
@@ -192,7 +192,7 @@ class Registry:
         if await self._replace(name, b"", claim, is_restored=True) is None:
             other = await self._directory.claim(name)
             if other is not None and other.publisher != claim.publisher:
-                await self._end(claim)  # registered anew meanwhile
+                await self._end(claim)  # registered again meanwhile
         return True
 
     async def unregister(self, names: Sequence[PublisherName]) -> list[PublisherName]:
@@ -217,7 +217,7 @@ class Registry:
                 return
             name = claim.registration.name
             marked = await self._replace(name, claim.raw, replace(claim, is_leaving=True, successor=None))
-            if marked is None:  # somebody else was faster, and may not be done
+            if marked is None:  # another caller was faster, and may not have finished
                 marked = await self._directory.claim(name)
                 if marked is None or marked.publisher != claim.publisher:
                     return

@@ -68,7 +68,7 @@ class SlotMap:
         return dict.fromkeys(map(self._choice, self._known()))
 
     def pick(self, slot: int) -> Endpoint:
-        """The node to ask for a slot. Raises ClusterDownError where no node has it."""
+        """The node to ask for a slot. Raises ClusterDownError if no node has it."""
         shard = self._shards[slot]
         if shard is None:
             self._is_doubtful = True
@@ -102,7 +102,7 @@ class SlotMap:
         self._read_after = asyncio.get_running_loop().time() + _MAP_SECONDS_MIN
 
     def parse(self, reply: Iterable[Any], endpoint: Endpoint) -> Slots:
-        """The reply of ``endpoint`` to CLUSTER SLOTS. Raises ClusterDownError where it names no node."""
+        """The reply of ``endpoint`` to CLUSTER SLOTS. Raises ClusterDownError if it names no node."""
         shards: list[Shard | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         endpoints: set[Endpoint] = set()
         for start, end, *nodes in reply:

@@ -130,7 +130,7 @@ class Store:
         return self._client.subscription(keys.CONTROL)
 
     async def check(self) -> list[str]:
-        """Why queries and events cannot be served, as sentences; empty where Redis answers and has the scripts."""
+        """Why queries and events cannot be served, as sentences; empty if Redis answers and has the scripts."""
         try:
             await self._client.load_scripts()
             # A Cluster that is down takes scripts and pings, and refuses every key.
