@@ -172,9 +172,9 @@ def test_endpoints_must_be_allowed_here_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        pytest.param("p.json", "[", "it is no JSON: ", id="json-syntax"),
-        pytest.param("p.yaml", "- {", "it is no YAML: ", id="yaml-syntax"),
-        pytest.param("p.yaml", "- !!python/object/apply:os.getcwd []", "it is no YAML: ", id="yaml-code"),
+        pytest.param("p.json", "[", "the file is not JSON: ", id="json-syntax"),
+        pytest.param("p.yaml", "- {", "the file is not YAML: ", id="yaml-syntax"),
+        pytest.param("p.yaml", "- !!python/object/apply:os.getcwd []", "the file is not YAML: ", id="yaml-code"),
         pytest.param("p.json", '[{"a": 1, "a": 2}]', '"a" is there twice', id="json-twice"),
         pytest.param("p.yaml", "- {a: 1, a: 2}", '"a" is there twice', id="yaml-twice"),
         pytest.param("p.yaml", "kvevent_instance: {pod: {}, pod: {}}", '"pod" is there twice', id="yaml-entry-twice"),
@@ -183,9 +183,9 @@ def test_endpoints_must_be_allowed_here_too(tmp_path: Path) -> None:
             "p.yaml", "kvevent_instance: {1: {}}", "put names and other strings in quotes", id="number-for-name"
         ),
         pytest.param("p.json", f'[{{"block_size": {2**70}}}]', "it holds what JSON has not", id="more-than-64-bits"),
-        pytest.param("p.json", f"[{'1' * 5000}]", "it is no JSON: ", id="thousands-of-digits"),
+        pytest.param("p.json", f"[{'1' * 5000}]", "the file is not JSON: ", id="thousands-of-digits"),
         pytest.param("p.json", '[{"instance_id": "\\ud800"}]', "it holds what JSON has not", id="half-a-character"),
-        pytest.param("p.json", "[" * 100_000, "it is no JSON: ", id="too-deep"),
+        pytest.param("p.json", "[" * 100_000, "the file is not JSON: ", id="too-deep"),
         pytest.param("p.json", '{"publishers": []}', "give a list of registrations, or an object", id="no-publishers"),
         pytest.param("p.yaml", "", "give a list of registrations, or an object", id="empty"),
         pytest.param("p.json", '{"kvevent_instance": []}', "an object with kvevent_instance", id="list-for-an-object"),
@@ -205,7 +205,7 @@ def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
     assert "No such file" in complaint(str(tmp_path / "p.json"))
     assert "Is a directory" in complaint(str(tmp_path))
     (tmp_path / "p.yaml").write_bytes(b"\xff\xfe\xff")
-    assert "it is no YAML: " in complaint(str(tmp_path / "p.yaml"))
+    assert "the file is not YAML: " in complaint(str(tmp_path / "p.yaml"))
 
 
 def test_a_file_has_a_ceiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

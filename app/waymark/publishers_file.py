@@ -114,7 +114,7 @@ def _parsed(path: Path) -> Any:
         text = raw.decode("utf-8-sig")
         content = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, Loader=_Loader)
     except (ValueError, RecursionError, yaml.YAMLError) as exc:
-        raise _Unreadable(f"it is no {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from exc
+        raise _Unreadable(f"the file is not {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from exc
     try:
         # What a body of POST /register could hold: names are texts, numbers have 64 bits.
         return orjson.loads(orjson.dumps(content))
