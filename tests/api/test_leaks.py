@@ -40,6 +40,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/dynamo/unregister": {"instance_id": 2, "model_name": "m"} | SALTED,
     "/dynamo/register_peer": {"url": f"http://user:{PASSWORD}@peer"},
     "/dynamo/deregister_peer": {"url": f"http://user:{PASSWORD}@peer"},
+    "/score": PROMPT | {"additional_salt": SALT, "session_token": MARK},
+    "/select": PROMPT | {"additional_salt": SALT, "request_id": MARK},
+    "/release": {"reservation": MARK},
+    "/tokenize": {"model": "m", "prompt": MARK},
+    "/detokenize": {"model": "m", "tokens": TOKENS},
     "/events": {"event_type": "stored", "backend_id": "1", "seq_hashes": TOKENS, "additional_salt": SALT},
 }
 #: What must be nowhere in a log.

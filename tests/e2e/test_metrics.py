@@ -188,6 +188,9 @@ async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis,
     await steal(redis_url, PublisherName("honest", engines.tenant_id, 0))
     await honest.prefill(next(prompts))
     await watched.sees("leases_lost_total")
+    await decide(port, engines.tenant_id, next(prompts))
+    await watched.sees("decision_duration_seconds", "decisions_total", "reservations", "speculative_tokens_total")
+    await watched.sees("prefill_released_total", "reservations_expired_total")
     async with misbehaving_clients(port):
         await watched.sees("http_bodies_bytes", "http_connections_cut_total", "http_connections")
 
@@ -299,6 +302,21 @@ async def lose(engine: SimulatedEngine, prompts: Any) -> None:
         await engine.prefill(Prompt(lost.tokens + tuple(range(length * BLOCK_SIZE))))
     for _ in range(4):
         await engine.prefill(next(prompts))
+
+
+async def decide(port: int, tenant_id: str, prompt: Prompt) -> None:
+    """Two requests for a prompt that nobody has: the first is told where, and forgotten; the second goes there, too."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        body: dict[str, Any] = {"model": "m", "tenant_id": tenant_id, "token_ids": list(prompt.tokens)}
+        body |= {"block_size": BLOCK_SIZE, "expect": True}
+        answer = await client.post("/select", json=body | {"timeout_seconds": 1})
+        assert answer.status_code == 200, answer.text
+        first = answer.json()
+        assert first["reservation"]
+        only = {"only": [first["target"]["instance_id"]]}
+        second = (await client.post("/select", json=body | only)).raise_for_status().json()
+        released = await client.post("/release", json={"reservation": second["reservation"], "part": "prefill"})
+        assert released.raise_for_status().json() == {"released": 1, "gone": 0}
 
 
 async def steal(redis_url: str, name: PublisherName) -> None:

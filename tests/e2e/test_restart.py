@@ -115,7 +115,7 @@ async def test_a_killed_replica_loses_nothing(redis_url: str, start: Start, engi
 async def test_one_process_on_a_memory_forgets_at_its_end_and_says_so(start: Start, engines: Engines) -> None:
     port = free_port()
     service = await start("serve", "memory://", port=port)
-    assert "forgets all at its end" in service.log
+    assert "The index is lost when the process ends" in service.log
     engine = await engines.open(service, "a")
     await engine.prefill(Prompt(CHAT))
     await engines.agree([service], CHAT)

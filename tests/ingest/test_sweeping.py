@@ -59,7 +59,7 @@ async def played(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> float:
     """How many seconds of the clock the sweep takes."""
     monkeypatch.setattr(sweeping, "asyncio", SimpleNamespace(sleep=scene.sleep))
     monkeypatch.setattr(sweeping, "time", SimpleNamespace(perf_counter=lambda: scene.now))
-    store = cast(Store, SimpleNamespace(sweeper=scene, registry=SimpleNamespace(groups=scene.groups)))
+    store = cast(Store, SimpleNamespace(sweeper=scene, directory=SimpleNamespace(groups=scene.groups)))
     began = scene.now
     with pytest.raises(asyncio.CancelledError):
         await sweeping.keep_sweeping(store, Metrics(), blocks_per_second=PACE, pause_seconds=IDLE_SECONDS)

@@ -116,7 +116,7 @@ async def test_a_certificate_for_another_host_is_refused_unless_told_otherwise(s
 async def test_plain_words_to_a_tls_port_and_no_certificate_of_ours_are_unavailable(
     server: Server, files: Files
 ) -> None:
-    assert "does not answer" in await refusal(f"redis://127.0.0.1:{server.port}", Credentials())
+    assert "is unavailable" in await refusal(f"redis://127.0.0.1:{server.port}", Credentials())
     assert "127.0.0.1" in await refusal(
         f"rediss://127.0.0.1:{server.port}", replace(files.credentials, tls_cert_file=None)
     )

@@ -53,7 +53,9 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
         return RecordDamaged(
             f"Redis at {url} holds a value that cannot be used ({exc}): another type or value than lua/README.md says"
         )
-    return StoreUnavailable(f"Redis at {url} answers with an error ({_kind(exc)}: {exc}); try again in a moment")
+    return StoreUnavailable(
+        f"Redis at {url} is unavailable or answers with an error ({_kind(exc)}: {exc}); try again in a moment"
+    )
 
 
 def is_damage(exc: BaseException) -> bool:
