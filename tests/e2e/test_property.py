@@ -51,7 +51,7 @@ async def replicas(redis: Redis) -> AsyncIterator[list[httpx.AsyncClient]]:
     async with AsyncExitStack() as stack:
         clients = []
         for _ in range(2):
-            app = create_app(Store(RedisClient(redis, "redis://test")), Settings(), Metrics())
+            app = create_app(Store(RedisClient(redis, "redis://test")), Settings(query_deadline_ms=60_000), Metrics())
             transport = httpx.ASGITransport(app=app)
             client = httpx.AsyncClient(transport=transport, base_url="http://waymark")
             clients.append(await stack.enter_async_context(client))
