@@ -45,8 +45,9 @@ class Switch:
                 assert await answers.readline() == b"+OK\r\n"
                 tasks.create_task(self._answer(answers, writer))
             # The client sends nothing before it has its answers, so one read is one request, or a piece of it.
-            while request := await reader.read(1 << 20):
-                backends[self.choose()][1].write(request)
+            with suppress(ConnectionError):  # a client that has seen enough may reset the connection
+                while request := await reader.read(1 << 20):
+                    backends[self.choose()][1].write(request)
             for _, backend in backends:
                 backend.close()
             writer.close()
