@@ -98,6 +98,14 @@ async def test_a_failed_stream_goes_on_behind_what_it_cannot_read(
         return "joined_late" in ((await pod.state()).last_error or "")
 
     await wait_until(is_read_again, "the stream goes on", PATIENCE_SECONDS)
+    last = await publish(pod, [BlockStored((11, 12), None, tuple(range(8)), 4)])
+
+    async def is_applied() -> bool:
+        return (await pod.state()).watermark == last
+
+    await wait_until(is_applied, "the last frame is applied", PATIENCE_SECONDS)
+    held = (await bench.held(pod.name))[0, "GPU"]
+    assert len(held) >= 2
 
 
 async def test_a_lost_connection_is_no_message_that_is_never_read(bench: Bench) -> None:
