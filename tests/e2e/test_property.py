@@ -23,6 +23,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.e2e.session import MODEL_NAME, Publisher, Session, Spec, Step, prompts, registration, specs, steps
 from tests.model import Model, Space, Tokens
+from tests.patience import patient
 from waymark.api.application import create_app
 from waymark.apply.applier import Applier
 from waymark.apply.options import ApplyOptions
@@ -51,7 +52,11 @@ async def replicas(redis: Redis) -> AsyncIterator[list[httpx.AsyncClient]]:
     async with AsyncExitStack() as stack:
         clients = []
         for _ in range(2):
-            app = create_app(Store(RedisClient(redis, "redis://test")), Settings(query_deadline_ms=60_000), Metrics())
+            app = create_app(
+                Store(RedisClient(redis, "redis://test")),
+                Settings(query_deadline_ms=min(60_000, int(patient(2.0) * 1000))),
+                Metrics(),
+            )
             transport = httpx.ASGITransport(app=app)
             client = httpx.AsyncClient(transport=transport, base_url="http://waymark")
             clients.append(await stack.enter_async_context(client))
