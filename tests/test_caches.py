@@ -32,7 +32,6 @@ DECORATORS = {"cache", "lru_cache", "cached_property"}
 
 #: A container, or a class whose containers all have the same reason; and the reason.
 ELSEWHERE = {
-    "api.access:AllowedEndpoints": "settings",
     "api.dynamo_views:DynamoViews": "what clients have said of their peers",
     "api.fields:Request": "names of fields",
     "api.operations:Answer": "one answer",

@@ -8,6 +8,7 @@
       Saturated           all who could have as much as they may have         -> 429
       StoreUnavailable    Redis cannot be reached, or refuses                 -> 503
         RecordDamaged     it answers, and what one key holds cannot be used   -> 503
+      Unanswered          an engine that was asked over HTTP gave no answer that can be used
       Undecodable         a payload that is no batch of events
       SettingsError       the process cannot start with these settings
 
@@ -93,6 +94,14 @@ class TokenizerUnavailable(WaymarkError):
         super().__init__(sentence)
         self.sentence = sentence
         self.retry_after_seconds = retry_after_seconds
+
+
+class Unanswered(WaymarkError):
+    """An engine was asked over HTTP and gave no answer that can be used; the sentence says why, without the URL."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
 
 
 class Undecodable(WaymarkError):

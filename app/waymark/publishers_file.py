@@ -19,9 +19,9 @@ from typing import Any
 import orjson
 import yaml
 
-from waymark.api.access import AllowedEndpoints
 from waymark.api.schemas import RegisterRequest
 from waymark.domain.names import PublisherName, Registration
+from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, SettingsError
 from waymark.shown import kind, shown
 
@@ -70,6 +70,8 @@ def _registration(entry: Any, allowed: AllowedEndpoints) -> Registration:
     registration = RegisterRequest.of(_with_endpoint(entry)).registration()
     allowed.check(registration.endpoint, "endpoint")
     allowed.check(registration.replay_endpoint, "replay_endpoint")
+    allowed.check(registration.target.address, "address")
+    allowed.check(registration.target.metrics_url, "metrics_url")
     return registration
 
 

@@ -310,6 +310,8 @@ async def test_endpoints_may_be_limited_by_the_operator(memory_store: Store, mak
     for fields, field in (
         ({"endpoint": "tcp://169.254.169.254:80"}, "endpoint"),
         ({"endpoint": "tcp://a.engines.svc:1", "replay_endpoint": "tcp://evil:1"}, "replay_endpoint"),
+        ({"endpoint": "tcp://10.1.2.3:1", "address": "http://evil:8000"}, "address"),
+        ({"endpoint": "tcp://10.1.2.3:1", "metrics_url": "http://169.254.169.254/metrics"}, "metrics_url"),
     ):
         refused = await client.post("/register", json=body | fields | {"instance_id": "j"})
         assert (refused.status_code, refused.json()["field"]) == (400, field)

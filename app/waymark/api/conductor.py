@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from waymark.api.access import AllowedEndpoints
 from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
 from waymark.api.bodies import Body, Format
 from waymark.api.errors import Unfit, short
@@ -19,6 +18,7 @@ from waymark.api.texts import ModelPrompt, Texts, prompt_of
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
 from waymark.domain.names import DEFAULT_TENANT, GroupName, PublisherName
+from waymark.endpoints import AllowedEndpoints
 from waymark.errors import NotFound
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -46,6 +46,8 @@ class Conductor:
         registration = request.registration()
         self._allowed.check(registration.endpoint, "endpoint")
         self._allowed.check(registration.replay_endpoint, "replay_endpoint")
+        self._allowed.check(registration.target.address, "address")
+        self._allowed.check(registration.target.metrics_url, "metrics_url")
         await self._store.registry.register(registration)
         return Answer({"status": "registered successfully", "instance_id": registration.instance_id})
 

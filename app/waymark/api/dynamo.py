@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from waymark.api.access import AllowedEndpoints
 from waymark.api.bodies import Body
 from waymark.api.conductor import PARTIAL, Lookup
 from waymark.api.dynamo_schemas import (
@@ -26,6 +25,7 @@ from waymark.domain.hashing import namespace
 from waymark.domain.match import DynamoRank, dynamo_rows
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, Registration, is_endpoint
 from waymark.domain.table import HolderTable
+from waymark.endpoints import AllowedEndpoints
 from waymark.errors import Conflict, InvalidValue, NotFound
 from waymark.metrics import Metrics
 from waymark.settings import Settings

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
-
+from waymark.asker import Asker
 from waymark.domain.hashing import pack_tokens
-from waymark.errors import InvalidValue, TokenizerUnavailable
+from waymark.errors import InvalidValue, TokenizerUnavailable, Unanswered
 from waymark.tokenization.prompt import ChatPrompt, Prompt
 
 #: An answer that is longer is not read. Ids and their commas take about seven bytes each.
@@ -28,7 +26,7 @@ class RemoteTokenizer:
         self._model = model
         self._seconds = seconds
         self._bytes_max = bytes_max
-        self._session: aiohttp.ClientSession | None = None
+        self._asker = Asker()
 
     def known(self, prompt: Prompt) -> bytes | None:
         """Nothing is: an engine may come back with another tokenizer."""
@@ -67,8 +65,7 @@ class RemoteTokenizer:
 
     async def close(self) -> None:
         """Close its connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._asker.close()
 
     async def _post(self, path: str, body: dict[str, Any], field: str) -> dict[str, Any]:
         sent = _json(body, field)
@@ -79,23 +76,12 @@ class RemoteTokenizer:
                 reason="too_large",
                 field=field,
             )
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._seconds))
         try:
-            async with self._session.post(
-                self._base + path,
-                data=sent,
-                headers={"Content-Type": "application/json"},
-                allow_redirects=False,
-            ) as response:
-                received = await _read(response)
-                status = response.status
-        except TimeoutError:
-            raise self._unusable(f"it has not answered within {self._seconds:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unusable(str(error)[:200] or type(error).__name__) from None
-        if received is None:
-            raise self._unusable(f"its answer is longer than {_ANSWER_BYTES_MAX} bytes")
+            status, received = await self._asker.ask(
+                self._base + path, seconds=self._seconds, bytes_max=_ANSWER_BYTES_MAX, json=sent
+            )
+        except Unanswered as error:
+            raise self._unusable(error.sentence) from None
         if status in (400, 413, 422):
             raise InvalidValue(
                 f"{self.name} refuses the {field} with status {status}: {_told(received)}; send what that engine takes",
@@ -120,18 +106,6 @@ def _json(body: dict[str, Any], field: str) -> bytes:
         return json.dumps(body, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidValue(f"{field} cannot be written as JSON: {str(error)[:100]}; send JSON", field=field) from None
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes | None:
-    pieces, length = [], 0
-    async for piece in response.content.iter_chunked(2**16):
-        length += len(piece)
-        if length > _ANSWER_BYTES_MAX:
-            response.close()
-            return None
-        pieces.append(piece)
-        await asyncio.sleep(0)
-    return b"".join(pieces)
 
 
 def _told(received: bytes) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from waymark.api.access import AllowedEndpoints
+from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue
 
 
@@ -21,6 +21,12 @@ from waymark.errors import InvalidValue
         (["tcp://*:5557"], "tcp://anywhere:5557"),
         (["ipc:///run/Engines/*"], "ipc:///run/Engines/a.sock"),
         (["192.168.0.0/16", "ipc://*"], "ipc://x"),
+        (["10.0.0.0/8"], "http://10.1.2.3:8000/metrics"),
+        (["10.0.0.0/8"], "https://10.1.2.3"),
+        (["fd00::/8"], "http://[fd00::1]/v1"),
+        (["*.engines.svc"], "http://Pod-1.engines.svc:8000/a?b=c"),
+        (["http://*:8000"], "http://anywhere:8000/metrics"),
+        (["https://*.svc:443"], "https://a.svc/metrics"),
     ],
 )
 def test_allowed(allowed: list[str], endpoint: str) -> None:
@@ -41,6 +47,12 @@ def test_allowed(allowed: list[str], endpoint: str) -> None:
         (["*.engines.svc"], "tcp://engines.svc.evil.com:5557"),
         (["tcp://*:5557"], "tcp://anywhere:22"),
         (["ipc:///run/engines/*"], "ipc:///run/Engines/a.sock"),
+        (["10.0.0.0/8"], "http://10.0.0.1@evil.com/"),
+        (["10.0.0.0/8"], "http://evil.com/10.0.0.1"),
+        (["http://*.svc:8000"], "http://evil.com/x.svc:8000"),
+        (["http://*.svc:8000"], "http://evil.com?x.svc:8000"),
+        (["http://*:8000"], "https://a:8000"),
+        (["*"], "http://a:99999"),
     ],
 )
 def test_refused(allowed: list[str], endpoint: str) -> None:

@@ -1,0 +1,92 @@
+"""Asks engines over HTTP: for gauges, for tokens, for what an engine says of itself.
+
+An engine is not trusted. A call has a bound of time and of bytes, goes to an allowed place only, and follows no
+redirect. The key of the engines and the certificates that are trusted are the same for all calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+
+from waymark.endpoints import AllowedEndpoints
+from waymark.errors import InvalidValue, Unanswered
+
+#: Connections to all engines together; further calls wait within their time.
+_CONNECTIONS_MAX = 256
+_PIECE_BYTES = 2**16
+
+
+class Reply(NamedTuple):
+    """What an engine answered."""
+
+    status: int
+    body: bytes
+
+
+class Asker:
+    """The HTTP client of a process. It opens connections when it is asked, and keeps them."""
+
+    def __init__(
+        self, allowed: AllowedEndpoints | None = None, *, api_key: str | None = None, ca_file: str | None = None
+    ) -> None:
+        self._allowed = allowed or AllowedEndpoints()
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._ca_file = ca_file
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, url: str, *, seconds: float, bytes_max: int, json: bytes | None = None) -> Reply:
+        """GET a URL, or POST ``json`` to it. Raises Unanswered; InvalidValue where the place is not allowed."""
+        self._allowed.check(url, "url")
+        session = self._session or self._open()
+        headers = {} if json is None else {"Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                session.request(
+                    "GET" if json is None else "POST", url, data=json, headers=headers, allow_redirects=False
+                ) as response,
+            ):
+                return Reply(response.status, await _read(response, bytes_max))
+        except TimeoutError:
+            raise Unanswered(f"it has not answered within {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Unanswered(str(error)[:200] or type(error).__name__) from None
+
+    async def close(self) -> None:
+        """Close its connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        context: ssl.SSLContext | bool = True
+        if self._ca_file is not None:
+            try:
+                context = ssl.create_default_context(cafile=Path(self._ca_file))
+            except OSError as error:
+                raise InvalidValue(f"the certificates {self._ca_file!r} cannot be read: {error}") from None
+        connector = aiohttp.TCPConnector(limit=_CONNECTIONS_MAX, ssl=context)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self._session
+
+
+async def _read(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+    pieces, length = [], 0
+    async for piece in response.content.iter_chunked(_PIECE_BYTES):
+        length += len(piece)
+        if length > bytes_max:
+            response.close()
+            raise Unanswered(f"its answer is longer than {bytes_max} bytes")
+        pieces.append(piece)
+        await asyncio.sleep(0)
+    return b"".join(pieces)

@@ -1,0 +1,75 @@
+"""Where connections may be opened to, whoever named the place: a registration, a file, an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+
+from waymark.errors import InvalidValue
+from waymark.shown import shown
+
+
+class AllowedEndpoints:
+    """Globs or CIDRs; every place is allowed if there are none.
+
+    A CIDR (``10.0.0.0/8``, or a bare address) contains addresses that are written as such. A host name is not looked
+    up and is in no CIDR. A glob with a scheme (``tcp://*.engines.svc:5557``, ``http://10.0.0.*``,
+    ``ipc:///run/engines/*``) must match the whole endpoint; of an ``http`` or ``https`` URL that is
+    ``scheme://host:port`` without its path. A glob without a scheme (``*.engines.svc``) must match the host.
+    """
+
+    def __init__(self, allowed: Sequence[str] = ()) -> None:
+        self._networks: list[IPv4Network | IPv6Network] = []
+        self._globs: list[str] = []
+        for entry in allowed:
+            try:
+                self._networks.append(ip_network(entry, strict=False))
+            except ValueError:
+                self._globs.append(entry if entry.startswith("ipc://") else entry.lower())
+        self._is_everywhere = not allowed
+
+    def check(self, endpoint: str | None, field: str) -> None:
+        """Raise ``InvalidValue`` on ``field`` where ``endpoint`` is not allowed."""
+        if endpoint is None or self._is_everywhere or self._holds(endpoint):
+            return
+        raise InvalidValue(
+            f"{field} {shown(endpoint)} is not among the endpoints that WAYMARK_ALLOWED_ENDPOINTS allows; "
+            "use another endpoint, or ask the operator to add this one",
+            field=field,
+        )
+
+    def _holds(self, endpoint: str) -> bool:
+        text, host = _place(endpoint)
+        for glob in self._globs:
+            if fnmatchcase(text, glob) if "://" in glob else host is not None and fnmatchcase(host, glob):
+                return True
+        address = None if host is None else _address(host)
+        return address is not None and any(address in network for network in self._networks)
+
+
+def _place(endpoint: str) -> tuple[str, str | None]:
+    """What a glob with a scheme is compared with, and the host."""
+    if endpoint.startswith("tcp://"):
+        text = endpoint.lower()  # paths keep their case; host names have none
+        return text, text.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if endpoint.startswith(("http://", "https://")):
+        try:
+            url = urlsplit(endpoint)
+            port = url.port
+        except ValueError:
+            return endpoint, None
+        place = url.netloc.rpartition("@")[2].lower()
+        if port is None:
+            place = f"{place.rstrip(':')}:{443 if url.scheme == 'https' else 80}"
+        return f"{url.scheme}://{place}", url.hostname
+    return endpoint, None
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None  # a name
+    return getattr(address, "ipv4_mapped", None) or address

@@ -1,0 +1,117 @@
+"""An engine that is asked over HTTP: what bounds the call, and what becomes of every answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from waymark.asker import Asker, Reply
+from waymark.endpoints import AllowedEndpoints
+from waymark.errors import InvalidValue, Unanswered
+
+pytestmark = pytest.mark.outside
+
+Serve = Callable[[Callable[[web.Request], Awaitable[web.StreamResponse]]], Awaitable[str]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    runners = []
+
+    async def started(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> str:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    yield started
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def asker() -> AsyncIterator[Asker]:
+    asker = Asker(api_key="secret")
+    yield asker
+    await asker.close()
+
+
+async def test_an_engine_is_asked_with_its_key(serve: Serve, asker: Asker) -> None:
+    async def echo(request: web.Request) -> web.StreamResponse:
+        text = f"{request.method} {request.headers['Authorization']} {request.content_type} {await request.text()}"
+        return web.Response(status=418, text=text)
+
+    url = await serve(echo)
+    get = await asker.ask(url, seconds=60, bytes_max=1000)
+    assert get == Reply(418, b"GET Bearer secret application/octet-stream ")
+    post = await asker.ask(url, seconds=60, bytes_max=1000, json=b"{}")
+    assert post == Reply(418, b"POST Bearer secret application/json {}")
+
+
+async def test_a_redirect_is_an_answer_and_not_followed(serve: Serve, asker: Asker) -> None:
+    asked = []
+
+    async def redirect(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        raise web.HTTPFound("/other")
+
+    assert (await asker.ask(await serve(redirect) + "/first", seconds=60, bytes_max=1000)).status == 302
+    assert asked == ["/first"]
+
+
+async def test_an_answer_without_end_is_cut(serve: Serve, asker: Asker) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * 2**16)
+            await asyncio.sleep(0)
+
+    with pytest.raises(Unanswered, match="longer than 100000 bytes"):
+        await asker.ask(await serve(endless), seconds=60, bytes_max=100_000)
+
+
+async def test_an_engine_that_says_nothing_is_not_waited_for(serve: Serve, asker: Asker) -> None:
+    async def silent(_: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    with pytest.raises(Unanswered, match=r"not answered within 0.1 s"):
+        await asker.ask(await serve(silent), seconds=0.1, bytes_max=100)
+
+
+async def test_who_is_not_there_or_speaks_otherwise_is_unanswered(asker: Asker, free_port: int) -> None:
+    with pytest.raises(Unanswered, match="onnect"):
+        await asker.ask(f"http://127.0.0.1:{free_port}/", seconds=60, bytes_max=100)
+
+    async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(speak, "127.0.0.1", 0) as server:
+        with pytest.raises(Unanswered):
+            await asker.ask(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", seconds=60, bytes_max=100)
+
+
+async def test_a_place_that_is_not_allowed_is_not_asked(serve: Serve) -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        raise AssertionError
+
+    asker = Asker(AllowedEndpoints(["10.0.0.0/8"]))
+    with pytest.raises(InvalidValue, match="WAYMARK_ALLOWED_ENDPOINTS"):
+        await asker.ask(await serve(handler), seconds=60, bytes_max=100)
+
+
+async def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"nothing\.pem"):
+        await Asker(ca_file=str(tmp_path / "nothing.pem")).ask("https://127.0.0.1:1/", seconds=1, bytes_max=1)
+    (tmp_path / "ca.pem").write_text("no certificate")
+    with pytest.raises(InvalidValue, match=r"ca\.pem"):
+        await Asker(ca_file=str(tmp_path / "ca.pem")).ask("https://127.0.0.1:1/", seconds=1, bytes_max=1)
