@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import trustme
 from aiohttp import web
 
 from waymark.asker import Asker, Reply
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, Unanswered
+from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
 
@@ -55,15 +59,61 @@ async def test_an_engine_is_asked_with_its_key(serve: Serve, asker: Asker) -> No
     assert post == Reply(418, b"POST Bearer secret application/json {}")
 
 
-async def test_a_redirect_is_an_answer_and_not_followed(serve: Serve, asker: Asker) -> None:
+async def test_a_redirect_is_named_and_not_followed(serve: Serve, asker: Asker) -> None:
     asked = []
 
     async def redirect(request: web.Request) -> web.StreamResponse:
         asked.append(request.path)
-        raise web.HTTPFound("/other")
+        raise web.HTTPFound("http://169.254.169.254/other")
 
-    assert (await asker.ask(await serve(redirect) + "/first", seconds=60, bytes_max=1000)).status == 302
+    with pytest.raises(Unanswered, match=r"redirects to \"http://169\.254\.169\.254/other\""):
+        await asker.ask(await serve(redirect) + "/first", seconds=60, bytes_max=1000)
     assert asked == ["/first"]
+
+
+async def test_compressed_bytes_stay_as_they_are(serve: Serve, asker: Asker) -> None:
+    compressed = gzip.compress(b"1" * 2**24)
+
+    async def bomb(request: web.Request) -> web.StreamResponse:
+        assert request.headers["Accept-Encoding"] == "identity"
+        return web.Response(body=compressed, headers={"Content-Encoding": "gzip"})
+
+    assert (await asker.ask(await serve(bomb), seconds=60, bytes_max=2**17)).body == compressed
+
+
+async def test_the_settings_of_engines_are_used(serve: Serve) -> None:
+    async def echo(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=request.headers["Authorization"])
+
+    settings = Settings.model_validate({"engine_api_key": "k", "allowed_endpoints": "10.0.0.0/8"})
+    url = await serve(echo)
+    with pytest.raises(InvalidValue, match="WAYMARK_ALLOWED_ENDPOINTS"):
+        await Asker.of(settings).ask(url, seconds=60, bytes_max=100)
+    asker = Asker.of(settings, is_bounded=False)
+    assert await asker.ask(url, seconds=60, bytes_max=100) == Reply(200, b"Bearer k")
+    await asker.close()
+
+
+async def test_a_certificate_is_checked_against_the_ca(asker: Asker, tmp_path: Path) -> None:
+    async def fine(_: web.Request) -> web.StreamResponse:
+        return web.Response(text="fine")
+
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    application = web.Application()
+    application.router.add_get("/", fine)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    url = f"https://127.0.0.1:{runner.addresses[0][1]}/"
+    trusting = Asker(ca_file=str(tmp_path / "ca.pem"))
+    assert (await trusting.ask(url, seconds=60, bytes_max=100)).body == b"fine"
+    with pytest.raises(Unanswered, match="certificate"):
+        await asker.ask(url, seconds=60, bytes_max=100)
+    await trusting.close()
+    await runner.cleanup()
 
 
 async def test_an_answer_without_end_is_cut(serve: Serve, asker: Asker) -> None:

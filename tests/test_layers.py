@@ -20,7 +20,7 @@ PARTS: dict[str, set[str]] = {
     **{leaf: {"errors"} for leaf in LEAVES - {"errors", "native"}},
     "metrics": {"instruments"},
     "endpoints": {"errors", "shown"},
-    "asker": {"endpoints", "errors"},
+    "asker": {"endpoints", "errors", "settings", "shown"},
     "native": {"_native"},
     "domain": {"errors", "native"},
     "store": LEAVES | {"domain"},

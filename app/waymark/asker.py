@@ -1,4 +1,4 @@
-"""Asks engines over HTTP: for gauges, for tokens, for what an engine says of itself.
+"""Asks engines over HTTP: for gauges, for tokens, for what an engine says of itself; and the API server of Kubernetes.
 
 An engine is not trusted. A call has a bound of time and of bytes, goes to an allowed place only, and follows no
 redirect. The key of the engines and the certificates that are trusted are the same for all calls.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,8 @@ import aiohttp
 
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, Unanswered
+from waymark.settings import Settings
+from waymark.shown import shown
 
 #: Connections to all engines together; further calls wait within their time.
 _CONNECTIONS_MAX = 256
@@ -39,19 +43,38 @@ class Asker:
         self._ca_file = ca_file
         self._session: aiohttp.ClientSession | None = None
 
+    @classmethod
+    def of(cls, settings: Settings, *, is_bounded: bool = True) -> Asker:
+        """The client of engines. ``is_bounded=False``: for URLs that an operator named, which need no permission."""
+        return cls(
+            AllowedEndpoints(settings.allowed_endpoints if is_bounded else ()),
+            api_key=None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value(),
+            ca_file=settings.engine_ca_file,
+        )
+
     async def ask(self, url: str, *, seconds: float, bytes_max: int, json: bytes | None = None) -> Reply:
         """GET a URL, or POST ``json`` to it. Raises Unanswered; InvalidValue where the place is not allowed."""
+        headers = {} if json is None else {"Content-Type": "application/json"}
+        async with self.stream(url, seconds=seconds, json=json, headers=headers) as response:
+            return Reply(response.status, await _read(response, bytes_max))
+
+    @asynccontextmanager
+    async def stream(
+        self, url: str, *, seconds: float, json: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer while it arrives, ``seconds`` in all. The caller bounds what it reads. Raises as ``ask``."""
         self._allowed.check(url, "url")
         session = self._session or self._open()
-        headers = {} if json is None else {"Content-Type": "application/json"}
+        method = "GET" if json is None else "POST"
         try:
             async with (
                 asyncio.timeout(seconds),
-                session.request(
-                    "GET" if json is None else "POST", url, data=json, headers=headers, allow_redirects=False
-                ) as response,
+                session.request(method, url, data=json, headers=headers, allow_redirects=False) as response,
             ):
-                return Reply(response.status, await _read(response, bytes_max))
+                if 300 <= response.status < 400:
+                    to = shown(response.headers.get("Location", ""))
+                    raise Unanswered(f"it redirects to {to}, and no redirect is followed; give the URL that answers")
+                yield response
         except TimeoutError:
             raise Unanswered(f"it has not answered within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -73,9 +96,11 @@ class Asker:
         connector = aiohttp.TCPConnector(limit=_CONNECTIONS_MAX, ssl=context)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            headers=self._headers,
+            headers={"Accept-Encoding": "identity"} | self._headers,
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
+            # A few bytes could decompress to any number; no request asks for compression.
+            auto_decompress=False,
         )
         return self._session
 

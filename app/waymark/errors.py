@@ -8,6 +8,8 @@
       Saturated           all who could have as much as they may have         -> 429
       StoreUnavailable    Redis cannot be reached, or refuses                 -> 503
         RecordDamaged     it answers, and what one key holds cannot be used   -> 503
+      RemoteUnavailable   a service that was asked for a client cannot answer -> 503
+        TokenizerUnavailable
       Unanswered          an engine that was asked over HTTP gave no answer that can be used
       Undecodable         a payload that is no batch of events
       SettingsError       the process cannot start with these settings
@@ -87,13 +89,17 @@ class RecordDamaged(StoreUnavailable):
     """Redis answers, and what it holds under the keys of one call cannot be used. Other keys are not concerned."""
 
 
-class TokenizerUnavailable(WaymarkError):
-    """What makes tokens of text cannot answer now; the sentence names it."""
+class RemoteUnavailable(WaymarkError):
+    """Another service, such as an engine, cannot answer now, or its answer cannot be used; the sentence names it."""
 
     def __init__(self, sentence: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(sentence)
         self.sentence = sentence
         self.retry_after_seconds = retry_after_seconds
+
+
+class TokenizerUnavailable(RemoteUnavailable):
+    """What makes tokens of text cannot answer now."""
 
 
 class Unanswered(WaymarkError):

@@ -206,6 +206,10 @@ class Settings(BaseSettings):
     """Whether reading requests need the token, too."""
     allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The globs and CIDRs that registered endpoints must match; the default allows every endpoint."""
+    engine_api_key: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
+    """The bearer token that requests to engines carry; every URL that a client registers is sent it."""
+    engine_ca_file: str | None = None
+    """The PEM file with the CA that signs the certificates of engines; the default is the CAs of the system."""
     on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
     """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
     probe_seconds: float = Field(30.0, ge=1, le=3600)
@@ -311,9 +315,9 @@ class Settings(BaseSettings):
             if name.upper().startswith(PREFIX) and not _is_service_link(name, value)
         }
         complaints = [_unknown(name) for name in sorted(given) if name not in _FIELDS]
-        # Only a token may not be empty: a secret that did not arrive must not open the door.
+        # A token may not be empty: a secret that did not arrive must not open the door.
         values = {
-            _FIELDS[name]: value for name, value in given.items() if name in _FIELDS and (value or name == _TOKEN)
+            _FIELDS[name]: value for name, value in given.items() if name in _FIELDS and (value or name in _TOKENS)
         }
         try:
             settings = cls.model_validate(values)
@@ -329,7 +333,7 @@ class Settings(BaseSettings):
 
 
 _FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
-_TOKEN = PREFIX + "API_TOKEN"
+_TOKENS = frozenset({PREFIX + "API_TOKEN", PREFIX + "ENGINE_API_KEY"})
 
 # Kubernetes gives every container the address of each Service: one called `waymark` sets WAYMARK_SERVICE_HOST,
 # WAYMARK_PORT=tcp://10.0.0.7:13333 and more, which nobody meant for us.

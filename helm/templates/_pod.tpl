@@ -16,6 +16,10 @@ Called with root, role, and values, which are the role's.
 {{- if $redis.tlsSecret.name }}
 {{- $files = append $files (dict "name" "redis-tls" "path" "/etc/waymark/redis-tls" "source" (dict "secret" (dict "secretName" $redis.tlsSecret.name))) }}
 {{- end }}
+{{- $engineCa := $root.Values.engineCaSecret }}
+{{- if $engineCa.name }}
+{{- $files = append $files (dict "name" "engine-ca" "path" "/etc/waymark/engine-ca" "source" (dict "secret" (dict "secretName" $engineCa.name))) }}
+{{- end }}
 {{- $publishersKey := "publishers.yaml" }}
 {{- $hasPublishers := and (eq .role "ingest") (or .root.Values.publishers .root.Values.publishersConfigMap.name) }}
 {{- if $hasPublishers }}
@@ -114,6 +118,17 @@ spec:
             secretKeyRef:
               name: {{ . }}
               key: {{ $root.Values.apiToken.key }}
+        {{- end }}
+        {{- with $root.Values.engineApiKey.existingSecret }}
+        - name: WAYMARK_ENGINE_API_KEY
+          valueFrom:
+            secretKeyRef:
+              name: {{ . }}
+              key: {{ $root.Values.engineApiKey.key }}
+        {{- end }}
+        {{- if $engineCa.name }}
+        - name: WAYMARK_ENGINE_CA_FILE
+          value: /etc/waymark/engine-ca/{{ $engineCa.key }}
         {{- end }}
         {{- if $hasPublishers }}
         - name: WAYMARK_PUBLISHERS_FILE

@@ -33,6 +33,8 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_REDIS_TLS_CERT_FILE": "redis.tlsSecret.certKey",
     "WAYMARK_REDIS_TLS_KEY_FILE": "redis.tlsSecret.keyKey",
     "WAYMARK_API_TOKEN": "apiToken.existingSecret",
+    "WAYMARK_ENGINE_API_KEY": "engineApiKey.existingSecret",
+    "WAYMARK_ENGINE_CA_FILE": "engineCaSecret.name",
     "WAYMARK_PUBLISHERS_FILE": "publishers",
     "WAYMARK_PORT": None,
     "WAYMARK_INGEST_PORT": None,

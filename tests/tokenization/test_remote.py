@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from waymark.asker import Asker
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
@@ -62,7 +63,7 @@ async def engine() -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def remote(engine: Engine) -> AsyncIterator[RemoteTokenizer]:
-    remote = RemoteTokenizer(engine.url + "/", "m", seconds=60, bytes_max=2**20)
+    remote = RemoteTokenizer(engine.url + "/", "m", Asker(), seconds=60, bytes_max=2**20)
     yield remote
     await remote.close()
 
@@ -110,7 +111,7 @@ async def test_a_refusal_is_told_on(engine: Engine, remote: RemoteTokenizer, sta
     [
         (500, "", "status 500"),
         (404, "{}", "status 404"),
-        (302, "", "status 302"),
+        (302, "", "no redirect is followed"),
         (200, "no JSON", "no JSON object"),
         (200, "[1]", "no JSON object"),
         (200, "{}", "no list of tokens"),
@@ -137,7 +138,7 @@ async def test_an_engine_that_is_silent_or_not_there_is_unavailable(engine: Engi
 
     engine.answer = never
     for url, named in ((engine.url, r"within 0\.2 s"), (f"http://127.0.0.1:{free_port}", "cannot be used now")):
-        remote = RemoteTokenizer(url, "m", seconds=0.2, bytes_max=2**20)
+        remote = RemoteTokenizer(url, "m", Asker(), seconds=0.2, bytes_max=2**20)
         with pytest.raises(TokenizerUnavailable, match=named):
             await remote.tokens(HI)
         await remote.close()

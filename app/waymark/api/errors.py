@@ -16,9 +16,9 @@ from waymark.errors import (
     InvalidValue,
     NoTarget,
     NotFound,
+    RemoteUnavailable,
     Saturated,
     StoreUnavailable,
-    TokenizerUnavailable,
     WaymarkError,
 )
 from waymark.shown import SHOWN_MAX, kind, shown
@@ -112,7 +112,7 @@ def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
             return 409
         case Saturated():
             return 429
-        case StoreUnavailable() | TokenizerUnavailable() | NoTarget():
+        case StoreUnavailable() | RemoteUnavailable() | NoTarget():
             return 503
     raise error
 
@@ -133,7 +133,7 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
             body["reason"] = "no_target"
         case Saturated():
             body["reason"] = "saturated"
-        case StoreUnavailable() | TokenizerUnavailable():
+        case StoreUnavailable() | RemoteUnavailable():
             body["reason"] = "unavailable"
     return {name: value for name, value in body.items() if value is not None}
 
@@ -141,7 +141,7 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
 def headers_of(error: WaymarkError) -> dict[str, str]:
     """What the status asks for beside the body."""
     match error:
-        case StoreUnavailable(retry_after_seconds=seconds) | TokenizerUnavailable(retry_after_seconds=seconds):
+        case StoreUnavailable(retry_after_seconds=seconds) | RemoteUnavailable(retry_after_seconds=seconds):
             return {"Retry-After": str(seconds)}
         case NoTarget() | Saturated():
             return {"Retry-After": "1"}

@@ -20,13 +20,13 @@ class RemoteTokenizer:
 
     kind = "remote"
 
-    def __init__(self, url: str, model: str, *, seconds: float, bytes_max: int) -> None:
+    def __init__(self, url: str, model: str, asker: Asker, *, seconds: float, bytes_max: int) -> None:
         self.name = url
         self._base = url.rstrip("/")
         self._model = model
         self._seconds = seconds
         self._bytes_max = bytes_max
-        self._asker = Asker()
+        self._asker = asker
 
     def known(self, prompt: Prompt) -> bytes | None:
         """Nothing is: an engine may come back with another tokenizer."""

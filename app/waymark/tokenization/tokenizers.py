@@ -16,10 +16,12 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
+from waymark.asker import Asker
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.tokenization.prompt import Prompt, Source, TextPrompt, Tokens
+from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.segments import SegmentMemo
 from waymark.tokenization.sources import directory_of, found_in, missing, no_tokenizer
 
@@ -44,12 +46,14 @@ class Tokenizers:
         cache_bytes: int = 64 * 2**20,
         text_bytes_max: int = 2 * 2**20,
         seconds: float | None = None,
+        new_asker: Callable[[], Asker] = Asker,
     ) -> None:
         self._configured = dict(sources)
         self._directory = directory
         self._metrics = metrics
         self._text_bytes_max = text_bytes_max
         self._seconds = SECONDS if seconds is None else seconds
+        self._new_asker = new_asker
         self._memo = SegmentMemo(cache_bytes)
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
@@ -68,6 +72,7 @@ class Tokenizers:
             threads=settings.tokenizer_threads,
             cache_bytes=settings.tokens_cache_bytes,
             text_bytes_max=settings.text_bytes_max,
+            new_asker=partial(Asker.of, settings, is_bounded=False),
         )
 
     async def tokens(self, model: str, prompt: Prompt) -> Tokens:
@@ -166,11 +171,7 @@ class Tokenizers:
     def _opened(self, model: str, url: str) -> Source:
         """Runs in a thread: it imports, reads files, and may ask the hub."""
         if url.startswith("http"):
-            try:
-                from waymark.tokenization.remote import RemoteTokenizer
-            except ModuleNotFoundError as error:
-                raise missing(str(error.name), url) from None
-            return RemoteTokenizer(url, model, seconds=self._seconds, bytes_max=self._text_bytes_max)
+            return RemoteTokenizer(url, model, self._new_asker(), seconds=self._seconds, bytes_max=self._text_bytes_max)
         try:
             from waymark.tokenization.local import LocalTokenizer
         except ModuleNotFoundError as error:
