@@ -1,0 +1,173 @@
+"""Rows: the values in which the index keeps blocks, up to 32 consecutive blocks of a chain in one.
+
+A **piece** is the blocks of one chain at depths 32k to 32k+31, its **head** the first of them. All chains that share a
+head share the **row** at the head's key. A row has up to 64 **slots**, one for each block, and then the holders with a
+bitmap each: bit s stands for slot s. A block that finds no slot in its row begins a **branch row**, and the row is
+**marked** then. A block whose depth nobody knows is a **single**: a row of its own, with one slot.
+
+As text, with a ``+`` where the row is marked::
+
+    <16 hex><depth in the piece, 0-9 a-v> ... [+] <holder>:<bitmap in hex> ...
+
+All three kinds of values have this form. Their names, after ``wm:{g.s}:``, are ``<head>``, ``<key>:b`` and ``<key>:s``.
+A block's key is ``seq_hash XOR namespace``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from waymark.domain import keys
+
+PIECE_BLOCKS = 32
+ROW_SLOTS = 64
+FORMAT = f"rows {PIECE_BLOCKS} {ROW_SLOTS}"
+"""What ``wm:format`` says. The two numbers are constants of the format; functions take them as parameters for tests."""
+
+SLOT_CHARS = 17
+DEPTHS = b"0123456789abcdefghijklmnopqrstuv"
+SAME_HASH = 2**64 - 1
+"""In an entry that has the hashes of other slots, this one says: the engine hash is the seq_hash."""
+
+_VALUE = re.compile(rb"((?:[0-9a-f]{16}[0-9a-v])*)(\+?)((?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*)")
+_FIELD = re.compile(rb"([0-9a-f]{16})(?::(?:([0-9a-f]{16})|(s)))?")
+
+
+# ---- places ----------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a block is; also a field of a holder's engine hash."""
+
+    head: int
+    """Key of the head of the piece; of the block itself for a single."""
+    branch: int | None = None
+    """Key of the first block of the branch row, where it is in one."""
+    is_single: bool = False
+
+    @property
+    def name(self) -> bytes:
+        """The name of the value, after the prefix of group and shard."""
+        if self.branch is not None:
+            return b"%016x:b" % self.branch
+        return b"%016x:s" % self.head if self.is_single else b"%016x" % self.head
+
+    @property
+    def field(self) -> bytes:
+        """The field of the entry: it names the row, too, where the block is in a branch row."""
+        return self.name if self.branch is None else b"%016x:%016x" % (self.head, self.branch)
+
+    def shard(self, shards: int) -> int:
+        """The shard that has it: that of its head."""
+        return self.head % shards
+
+
+def parse_field(field: bytes) -> Place:
+    """The place that a field of an engine hash names. Raises ``ValueError``."""
+    found = _FIELD.fullmatch(field)
+    if found is None:
+        raise ValueError("the field names no row: <head>, <head>:<key> or <key>:s")
+    head, branch, single = found.groups()
+    return Place(int(head, 16), None if branch is None else int(branch, 16), single is not None)
+
+
+# ---- values ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A value, parsed."""
+
+    slots: bytes
+    """Slots of 17 characters, in order: 16 hex digits of the block's key, and its depth."""
+    is_marked: bool
+    """Blocks of this piece that are not here may be in branch rows."""
+    holders: Mapping[int, int]
+    """By holder id, a bit for each slot."""
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The block keys of the slots."""
+        return tuple(int(self.slots[at : at + 16], 16) for at in range(0, len(self.slots), SLOT_CHARS))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The depths of the slots within the piece."""
+        return tuple(DEPTHS.index(digit) for digit in self.slots[16::SLOT_CHARS])
+
+
+def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
+    """Parse a row, branch row or single. Raises ``ValueError`` with a sentence that does not repeat the value."""
+    found = _VALUE.fullmatch(value)
+    if found is None:
+        raise ValueError("it is no row: slots of 17 characters, a plus where it is marked, <holder>:<bitmap> ...")
+    slots, mark, rest = found.groups()
+    count = len(slots) // SLOT_CHARS
+    if count > slots_max:
+        raise ValueError(f"it has {count} slots, and a row has at most {slots_max}")
+    if len({slots[at : at + 16] for at in range(0, len(slots), SLOT_CHARS)}) < count:
+        raise ValueError("a block has two slots")
+    holders: dict[int, int] = {}
+    pairs = rest.split()
+    for pair in pairs:
+        holder, bitmap = pair.split(b":")
+        holders[int(holder)] = int(bitmap, 16)
+    if len(holders) < len(pairs):
+        raise ValueError("a holder is there twice")
+    if holders and max(holders.values()) >> count:
+        raise ValueError("a bitmap has a bit beyond the slots")
+    return Row(slots, bool(mark), holders)
+
+
+def format_row(row: Row) -> bytes:
+    """The value of a row."""
+    holders = b"".join(b" %d:%x" % pair for pair in row.holders.items())
+    return row.slots + (b"+" if row.is_marked else b"") + holders
+
+
+def slots_of(block_keys: Iterable[int], depth: int, piece_blocks: int = PIECE_BLOCKS) -> bytes:
+    """Slots of consecutive blocks, the first of them at ``depth``."""
+    return b"".join(
+        b"%016x%c" % (key, DEPTHS[at % piece_blocks]) for at, key in enumerate(block_keys, depth % piece_blocks)
+    )
+
+
+# ---- entries ---------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """The engine hashes of a holder's blocks in one row."""
+
+    namespace: int
+    hashes: Sequence[int]
+    """In slot order, and only up to the last slot that has one; none at all where they are the seq_hashes. A hash at
+    a slot whose bit is not set means nothing."""
+
+    def hash_of(self, slot: int, key: int) -> int:
+        """The engine hash of the block with ``key`` at ``slot``."""
+        found = self.hashes[slot] if slot < len(self.hashes) else SAME_HASH
+        return key ^ self.namespace if found == SAME_HASH else found
+
+
+def parse_entry(value: bytes) -> Entry:
+    """Parse an entry: 8 bytes for each engine hash, and before them ``<16 hex>:`` in a namespace.
+
+    Raises ``ValueError``.
+    """
+    namespace = 0
+    if len(value) % 8 == 1 and len(value) >= 17:
+        digits, value = value[:17], value[17:]
+        if re.fullmatch(rb"[0-9a-f]{16}:", digits) is None:
+            raise ValueError("its namespace is no 16 hex digits with a colon after them")
+        namespace = int(digits[:16], 16)
+    if len(value) % 8 or len(value) > 8 * ROW_SLOTS:
+        raise ValueError(f"it is no list of at most {ROW_SLOTS} engine hashes of 8 bytes")
+    return Entry(namespace, keys.unpack(value))
+
+
+def format_entry(entry: Entry) -> bytes:
+    """The value of an entry."""
+    return (b"%016x:" % entry.namespace if entry.namespace else b"") + keys.pack(entry.hashes)
