@@ -1,4 +1,4 @@
-/* The loops that a query runs once for each token or block, in C.
+/* The loops that a query, or an event, runs once for each token or block, in C.
  *
  *     cut          JSON text  ->  where the token ids stand, and the ids as little-endian u32     lists.c
  *     cut_hashes   JSON text  ->  where the hashes stand, and the hashes as little-endian u64     lists.c
@@ -8,6 +8,7 @@
  *     pack_keys    block keys  ->  one MGET command in RESP                                       commands.c
  *     scan         the reply to it  ->  runs of equal values, without an object for each value    replies.c
  *     runs         a list of values  ->  the same                                                 replies.c
+ *     read_batch   msgpack of a batch  ->  its plain events                                       events.c
  *
  * The module is optional: app/waymark/native.py has the types and says where the same is done in Python; the same tests
  * run over both. No function raises for what a client sent: `cut` returns None
@@ -29,6 +30,8 @@ static PyMethodDef methods[] = {
     ENTRY(pack_keys, "before, prefix, keys", "Keys as the arguments of a command."),
     ENTRY(scan, "reply, count, with_version", "Equal neighbours in the reply to an MGET; None where it is unusual."),
     ENTRY(runs, "values", "Equal neighbours in a list of values, up to the first None."),
+    ENTRY(read_batch, "payload, events_max, stored, removed, cleared, medium, zero_is_unknown",
+          "The plain events of a batch; None where the batch is unusual."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -12,6 +12,7 @@ EntryPoint cut, cut_hashes;             /* lists.c */
 EntryPoint digest, hash_blocks, chain;  /* hashing.c */
 EntryPoint pack_keys;                   /* commands.c */
 EntryPoint scan, runs;                  /* replies.c */
+EntryPoint read_batch;                  /* events.c */
 
 /* Whether there are `count` arguments; with an exception where there are not. */
 static inline int has_arguments(const char *name, Py_ssize_t nargs, Py_ssize_t count)

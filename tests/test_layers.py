@@ -26,7 +26,7 @@ PARTS: dict[str, set[str]] = {
     "store": LEAVES | {"domain"},
     "apply": LEAVES | {"domain", "store"},
     "tokenization": LEAVES | {"domain", "chat"},
-    "engines": {"domain", "errors", "shown"},
+    "engines": {"domain", "errors", "native", "shown"},
     "routing": {"domain", "errors"},
     "chat": {"domain", "errors"},
     "selection": LEAVES | {"domain", "store", "routing", "chat", "tokenization"},

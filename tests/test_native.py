@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.sanitize.batches import BATCHES
 from waymark import native
+from waymark.domain.events import Cleared, Removed, Stored
+from waymark.domain.media import normal_medium
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
@@ -60,6 +63,14 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
         (b"", "1", True),
     ),
     "runs": (([b"1", b"12"[:1], b"2", None, 5],), ([b"1", 5],), ([5],), ((b"1",),)),
+    "read_batch": (
+        *((payload, 99, Stored, Removed, Cleared(), normal_medium, True) for payload in BATCHES),
+        (BATCHES[0], 99, Stored, Removed, Cleared(), (lambda _: None), False),
+        (BATCHES[0], 99, Stored, Removed, Cleared(), 5, False),
+        (BATCHES[0], -1, Stored, Removed, Cleared(), normal_medium, False),
+        (BATCHES[0], 99, 5, Removed, Cleared(), normal_medium, False),
+        ("", 99, Stored, Removed, Cleared(), normal_medium, False),
+    ),
 }
 
 

@@ -2,15 +2,19 @@
 
 The C module is built from ``native/`` where a compiler is; a build without one goes on in Python. Each loop has both
 implementations behind one function: block keys in ``domain.hashing``, walks in ``domain.match``, commands and replies
-in ``store.wire``, lists in ``api.lists``. Both give the same for every input, and the same tests run over both.
+in ``store.wire``, lists in ``api.lists``, events in ``engines.plain``. Both give the same for every input, and the
+same tests run over both.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeAlias
 
 Implementation: TypeAlias = Literal["native", "pure"]
+
+Number: TypeAlias = float | int | None
 
 
 class Loops(Protocol):
@@ -35,6 +39,18 @@ class Loops(Protocol):
     ) -> tuple[bytes | None, list[tuple[bytes, int]], int, int] | None: ...
 
     def runs(self, values: list[bytes | None], /) -> list[tuple[bytes, int]]: ...
+
+    def read_batch(
+        self,
+        payload: bytes,
+        events_max: int,
+        stored: type,
+        removed: type,
+        cleared: object,
+        medium: Callable[[str | None], str | None],
+        zero_is_unknown: bool,
+        /,
+    ) -> tuple[Number, list[Any], Number, int] | None: ...
 
 
 _built: Loops | None

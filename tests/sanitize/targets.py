@@ -15,6 +15,9 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
+from tests.sanitize import batches
+from waymark.domain.events import Cleared, Removed, Stored
+
 Arguments = tuple[Any, ...]
 
 U64_MAX = 2**64 - 1
@@ -274,6 +277,15 @@ VALUES: list[Arguments] = [
     ([None],),
 ]
 
+
+# ---- events ----------------------------------------------------------------------------------------
+
+
+def medium_of(name: str | None) -> str | None:
+    """Of any text without a digit."""
+    return "NONE" if name is None else None if re.search("[0-9]", name) else name.upper()
+
+
 TARGETS: dict[str, Target] = {
     "cut": Target(cut, LISTS, JSON, {2: [*COUNTS]}, NAME),
     "cut_hashes": Target(cut_hashes, LISTS, JSON, {2: [*COUNTS]}, NAME),
@@ -312,4 +324,12 @@ TARGETS: dict[str, Target] = {
         {1: [*COUNTS], 2: [0, 1]},
     ),
     "runs": Target(runs, VALUES),
+    "read_batch": Target(
+        batches.read_batch,
+        [(each, 99, Stored, Removed, Cleared(), medium_of, zero) for each in batches.BATCHES for zero in (0, 1)],
+        batches.WORDS,
+        {1: [*COUNTS]},
+        # The program's own; only what is unpacked comes from an engine.
+        frozenset({2, 3, 4, 5, 6}),
+    ),
 }

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from waymark.domain.events import Event
-from waymark.engines import vllm
+from waymark.engines import plain, vllm
 from waymark.engines.batches import Decoder
 from waymark.engines.ceilings import Ceilings
 from waymark.engines.wire import Ignored
@@ -21,7 +21,8 @@ _NAME: Final = 1 + vllm.STORED_FIELDS.index("lora_name")
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
     """Of its batches."""
-    return Decoder(partial(read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings)
+    read_plain = plain.reader(zero_is_unknown=True)
+    return Decoder(partial(read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings, read_plain=read_plain)
 
 
 def read_event(event: Any, *, seed: int) -> Event | Ignored:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from waymark.domain.events import Cleared, Event, Removed, Stored
 from waymark.domain.hashing import extra_digest
 from waymark.domain.names import U32_MAX, Adapter
-from waymark.engines import wire
+from waymark.engines import plain, wire
 from waymark.engines.batches import Decoder
 from waymark.engines.ceilings import Ceilings
 from waymark.engines.wire import Ignored, Rejected
@@ -41,7 +41,7 @@ _SALT_PREFIX: Final = "dynamo-cache-salt:"
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
     """Of its batches."""
-    return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings)
+    return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings, read_plain=plain.reader())
 
 
 def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event | Ignored:

@@ -1,0 +1,44 @@
+"""Reads the plain events of vLLM's dialect with the C module; every other event is left to the dialect's own reader.
+
+A plain event needs no rule beyond its form: it names no salt and no image, and nothing in it is to be rejected. So the
+words of a rejection are in Python alone. Most events of most engines are plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from waymark import native
+from waymark.domain.events import Cleared, Event, Removed, Stored
+from waymark.domain.media import normal_medium
+
+_CLEARED = Cleared()
+
+
+class PlainBatch(NamedTuple):
+    """A batch whose form is plain."""
+
+    ts: Any
+    events: list[Event | tuple[int, int]]
+    """For an event that is not plain, where it stands in the payload: start and end."""
+    rank: Any
+    others: int
+    """How many events are not plain."""
+
+
+ReadPlain: TypeAlias = Callable[[bytes, int], PlainBatch | None]
+"""Of a payload of at most so many events; None where its batch is not plain, or the C module is not selected."""
+
+
+def reader(*, zero_is_unknown: bool = False) -> ReadPlain:
+    """``zero_is_unknown``: an event whose parent is 0 is not plain."""
+
+    def read(payload: bytes, events_max: int) -> PlainBatch | None:
+        loops = native.selected
+        if loops is None:
+            return None
+        found = loops.read_batch(payload, events_max, Stored, Removed, _CLEARED, normal_medium, zero_is_unknown)
+        return None if found is None else PlainBatch(*found)
+
+    return read

@@ -1,0 +1,244 @@
+"""Events by the C module: the same batches, rejections and words as in Python, whatever bytes come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from typing import Any
+
+import msgpack
+import pytest
+
+from tests.conftest import IMPLEMENTATIONS
+from tests.engines.test_fuzz import captured, mutated
+from waymark import native
+from waymark.domain.engines import EngineKind
+from waymark.domain.events import Removed, Stored
+from waymark.engines import Ceilings, OverCeiling, decoder, plain
+from waymark.engines.parts import PART_HASHES
+from waymark.errors import Undecodable
+
+pytestmark = [
+    pytest.mark.usefixtures("implementation_kept"),
+    pytest.mark.skipif(not native.is_built, reason="built without the C part"),
+]
+
+KINDS = [EngineKind.VLLM, EngineKind.SGLANG]
+BIG = 2**63
+
+
+def outcome(kind: EngineKind, payload: bytes, ceilings: Ceilings | None = None) -> object:
+    """All that a decoder says of a payload, with the fields that equality leaves out."""
+    decode = decoder(kind, seed=1337, ceilings=ceilings)
+    try:
+        batch = decode(payload)
+    except Undecodable as bad:
+        return bad.kind, str(bad)
+    events = [(type(event).__name__, astuple(event)) for event in batch.events]
+    return batch.ts, events, batch.dp_rank, batch.rejected, batch.ignored, batch.samples
+
+
+def outcomes(kind: EngineKind, payload: bytes, ceilings: Ceilings | None = None) -> Iterator[object]:
+    for implementation in IMPLEMENTATIONS:
+        native.select(implementation == "native")
+        yield outcome(kind, payload, ceilings)
+
+
+def stored(**fields: Any) -> dict[str, Any]:
+    event = {"type": "BlockStored", "block_hashes": [BIG, 2], "parent_block_hash": 3, "token_ids": [1, 2, 3, 4]}
+    return event | {"block_size": 2, "medium": "GPU"} | fields
+
+
+def listed(*values: Any) -> list[Any]:
+    return ["BlockStored", *values]
+
+
+PLAIN: dict[str, Any] = {
+    "map": stored(),
+    "all fields": stored(lora_id=None, lora_name=None, extra_keys=[None, None], group_idx=0)
+    | {"kv_cache_spec_kind": "full_attention", "kv_cache_spec_sliding_window": None, "locality": None},
+    "another attention": stored(kv_cache_spec_kind="mamba"),
+    "signed hashes": stored(block_hashes=[-1, -BIG, 5], parent_block_hash=-7),
+    "byte hashes": stored(block_hashes=[b"\1", b"\2" * 32], parent_block_hash=b"\3" * 9),
+    "the root": stored(parent_block_hash=None),
+    "a placeholder": stored(token_ids=[], block_size=0, medium="cpu"),
+    "no tokens told": stored(token_ids=None),
+    "wide tokens": stored(token_ids=[0, 127, 128, 255, 256, 65535, 65536, 2**32 - 1]),
+    "no medium": stored(medium=None),
+    "a new medium": stored(medium="cxl"),
+    "an adapter's id": stored(lora_id=7),
+    "an adapter's name": stored(lora_name="a", lora_id=7, extra_keys=[["a"], ["a"]]),
+    "an adapter and nothing told": stored(lora_name="a", extra_keys=[None, ["a"]]),
+    "no adapter's name": stored(lora_name="", lora_id=8),
+    "a list of six": listed([1, 2], None, [1, 2], 1, None, "GPU"),
+    "a list of eight": listed([1], 2, [1], 1, None, "GPU", "a"),
+    "a list of nine": listed([1], 2, [1], 1, None, "GPU", None, [None]),
+    "a list of twelve": listed([1], 2, [1], 1, None, "GPU", None, None, 1, "mla_attention", 128),
+    "many hashes": stored(block_hashes=list(range(5, 5 + PART_HASHES)), token_ids=None),
+    "removed": {"type": "BlockRemoved", "block_hashes": [1, -2, b"\3"], "medium": "CPU", "group_idx": 1},
+    "a list of removed": ["BlockRemoved", [1, 2]],
+    "a longer list of removed": ["BlockRemoved", [1, 2], "DISK", 3],
+    "cleared": {"type": "AllBlocksCleared"},
+    "a list of cleared": ["AllBlocksCleared"],
+}
+
+OTHERS: dict[str, Any] = {
+    "a salt": stored(cache_salt="s"),
+    "a salt in the keys": stored(extra_keys=[["salt"], None], parent_block_hash=None),
+    "images": stored(block_mm_infos=[None, {"mm": 1}]),
+    "an image in the keys": stored(extra_keys=[None, [["image", 3]]]),
+    "too few keys": stored(extra_keys=[None]),
+    "remote": stored(locality="REMOTE"),
+    "local": stored(locality="LOCAL"),
+    "pairs": stored(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5]]),
+    "a token too large": stored(token_ids=[2**32]),
+    "a negative token": stored(token_ids=[-1]),
+    "a boolean token": stored(token_ids=[True]),
+    "no hashes": stored(block_hashes=[]),
+    "hashes that are none": stored(block_hashes=["x"]),
+    "empty bytes": stored(block_hashes=[b""]),
+    "a repeated hash": stored(block_hashes=[1, 2, 1]),
+    "a hash repeated in another form": stored(block_hashes=[-1, 2**64 - 1]),
+    "its own parent": stored(parent_block_hash=2),
+    "its own parent in another form": stored(parent_block_hash=-BIG),
+    "a bad medium": stored(medium="no name"),
+    "a medium that clashes": stored(medium="DP"),
+    "a medium in another script": stored(medium="gpü"),
+    "a bad block_size": stored(block_size=65537),
+    "no block_size": stored(block_size=None),
+    "a bad adapter": stored(lora_name=7),
+    "a bad adapter's id": stored(lora_id="x"),
+    "a negative adapter's id": stored(lora_id=-1),
+    "an adapter in another script": stored(lora_name="ä"),
+    "a bad group": stored(group_idx=-1),
+    "a bad attention": stored(kv_cache_spec_kind=1),
+    "too many hashes for one part": stored(block_hashes=list(range(9, 10 + PART_HASHES)), token_ids=None),
+    "an unknown type": {"type": "Other"},
+    "no type": {"block_hashes": [1]},
+    "a tag that is none": [7, [1]],
+    "an empty list": [],
+    "no event": 5,
+    "a list too short": ["BlockStored"],
+    "a removal of nothing": ["BlockRemoved", []],
+    "a field with a value in it": stored(other=[1]),
+}
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_event_is_the_same_in_c_and_in_python(kind: EngineKind, name: str) -> None:
+    event = (PLAIN | OTHERS)[name]
+    for root in ([1.5, [event], 0], [1, [stored(), event, stored(medium="CPU")], None], [None, [event, event]]):
+        in_python, in_c = outcomes(kind, msgpack.packb(root))
+        assert in_c == in_python
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
+def test_what_is_plain_does_not_come_to_python(name: str) -> None:
+    """Else the C module would be there for nothing."""
+    native.select(True)
+    found = plain.reader()(msgpack.packb([1.5, [(PLAIN | OTHERS)[name]], 0]), 1)
+    assert found is not None
+    assert found.others == (name in OTHERS)
+
+
+def test_a_parent_of_zero_is_plain_where_it_is_a_block() -> None:
+    native.select(True)
+    payload = msgpack.packb([1.5, [stored(parent_block_hash=0)], 0])
+    plain_of_vllm, plain_of_sglang = plain.reader()(payload, 1), plain.reader(zero_is_unknown=True)(payload, 1)
+    assert plain_of_vllm is not None
+    assert plain_of_sglang is not None
+    assert (plain_of_vllm.others, plain_of_sglang.others) == (0, 1)
+    for kind in KINDS:
+        in_python, in_c = outcomes(kind, payload)
+        assert in_c == in_python
+
+
+SHAPES: dict[str, Any] = {
+    "no batch": 7,
+    "a map": {"type": "BlockStored"},
+    "a short batch": [1.5],
+    "events that are none": [1.5, 7, 0],
+    "four elements": [1.5, [stored()], 0, "more"],
+    "a ts that is text": ["x", [stored()], 0],
+    "a negative ts": [-1, [stored()], 0],
+    "a rank that is none": [1.5, [stored()], "x"],
+    "a negative rank": [1.5, [stored()], -1],
+    "a rank that is a float": [1.5, [stored()], 0.5],
+    "a rank too large": [1.5, [stored()], 2**32],
+    "milliseconds": [1739145600000, [stored()], 0],
+    "a clock that is none": [float("nan"), [stored()], 0],
+    "an extension": [1.5, [stored(other=msgpack.ExtType(4, b"x"))], 0],
+    "a timestamp": [1.5, [stored(other=msgpack.Timestamp(7))], 0],
+    "a key that is no text": [1.5, [stored() | {7: 1}], 0],
+    "deep": [1.5, [stored(), [[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]], stored()], 0],
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_batch_of_any_form_is_the_same_in_c_and_in_python(name: str) -> None:
+    for kind in KINDS:
+        in_python, in_c = outcomes(kind, msgpack.packb(SHAPES[name]))
+        assert in_c == in_python
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda payload: payload[:-1],
+        lambda payload: payload + b"\0",
+        lambda payload: payload.replace(b"\xa3GPU", b"\xa3G\xffU"),
+        lambda payload: payload.replace(b"\xa3GPU", b"\xc1\xc1\xc1\xc1"),
+        lambda payload: payload.replace(b"\xa6medium", b"\xa5other\xa0"),
+        lambda payload: payload.replace(b"\xa6medium", b"\xa7lora_id"),
+        lambda payload: payload.replace(b"\xaablock_size", b"\xa9token_ids\x00"),
+    ],
+    ids=["cut", "too long", "no UTF-8", "no msgpack", "a key more", "another field", "a field twice"],
+)
+def test_bytes_that_are_not_well_formed_cost_the_same(change: Callable[[bytes], bytes]) -> None:
+    payload = change(msgpack.packb([1.5, [stored(), stored(medium="CPU")], 0]))
+    for kind in KINDS:
+        in_python, in_c = outcomes(kind, payload)
+        assert in_c == in_python
+
+
+def test_ceilings_hold_in_c_too() -> None:
+    events = [stored(block_hashes=[i, i + 100]) for i in range(20)]
+    for ceilings in (
+        Ceilings(batch_events=19),
+        Ceilings(batch_events=20),
+        Ceilings(event_hashes=1),
+        Ceilings(event_hashes=2),
+        Ceilings(frame_bytes=100),
+        Ceilings(rejected_events=2),
+    ):
+        in_python, in_c = outcomes(EngineKind.VLLM, msgpack.packb([1.5, [*events[:-3], 7, 7, 7], 0]), ceilings)
+        assert in_c == in_python
+    native.select(True)
+    with pytest.raises(OverCeiling, match="WAYMARK_BATCH_EVENTS_MAX allows 19"):
+        decoder(EngineKind.VLLM, seed=1, ceilings=Ceilings(batch_events=19))(msgpack.packb([1.5, events, 0]))
+
+
+def test_what_engines_really_publish_is_plain() -> None:
+    native.select(True)
+    batches = [found for payload in captured() if (found := plain.reader()(payload, 1000)) is not None]
+    events = [event for found in batches for event in found.events]
+    plain_events = [event for event in events if isinstance(event, Stored | Removed)]
+    assert len(plain_events) > len(events) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_changed_frames_are_the_same_in_c_and_in_python(seed: int) -> None:
+    chance = random.Random(seed)
+    frames = [*captured(), *(msgpack.packb([1.5, [event, stored()], 0]) for event in (PLAIN | OTHERS).values())]
+    frames = [frame for frame in frames if len(frame) < 8192]
+    plain_ones = 0
+    for _ in range(8_000):
+        payload = mutated(chance, frames)
+        kind = chance.choice(KINDS)
+        in_python, in_c = outcomes(kind, payload)
+        assert in_c == in_python, payload
+        plain_ones += plain.reader()(payload, 1000) is not None
+    assert plain_ones > 2_000

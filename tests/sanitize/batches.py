@@ -1,0 +1,266 @@
+"""What the C module has to make of a batch's msgpack, in plain Python: which events are plain, and what is in them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+STORED = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
+STORED += ["extra_keys", "group_idx", "kv_cache_spec_kind"]
+REMOVED = ["block_hashes", "medium", "group_idx"]
+OF_MAPS = ["locality", "cache_salt", "block_mm_infos", "type"]
+MAIN = ["full_attention", "mla_attention", "sink_full_attention"]
+HASHES_MAX, DEPTH_MAX = 2048, 16
+#: Of a head of msgpack: bytes of the number behind it.
+WIDTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2}
+WIDTHS |= {0xD2: 4, 0xD3: 8, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+
+
+class NotPlain(Exception):
+    """The value, event or batch is left to Python."""
+
+
+class Text(bytes):
+    """A text, as its bytes: whether they are UTF-8 is another question."""
+
+
+class Pairs(list[Any]):
+    """A map, as the list of its keys and values."""
+
+
+def _value(payload: bytes, at: int, depth: int = 0) -> tuple[Any, int]:
+    """The value at a place, and where it ends."""
+    if at >= len(payload):
+        raise NotPlain
+    head = payload[at]
+    at += 1
+    if head < 0x80 or head >= 0xE0:
+        return head if head < 0x80 else head - 256, at
+    if head in (0xC0, 0xC2, 0xC3):
+        return {0xC0: None, 0xC2: False, 0xC3: True}[head], at
+    if head < 0xC0:
+        number = head & (0x0F if head < 0xA0 else 0x1F)
+    else:
+        width = WIDTHS.get(head)
+        if width is None or at + width > len(payload):
+            raise NotPlain
+        raw = payload[at : at + width]
+        at += width
+        if head in (0xCA, 0xCB):
+            return struct.unpack(">f" if width == 4 else ">d", raw)[0], at
+        if 0xCC <= head <= 0xD3:
+            return int.from_bytes(raw, "big", signed=head >= 0xD0), at
+        number = int.from_bytes(raw, "big")
+    if 0xA0 <= head < 0xC0 or 0xD9 <= head <= 0xDB or 0xC4 <= head <= 0xC6:
+        if at + number > len(payload):
+            raise NotPlain
+        span = payload[at : at + number]
+        return (span if 0xC4 <= head <= 0xC6 else Text(span)), at + number
+    is_map = head < 0x90 or head >= 0xDE
+    count = 2 * number if is_map else number
+    if depth == DEPTH_MAX or count > len(payload) - at:
+        raise NotPlain
+    items: list[Any] = Pairs() if is_map else []
+    for _ in range(count):
+        item, at = _value(payload, at, depth + 1)
+        items.append(item)
+    return items, at
+
+
+def _require(condition: object) -> None:
+    if not condition:
+        raise NotPlain
+
+
+def _simple(value: object) -> None:
+    _require(not isinstance(value, list) and not (isinstance(value, Text) and not value.isascii()))
+
+
+def _text(value: object) -> str | None:
+    _require(value is None or (isinstance(value, Text) and value.isascii()))
+    return None if value is None else bytes(value).decode()  # type: ignore[call-overload]
+
+
+def _integer(value: object, most: int) -> int:
+    _require(type(value) is int and 0 <= value <= most)
+    assert isinstance(value, int)
+    return value
+
+
+def _hash(value: object) -> int:
+    if type(value) is int:
+        return value % 2**64
+    _require(type(value) is bytes and value)
+    assert isinstance(value, bytes)
+    return int.from_bytes(value[-8:], "big")
+
+
+def _hashes(value: object) -> tuple[int, ...]:
+    _require(type(value) is list and 0 < len(value) <= HASHES_MAX)
+    assert isinstance(value, list)
+    found = tuple(map(_hash, value))
+    _require(len(set(found)) == len(found))
+    return found
+
+
+def _fields(event: list[Any]) -> tuple[dict[str, Any], int]:
+    """The fields of an event by name, with its tag; and how many elements its list has, 0 for a map."""
+    if not isinstance(event, Pairs):
+        _require(event)
+        fields = REMOVED if event[0] == b"BlockRemoved" else STORED
+        for value in event[11:]:
+            _simple(value)
+        return {"type": event[0]} | dict(zip([*fields, *range(20)], event[1:11], strict=False)), len(event)
+    named: dict[str, Any] = {}
+    for name, value in zip(event[::2], event[1::2], strict=True):
+        _require(isinstance(name, Text))
+        if name.decode(errors="replace") in [*STORED, *OF_MAPS]:
+            _require(name.decode() not in named)
+            named[name.decode()] = value
+        else:
+            _require(name.isascii())
+            _simple(value)
+    return named, 0
+
+
+def _event(
+    event: object, stored: Callable[..., Any], removed: Callable[..., Any], cleared: object, medium: Any, zero: bool
+) -> object:
+    _require(isinstance(event, list))
+    assert isinstance(event, list)
+    named, elements = _fields(event)
+    tag = named.get("type")
+    _require(isinstance(tag, Text))
+    _require(all(named.get(field) is None for field in OF_MAPS[:3]))
+    if tag == b"AllBlocksCleared":
+        _require(len(event) == (2 if isinstance(event, Pairs) else 1))
+        return cleared
+    _require(tag in (b"BlockStored", b"BlockRemoved"))
+    hashes = _hashes(named.get("block_hashes"))
+    if tag == b"BlockRemoved":
+        _require(all(value is None for name, value in named.items() if name not in [*REMOVED, "type"]))
+    else:
+        above = named.get("parent_block_hash")
+        _require(not (zero and type(above) is int and above == 0))
+        parent = None if above is None else _hash(above)
+        _require(parent not in hashes)
+        tokens = [] if named.get("token_ids") is None else named["token_ids"]
+        _require(type(tokens) is list)
+        tokens = [_integer(token, 2**32 - 1) for token in tokens]
+        size = _integer(named.get("block_size"), 65536)
+    name = medium(_text(named.get("medium")))
+    _require(name is not None)
+    if tag == b"BlockRemoved":
+        group = named.get("group_idx")
+        return removed(hashes, name, None if group is None else _integer(group, 2**32 - 1))
+    adapter: str | int | None = _text(named.get("lora_name"))
+    lora_id = named.get("lora_id")
+    if adapter:
+        _simple(lora_id)
+    else:
+        adapter = None if lora_id is None else _integer(lora_id, 2**63 - 1)
+    group, attention = named.get("group_idx"), _text(named.get("kv_cache_spec_kind"))
+    keys = named.get("extra_keys")
+    if keys is not None:
+        _require(type(keys) is list and len(keys) == len(hashes))
+        plain = [Text(adapter.encode())] if isinstance(adapter, str) else None
+        _require(all(each is None or (type(each) is list and each == plain and _is_text(each[0])) for each in keys))
+    return stored(
+        engine_hashes=hashes,
+        parent=parent,
+        tokens=struct.pack(f"<{len(tokens)}I", *tokens),
+        block_size=size,
+        medium=name,
+        adapter=adapter,
+        group=None if group is None else _integer(group, 2**32 - 1),
+        is_main_attention=None if attention is None else attention in MAIN,
+        tells_salts=not elements or elements >= 9,
+    )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, Text)
+
+
+def _number(value: object) -> object:
+    _require(value is None or (type(value) is float and value == value) or (type(value) is int and value >= 0))
+    return value
+
+
+def read_batch(
+    payload: bytes,
+    events_max: int,
+    stored: Callable[..., Any],
+    removed: Callable[..., Any],
+    cleared: object,
+    medium: Any,
+    zero_is_unknown: bool,
+) -> object:
+    if not isinstance(payload, bytes):
+        raise TypeError
+    if not 0 <= events_max < 2**63:
+        raise OverflowError
+    try:
+        root, end = _value(payload, 0, -2)
+        _require(type(root) is list and len(root) in (2, 3) and end == len(payload))
+        ts, events, rank = [*root, None][:3]
+        _require(type(events) is list and len(events) <= events_max)
+        found: list[Any] = []
+        others = 0
+        at = _start_of_events(payload)
+        for _ in events:
+            start = at
+            event, at = _value(payload, at)
+            try:
+                found.append(_event(event, stored, removed, cleared, medium, bool(zero_is_unknown)))
+            except NotPlain:
+                found.append((start, at))
+                others += 1
+        return _number(ts), found, _number(rank), others
+    except NotPlain:
+        return None
+
+
+def _start_of_events(payload: bytes) -> int:
+    """Behind the heads of the batch and of its list."""
+    unpacker = msgpack.Unpacker(strict_map_key=False)
+    unpacker.feed(payload)
+    unpacker.read_array_header()
+    unpacker.skip()
+    unpacker.read_array_header()
+    return int(unpacker.tell())
+
+
+def _stored(**fields: Any) -> dict[str, Any]:
+    event = {"type": "BlockStored", "block_hashes": [2**63, 2], "parent_block_hash": 3, "token_ids": [1, 2, 300, 70000]}
+    return event | {"block_size": 2, "medium": "GPU"} | fields
+
+
+EVENTS: list[Any] = [
+    _stored(),
+    _stored(block_hashes=[-1, b"\1", b"\2" * 32, -(2**63)], parent_block_hash=b"\3" * 9, medium=None),
+    _stored(lora_id=7, extra_keys=[None, None], group_idx=300, kv_cache_spec_kind="mamba", more=1.5),
+    _stored(lora_name="adapter", lora_id=-1, extra_keys=[["adapter"], None], token_ids=None, block_size=0),
+    _stored(block_hashes=list(range(4, 90)), token_ids=[]),
+    _stored(cache_salt="s", locality="REMOTE", block_mm_infos=[None, {"mm": 1}]),
+    ["BlockStored", [1, 2], None, [1, 2], 1, None, "CPU"],
+    ["BlockStored", [1], 2, [1], 1, None, "GPU", "a", [["a"]], 1, "mla_attention", 128],
+    {"type": "BlockRemoved", "block_hashes": [1, -2, b"\3"], "medium": "CPU", "group_idx": 1},
+    ["BlockRemoved", [1, 2], "DISK", 3],
+    ["AllBlocksCleared"],
+    {"type": "AllBlocksCleared"},
+    [[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]],
+]
+BATCHES: list[bytes] = [msgpack.packb([1.5, [event], 0]) for event in EVENTS]
+BATCHES += [msgpack.packb([1, EVENTS]), msgpack.packb([None, [*EVENTS, 7, None], None]), msgpack.packb([])]
+WORDS = [msgpack.packb(field) for field in [*STORED, *OF_MAPS]]
+WORDS += [
+    msgpack.packb(tag) for tag in ("BlockStored", "BlockRemoved", "AllBlocksCleared", "full_attention", "adapter")
+]
+WORDS += [
+    msgpack.packb(value) for value in (None, True, 0, -1, 127, 128, 2**16, 2**32, -(2**31), 2**63, 0.5, b"", b"\1")
+]
+WORDS += [bytes([head]) for head in range(0xC0, 0xE0)] + [bytes([0x80, 0x90, 0xA0, 0xA1, 0xFF])]
