@@ -13,7 +13,7 @@ demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simul
 	@$(BIN)/waymark demo
 
 check: lint ## the inner loop: style, types, and the tests that need nothing but Python; half a minute
-	@$(BIN)/python -m pytest --unit --quiet --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest -p no:schemathesis --unit --quiet --numprocesses 2 --dist loadfile
 
 test: $(VENV)/.installed-dev redis-server nginx lint ## check everything: style, types, and the tests on a real Redis
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile

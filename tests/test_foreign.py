@@ -82,11 +82,10 @@ def found_in(sources: Path) -> set[tuple[str, str]]:
     """Every borrowed name in a tree of modules."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources.rglob("*.py")}
     modules = {".".join(path.relative_to(sources.parent).with_suffix("").parts): tree for path, tree in trees.items()}
+    names = {name: own_names(tree) for name, tree in modules.items()}
     found = set()
     for path, tree in trees.items():
-        own = own_names(tree)
-        for name in own_modules(tree) & modules.keys():
-            own |= own_names(modules[name])
+        own = own_names(tree).union(*(names[name] for name in own_modules(tree) & names.keys()))
         found |= {(str(path.relative_to(sources)), name) for name in borrowed(tree, own)}
     return found
 

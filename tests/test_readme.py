@@ -59,6 +59,7 @@ def test_the_readme_has_at_most_150_lines() -> None:
     assert len(README.splitlines()) <= 150
 
 
+@pytest.mark.outside
 def test_the_readme_shows_what_the_demo_prints() -> None:
     shown = re.search(r"^`make demo` ends with\n\n```\n(.*?)```", README, re.MULTILINE | re.DOTALL)
     assert shown is not None

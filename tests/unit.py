@@ -6,12 +6,14 @@ A test is left out when it needs a real Redis, when it is marked ``outside`` (it
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 #: Directories of tests/ in which every test is outside.
 OUTSIDE_DIRECTORIES = {
@@ -28,6 +30,10 @@ OUTSIDE_DIRECTORIES = {
 }
 #: Fixtures that start a server or open a socket.
 OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
+#: The mark of a file in which every test is outside or slow.
+WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(outside|slow)$", re.MULTILINE)
+#: How many examples a property is tried with that does not say it itself.
+UNIT_EXAMPLES, WHOLE_EXAMPLES = 20, 100
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
 _is_in_test = False
 
@@ -39,13 +45,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--unit"):
+    is_unit = config.getoption("--unit")
+    if is_unit:
         sys.addaudithook(_refuse)
+    # A busy machine makes an example slow, and that is no fault of the code.
+    examples = UNIT_EXAMPLES if is_unit else WHOLE_EXAMPLES
+    settings.register_profile(
+        "waymark", max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("waymark")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    is_outside = collection_path.parent.name == "tests" and collection_path.name in OUTSIDE_DIRECTORIES
-    return True if config.getoption("--unit") and is_outside else None
+    """What is left out as a whole is not even imported: some of it imports much."""
+    return True if config.getoption("--unit") and _is_left_out(collection_path) else None
+
+
+def _is_left_out(path: Path) -> bool:
+    if path.suffix == ".py":
+        return WHOLE_FILE.search(path.read_text(encoding="utf-8")) is not None
+    return path.parent.name == "tests" and path.name in OUTSIDE_DIRECTORIES
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

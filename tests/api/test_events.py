@@ -294,6 +294,7 @@ async def test_on_a_medium_that_goes_by_time_what_is_not_stored_again_goes(
     assert (await matched(client))["GPU"] == 8
 
 
+@pytest.mark.slow
 async def test_one_event_takes_a_bounded_number_of_hashes(client: httpx.AsyncClient) -> None:
     """It is decoded in one go, while others wait."""
     most = 65_536

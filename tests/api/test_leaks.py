@@ -182,6 +182,7 @@ async def found(client: httpx.AsyncClient, **fields: str) -> dict[str, dict[str,
     }
 
 
+@pytest.mark.slow
 async def test_odd_names_are_names_like_others(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
     for odd in ODD:
         await register(odd, tenant_id=odd, modelname=odd, additionalsalt=odd, lora_name=odd)

@@ -134,6 +134,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.lists(PIECES, max_size=14), st.integers(0, 8))
 @example([b"{", b'"token_ids":[', b"1", b"]", b"}"], 0)
@@ -151,6 +152,7 @@ def test_whatever_is_cut_out_is_a_list_of_token_ids(pieces: list[bytes], padding
         assert body[:start].rstrip(b" \n").removesuffix(b":").rstrip(b" \n").endswith(NAME)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, U32_MAX), max_size=300), st.sampled_from([",", ", ", " , ", ",\n\t"]), st.integers(0, 9))
 def test_every_list_of_token_ids_is_read(ids: list[int], comma: str, padding: int) -> None:
@@ -160,6 +162,7 @@ def test_every_list_of_token_ids_is_read(ids: list[int], comma: str, padding: in
         assert cut(body, NAME, len(ids)) == (13, len(body) - 1 - padding, token_bytes(ids))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=600)
 @given(
     st.lists(st.integers(0, 10**8 + 5), min_size=1, max_size=90),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
@@ -24,6 +25,8 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.live import ANSWER_SECONDS, start
 from tests.patience import patient
+
+pytestmark = pytest.mark.outside
 
 CHECKS = [
     not_a_server_error,  # the first, see below

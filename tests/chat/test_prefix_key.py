@@ -88,6 +88,7 @@ def test_a_text_is_cut_between_characters(text: str, prefix_bytes: int) -> None:
     assert key == by_rule("m", b"M", whole)
 
 
+@pytest.mark.slow
 @given(head=st.text(min_size=PREFIX_BYTES), tails=st.lists(st.text(), min_size=2, max_size=2))
 def test_only_the_head_of_a_long_text_counts(head: str, tails: list[str]) -> None:
     keys = {prefix_key("m", [{"role": "user", "content": head + tail}]) for tail in tails}

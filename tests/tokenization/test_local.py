@@ -190,6 +190,7 @@ async def test_the_loop_turns_while_a_long_text_is_encoded(opened: Open) -> None
     assert turns > 20, "the thread held the interpreter all the time"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["x" * MAX, "<" * MAX, "<|im_star" * (MAX // 9), "\n" * MAX], ids=lambda text: text[:9]
 )

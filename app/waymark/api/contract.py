@@ -5,6 +5,7 @@ The page needs nothing from anywhere else: no script, no font, no network.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -46,22 +47,28 @@ _HEADERS = {
 
 
 class Contract:
-    """Handlers of ``/openapi.json`` and ``/docs``; ``describe`` is called once, with all operations."""
+    """Handlers of ``/openapi.json`` and ``/docs``; ``describe`` is called once, with all operations.
+
+    The document takes a tenth of a second. So the first request for it makes it, in a thread, and not each start.
+    """
 
     def __init__(self) -> None:
-        self._json = b"{}"
-        self._page = b""
+        self._operations: Sequence[Operation] = ()
+        self._document: dict[str, Any] | None = None
 
     def describe(self, operations: Sequence[Operation]) -> None:
-        document = openapi(operations)
-        self._json = orjson.dumps(document)
-        self._page = page(document).encode()
+        self._operations = operations
 
     async def openapi(self, _: Body) -> Answer:
-        return Answer(self._json, media_type=b"application/json")
+        return Answer(orjson.dumps(await self._made()), media_type=b"application/json")
 
     async def docs(self, _: Body) -> Answer:
-        return Answer(self._page, media_type=b"text/html; charset=utf-8")
+        return Answer(page(await self._made()).encode(), media_type=b"text/html; charset=utf-8")
+
+    async def _made(self) -> dict[str, Any]:
+        if self._document is None:
+            self._document = await asyncio.to_thread(openapi, self._operations)
+        return self._document
 
 
 def statuses(operation: Operation) -> list[int]:
