@@ -57,7 +57,7 @@ LIBRARIES: dict[str, set[str]] = {
     "minijinja": {"tokenization"},
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
     "orjson": {"store", "ingest", "api", "serving", *TOP},
-    "prometheus_client": {"instruments", "metrics"},
+    "prometheus_client": {"instruments", "metrics", "engines.gauges"},
     "pydantic": {"settings", "api", "simulator"},
     "pydantic_core": {"api"},
     "pydantic_settings": {"settings"},

@@ -39,6 +39,7 @@ EXPORTED = [
     "waymark_frames_malformed_total",
     "waymark_frames_total",
     "waymark_gaps_total",
+    "waymark_gauge_scrapes_total{outcome}",
     "waymark_groups",
     "waymark_holders",
     "waymark_hot_block_bytes",

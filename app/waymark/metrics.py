@@ -144,6 +144,8 @@ class Metrics:
     leases_taken = counter("How many times this worker took the lease of a stream.")
     leases_lost = counter("How many times this worker lost the lease of a stream to another worker.")
 
+    gauge_scrapes = counter("How many times this worker read the metrics of an engine, by outcome.", "outcome")
+
     # ---- the process
     redis_up = gauge("Whether Redis answered the last check: 1 or 0.", over="min")
     publishers_refused = gauge(

@@ -55,6 +55,8 @@ def worker_options(settings: Settings) -> WorkerOptions:
         apply=ApplyOptions.of(settings),
         replays_max=settings.replays_max,
         sweep_blocks_per_second=settings.sweep_blocks_per_second,
+        gauges_seconds=settings.gauges_seconds,
+        allowed_endpoints=settings.allowed_endpoints,
         publishers=read_publishers(file, settings.allowed_endpoints) if file else (),
         stream=StreamOptions(
             on_gap=settings.on_gap,

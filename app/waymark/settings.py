@@ -260,6 +260,8 @@ class Settings(BaseSettings):
     """The `EndpointPickerConfig` file in YAML that ranks targets if a request names no policy."""
     loads_ms: int = Field(100, ge=0, le=10_000)
     """How old the loads may be by which a replica ranks targets; 0 reads the loads for each decision."""
+    gauges_seconds: float = Field(1.0, ge=0, le=60)
+    """How often an ingest worker reads the metrics of each engine of its own; 0 means never."""
     target_requests_max: int = Field(0, ge=0, le=1_000_000)
     """How many requests a target may have under way; 0 means no limit."""
     reservations_max: int = Field(100_000, ge=1, le=10_000_000)

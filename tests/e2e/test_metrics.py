@@ -42,6 +42,10 @@ ELSEWHERE = {
         "tests/ingest/test_large_frames.py",
         "test_a_batch_above_a_ceiling_is_lost_once_for_all_workers",
     ),
+    "waymark_gauge_scrapes_total": (
+        "tests/ingest/test_scraping.py",
+        "test_an_engine_is_scraped_once_for_all_its_ranks_and_its_gauges_decide",
+    ),
     "waymark_calls_waiting": ("tests/ingest/test_flood.py", "test_streams_that_wait_for_long_keep_their_leases"),
     "waymark_records_unreadable": (
         "tests/ingest/test_unreadable.py",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from waymark.routing.target import Candidate, Gauges, Request
+from waymark.domain.gauges import Gauges
+from waymark.routing.target import Candidate, Request
 
 
 def target(name: str, **more: Any) -> Candidate:

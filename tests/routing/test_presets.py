@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from tests.routing.conftest import busy, prompt, target
+from waymark.domain.gauges import Gauges
 from waymark.errors import InvalidValue
 from waymark.routing.policy import Decision, Inputs, Ranking, Scored, new_tokens
 from waymark.routing.presets import PRESETS, preset
 from waymark.routing.ring import Ring
-from waymark.routing.target import Candidate, Gauges, Request
+from waymark.routing.target import Candidate, Request
 
 
 def rank(name: str, request: Request, *candidates: Candidate, seed: int = 1, **overrides: Any) -> Ranking:

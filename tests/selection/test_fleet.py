@@ -39,7 +39,7 @@ def test_the_short_list_has_the_best_of_all(policy: str, seed: int) -> None:
         if random.random() < 0.5
     }
     expected = {member.publisher: random.randint(1, 40) for member in fleet.members if random.random() < 0.1}
-    seen, preset = Seen(rows, loads, expected), PRESETS[policy]
+    seen, preset = Seen(rows, loads, expected, {}), PRESETS[policy]
     values = preset.values({})
     assert preset.linear is not None
     whole = [member for member in fleet.members if member.is_whole]
@@ -62,6 +62,7 @@ def test_equal_targets_are_on_the_list_by_chance() -> None:
     assert preset.linear is not None
     linear = preset.linear(preset.values({}))
     found = set()
+    nothing = Seen({}, {}, {}, {})
     for seed in range(60):
-        found |= {each.publisher for each in fleet.shortlist(fleet.members, Seen({}, {}, {}), linear, 8, Random(seed))}
+        found |= {each.publisher for each in fleet.shortlist(fleet.members, nothing, linear, 8, Random(seed))}
     assert len(found) > 90

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.store.factories import Stream, registration, removed, snapshot, stored, stream_of
 from tests.store.key_table import README, KeyTable, Row, facts
+from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
@@ -94,6 +95,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await stream.apply(removed(gpu, salted[:9], seq=4))
     await stream.apply(removed(gpu, BLOCKS[8:], seq=5), removed(disk, BLOCKS[:2], seq=5, first=9))
     await stream.apply(removed(gpu, BLOCKS[8:], seq=6))
+    await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), 600_000)
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))
     told: Facts = {"flags": "extra", "main_groups": "0", "last_error": "no replay"}
     await store.records.write(grant, {**told, "status": "degraded"}, {"gaps": 1})

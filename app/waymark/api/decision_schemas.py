@@ -158,6 +158,14 @@ class ReleaseRequest(Request):
     )
 
 
+class GaugesRow(BaseModel):
+    """What an engine reports of itself."""
+
+    waiting: int
+    running: int
+    kv_usage: float
+
+
 class ScoreRow(BaseModel):
     """One target, in tokens."""
 
@@ -176,6 +184,11 @@ class ScoreRow(BaseModel):
     active_requests: int
     health: float = Field(description="share of requests that went well")
     parts: dict[str, float | None] | None = Field(default=None, description="of the score; with explain")
+    gauges: GaugesRow | None = Field(
+        default=None,
+        description="what the score goes by of what the engine reports; null where it reports nothing, or nothing that "
+        "is fresh; with explain",
+    )
 
 
 class ScoreAnswer(BaseModel):

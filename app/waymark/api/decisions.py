@@ -22,13 +22,14 @@ from waymark.api.errors import Unfit
 from waymark.api.operations import Answer
 from waymark.api.prompts import hashes, token_bytes
 from waymark.chat.prefix_key import prefix_key
+from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import block_keys, namespace, text_hash
 from waymark.domain.keys import pack
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
 from waymark.routing.presets import PRESETS, preset
-from waymark.routing.target import Candidate, Gauges
+from waymark.routing.target import Candidate
 from waymark.selection.asked import Asked, Chosen, Given, Prompt, PromptOf, Selected, Taking
 from waymark.selection.options import SelectionOptions
 from waymark.selection.selector import Selector
@@ -313,6 +314,12 @@ def _row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, explain
     }
     if explain:
         row["parts"] = dict(scored.parts)
+        gauges = candidate.gauges
+        row["gauges"] = gauges and {
+            "waiting": gauges.waiting,
+            "running": gauges.running,
+            "kv_usage": gauges.kv_usage,
+        }
     return row
 
 

@@ -23,6 +23,9 @@ class WorkerOptions:
     replays_max: int = 8
     sweep_blocks_per_second: int = 20_000
     streams_max: int = 4096
+    gauges_seconds: float = 0.0
+    """How often the metrics of each engine are read; 0: never."""
+    allowed_endpoints: Sequence[str] = ()
     publishers: Sequence[Registration] = ()
     """Of the file."""
 

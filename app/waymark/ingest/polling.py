@@ -20,6 +20,7 @@ from waymark.ingest.gauges import Gauges, Served
 from waymark.ingest.keeper import RegistrationKeeper
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.running import Running, StreamRunner
+from waymark.ingest.scraping import Scraper
 from waymark.ingest.shares import RegisteredRanks, Shares
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -37,8 +38,11 @@ _STOP_SECONDS = 2.0
 class Poller:
     """Polls until cancelled; ``hint`` set from outside makes the next poll come at once."""
 
-    def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions, runner: StreamRunner) -> None:
+    def __init__(
+        self, store: Store, metrics: Metrics, options: WorkerOptions, runner: StreamRunner, scraper: Scraper
+    ) -> None:
         self._store = store
+        self._scraper = scraper
         self._metrics = metrics
         self._options = options
         self._runner = runner
@@ -132,6 +136,7 @@ class Poller:
         await self._finish(claim for claim in claims if claim.is_leaving)
         staying = [claim for claim in claims if not claim.is_leaving]
         mine = self._shares.of(staying, workers)
+        self._scraper.see(staying, mine)
         by_http = [claim for claim in mine if claim.registration.endpoint is None]
         await self._end_epochs(by_http)
         await self._keep_groups(staying)

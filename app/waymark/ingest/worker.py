@@ -7,11 +7,14 @@ import logging
 
 import zmq
 
+from waymark.asker import Asker
+from waymark.endpoints import AllowedEndpoints
 from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.polling import Poller
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.running import StreamRunner
+from waymark.ingest.scraping import Scraper
 from waymark.ingest.sockets import Context
 from waymark.ingest.sweeping import keep_sweeping
 from waymark.logs import fields
@@ -34,7 +37,9 @@ class Worker:
         self._options = options
         self._places = ReplayPlaces(options.replays_max, patience_seconds=options.stream.replay_idle_seconds)
         self._runner = StreamRunner(store, metrics, options, self._places)
-        self.poller = Poller(store, metrics, options, self._runner)
+        self._asker = Asker(AllowedEndpoints(options.allowed_endpoints))
+        self._scraper = Scraper(store, metrics, self._asker, options.gauges_seconds)
+        self.poller = Poller(store, metrics, options, self._runner, self._scraper)
 
     async def run(self) -> None:
         """Until cancelled; then leases are given back at once."""
@@ -55,6 +60,8 @@ class Worker:
                 )
                 tasks.create_task(self.poller.keep_polling(tasks))
         finally:
+            await self._scraper.close()
+            await self._asker.close()
             await self._leave()
             context.term()
 

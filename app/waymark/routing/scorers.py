@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from waymark.domain.gauges import Gauges
 from waymark.errors import InvalidValue
 from waymark.routing.constants import Constant, Values
-from waymark.routing.target import Candidate, Gauges, Request
+from waymark.routing.target import Candidate, Request
 
 Scores: TypeAlias = list[float | None]
 """One for each candidate, in their order."""

@@ -9,22 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """What an engine reports of itself."""
-
-    waiting: int = 0
-    """Requests in its queue."""
-    running: int = 0
-    """Requests that it computes."""
-    kv_usage: float = 0.0
-    """The share of its KV cache that is in use, 0 to 1."""
-    adapters_running: frozenset[str] = frozenset()
-    adapters_waiting: frozenset[str] = frozenset()
-    adapters_max: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from waymark.domain.gauges import Gauges
 from waymark.domain.names import GroupName
 from waymark.domain.targets import host_and_port
 from waymark.routing.constants import Values
 from waymark.routing.policy import Decision, Preset, Scored
-from waymark.routing.target import Candidate, Gauges
+from waymark.routing.target import Candidate
 from waymark.store.reservations import Reservation
 
 Profile = Literal["single", "disagg"]

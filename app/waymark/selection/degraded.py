@@ -60,7 +60,7 @@ class Degraded:
         """Nothing of any block, and the requests that this replica has sent meanwhile."""
         self._end_overdue()
         loads = {publisher: Load(requests=count) for publisher, count in self._requests.get(group, {}).items()}
-        return Seen({}, loads, {})
+        return Seen({}, loads, {}, {})
 
     def reserve(self, group: GroupName, publisher: int, context: int, milliseconds: int) -> Reservation:
         if len(self._own) >= _RESERVATIONS_MAX:

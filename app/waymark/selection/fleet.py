@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import PLAIN, Role, Target
@@ -47,6 +48,8 @@ class Seen:
     loads: Mapping[int, Load]
     expected: Mapping[int, int]
     """Blocks that a publisher will have soon."""
+    gauges: Mapping[int, Gauges]
+    """Fresh ones, by publisher."""
 
 
 class Fleet:
@@ -68,6 +71,8 @@ class Fleet:
                 self.members.append(Member(publisher, name, target, publisher not in table.silent, is_whole))
         self.has_silent = any(not member.tells_events for member in self.members)
         self.by_publisher = {member.publisher: member for member in self.members}
+        self.scraped = [each.publisher for each in self.members if each.target.metrics_url or each.target.address]
+        """Those whose engine's metrics a worker may read."""
         self.names = {member.name for member in self.members}
         self._rings: dict[int, Ring] = {}
 
@@ -139,7 +144,7 @@ class Fleet:
                     load.health if said.health is None else said.health,
                     load.cold,
                     None,
-                    said.gauges,
+                    seen.gauges.get(publisher) if said.gauges is None else said.gauges,
                 )
             )
         return found

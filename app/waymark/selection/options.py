@@ -43,9 +43,13 @@ class SelectionOptions:
             policy = preset(settings.policy, "WAYMARK_POLICY")
         except InvalidValue as exc:
             raise SettingsError(exc.sentence) from None
+        picker = None if settings.picker_config is None else _read(settings.picker_config)
+        needs_gauges = policy.needs_gauges if picker is None else picker.needs_gauges
+        if needs_gauges and settings.gauges_seconds == 0:
+            log.warning("the policy goes by what engines report, and WAYMARK_GAUGES_SECONDS is 0: nothing is read")
         return cls(
             policy=policy,
-            picker=None if settings.picker_config is None else _read(settings.picker_config),
+            picker=picker,
             deadline_seconds=settings.query_deadline_ms / 1000,
             loads_seconds=settings.loads_ms / 1000,
             target_requests_max=settings.target_requests_max,

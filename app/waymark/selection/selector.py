@@ -8,11 +8,12 @@ decide as one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from time import perf_counter
 from typing import NamedTuple
 
+from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.match import pool_bitmap, target_rows
 from waymark.domain.names import GroupName
@@ -25,6 +26,7 @@ from waymark.routing.target import Request
 from waymark.selection.asked import Asked, Chosen, Prompt, Ranked, Selected, Taking
 from waymark.selection.degraded import Degraded
 from waymark.selection.fleet import Fleet, Member, Seen
+from waymark.selection.gauges import GaugeReadings
 from waymark.selection.loads import Loads
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress
@@ -55,6 +57,14 @@ class _Look(NamedTuple):
     is_partial: bool
 
 
+class _Aside(NamedTuple):
+    """What is asked beside the blocks."""
+
+    loads: Mapping[int, Load]
+    expected: Mapping[int, int]
+    gauges: Mapping[int, Gauges]
+
+
 class Selector:
     """Decisions of one replica."""
 
@@ -65,6 +75,7 @@ class Selector:
         self._random = random or Random()
         self._fleets: dict[GroupName, Fleet] = store.incarnation.cache({})
         self._loads = store.incarnation.cache(Loads(store.reservations, store.begin, options.loads_seconds, metrics))
+        self._gauges = store.incarnation.cache(GaugeReadings(store.gauges, store.begin))
         self._progress = store.incarnation.cache(
             PrefillProgress(store.reader, store.reservations, store.begin, metrics)
         )
@@ -262,15 +273,15 @@ class Selector:
                     return None, table
             self._degraded.remember(asked.group, now, fleet)
             if aside is None or now != entry:
-                loads, expected = await self._aside(asked, now, fleet, prompt, expects=expects)
+                beside = await self._aside(asked, now, fleet, prompt, expects=expects)
             else:
-                loads, expected = await aside
+                beside = await aside
         finally:
             if aside is not None and not aside.cancel() and not aside.cancelled():
                 aside.exception()  # retrieved: the walk's own error is the one that counts
         walk = reading.walk
         rows = target_rows(walk)
-        seen = Seen(rows, loads, expected)
+        seen = Seen(rows, *beside)
         request = self._request(asked, prompt, block_size, pool_bitmap(walk))
         at = tuple(depths(len(prompt.keys) // KEY_BYTES))
         return _Look(
@@ -279,25 +290,33 @@ class Selector:
 
     async def _aside(
         self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None
-    ) -> tuple[dict[int, Load], dict[int, int]]:
-        """What is asked beside the blocks: loads and speculative entries."""
-        loads: dict[int, Load] = {}
-        if asked.given is None or not all(given.is_whole for given in asked.given.values()):
-            loads = dict(await self._loads.of(entry.group_id))
+    ) -> _Aside:
+        """What is asked beside the blocks: loads, gauges and speculative entries."""
+        given = None if asked.given is None else asked.given.values()
+        loads: Mapping[int, Load] = {}
+        gauges: Mapping[int, Gauges] = {}
+        if given is None or not all(each.is_whole for each in given):
+            loads = await self._loads.of(entry.group_id)
+        if self._needs_gauges(asked.policy) and (given is None or any(each.gauges is None for each in given)):
+            gauges = await self._gauges.of(entry.group_id, fleet.scraped)
         is_wanted = fleet.has_silent or (self._options.is_speculative if expects is None else expects)
         at = depths(len(prompt.keys) // KEY_BYTES) if is_wanted else []
         if not at:
-            return loads, {}
+            return _Aside(loads, {}, gauges)
         numbers = [_key(prompt.keys, depth) for depth in at]
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         try:
             publishers = await self._store.speculative.read(entry.group_id, numbers, until=until)
         except TimeoutError:
-            return loads, {}
+            return _Aside(loads, {}, gauges)
         # The deepest wins, being last.
-        return loads, {
-            publisher: depth for publisher, depth in zip(publishers, at, strict=True) if publisher is not None
-        }
+        expected = {publisher: depth for publisher, depth in zip(publishers, at, strict=True) if publisher is not None}
+        return _Aside(loads, expected, gauges)
+
+    def _needs_gauges(self, policy: Chosen) -> bool:
+        if policy.preset is not None:
+            return policy.preset.needs_gauges
+        return self._options.picker is not None and self._options.picker.needs_gauges
 
     def _fleet(self, group: GroupName, table: HolderTable) -> Fleet:
         fleet = self._fleets.get(group)

@@ -57,6 +57,10 @@ def reservations(group_id: int) -> str:
     return f"wm:{_tag(group_id)}:reservations"
 
 
+def gauges(group_id: int, publisher: int) -> str:
+    return f"wm:{_tag(group_id)}:gauges:{publisher}"
+
+
 def request(group_id: int, request_id: str) -> str:
     """``request_id``: 16 hex digits."""
     return f"wm:{_tag(group_id)}:request:{request_id}"

@@ -227,6 +227,9 @@ class Scripts:
     async def end_overdue(self, load: str, reservations: str, most: int) -> Outcome:
         return await self._run("end_overdue", [load, reservations], [most])
 
+    async def note_gauges(self, record: str, gauges: str, milliseconds: int, value: bytes) -> Outcome:
+        return await self._run("note_gauges", [record, gauges], [milliseconds, value])
+
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """The workers that are alive, as members of ``wm:workers``."""
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])

@@ -14,6 +14,7 @@ from waymark.store import keys
 from waymark.store.client import RedisClient, Subscription
 from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
+from waymark.store.gauges import EngineGauges
 from waymark.store.health import HealthWatch
 from waymark.store.hot import HotBlocks
 from waymark.store.incarnation import Incarnation
@@ -64,6 +65,7 @@ class Store:
         self.index = Index(client, self.scripts, self.parser, self.pacer)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
         self.reservations = Reservations(client, self.scripts)
+        self.gauges = EngineGauges(client, self.scripts)
         self.speculative = Speculative(client)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client

@@ -1,0 +1,112 @@
+"""Scrapes the gauges of engines, one scraper for each engine however many replicas decide by them.
+
+The worker that has the stream of an engine's first rank scrapes the engine for all of its ranks. Each engine has a
+task of its own, so a slow engine delays no other. An engine that does not answer is asked less and less often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable, Sequence
+
+from waymark.asker import Asker
+from waymark.domain.names import Registration
+from waymark.engines.gauges import gauges_of, read_gauges
+from waymark.errors import InvalidValue, StoreUnavailable, Unanswered
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.claims import Claim
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+#: What the metrics of an engine may have; those of vLLM with 8 ranks have half a MiB.
+_BYTES_MAX = 8 * 2**20
+_ANSWER_SECONDS_MAX = 5.0
+#: A reading counts for so many intervals.
+_INTERVALS = 3
+#: An engine that does not answer is asked again after at most so many intervals.
+_BACK_OFF_MAX = 32
+
+
+class Scraper:
+    """Scrapes every ``seconds``; 0: never."""
+
+    def __init__(self, store: Store, metrics: Metrics, asker: Asker, seconds: float) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._asker = asker
+        self._seconds = seconds
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._claims: dict[str, Sequence[Claim]] = {}
+        """The publishers of each engine that is scraped here, by URL."""
+
+    def see(self, claims: Iterable[Claim], mine: Iterable[Claim]) -> None:
+        """``claims`` are all that are registered, ``mine`` those of this worker's share."""
+        if self._seconds == 0:
+            return
+        own = {claim.publisher for claim in mine}
+        by_url: dict[str, list[Claim]] = {}
+        for claim in sorted(claims, key=lambda claim: claim.publisher):
+            url = metrics_url(claim.registration)
+            if url is not None:
+                by_url.setdefault(url, []).append(claim)
+        self._claims = {url: several for url, several in by_url.items() if several[0].publisher in own}
+        for url in self._tasks.keys() - self._claims.keys():
+            self._tasks.pop(url).cancel()
+        for url in self._claims:
+            if url not in self._tasks or self._tasks[url].done():
+                self._tasks[url] = asyncio.get_running_loop().create_task(self._keep_scraping(url))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_scraping(self, url: str) -> None:
+        intervals, error = 1, ""
+        # Not all engines at the same moment.
+        await asyncio.sleep(random.uniform(0, self._seconds))
+        while True:
+            began = asyncio.get_running_loop().time()
+            try:
+                outcome = "ok" if await self._scrape(url) else "empty"
+                intervals, now = 1, ""
+            except (Unanswered, InvalidValue, ValueError) as exc:
+                outcome, now = "failed", getattr(exc, "sentence", str(exc))
+                intervals = min(2 * intervals, _BACK_OFF_MAX)
+            except StoreUnavailable as exc:
+                outcome, now = "failed", exc.sentence
+            self._metrics.gauge_scrapes.labels(outcome=outcome).inc()
+            if now and not error:
+                log.warning("gauges cannot be read", extra=fields(url=url, error=now))
+            error = now
+            passed = asyncio.get_running_loop().time() - began
+            await asyncio.sleep(max(0.0, intervals * self._seconds - passed))
+
+    async def _scrape(self, url: str) -> bool:
+        """Whether the engine reports gauges."""
+        reply = await self._asker.ask(url, seconds=min(self._seconds, _ANSWER_SECONDS_MAX), bytes_max=_BYTES_MAX)
+        if reply.status != 200:
+            raise Unanswered(f"it answered with status {reply.status}")
+        ranks = read_gauges(reply.body)
+        milliseconds = int(1000 * _INTERVALS * self._seconds)
+        for claim in self._claims.get(url, ()):
+            gauges = gauges_of(ranks, claim.registration.dp_rank)
+            if gauges is not None:
+                await self._store.gauges.note(claim.group_id, claim.publisher, gauges, milliseconds)
+        return bool(ranks)
+
+
+def metrics_url(registration: Registration) -> str | None:
+    """Where the gauges of a target are; None where nothing says so."""
+    target = registration.target
+    if registration.scope != "instance":
+        return None
+    if target.metrics_url is not None:
+        return target.metrics_url
+    return None if target.address is None else target.address.rstrip("/") + "/metrics"

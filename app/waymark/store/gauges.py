@@ -1,0 +1,67 @@
+"""What engines report of themselves, each value with a time after which Redis removes it.
+
+So a reading that is too old is not there, and no clocks of two machines are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import orjson
+
+from waymark.domain.gauges import Gauges
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.scripts import Scripts
+
+
+class EngineGauges:
+    """The gauges of all groups. Always on the Redis that takes writes."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def note(self, group_id: int, publisher: int, gauges: Gauges, milliseconds: int) -> bool:
+        """Write a reading that counts for so long; False where the publisher is not registered any more."""
+        value = orjson.dumps(
+            {
+                "waiting": gauges.waiting,
+                "running": gauges.running,
+                "kv_usage": gauges.kv_usage,
+                "adapters_running": sorted(gauges.adapters_running),
+                "adapters_waiting": sorted(gauges.adapters_waiting),
+                "adapters_max": gauges.adapters_max,
+            }
+        )
+        outcome = await self._scripts.note_gauges(
+            keys.record(group_id, publisher), keys.gauges(group_id, publisher), milliseconds, value
+        )
+        return outcome.is_applied
+
+    async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, Gauges]:
+        """The readings that still count, by publisher id."""
+        if not publishers:
+            return {}
+        names = [keys.gauges(group_id, publisher) for publisher in publishers]
+        (values,) = await self._client.several([("MGET", *names)])
+        found = {publisher: _decoded(value) for publisher, value in zip(publishers, values, strict=True)}
+        return {publisher: gauges for publisher, gauges in found.items() if gauges is not None}
+
+
+def _decoded(value: bytes | None) -> Gauges | None:
+    """The gauges in a value; None for any other value."""
+    if value is None:
+        return None
+    try:
+        fields = orjson.loads(value)
+        return Gauges(
+            int(fields["waiting"]),
+            int(fields["running"]),
+            float(fields["kv_usage"]),
+            frozenset(map(str, fields["adapters_running"])),
+            frozenset(map(str, fields["adapters_waiting"])),
+            int(fields["adapters_max"]),
+        )
+    except (ValueError, TypeError, KeyError):
+        return None

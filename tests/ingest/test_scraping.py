@@ -1,0 +1,167 @@
+"""One scraper for each engine, bounded; what it reads counts for decisions, and what is too old does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.api.conftest import MakeClient, client, make_client, register
+from tests.conftest import wait_until
+from tests.ingest.conftest import QUICK
+from waymark.ingest.options import WorkerOptions
+from waymark.ingest.worker import Worker
+from waymark.metrics import Metrics
+from waymark.store.store import Store
+
+__all__ = ["client", "make_client", "register"]
+pytestmark = pytest.mark.outside
+
+
+class Engine:
+    """Answers with gauges, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.waiting = 5
+        self.status = 200
+        self.is_silent = False
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked[request.path] += 1
+        if self.is_silent:
+            await asyncio.sleep(3600)
+        text = f'vllm:num_requests_waiting{{engine="0"}} {self.waiting}\nvllm:kv_cache_usage_perc{{engine="0"}} 0.5\n'
+        return web.Response(status=self.status, text=text + "vllm:num_requests_running 2\n" * 0)
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[list[Engine]]:
+    found, runners = [], []
+    for _ in range(2):
+        engine = Engine()
+        application = web.Application()
+        application.router.add_get("/{path:.*}", engine.handle)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        found.append(engine)
+        runners.append(runner)
+    yield found
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[Store]:
+    store = Store.open(redis_url)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def workers(redis_url: str) -> AsyncIterator[list[Metrics]]:
+    """Two workers over the same Redis; what each has counted."""
+    stores = [Store.open(redis_url) for _ in range(2)]
+    metrics = [Metrics() for _ in stores]
+    tasks = [
+        asyncio.create_task(
+            Worker(each, counted, WorkerOptions(f"worker-{n}", QUICK, gauges_seconds=0.2)).run(),
+        )
+        for n, (each, counted) in enumerate(zip(stores, metrics, strict=True))
+    ]
+    yield metrics
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for each in stores:
+        await each.close()
+
+
+async def scores(replica: Any) -> dict[str, Any]:
+    body = {"model": "m", "token_ids": list(range(64)), "policy": "llm-d", "explain": True}
+    answer = await replica.post("/score", json=body)
+    assert answer.status_code == 200, answer.text
+    return {f"{row['instance_id']}/{row['dp_rank']}": row for row in answer.json()["scores"]}
+
+
+async def test_an_engine_is_scraped_once_for_all_its_ranks_and_its_gauges_decide(
+    store: Store, make_client: MakeClient, register: Any, engines: list[Engine], workers: list[Metrics]
+) -> None:
+    replica = await make_client(store)
+    busy, idle = engines
+    idle.waiting = 1
+    for rank in (0, 1):
+        await register("busy", address=busy.url, dp_rank=rank)
+    await register("idle", metrics_url=idle.url + "/own")
+    await register("silent", type="none", endpoint=None)
+
+    async def are_read() -> bool:
+        found = await scores(replica)
+        return all(found[name]["gauges"] is not None for name in ("busy/0", "busy/1", "idle/0"))
+
+    await wait_until(are_read, "gauges of all ranks are read")
+    found = await scores(replica)
+    assert found["busy/1"]["gauges"] == {"waiting": 5, "running": 0, "kv_usage": 0.5}
+    assert next(iter(found)) == "idle/0"
+    assert (found["silent/0"]["gauges"], found["silent/0"]["parts"]["queue"]) == (None, None)
+    assert set(busy.asked) == {"/metrics"}
+    assert set(idle.asked) == {"/own"}
+    scrapers = [counted for counted in workers if counted.gauge_scrapes.labels(outcome="ok").value]
+    asked = sum(counted.gauge_scrapes.labels(outcome="ok").value for counted in scrapers)
+    assert abs(asked - sum(busy.asked.values()) - sum(idle.asked.values())) <= 2, (
+        "gauge_scrapes_total counts every call"
+    )
+
+
+@pytest.mark.parametrize("what", ["silent", "failing"])
+async def test_an_engine_that_stops_answering_has_no_gauges_soon_and_holds_up_no_other(
+    store: Store, make_client: MakeClient, register: Any, engines: list[Engine], workers: list[Metrics], what: str
+) -> None:
+    replica = await make_client(store)
+    for n, engine in enumerate(engines):
+        await register(f"pod-{n}", address=engine.url)
+
+    async def has(name: str, *, has_gauges: bool) -> bool:
+        return ((await scores(replica))[name]["gauges"] is not None) is has_gauges
+
+    await wait_until(lambda: has("pod-0/0", has_gauges=True), "the first has gauges")
+    await wait_until(lambda: has("pod-1/0", has_gauges=True), "the second has gauges")
+    engines[0].is_silent, engines[0].status = what == "silent", 500
+    engines[1].waiting = 9
+    await wait_until(lambda: has("pod-0/0", has_gauges=False), "what the first said is too old")
+
+    async def has_news() -> bool:
+        gauges = (await scores(replica))["pod-1/0"]["gauges"]
+        return gauges is not None and gauges["waiting"] == 9
+
+    await wait_until(has_news, "the second is still read")
+    engines[0].is_silent, engines[0].status = False, 200
+    await wait_until(lambda: has("pod-0/0", has_gauges=True), "the first is read again")
+
+
+async def test_a_publisher_that_is_unregistered_is_scraped_no_more_and_leaves_nothing(
+    store: Store, make_client: MakeClient, register: Any, engines: list[Engine], workers: list[Metrics]
+) -> None:
+    replica = await make_client(store)
+    await register("pod-1", address=engines[0].url)
+    await wait_until(lambda: engines[0].asked["/metrics"] > 1, "it is scraped")
+    assert (await replica.post("/unregister", json={"instance_id": "pod-1"})).status_code == 200
+
+    async def is_quiet() -> bool:
+        before = engines[0].asked["/metrics"]
+        await asyncio.sleep(1)
+        return engines[0].asked["/metrics"] == before
+
+    await wait_until(is_quiet, "nobody scrapes it")
+
+    async def is_empty() -> bool:
+        return await store.gauges.read(1, [1]) == {}
+
+    await wait_until(is_empty, "its gauges are gone")
