@@ -9,6 +9,8 @@
  *     scan         the reply to it  ->  runs of equal values, without an object for each value    replies.c
  *     runs         a list of values  ->  the same                                                 replies.c
  *     read_batch   msgpack of a batch  ->  its plain events                                       events.c
+ *     row_runs     block keys and rows  ->  runs of equal holders                                 rows.c
+ *     piece_runs   the same for one piece, from all its values                                    rows.c
  *
  * The module is optional: app/waymark/native.py has the types and says where the same is done in Python; the same tests
  * run over both. No function raises for what a client sent: `cut` returns None
@@ -32,6 +34,8 @@ static PyMethodDef methods[] = {
     ENTRY(runs, "values", "Equal neighbours in a list of values, up to the first None."),
     ENTRY(read_batch, "payload, events_max, stored, removed, cleared, medium, zero_is_unknown",
           "The plain events of a batch; None where the batch is unusual."),
+    ENTRY(row_runs, "keys, rows", "Runs of equal holders, as far as the row of each piece decides by itself."),
+    ENTRY(piece_runs, "keys, values", "Runs of equal holders in one piece, by its row and branch rows."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -52,6 +52,14 @@ class Loops(Protocol):
         /,
     ) -> tuple[Number, list[Any], Number, int] | None: ...
 
+    def row_runs(
+        self, keys: bytes, rows: list[bytes | None], /
+    ) -> tuple[list[tuple[bytes, int]], int, bool]: ...
+
+    def piece_runs(
+        self, keys: bytes, values: list[bytes | None], /
+    ) -> tuple[list[tuple[bytes, int]], int, int]: ...
+
 
 _built: Loops | None
 try:

@@ -1,0 +1,185 @@
+"""From rows to runs: who has which blocks of a prompt.
+
+A row says for each holder, as a bitmap, which of its slots the holder has. This module translates these slots to the
+blocks of one chain, and puts the bitmaps together to runs of equal holders, as the walk takes them. A value that cannot
+be read counts for nobody.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from waymark import native
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, ROW_SLOTS, SLOT_CHARS
+
+Runs: TypeAlias = list[tuple[bytes, int]]
+"""(holder ids, ascending, with a space between two; how many consecutive blocks exactly they have)."""
+
+_HOLDERS = re.compile(rb"(?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*")
+_KEY_DIGITS = 2 * KEY_BYTES
+
+
+def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool]:
+    """The runs of a chain, as far as the row of each piece decides by itself who has its blocks.
+
+    ``keys`` are packed block keys from the beginning of a piece; ``rows`` has the row of each piece, None where there
+    is none. Returns the runs, for how many pieces they are, and whether nobody has the block after them. If somebody
+    may have it and there are more rows, the next row cannot be read, or it is marked and does not list all blocks.
+    """
+    if native.selected is not None:
+        return native.selected.row_runs(keys, rows if isinstance(rows, list) else list(rows))
+    runs: Runs = []
+    slots = own_slots(keys)
+    known: dict[tuple[int, bytes], Runs] = {}
+    width = SLOT_CHARS * PIECE_BLOCKS
+    for at, value in enumerate(rows):
+        own = slots[width * at : width * (at + 1)]
+        if value is None or not own:
+            return runs, at, True
+        blocks = len(own) // SLOT_CHARS
+        # Rows of one chain mostly differ in their first slots alone, which are those of the chain.
+        rest = blocks, value[len(own) :] if value.startswith(own) else value
+        found = known.get(rest)
+        if found is None:
+            row = _read(value, own)
+            if row is None or not own.startswith(row.first) or row.missing & -row.is_marked:
+                return runs, at, False
+            found = known[rest] = _runs_of(row.blocks, blocks)
+        _extend(runs, found)
+        if sum(length for _, length in found) < blocks:
+            return runs, at, True
+    return runs, len(rows), False
+
+
+def piece_runs(keys: bytes, values: Sequence[bytes | None]) -> tuple[Runs, int, int]:
+    """The runs of one piece by all values that may list its blocks.
+
+    ``keys`` are the packed keys of the piece's blocks, at least one; ``values`` has the row and then branch rows, None
+    where there is none. Returns the runs up to the first block that nobody has; as a bitmap, the blocks that may be in
+    branch rows, because the row is marked and does not list them; and as a bitmap, which values cannot be read.
+    """
+    if native.selected is not None:
+        return native.selected.piece_runs(keys, values if isinstance(values, list) else list(values))
+    own = own_slots(keys)
+    together: dict[int, int] = {}
+    missing = unreadable = 0
+    for at, value in enumerate(values):
+        if value is None:
+            continue
+        row = _read(value, own)
+        if row is None or (at == 0 and not own.startswith(row.first)):
+            unreadable |= 1 << at
+            continue
+        if at == 0 and row.is_marked:
+            missing = row.missing
+        for holder, blocks in row.blocks.items():
+            together[holder] = together.get(holder, 0) | blocks
+    return _runs_of(together, len(keys) // KEY_BYTES), missing, unreadable
+
+
+def own_slots(keys: bytes) -> bytes:
+    """The slots of a chain's blocks, as rows have them; ``keys`` are packed, from the beginning of a piece."""
+    count = len(keys) // KEY_BYTES
+    digits = keys.hex().encode()
+    slots = bytearray(SLOT_CHARS * count)
+    for at in range(_KEY_DIGITS):  # a slice for each digit costs less than a call for each block
+        slots[at::SLOT_CHARS] = digits[at::_KEY_DIGITS]
+    slots[_KEY_DIGITS::SLOT_CHARS] = (DEPTHS * (count // PIECE_BLOCKS + 1))[:count]
+    return bytes(slots)
+
+
+class _Row(NamedTuple):
+    """A value, as far as it concerns the own blocks of a piece. Bitmaps have bit i for the own block i."""
+
+    first: bytes
+    """The first slot."""
+    is_marked: bool
+    missing: int
+    """The own blocks that are in no slot."""
+    blocks: Mapping[int, int]
+    """Of each holder, the own blocks that it has."""
+
+
+def _read(value: bytes, own: bytes) -> _Row | None:
+    """None if the value cannot be read."""
+    end = value.find(b" ")
+    slots, holders = (value, b"") if end < 0 else (value[:end], value[end:])
+    is_marked = slots.endswith(b"+")
+    if is_marked:
+        slots = slots[:-1]
+    count, rest = divmod(len(slots), SLOT_CHARS)
+    if rest or not 1 <= count <= ROW_SLOTS:
+        return None
+    bitmaps = _bitmaps(holders)
+    first = slots[:SLOT_CHARS]
+    depth = DEPTHS.find(first[-1:])
+    if bitmaps is None or depth < 0 or own[SLOT_CHARS * depth : SLOT_CHARS * (depth + 1)] != first:
+        return None
+    if any(bitmap >> count for bitmap in bitmaps.values()):
+        return None
+    blocks = len(own) // SLOT_CHARS
+    if slots.startswith(own):
+        every = (1 << blocks) - 1
+        return _Row(first, is_marked, 0, {holder: bitmap & every for holder, bitmap in bitmaps.items()})
+    places = _places(slots, own)
+    missing = sum(1 << at for at, slot in enumerate(places) if slot is None)
+    moved = {
+        holder: sum((bitmap >> slot & 1) << at for at, slot in enumerate(places) if slot is not None)
+        for holder, bitmap in bitmaps.items()
+    }
+    return _Row(first, is_marked, missing, moved)
+
+
+def _places(slots: bytes, own: bytes) -> list[int | None]:
+    """The slot of each own block; None for those that are in none."""
+    listed: dict[bytes, int] = {}
+    for at in range(len(slots) // SLOT_CHARS):
+        listed.setdefault(slots[SLOT_CHARS * at : SLOT_CHARS * (at + 1)], at)
+    places: list[int | None] = []
+    following = 0
+    for start in range(0, len(own), SLOT_CHARS):
+        block = own[start : start + SLOT_CHARS]
+        # A chain is mostly in consecutive slots.
+        at = following * SLOT_CHARS
+        slot = following if slots[at : at + SLOT_CHARS] == block else listed.get(block)
+        places.append(slot)
+        following = following if slot is None else slot + 1
+    return places
+
+
+def _bitmaps(holders: bytes) -> Mapping[int, int] | None:
+    """The bitmap of each holder; None if the text cannot be read, or names a holder twice."""
+    if _HOLDERS.fullmatch(holders) is None:
+        return None
+    words = [word.partition(b":") for word in holders.split()]
+    bitmaps = {int(holder): int(bitmap, 16) for holder, _, bitmap in words}
+    return bitmaps if len(bitmaps) == len(words) else None
+
+
+def _runs_of(blocks: Mapping[int, int], count: int) -> Runs:
+    """Runs of the blocks that somebody has, from the first one on; ``blocks`` has a bitmap for each holder."""
+    changes = 0
+    for bitmap in blocks.values():
+        changes |= bitmap ^ (bitmap >> 1)
+    runs: Runs = []
+    at = 0
+    while at < count:
+        holders = [holder for holder, bitmap in blocks.items() if bitmap >> at & 1]
+        if not holders:
+            break
+        until = changes >> at
+        length = min((until & -until).bit_length() or count, count - at)
+        runs.append((b" ".join([b"%d" % holder for holder in sorted(holders)]), length))
+        at += length
+    return runs
+
+
+def _extend(runs: Runs, more: Runs) -> None:
+    """Put ``more`` behind ``runs``; equal neighbours become one run."""
+    if runs and more and runs[-1][0] == more[0][0]:
+        value, length = runs.pop()
+        more = [(value, length + more[0][1]), *more[1:]]
+    runs += more
