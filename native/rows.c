@@ -429,7 +429,7 @@ static PyObject *unite_values(const Piece *piece, PyObject *values, Input *input
         is_whole = add_value(piece, &inputs[opened++], i == 0, &holders, &missing, &is_bad);
         bad |= (uint64_t)is_bad << i;
     }
-    if (is_whole && opened > 1)
+    if (is_whole && opened > 1 && holders.count > 1)
         unite(&holders);
     is_whole = is_whole && add_runs(&runs, &holders, piece->count) >= 0;
     while (opened > 0)

@@ -62,6 +62,21 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("", 1, True),
         (b"", "1", True),
     ),
+    "row_runs": (
+        (b"x" * 512, [b"78" * 8 + b"0 17:1", None]),
+        (b"x" * 8, [b"78" * 8 + b"0 17:1 5:1"]),
+        (b"", [b""]),
+        (b"x" * 8, [b"78" * 8 + b"0+", 5]),
+        ("", []),
+        (b"", ()),
+    ),
+    "piece_runs": (
+        (b"x" * 8, [b"78" * 8 + b"0 17:1", None, b"78" * 8 + b"0 5:1 6:1"]),
+        (b"x" * 8, [b"17", 5]),
+        (b"x" * 300, []),
+        (b"x" * 8, [None] * 65),
+        (b"", ()),
+    ),
     "runs": (([b"1", b"12"[:1], b"2", None, 5],), ([b"1", 5],), ([5],), ((b"1",),)),
     "read_batch": (
         *((payload, 99, Stored, Removed, Cleared(), normal_medium, True) for payload in BATCHES),

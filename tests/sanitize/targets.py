@@ -286,6 +286,107 @@ def medium_of(name: str | None) -> str | None:
     return "NONE" if name is None else None if re.search("[0-9]", name) else name.upper()
 
 
+# ---- rows ------------------------------------------------------------------------------------------
+
+ROW = re.compile(rb"((?:[^ ]{17}){0,63}?[^ ]{16}[^ +])(\+?)((?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*)", re.DOTALL)
+
+
+def _own(keys: bytes) -> list[bytes]:
+    """The slots of the blocks of one piece."""
+    digits = b"0123456789abcdefghijklmnopqrstuv"
+    return [keys[8 * at : 8 * at + 8].hex().encode() + digits[at : at + 1] for at in range(len(keys) // 8)]
+
+
+def _row(own: list[bytes], value: bytes) -> tuple[int, bool, list[int | None], dict[int, int]] | None:
+    """Which own block is first, whether it is marked, the slot of each own block, the bitmap of each holder."""
+    found = ROW.fullmatch(value)
+    if found is None:
+        return None
+    slots = [found[1][at : at + 17] for at in range(0, len(found[1]), 17)]
+    pairs = [(int(holder), int(bitmap, 16)) for holder, bitmap in (word.split(b":") for word in found[3].split())]
+    if slots[0] not in own or len(dict(pairs)) < len(pairs) or any(bitmap >> len(slots) for _, bitmap in pairs):
+        return None
+    places: list[int | None] = []
+    following = 0
+    for slot in own:
+        here = slots[following : following + 1] == [slot]
+        place = following if here else slots.index(slot) if slot in slots else None
+        following = following if place is None else place + 1
+        places.append(place)
+    return own.index(slots[0]), bool(found[2]), places, dict(pairs)
+
+
+def _has(place: int | None, bitmap: int) -> bool:
+    return place is not None and bool(bitmap >> place & 1)
+
+
+def _equal_runs(holders: list[set[int]]) -> list[tuple[bytes, int]]:
+    head = holders[: holders.index(set())] if set() in holders else holders
+    return [(b" ".join(b"%d" % each for each in sorted(ids)), len(list(run))) for ids, run in groupby(head)]
+
+
+def row_runs(keys: bytes, rows: list[Any]) -> object:
+    holders: list[set[int]] = []
+    for at, value in enumerate(rows):
+        own = _own(keys[256 * at : 256 * at + 256])
+        if value is None or not own:
+            return _equal_runs(holders), at, True
+        if not isinstance(value, bytes):
+            raise TypeError
+        row = _row(own, value)
+        if row is None or row[0] != 0 or (row[1] and None in row[2]):
+            return _equal_runs(holders), at, False
+        holders += [{each for each, bitmap in row[3].items() if _has(place, bitmap)} for place in row[2]]
+        if set() in holders:
+            return _equal_runs(holders), at, True
+    return _equal_runs(holders), len(rows), False
+
+
+def piece_runs(keys: bytes, values: list[Any]) -> object:
+    own = _own(keys)
+    if not 1 <= len(own) <= 32 or len(values) > 64:
+        raise ValueError
+    holders: list[set[int]] = [set() for _ in own]
+    missing = unreadable = 0
+    for at, value in enumerate(values):
+        if value is None:
+            continue
+        if not isinstance(value, bytes):
+            raise TypeError
+        row = _row(own, value)
+        if row is None or (at == 0 and row[0] != 0):
+            unreadable |= 1 << at
+            continue
+        if at == 0 and row[1]:
+            missing = sum(1 << i for i, place in enumerate(row[2]) if place is None)
+        for i, place in enumerate(row[2]):
+            holders[i] |= {each for each, bitmap in row[3].items() if _has(place, bitmap)}
+    return _equal_runs(holders), missing, unreadable
+
+
+KEYS = bytes(range(256)) * 3
+_FIRST, _SECOND = b"".join(_own(KEYS[:256])), b"".join(_own(KEYS[256:512]))
+ROW_VALUES = [
+    _FIRST + b" 17:ffffffff 21:ff",
+    _SECOND + b" 17:ffffffff",
+    _FIRST[:34] + b"+ 21:3 17:1",
+    _FIRST[:17] + b"x" * 17 + _FIRST[17:] + b" 9007199254740991:1fffffffd",
+    _FIRST[:17] + b"y" * 17 * 31 + _FIRST[17:] + b" 1:1 2:8000000100000001",
+    _FIRST[34:] + b" 17:3fffffff 5:1",
+    _FIRST + b"+",
+    _FIRST + b" 17:100000000",
+    b"17 21",
+]
+PIECES: list[Arguments] = [
+    (KEYS[:512], ROW_VALUES[:2]),
+    (KEYS[:512], [ROW_VALUES[0], None]),
+    *((KEYS[:length], [value, value]) for length in (8, 16, 100, 256) for value in ROW_VALUES),
+    (KEYS[:40], [ROW_VALUES[2], ROW_VALUES[5], None]),
+    (b"", []),
+    (KEYS[:8], [5]),
+]
+ROW_WORDS = [b" ", b"+", b":", b" 7:1", b" 17:f", b"0", b"f", b"9" * 16, b"f" * 16, _FIRST[:17], _FIRST[17:34]]
+
 TARGETS: dict[str, Target] = {
     "cut": Target(cut, LISTS, JSON, {2: [*COUNTS]}, NAME),
     "cut_hashes": Target(cut_hashes, LISTS, JSON, {2: [*COUNTS]}, NAME),
@@ -332,4 +433,6 @@ TARGETS: dict[str, Target] = {
         # The program's own; only what is unpacked comes from an engine.
         frozenset({2, 3, 4, 5, 6}),
     ),
+    "row_runs": Target(row_runs, PIECES, ROW_WORDS),
+    "piece_runs": Target(piece_runs, PIECES, ROW_WORDS),
 }
