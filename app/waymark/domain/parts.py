@@ -1,0 +1,154 @@
+"""Parts: the changes of a batch, once every engine hash is resolved to a block and its place.
+
+A part is a run of consecutive positions of one batch, for one holder, with one place. It names no block twice, and does
+not mix blocks that the holder has with blocks that are new to it. What it says is absolute: a block is there or not,
+its copies are so many. So a part may be written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from waymark.domain.keys import pack
+from waymark.domain.rows import DEPTHS, Place
+
+Kind = Literal["+", "-", "*"]
+"""Store, remove, only write copies."""
+
+Mode = Literal["count", "set", "all"]
+"""How a holder's copies are counted; ``all``: not trusted any more, a removal takes the block."""
+
+STEP = 2
+"""By how much positions go up from one hash to the next: a hash that comes to mean another block leaves the old one at
+the position between."""
+_BLOCKS_MAX = 64
+#: A block without copies, and nothing else to say of it.
+NO_COPIES = b"0"
+UNCHANGED = b""
+
+
+@dataclass(slots=True)
+class Part:
+    kind: Kind
+    holder: int
+    seq: int
+    """Of the batch."""
+    last: int
+    """Position of the last block in its batch. Every hash of a batch has a position, also those that come to nothing,
+    so that positions mean the same to whoever resolves the batch again. In the parts of a holder they only ascend."""
+    place: Place
+    namespace: int
+    keys: list[int]
+    """Block keys: seq_hash XOR namespace."""
+    depths: list[int]
+    """Of the blocks within their piece."""
+    hashes: list[int]
+    """The engine hash of each block."""
+    is_known: bool = False
+    """The holder has the blocks already."""
+    is_identity: bool = False
+    """Engine hashes are the seq_hashes."""
+    parent: int | None = None
+    """Key of the block before the first, where it is in the same piece."""
+    copies: list[bytes] = field(default_factory=list)
+    """For each block what ``*<key>`` says from now on; empty where none of them changes."""
+
+    @property
+    def first(self) -> int:
+        """Position of the first block."""
+        return self.last - STEP * (len(self.keys) - 1)
+
+    @property
+    def slots(self) -> bytes:
+        return b"".join([b"%016x%c" % (key, DEPTHS[depth]) for key, depth in zip(self.keys, self.depths, strict=True)])
+
+    @property
+    def packed_hashes(self) -> bytes:
+        return b"" if self.is_identity else pack(self.hashes)
+
+    def cut(self, start: int, end: int, place: Place | None = None) -> Part:
+        """Blocks ``start`` to ``end`` of it, at ``place`` if that is given."""
+        return Part(
+            self.kind,
+            self.holder,
+            self.seq,
+            self.last - STEP * (len(self.keys) - end),
+            place or self.place,
+            self.namespace,
+            self.keys[start:end],
+            self.depths[start:end],
+            self.hashes[start:end],
+            self.is_known,
+            self.is_identity,
+            self.keys[start - 1] if start else self.parent,
+            self.copies[start:end],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Where a stream's watermark goes, and what is kept beside it."""
+
+    watermark: int
+    ts: float | None
+    newest_ts: float | None
+    """The largest ts of this life so far."""
+    digest: str
+    """16 hex digits of the payload at the watermark."""
+    before: int | None = None
+    """The watermark that Redis is known to have had: one that has less has lost writes. None: not known."""
+
+
+class PartList:
+    """Collects the parts of one batch."""
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+        self.parts: list[Part] = []
+
+    def add(
+        self,
+        kind: Kind,
+        holder: int,
+        position: int,
+        place: Place,
+        namespace: int,
+        keys: Sequence[int],
+        depths: Sequence[int],
+        hashes: Sequence[int],
+        *,
+        is_known: bool = False,
+        is_identity: bool = False,
+        parent: int | None = None,
+        copies: bytes = UNCHANGED,
+    ) -> None:
+        """Blocks at consecutive positions, the first at ``position``; ``copies`` of a single block only.
+
+        They join the part before where that is one part with them: those that are new to the holder only where they
+        go on from its last block, because a branch row that they may have to begin must hold a chain.
+        """
+        last = self.parts[-1] if self.parts else None
+        if (
+            last is None
+            or last.last + STEP != position
+            or last.place != place
+            or last.kind != kind
+            or last.holder != holder
+            or last.is_known != is_known
+            or last.is_identity != is_identity
+            or len(last.keys) + len(keys) > _BLOCKS_MAX
+            or (keys[0] in last.keys if is_known else parent != last.keys[-1])
+        ):
+            end = position + STEP * (len(keys) - 1)
+            last = Part(kind, holder, self.seq, end, place, namespace, [], [], [], is_known, is_identity, parent)
+            self.parts.append(last)
+        else:
+            last.last += STEP * len(keys)
+        if copies != UNCHANGED or last.copies:
+            last.copies += [UNCHANGED] * (len(last.keys) - len(last.copies))
+            last.copies += [copies] * len(keys)
+        last.keys += keys
+        last.depths += depths
+        last.hashes += hashes

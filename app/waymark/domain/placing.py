@@ -1,0 +1,203 @@
+"""Gives each stored block of a stream its place, writes down what changes as parts, and keeps the memory in step.
+
+A block at depth d belongs to the piece whose head is its ancestor at depth d - d mod 32. A holder's block is addressed
+where the holder has it; a new one goes to its parent's place, to a new branch row where that is full, and to a row of
+its own at the head of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from waymark.domain.held import BlockMemory, Spot
+from waymark.domain.parts import STEP, UNCHANGED, Mode, PartList
+from waymark.domain.rows import PIECE_BLOCKS, Place
+
+
+class Placer:
+    """The places of one stream's blocks. Positions count the hashes of a batch, from 1."""
+
+    def __init__(self, memory: BlockMemory, shards: int, piece_blocks: int = PIECE_BLOCKS) -> None:
+        self.memory = memory
+        self.aliased = 0
+        """Hashes that came to mean another block."""
+        self._shards = shards
+        self._piece_blocks = piece_blocks
+        self._counted: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]]) -> None:
+        """What a worker before had applied when it stopped: by holder and shard, seq and position.
+
+        Redis has that, so the memory that was read from Redis has it, too.
+        """
+        self._counted = dict(counted)
+
+    def begin_batch(self, seq: int) -> PartList:
+        if self._counted and all(seq > counted for counted, _ in self._counted.values()):
+            self._counted = {}
+        return PartList(seq)
+
+    def chain(
+        self,
+        parts: PartList,
+        holder: int,
+        position: int,
+        namespace: int,
+        parent: Spot | None,
+        keys: Sequence[int],
+        hashes: Sequence[int],
+        *,
+        mode: Mode,
+        is_identity: bool = False,
+        is_deep: bool = False,
+    ) -> None:
+        """Store consecutive blocks of a chain that goes on from ``parent``, or begins at the root.
+
+        ``is_deep``: it begins neither there nor at the root, so its depth is not known.
+        """
+        if is_deep or (parent is not None and parent.place.is_single):
+            for i, (key, engine_hash) in enumerate(zip(keys, hashes, strict=True)):
+                spot = Spot(Place(key, is_single=True), namespace, 0, key)
+                self.block(parts, holder, position + i, engine_hash, spot, mode=mode, is_identity=is_identity)
+            return
+        start, above = 0, parent
+        while start < len(keys):
+            depth = 0 if above is None else (above.depth + 1) % self._piece_blocks
+            end = min(len(keys), start + self._piece_blocks - depth)
+            piece, engine_hashes = keys[start:end], hashes[start:end]
+            if not self._counted and self.memory.are_new(holder, engine_hashes, piece):
+                place = self._next_place(above, depth, piece[0])
+                depths = range(depth, depth + len(piece))
+                self.memory.store(holder, place, namespace, piece, depths, engine_hashes)
+                parts.add(
+                    "+",
+                    holder,
+                    STEP * (position + start) + 1,
+                    place,
+                    namespace,
+                    piece,
+                    depths,
+                    engine_hashes,
+                    is_identity=is_identity,
+                    parent=above.key if depth and above is not None else None,
+                )
+                above = Spot(place, namespace, depths[-1], piece[-1])
+            else:
+                for i, (key, engine_hash) in enumerate(zip(piece, engine_hashes, strict=True)):
+                    spot = Spot(self._next_place(above, depth + i, key), namespace, depth + i, key)
+                    above = self.block(
+                        parts,
+                        holder,
+                        position + start + i,
+                        engine_hash,
+                        spot,
+                        above,
+                        mode=mode,
+                        is_identity=is_identity,
+                    )
+            start = end
+
+    def block(
+        self,
+        parts: PartList,
+        holder: int,
+        position: int,
+        engine_hash: int,
+        spot: Spot,
+        above: Spot | None = None,
+        *,
+        mode: Mode,
+        is_identity: bool = False,
+    ) -> Spot:
+        """Store one block, and return where it is. ``spot`` has the place that it gets if it is new to the holder."""
+        memory, at = self.memory, STEP * position + 1
+        held = memory.held(holder, engine_hash)
+        if self._is_counted(parts.seq, at, holder, spot.place):
+            if held is None:
+                memory.mark_gone(holder, engine_hash, spot)
+            return spot if held is None or held.key != spot.key else held
+        if held is not None and held.key != spot.key:
+            self.aliased += 1
+            self._leave(parts, holder, position, engine_hash, mode)
+        known = memory.held_block(holder, spot.key)
+        if known is None:
+            memory.store(holder, spot.place, spot.namespace, [spot.key], [spot.depth], [engine_hash])
+            first, copies = engine_hash, UNCHANGED
+        else:
+            first, copies = memory.store_again(holder, engine_hash, spot.key, counts=mode != "set")
+        here = known or spot
+        parts.add(
+            "+",
+            holder,
+            at,
+            here.place,
+            here.namespace,
+            [here.key],
+            [here.depth],
+            [first],
+            is_known=known is not None,
+            is_identity=is_identity and first == here.seq_hash,
+            parent=above.key if spot.depth and above is not None else None,
+            copies=copies,
+        )
+        return here
+
+    def next_spot(self, above: Spot | None, namespace: int, key: int) -> Spot:
+        """Where a block goes that follows ``above``, or begins at the root, if it is new to its holder."""
+        if above is not None and above.place.is_single:
+            return Spot(Place(key, is_single=True), namespace, 0, key)
+        depth = 0 if above is None else (above.depth + 1) % self._piece_blocks
+        return Spot(self._next_place(above, depth, key), namespace, depth, key)
+
+    def remove(self, parts: PartList, holder: int, position: int, engine_hash: int, *, mode: Mode) -> bool:
+        """Remove the block that a hash stands for, or a copy of it; False where the holder has none."""
+        spot, at = self.memory.held(holder, engine_hash), STEP * position + 1
+        if spot is None:
+            return False
+        if self._is_counted(parts.seq, at, holder, spot.place):
+            return True
+        left = self.memory.remove(holder, engine_hash, counts=mode == "count")
+        assert left is not None
+        parts.add(
+            "*" if left.is_there else "-",
+            holder,
+            at,
+            spot.place,
+            spot.namespace,
+            [spot.key],
+            [spot.depth],
+            [left.engine_hash],
+            is_known=True,
+            copies=left.copies,
+        )
+        return True
+
+    def _leave(self, parts: PartList, holder: int, position: int, engine_hash: int, mode: Mode) -> None:
+        left = self.memory.leave(holder, engine_hash, counts=mode != "set")
+        spot = left.spot
+        if self._is_counted(parts.seq, STEP * position, holder, spot.place):
+            return
+        parts.add(
+            "+" if left.is_there else "-",
+            holder,
+            STEP * position,
+            spot.place,
+            spot.namespace,
+            [spot.key],
+            [spot.depth],
+            [left.engine_hash],
+            is_known=True,
+            copies=left.copies,
+        )
+
+    def _next_place(self, above: Spot | None, depth: int, key: int) -> Place:
+        if above is None or depth == 0:
+            return Place(key)
+        place = above.place
+        return Place(place.head, key) if place in self.memory.full else place
+
+    def _is_counted(self, seq: int, at: int, holder: int, place: Place) -> bool:
+        if not self._counted:
+            return False
+        mark = self._counted.get((holder, place.shard(self._shards)))
+        return mark is not None and (seq, at) <= mark

@@ -1,0 +1,129 @@
+"""Reads back what a worker has to remember of a stream: every block of its live holders, from Redis.
+
+The caller has raised the fence, so nobody else writes for these holders meanwhile.
+"""
+
+from __future__ import annotations
+
+import re
+
+from waymark.domain.held import BlockMemory
+from waymark.domain.rows import Entry, Place, Row, parse, parse_entry, parse_field
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.leases import Grant
+from waymark.store.parsing import Malformed, RecordKind, RecordParser
+
+#: Fields read at once, and after them as many rows.
+_FIELDS = 512
+_COPIES = re.compile(rb"([1-9][0-9]{0,15})((?: [0-9a-f]{16})*)")
+_COPIES_FIELD = re.compile(rb"\*[0-9a-f]{16}")
+_APPLIED = re.compile(rb"([0-9]{1,16}) ([0-9]{1,16})")
+
+Counted = dict[tuple[int, int], tuple[int, int]]
+"""By holder and shard, the seq and position up to which the holder is counted there."""
+
+
+class Takeover:
+    def __init__(self, client: RedisClient, parser: RecordParser | None = None) -> None:
+        self._client = client
+        self._parser = parser or RecordParser()
+
+    async def fill(self, grant: Grant, holders: dict[int, int], memory: BlockMemory) -> Counted:
+        """Fill an empty memory with the blocks of ``holders`` (id to rank). Raises StoreUnavailable.
+
+        What cannot be parsed counts for nobody and is named.
+        """
+        counted: Counted = {}
+        for holder, dp_rank in holders.items():
+            memory.begin(holder, dp_rank)
+            for shard in range(grant.shards):
+                mark = await self._fill_from(grant, shard, holder, memory)
+                if mark is not None:
+                    counted[holder, shard] = mark
+        return counted
+
+    async def _fill_from(self, grant: Grant, shard: int, holder: int, memory: BlockMemory) -> tuple[int, int] | None:
+        engine = keys.engine(grant.group_id, shard, holder)
+        mark: tuple[int, int] | None = None
+        copies: dict[bytes, bytes] = {}
+        seen: set[Place] = set()
+        cursor = 0
+        while True:
+            cursor, fields = await self._client.hscan(engine, cursor, _FIELDS)
+            entries: list[tuple[Place, Entry]] = []
+            for name, value in fields.items():
+                if name == b"applied":
+                    mark = self._parser.parse(RecordKind.ENTRY, engine, name, _applied, value)
+                elif name.startswith(b"*"):
+                    copies[name] = value
+                else:
+                    found = self._parser.parse(RecordKind.ENTRY, engine, name, _entry, name, value)
+                    if found is not None and found[0] not in seen:
+                        seen.add(found[0])
+                        entries.append(found)
+            await self._fill_rows(grant, shard, holder, entries, memory)
+            if cursor == 0:
+                break
+        for name, value in copies.items():
+            several = self._parser.parse(RecordKind.ENTRY, engine, name, _copies, name, value)
+            if several is not None and memory.held_block(holder, several[0]) is not None:
+                memory.restore(holder, *several)
+        return mark
+
+    async def _fill_rows(
+        self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, Entry]], memory: BlockMemory
+    ) -> None:
+        if not entries:
+            return
+        prefix = keys.block_prefix(grant.group_id, shard)
+        names = [prefix + place.name for place, _ in entries]
+        (values,) = await self._client.several([("MGET", *names)])
+        for name, value, (place, entry) in zip(names, values, entries, strict=True):
+            row = None if value is None else self._parser.parse(RecordKind.BLOCK, name.decode(), "", parse_row, value)
+            if row is None:
+                continue
+            if row.is_marked:
+                memory.full.add(place)
+            bitmap = row.holders.get(holder, 0)
+            slots = [slot for slot in range(bitmap.bit_length()) if bitmap >> slot & 1]
+            block_keys, depths = row.keys, row.depths
+            held = [(block_keys[slot], depths[slot], entry.hash_of(slot, block_keys[slot])) for slot in slots]
+            new = [
+                (key, depth, engine_hash)
+                for key, depth, engine_hash in held
+                if memory.are_new(holder, [engine_hash], [key])
+            ]
+            if new:
+                found_keys, found_depths, hashes = zip(*new, strict=True)
+                memory.store(holder, place, entry.namespace, found_keys, found_depths, hashes)
+
+
+def parse_row(value: bytes) -> Row:
+    """A row, branch row or single. Raises ``Malformed``."""
+    try:
+        return parse(value)
+    except ValueError as exc:
+        raise Malformed(str(exc)) from None
+
+
+def _entry(field: bytes, value: bytes) -> tuple[Place, Entry]:
+    try:
+        return parse_field(field), parse_entry(value)
+    except ValueError as exc:
+        raise Malformed(str(exc)) from None
+
+
+def _copies(field: bytes, value: bytes) -> tuple[int, int, list[int]]:
+    """Key, copies and further engine hashes of a block."""
+    found = _COPIES.fullmatch(value)
+    if found is None or _COPIES_FIELD.fullmatch(field) is None:
+        raise Malformed("it is no number of copies with further engine hashes after it")
+    return int(field[1:], 16), int(found[1]), [int(each, 16) for each in found[2].split()]
+
+
+def _applied(value: bytes) -> tuple[int, int]:
+    found = _APPLIED.fullmatch(value)
+    if found is None:
+        raise Malformed("it is not <seq> <position>")
+    return int(found[1]), int(found[2])

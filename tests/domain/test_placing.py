@@ -1,0 +1,185 @@
+"""Where blocks go, what parts say of them, and what the memory keeps."""
+
+from __future__ import annotations
+
+from waymark.domain.held import HeldBlocks, Spot
+from waymark.domain.moves import Moves
+from waymark.domain.parts import Mode, Part, PartList
+from waymark.domain.placing import Placer
+from waymark.domain.rows import Place
+
+GPU, CPU = 1, 2
+CHAIN = list(range(100, 200))
+
+
+def placer(*, shards: int = 1) -> Placer:
+    memory = HeldBlocks()
+    memory.begin(GPU, 0)
+    memory.begin(CPU, 0)
+    return Placer(memory, shards)
+
+
+def store(
+    to: Placer,
+    blocks: list[int],
+    *,
+    parent: Spot | None = None,
+    holder: int = GPU,
+    hashes: list[int] | None = None,
+    mode: Mode = "count",
+    parts: PartList | None = None,
+    position: int = 1,
+) -> list[Part]:
+    parts = parts or to.begin_batch(1)
+    to.chain(parts, holder, position, 0, parent, blocks, hashes or blocks, mode=mode)
+    return parts.parts
+
+
+def remove(to: Placer, *hashes: int, holder: int = GPU, mode: Mode = "count") -> list[Part]:
+    parts = to.begin_batch(2)
+    for position, engine_hash in enumerate(hashes, 1):
+        assert to.remove(parts, holder, position, engine_hash, mode=mode)
+    return parts.parts
+
+
+def test_a_chain_is_cut_at_multiples_of_32() -> None:
+    parts = store(placer(), CHAIN)
+    assert [part.place for part in parts] == [Place(100), Place(132), Place(164), Place(196)]
+    assert [part.depths[0] for part in parts] == [0, 0, 0, 0]
+    assert [(part.first, part.last) for part in parts] == [(3, 65), (67, 129), (131, 193), (195, 201)]
+
+
+def test_what_goes_on_from_a_block_goes_where_that_is() -> None:
+    to = placer()
+    store(to, CHAIN[:40])
+    above = to.memory.find(GPU, CHAIN[39])
+    (part,) = store(to, [900, 901], parent=above)
+    assert (part.place, part.depths, part.parent) == (Place(132), [8, 9], 139)
+
+
+def test_a_new_branch_row_is_begun_where_the_row_is_known_to_be_full() -> None:
+    to = placer()
+    store(to, CHAIN[:10])
+    to.memory.full.add(Place(100))
+    (part,) = store(to, [900, 901], parent=to.memory.find(GPU, CHAIN[9]))
+    assert part.place == Place(100, 900)
+    (part,) = store(to, [902], parent=to.memory.find(GPU, 901))
+    assert part.place == Place(100, 900)
+    to.memory.full.add(Place(100, 900))
+    (part,) = store(to, [903], parent=to.memory.find(GPU, 902))
+    assert part.place == Place(100, 903)
+
+
+def test_a_block_that_the_holder_has_is_a_copy_at_its_place() -> None:
+    to = placer()
+    store(to, CHAIN[:10])
+    first, copy, rest = store(to, [*CHAIN[:3], 900], parent=None)[0], *store(to, [CHAIN[2], 901], parent=None)
+    assert (first.is_known, first.copies) == (True, [b"2", b"2", b"2"])
+    assert (copy.is_known, copy.copies, rest.is_known) == (True, [b"3"], False)
+    assert [(part.kind, part.copies) for part in remove(to, 102, 102, 102)] == [
+        ("*", [b"2"]),
+        ("*", [b"0"]),
+        ("-", []),
+    ]
+    assert to.memory.held(GPU, 102) is None
+
+
+def test_a_second_engine_hash_is_kept_beside_the_first() -> None:
+    to = placer()
+    store(to, [100], hashes=[7], mode="set")
+    (part,) = store(to, [100], hashes=[8], mode="set")
+    assert (part.hashes, part.copies) == ([7], [b"1 0000000000000008"])
+    (part,) = remove(to, 8, mode="set")
+    assert (part.kind, part.copies) == ("-", [b"0"])
+    assert to.memory.find(GPU, 7) == Spot(Place(100), 0, 0, 100)  # gone, but it can be a parent
+    assert to.memory.held(GPU, 7) is None
+
+
+def test_a_hash_that_comes_to_mean_another_block_leaves_the_first() -> None:
+    to = placer()
+    store(to, [100, 101], hashes=[7, 8])
+    left, stored = store(to, [300], hashes=[8])
+    assert (left.kind, left.keys, left.last) == ("-", [101], 2)
+    assert (stored.kind, stored.keys, stored.last, to.aliased) == ("+", [300], 3, 1)
+
+
+def test_parts_that_are_new_join_only_along_a_chain() -> None:
+    to, parts = placer(), PartList(1)
+    store(to, CHAIN[:5], parts=parts)
+    store(to, CHAIN[5:8], parent=to.memory.find(GPU, 104), parts=parts, position=6)
+    assert len(parts.parts) == 1
+    store(to, [900], parent=to.memory.find(GPU, 102), parts=parts, position=9)
+    assert [part.keys for part in parts.parts] == [CHAIN[:8], [900]]
+
+
+def test_what_was_counted_before_a_takeover_changes_nothing() -> None:
+    to = placer()
+    store(to, CHAIN[:3])
+    to.skip({(GPU, 0): (1, 5)})  # the first two blocks of batch 1
+    (part,) = store(to, CHAIN[:3])
+    assert (part.keys, part.is_known, part.copies) == ([102], True, [b"2"])
+    to.skip({(GPU, 0): (1, 5)})
+    assert [part.keys for part in store(to, [500, 501, 502])] == [[502]]
+    assert to.memory.held(GPU, 501) is None
+    assert to.memory.find(GPU, 501) is not None
+
+
+def test_a_refusal_moves_the_rest_and_what_follows_it() -> None:
+    to = placer()
+    (part,) = store(to, CHAIN[:10])
+    (later,) = store(to, [900], parent=to.memory.find(GPU, CHAIN[9]))
+    (removal,) = remove(to, *CHAIN[3:7])
+    moves = Moves(to.memory)
+    (rest,) = moves.refused("branch", part, 5)
+    assert (rest.place, rest.keys) == (Place(100, 105), CHAIN[5:10])
+    assert [each.place for each in moves.follow(later)] == [Place(100, 105)]
+    assert [(each.place.branch, each.keys) for each in moves.follow(removal)] == [(None, [103, 104]), (105, [105, 106])]
+    held = to.memory.held(GPU, 108)
+    assert held is not None
+    assert held.place == Place(100, 105)
+    assert Place(100) in to.memory.full
+    (back,) = moves.refused("row", rest, 0)
+    assert back.place == Place(100)
+    assert Place(100) not in to.memory.full
+
+
+def test_of_blocks_that_the_holder_has_one_moves_at_a_time() -> None:
+    to = placer()
+    store(to, CHAIN[:4])
+    (part,) = store(to, CHAIN[:4])
+    moved, rest = Moves(to.memory).refused("branch", part, 1)
+    assert (moved.keys, moved.place, rest.keys, rest.place) == ([101], Place(100, 101), CHAIN[2:4], Place(100))
+
+
+def test_blocks_of_unknown_depth_and_their_children_are_singles() -> None:
+    to, parts = placer(), PartList(1)
+    to.chain(parts, GPU, 1, 0, None, [5, 6], [5, 6], mode="set", is_deep=True)
+    to.chain(parts, GPU, 3, 0, to.memory.find(GPU, 6), [7], [7], mode="set")
+    assert [part.place for part in parts.parts] == [Place(block, is_single=True) for block in (5, 6, 7)]
+
+
+def test_the_memory_forgets_only_what_is_gone_and_places_nobody_names() -> None:
+    memory = HeldBlocks(gone_max=10)
+    memory.begin(GPU, 0)
+    to = Placer(memory, 1)
+    store(to, CHAIN)
+    remove(to, *CHAIN[:50])
+    assert memory.is_over
+    for _ in memory.trim():
+        pass
+    assert (len(memory), memory.blocks) == (9 + 50, 50)
+    assert memory.find(GPU, CHAIN[49]) is not None
+    assert memory.find(GPU, CHAIN[0]) is None
+    memory.end(GPU)
+    assert (len(memory), memory.places) == (0, 0)
+
+
+def test_media_of_a_rank_find_each_others_blocks() -> None:
+    to = placer()
+    store(to, CHAIN[:2])
+    spot = to.memory.find(CPU, CHAIN[1])
+    assert spot is not None
+    parts = to.begin_batch(1)
+    to.block(parts, CPU, 1, CHAIN[1], spot, mode="count")
+    (part,) = parts.parts
+    assert (part.holder, part.place, part.depths, part.is_known) == (CPU, Place(100), [1], False)
