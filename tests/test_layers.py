@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOP = {"__main__", "cli", "demo", "runtime", "publishers_file"}
+TOP = {"__main__", "cli", "demo", "registering", "runtime", "publishers_file"}
 LEAVES = {"errors", "instruments", "settings", "metrics", "logs", "native", "shown", "endpoints", "asker"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
 
@@ -26,18 +26,21 @@ PARTS: dict[str, set[str]] = {
     "store": LEAVES | {"domain"},
     "apply": LEAVES | {"domain", "store"},
     "tokenization": LEAVES | {"domain", "chat"},
+    "discovery": LEAVES | {"domain", "store"},
     "engines": {"domain", "errors", "native", "shown"},
     "routing": {"domain", "errors"},
     "chat": {"domain", "errors"},
     "selection": LEAVES | {"domain", "store", "routing", "chat", "tokenization"},
     "ingest": BELOW_ROLES,
-    "api": BELOW_ROLES | {"selection", "routing", "chat", "tokenization"},
+    "api": BELOW_ROLES | {"discovery", "selection", "routing", "chat", "tokenization"},
     "simulator": {"client", "domain", "errors"},
     "client": {"domain", "native"},
     "serving": LEAVES,
     "console": LEAVES | {"domain", "store"},
     **{
-        top: BELOW_ROLES | TOP | {"api", "serving", "console", "client", "ingest", "simulator", "tokenization"}
+        top: BELOW_ROLES
+        | TOP
+        | {"api", "serving", "console", "client", "ingest", "simulator", "tokenization", "discovery"}
         for top in TOP
     },
 }
@@ -47,7 +50,7 @@ ON_THE_WIRE = {"store", "serving"}
 
 # Third-party package -> the parts or modules that may import it.
 LIBRARIES: dict[str, set[str]] = {
-    "aiohttp": {"asker"},
+    "aiohttp": {"asker", "simulator"},
     "annotated_types": {"settings"},
     "fakeredis": {"store"},
     "httptools": {"serving"},

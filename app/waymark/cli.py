@@ -46,6 +46,10 @@ examples:
   # simulate two vLLM engines and register them with a running Waymark
   $ waymark simulate --engines 2 --register http://127.0.0.1:13333 --stay
 
+  # register an engine by its URL with a running Waymark
+  $ waymark register http://127.0.0.1:8000
+  $ waymark unregister http://127.0.0.1:8000
+
   # watch the whole service work
   $ waymark demo
 
@@ -251,6 +255,32 @@ def _bench(words: Sequence[str]) -> int:
     return subprocess.call([sys.executable, "-m", "tests.benchmarks", *words], cwd=root)
 
 
+# ---- registering -----------------------------------------------------------------------------------
+
+
+def _add_registering(parser: argparse.ArgumentParser, command: str) -> None:
+    from waymark import registering
+
+    {"register": registering.add_register, "unregister": registering.add_unregister}[command](parser)
+
+
+def _registering(arguments: argparse.Namespace) -> int:
+    from waymark import registering
+
+    lines = {"register": registering.register, "unregister": registering.unregister}[arguments.command]
+
+    async def show() -> None:
+        async for line in lines(arguments):
+            print(line, flush=True)
+
+    try:
+        asyncio.run(show())
+    except registering.NotRegistered as exc:
+        print(f"waymark {arguments.command}: {exc}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
 # ---- simulate --------------------------------------------------------------------------------------
 
 
@@ -282,6 +312,14 @@ _COMMANDS = {
     "query": _Command("run a query replica, which serves the HTTP API", partial(_add_role, has_api=True), _role),
     "ingest": _Command(
         "run an ingest worker, which applies the events of publishers", partial(_add_role, has_api=False), _role
+    ),
+    "register": _Command(
+        "register an engine by its URL, and show its streams",
+        partial(_add_registering, command="register"),
+        _registering,
+    ),
+    "unregister": _Command(
+        "unregister an engine by its name or URL", partial(_add_registering, command="unregister"), _registering
     ),
     "demo": _Command("run the whole service with simulated engines and show a table", _add_demo, _demo),
     "status": _Command("show publishers, streams, ingest workers and the state of Redis", _add_status, _console),

@@ -40,6 +40,10 @@ class AllowedEndpoints:
             field=field,
         )
 
+    def is_named(self, endpoint: str) -> bool:
+        """Whether the operator has allowed this place by name, and not because every place is allowed."""
+        return not self._is_everywhere and self._holds(endpoint)
+
     def _holds(self, endpoint: str) -> bool:
         text, host = _place(endpoint)
         for glob in self._globs:

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 import yaml
 
-from waymark.api.schemas import RegisterRequest
+from waymark.api.registrations import registration_of
 from waymark.domain.names import PublisherName, Registration
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, SettingsError
@@ -67,12 +67,7 @@ def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Re
 def _registration(entry: Any, allowed: AllowedEndpoints) -> Registration:
     if not isinstance(entry, dict):
         raise InvalidValue(f"it is {kind(entry)}; give an object with the fields of POST /register")
-    registration = RegisterRequest.of(_with_endpoint(entry)).registration()
-    allowed.check(registration.endpoint, "endpoint")
-    allowed.check(registration.replay_endpoint, "replay_endpoint")
-    allowed.check(registration.target.address, "address")
-    allowed.check(registration.target.metrics_url, "metrics_url")
-    return registration
+    return registration_of(_with_endpoint(entry), allowed)
 
 
 def _with_endpoint(entry: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import uvicorn
 from waymark import native
 from waymark.api.application import create_app, create_probes
 from waymark.apply.options import ApplyOptions
+from waymark.asker import Asker
 from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
@@ -112,10 +113,14 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
     )
     tokenizers = Tokenizers.of(settings, metrics)
+    asker = Asker.of(settings)
     port = settings.port if has_api else settings.ingest_port
+    app: Any = create_probes(store, settings, metrics)
+    if has_api:
+        app = create_app(store, settings, metrics, tokenizers, asker)
     server = _Server(
         uvicorn.Config(
-            create_app(store, settings, metrics, tokenizers) if has_api else create_probes(store, settings, metrics),
+            app,
             http=protocol(Connections(bounds, metrics)),
             interface="asgi3",
             ws="none",
@@ -150,4 +155,5 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
                 worker.cancel()
     finally:
         await tokenizers.close()
+        await asker.close()
         await store.close()

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from waymark.api.application import create_app
+from waymark.asker import Asker
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.names import Adapter, Holder, HolderName
 from waymark.domain.runs import Commit, Run
@@ -47,7 +48,10 @@ async def make_client() -> AsyncIterator[MakeClient]:
     async with AsyncExitStack() as stack:
 
         async def make(store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient:
-            app = create_app(store, Settings(**settings), metrics or Metrics())
+            given = Settings(**settings)
+            asker = Asker.of(given)
+            stack.push_async_callback(asker.close)
+            app = create_app(store, given, metrics or Metrics(), asker=asker)
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             return await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://waymark"))
 

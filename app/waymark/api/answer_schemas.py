@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.media import IN_EVERY_ANSWER, MEDIA
+from waymark.domain.names import OriginKind
 from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Role
 from waymark.store.parsing import RecordKind
@@ -18,6 +19,19 @@ class RegisterAnswer(BaseModel):
 
     status: Literal["registered successfully"]
     instance_id: str
+    model: str | None = Field(None, description="with url: the model that the engine serves")
+    type: EngineKind | None = Field(None, description="with url: the type of the engine")
+    block_size: int | None = Field(None, description="with url: the tokens per block")
+    adapters: list[str] | None = Field(None, description="with url: the adapters that the engine has loaded")
+    ranks: list[RegisteredRank] | None = Field(None, description="with url: the ranks that were registered")
+
+
+class RegisteredRank(BaseModel):
+    """A rank of an engine, and its sockets."""
+
+    dp_rank: int
+    endpoint: str | None
+    replay_endpoint: str | None
 
 
 class UnregisterAnswer(BaseModel):
@@ -75,6 +89,9 @@ class Service(BaseModel):
     Weight: float
     Labels: dict[str, str]
     MetricsURL: str
+    Adapters: list[str]
+    Aliases: list[str]
+    Source: OriginKind
 
 
 class ServicesAnswer(BaseModel):
@@ -99,6 +116,9 @@ class Publisher(BaseModel):
     weight: float = Field(description="an engine with weight 0 gets no new requests")
     labels: dict[str, str]
     metrics_url: str | None
+    adapters: list[str] = Field(description="the adapters that the engine has loaded")
+    aliases: list[str] = Field(description="further names under which the engine serves the model")
+    source: OriginKind = Field(description="what registered the publisher: client, url, file or discovery")
     status: StreamStatus
     watermark: int | None = Field(description="the number of the last frame that was applied")
     lag_seconds: float | None = Field(description="the age of the newest applied batch, by the clock of its publisher")

@@ -29,9 +29,11 @@ from waymark.api.dynamo_views import DynamoViews
 from waymark.api.events import Events
 from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue
 from waymark.api.probes import Probes
+from waymark.api.registrations import Registrations
 from waymark.api.request_cache import RequestCache
 from waymark.api.texts import Texts
 from waymark.api.views import Views
+from waymark.asker import Asker
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.store import Store
@@ -67,7 +69,10 @@ _QUERY_BY_HASH = Doc(
     headers=_PARTIAL,
 )
 _REGISTER = Doc(
-    "Registers a publisher and subscribes to its events.", bodies.RegisterRequest, answers.RegisterAnswer, errors=(409,)
+    "Registers a publisher, or all ranks of an engine by its URL, and subscribes to its events.",
+    bodies.AnyRegisterRequest,
+    answers.RegisterAnswer,
+    errors=(409,),
 )
 _UNREGISTER = Doc(
     "Removes a publisher and its blocks.", bodies.UnregisterRequest, answers.UnregisterAnswer, errors=(404,)
@@ -164,14 +169,24 @@ _DEREGISTER_PEER = Doc(
 _PEERS = Doc("Lists the peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
 
 
-def create_app(store: Store, settings: Settings, metrics: Metrics, tokenizers: Tokenizers | None = None) -> ASGIApp:
-    """The ASGI application over an open store. The caller closes the store and the tokenizers."""
+def create_app(
+    store: Store,
+    settings: Settings,
+    metrics: Metrics,
+    tokenizers: Tokenizers | None = None,
+    asker: Asker | None = None,
+) -> ASGIApp:
+    """The ASGI application over an open store. The caller closes the store, the tokenizers and the asker."""
     token = None if settings.api_token is None else settings.api_token.get_secret_value()
     gate = Gate(token, protect_reads=settings.protect_reads)
     contract = Contract()
     dependencies = _dependencies(settings, metrics, gate)
     operations = _operations(
-        store, contract, dependencies, Texts(tokenizers or Tokenizers.of(settings, metrics), settings)
+        store,
+        contract,
+        dependencies,
+        Texts(tokenizers or Tokenizers.of(settings, metrics), settings),
+        Registrations(store, settings, asker or Asker.of(settings)),
     )
     contract.describe(operations)
 
@@ -215,7 +230,9 @@ def _json(content: Any, status: int) -> Response:
     return Response(encode(content, Format.JSON), status, media_type="application/json")
 
 
-def _operations(store: Store, contract: Contract, dependencies: Dependencies, texts: Texts) -> list[Operation]:
+def _operations(
+    store: Store, contract: Contract, dependencies: Dependencies, texts: Texts, registrations: Registrations
+) -> list[Operation]:
     settings, metrics = dependencies.settings, dependencies.metrics
     root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics)
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
@@ -232,8 +249,8 @@ def _operations(store: Store, contract: Contract, dependencies: Dependencies, te
         ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, _DYNAMO_QUERY_BY_HASH),
         ("POST", "/tokenize", "read", texts.tokenize, _TOKENIZE),
         ("POST", "/detokenize", "read", texts.detokenize, _DETOKENIZE),
-        ("POST", "/register", "write", root.register, _REGISTER),
-        ("POST", "/unregister", "write", root.unregister, _UNREGISTER),
+        ("POST", "/register", "write", registrations.register, _REGISTER),
+        ("POST", "/unregister", "write", registrations.unregister, _UNREGISTER),
         ("POST", "/events", "write", Events(store, settings, metrics).events, _EVENTS),
         ("GET", "/services", "read", views.services, _SERVICES),
         ("GET", "/workers", "read", views.workers, _WORKERS),

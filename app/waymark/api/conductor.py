@@ -9,17 +9,15 @@ import orjson
 
 from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
 from waymark.api.bodies import Body, Format
-from waymark.api.errors import Unfit, short
+from waymark.api.errors import Unfit
 from waymark.api.operations import Answer, Paused
 from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
 from waymark.api.query_counts import QueryCounts
-from waymark.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
+from waymark.api.schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import ModelPrompt, Texts, prompt_of
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
-from waymark.domain.names import DEFAULT_TENANT, GroupName, PublisherName
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import NotFound
+from waymark.domain.names import GroupName
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.reader import KeySource, Reader, Reading
@@ -31,43 +29,14 @@ _JSON = Format.JSON.value
 
 
 class Conductor:
-    """Handlers of ``/register``, ``/unregister``, ``/query`` and ``/query_by_hash``."""
+    """Handlers of ``/query`` and ``/query_by_hash``."""
 
     def __init__(self, store: Store, settings: Settings, metrics: Metrics, texts: Texts) -> None:
         self._store = store
         self._texts = texts
         self._settings = settings
         self._lookup = Lookup(store.reader, settings, metrics)
-        self._allowed = AllowedEndpoints(settings.allowed_endpoints)
         self._rows = store.incarnation.cache(AnswerCache(settings.answer_cache_bytes, metrics))
-
-    async def register(self, body: Body) -> Answer:
-        request = RegisterRequest.of(body.fields)
-        registration = request.registration()
-        self._allowed.check(registration.endpoint, "endpoint")
-        self._allowed.check(registration.replay_endpoint, "replay_endpoint")
-        self._allowed.check(registration.target.address, "address")
-        self._allowed.check(registration.target.metrics_url, "metrics_url")
-        await self._store.registry.register(registration)
-        return Answer({"status": "registered successfully", "instance_id": registration.instance_id})
-
-    async def unregister(self, body: Body) -> Answer:
-        request = UnregisterRequest.of(body.fields)
-        tenant_id = request.tenant_id or DEFAULT_TENANT
-        if request.dp_rank is None:
-            names = [
-                registration.name
-                for registration in await self._store.directory.registrations()
-                if registration.instance_id == request.instance_id and registration.tenant_id == tenant_id
-            ]
-        else:
-            names = [PublisherName(request.instance_id, tenant_id, request.dp_rank)]
-        removed = await self._store.registry.unregister(names) if names else []
-        if not removed:
-            rank = "*" if request.dp_rank is None else request.dp_rank
-            instance_id, tenant_id = (short(name) for name in (request.instance_id, tenant_id))
-            raise NotFound(f"service not found: {instance_id}|{tenant_id}|{rank}")
-        return Answer({"status": "unregistered successfully", "removed_instances": [str(name) for name in removed]})
 
     async def query(self, body: Body) -> Answer | Paused:
         asked = body.asked(_by_tokens)

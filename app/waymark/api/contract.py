@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, get_args
 
 import orjson
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
 from waymark import __version__
@@ -90,6 +90,11 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     models: dict[type[BaseModel], None] = dict.fromkeys((ErrorBody, DynamoErrorBody))
     for operation in operations:
         models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
+    for model in list(models):
+        if issubclass(model, RootModel):  # its parts have spellings of their own
+            models |= dict.fromkeys(
+                part for part in get_args(model.model_fields["root"].annotation) if _is_request(part)
+            )
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     schemas = definitions["$defs"]
     for model in models:
@@ -111,6 +116,10 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _is_request(part: Any) -> bool:
+    return isinstance(part, type) and issubclass(part, Request)
 
 
 def _add_spellings(schema: dict[str, Any], model: type[Request]) -> None:

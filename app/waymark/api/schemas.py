@@ -37,6 +37,9 @@ from waymark.shown import shown
 BLOCK_SIZE = "an integer of 1..65536, tokens per block"
 RANK = f"an integer of 0..{U32_MAX}"
 
+_TYPE = f"one of {', '.join(EngineKind)}, in upper or lower case"
+_MODEL_NAMES = AliasChoices("modelname", "model_name", "model")
+
 _KINDS = {kind.lower(): kind for kind in EngineKind}
 
 
@@ -109,22 +112,13 @@ EventId = Annotated[
 ]
 
 
-class RegisterRequest(Request):
-    """The publisher of KV events that Waymark subscribes to."""
-
+class _PublisherFields(Request):
     endpoint: Endpoint = Field(
         default=None, description=f"{ENDPOINT}; only types {kinds_where('needs_endpoint', False)} may leave it out"
     )
     replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
-    type: Kind = Field(description=f"one of {', '.join(EngineKind)}, in upper or lower case")
-    modelname: Name = Field(
-        validation_alias=AliasChoices("modelname", "model_name", "model"), description=f"{NAME}, the name of the model"
-    )
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
-    instance_id: Name = Field(description=f"{NAME}, the name that a router picks")
-    block_size: BlockSize = Field(description=BLOCK_SIZE)
-    dp_rank: Rank = Field(default=0, description=RANK)
     additionalsalt: OptionalName = Field(
         default=None,
         validation_alias=AliasChoices("additionalsalt", "additional_salt"),
@@ -154,6 +148,16 @@ class RegisterRequest(Request):
         description=f"an object of at most {LABELS_MAX} texts by name, each of at most {LABEL_BYTES_MAX} bytes",
     )
     metrics_url: Url = Field(default=None, description=f"{URL}; the default is /metrics of the address")
+
+
+class RegisterRequest(_PublisherFields):
+    """The publisher of KV events that Waymark subscribes to."""
+
+    type: Kind = Field(description=_TYPE)
+    modelname: Name = Field(validation_alias=_MODEL_NAMES, description=f"{NAME}, the name of the model")
+    instance_id: Name = Field(description=f"{NAME}, the name that a router picks")
+    block_size: BlockSize = Field(description=BLOCK_SIZE)
+    dp_rank: Rank = Field(default=0, description=RANK)
 
     def registration(self) -> Registration:
         """The registration with its defaults filled in; ``Unfit`` where fields contradict each other."""
@@ -186,6 +190,31 @@ class RegisterRequest(Request):
             sequence=self.sequence,
             target=Target(self.address, self.role, self.weight, self.labels, self.metrics_url),
         )
+
+
+class RegisterByUrlRequest(_PublisherFields):
+    """The HTTP API of an engine, which says the rest itself. A field that is given is not taken from the engine."""
+
+    url: Annotated[str, BeforeValidator(_url)] = Field(description=f"{URL}: the HTTP API of the engine")
+    type: Kind | None = Field(default=None, description=_TYPE)
+    modelname: OptionalName = Field(
+        default=None, validation_alias=_MODEL_NAMES, description=f"{OPTIONAL_NAME}, a model that the engine serves"
+    )
+    instance_id: OptionalName = Field(
+        default=None, description=f"{OPTIONAL_NAME}, the name that a router picks; the default is host:port of the URL"
+    )
+    block_size: BlockSize | None = Field(default=None, description=BLOCK_SIZE)
+    dp_rank: Rank | None = Field(default=None, description=f"{RANK}; the default is every rank of the engine")
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that the client gave, by their names in ``RegisterRequest``."""
+        given = self.model_dump(exclude_unset=True, exclude_none=True)
+        del given["url"]
+        return given
+
+
+class AnyRegisterRequest(RootModel[RegisterRequest | RegisterByUrlRequest]):
+    """A publisher, or the URL of an engine that says the rest itself."""
 
 
 class UnregisterRequest(Request):

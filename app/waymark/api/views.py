@@ -87,6 +87,9 @@ def _service(registration: Registration) -> dict[str, Any]:
         "Weight": registration.target.weight,
         "Labels": dict(registration.target.labels),
         "MetricsURL": registration.target.metrics_url or "",
+        "Adapters": list(registration.target.adapters),
+        "Aliases": list(registration.target.aliases),
+        "Source": registration.origin.kind,
     }
 
 
@@ -105,6 +108,9 @@ def _publisher(state: PublisherState) -> dict[str, Any]:
         "weight": of.target.weight,
         "labels": dict(of.target.labels),
         "metrics_url": of.target.metrics_url,
+        "adapters": list(of.target.adapters),
+        "aliases": list(of.target.aliases),
+        "source": of.origin.kind,
         "status": state.status,
         "watermark": state.watermark,
         "lag_seconds": state.lag_seconds,

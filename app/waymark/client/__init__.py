@@ -20,7 +20,7 @@ The package needs none of the server's dependencies.
 
 from __future__ import annotations
 
-from waymark.client.answers import Match, Matches, Publisher, Selection, Service, Workers
+from waymark.client.answers import Match, Matches, Publisher, Registered, Selection, Service, Workers
 from waymark.client.asynchronous import AsyncClient
 from waymark.client.blocking import Client
 from waymark.client.errors import ClientError, Refused, Unavailable
@@ -34,6 +34,7 @@ __all__ = [
     "Matches",
     "Publisher",
     "Refused",
+    "Registered",
     "Selection",
     "Service",
     "Unavailable",

@@ -84,6 +84,19 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
+class Registered:
+    """An engine that was registered by its URL."""
+
+    instance_id: str
+    type: str
+    model: str
+    block_size: int
+    adapters: Sequence[str]
+    endpoints: Mapping[int, str | None]
+    """By rank."""
+
+
+@dataclass(frozen=True, slots=True)
 class Publisher:
     """One registered event socket, and how its stream does."""
 
@@ -160,6 +173,18 @@ def read_services(answer: httpx.Response) -> list[Service]:
         )
         for service in answer.json()["services"]
     ]
+
+
+def read_registered(answer: httpx.Response) -> Registered:
+    content = answer.json()
+    return Registered(
+        instance_id=content["instance_id"],
+        type=content["type"],
+        model=content["model"],
+        block_size=content["block_size"],
+        adapters=content["adapters"],
+        endpoints={rank["dp_rank"]: rank["endpoint"] for rank in content["ranks"]},
+    )
 
 
 def read_workers(answer: httpx.Response) -> Workers:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Selection, Service, Workers
+from waymark.client.answers import Matches, Registered, Selection, Service, Workers
 from waymark.client.errors import Unavailable
 from waymark.domain.engines import UNNAMED
 
@@ -50,6 +50,10 @@ class AsyncClient:
     ) -> None:
         """As ``Client.register``."""
         await self._send(calls.register(instance_id, endpoint, model, block_size, options | {"type": type}))
+
+    async def register_url(self, url: str, **options: Any) -> Registered:
+        """As ``Client.register_url``."""
+        return await self._send(calls.register_url(url, options))
 
     async def unregister(
         self, instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Selection, Service, Workers
+from waymark.client.answers import Matches, Registered, Selection, Service, Workers
 from waymark.client.errors import Unavailable
 from waymark.domain.engines import UNNAMED
 
@@ -54,6 +54,14 @@ class Client:
     ) -> None:
         """Have a publisher's events indexed; the same registration again changes nothing."""
         self._send(calls.register(instance_id, endpoint, model, block_size, options | {"type": type}))
+
+    def register_url(self, url: str, **options: Any) -> Registered:
+        """Have every rank of the engine at ``url`` indexed, by what the engine says of itself.
+
+        ``options`` are fields of ``POST /register`` that the engine does not know, such as ``tenant_id``. Raises
+        Refused with the missing field, and Unavailable if the engine does not answer.
+        """
+        return self._send(calls.register_url(url, options))
 
     def unregister(self, instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> list[str]:
         """Take a rank out, or all ranks; ``inst|tenant|rank`` of each. ``Refused`` (404) where there is none."""

@@ -10,10 +10,12 @@ import httpx
 
 from waymark.client.answers import (
     Matches,
+    Registered,
     Selection,
     Service,
     Workers,
     read_matches,
+    read_registered,
     read_selection,
     read_services,
     read_workers,
@@ -44,6 +46,11 @@ def register(
 ) -> Call[None]:
     body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size}
     return Call("POST", "/register", lambda _: None, body | options)
+
+
+def register_url(url: str, options: dict[str, Any]) -> Call[Registered]:
+    """The service asks the engine, and a 503 may mean that the engine does not answer: so there is no second try."""
+    return Call("POST", "/register", read_registered, {"url": url} | options, is_retried=False)
 
 
 def unregister(instance_id: str, tenant_id: str | None, dp_rank: int | None) -> Call[list[str]]:

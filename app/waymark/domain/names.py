@@ -42,6 +42,21 @@ class GroupName(NamedTuple):
     model_name: str
 
 
+OriginKind = Literal["client", "url", "file", "discovery"]
+
+
+class Origin(NamedTuple):
+    """Who registered a publisher: only the one that did unregisters it by itself."""
+
+    kind: OriginKind = "client"
+    """``client``: it named the sockets. ``url``: a client named the URL, and the engine its sockets."""
+    source: str = ""
+    """The URL; the path of the file; the pod, as ``<namespace>/<name>``."""
+
+
+BY_CLIENT = Origin()
+
+
 @dataclass(frozen=True, slots=True)
 class Registration:
     """A publisher's whole registration, normalized: what ``wm:publishers`` keeps."""
@@ -61,6 +76,7 @@ class Registration:
     copies: Copies
     sequence: SeqCounter
     target: Target = PLAIN
+    origin: Origin = BY_CLIENT
 
     @property
     def name(self) -> PublisherName:

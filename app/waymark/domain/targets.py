@@ -14,6 +14,8 @@ LABELS_MAX = 64
 #: Bytes of UTF-8 of a label's name, and of its value.
 LABEL_BYTES_MAX = 256
 WEIGHT_MAX = 1e6
+#: Adapters of an engine that are kept, and further names of its model.
+ADAPTERS_MAX = 256
 _URL_CHARACTERS_MAX = 2048
 
 
@@ -40,6 +42,10 @@ class Target:
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     metrics_url: str | None = None
     """Where its gauges are, if not at ``/metrics`` of its address."""
+    adapters: tuple[str, ...] = ()
+    """The adapters that the engine has loaded, by its own account."""
+    aliases: tuple[str, ...] = ()
+    """Further names under which the engine serves the model."""
 
 
 PLAIN = Target()

@@ -30,6 +30,8 @@ class SimulateOptions(Options):
     """What a registration names instead of ``host``; needed where that is ``0.0.0.0``."""
     base_port: int = Field(5557, ge=0)
     """Engine i publishes on ``base_port + 2 i`` and replays on the port above; 0: any free ports."""
+    http_port: int | None = Field(None, ge=0)
+    """Engine i answers over HTTP on ``http_port + i``, as a real one does; 0: any free ports; None: not at all."""
     has_replay: bool = True
     """A replay endpoint; --no-replay opens none."""
     replay_framing: ReplayFraming = "topic"
@@ -94,6 +96,11 @@ class SimulateOptions(Options):
         _require(
             self.base_port == 0 or last_port <= PORT_MAX,
             "base_port", f"is {self.base_port}; {self.engines} engines would need port {last_port}",
+        )  # fmt: skip
+        last_port = (self.http_port or 0) + self.engines - 1
+        _require(
+            not self.http_port or last_port <= PORT_MAX,
+            "http_port", f"is {self.http_port}; {self.engines} engines would need port {last_port}",
         )  # fmt: skip
         _require(
             self.trace is None or self.trace.is_file(), "trace", f"{self.trace} is no file; give the path of a trace"

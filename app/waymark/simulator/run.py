@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from waymark.domain.engines import TRAITS
 from waymark.simulator.encode import Dimensions
 from waymark.simulator.engine import SimulatedEngine, build_engine
+from waymark.simulator.http import EngineHttp
 from waymark.simulator.options import SimulateOptions
 from waymark.simulator.register import register
 from waymark.simulator.workload import Prompt, conversations, read_trace
@@ -35,11 +36,13 @@ class EngineStarted:
     replay_endpoint: str | None
     dialect: str
     is_registered: bool
+    http_url: str | None = None
 
     def __str__(self) -> str:
+        http = "" if self.http_url is None else f", {self.http_url}"
         replay = "no replay" if self.replay_endpoint is None else f"replay {self.replay_endpoint}"
         registered = ", registered" if self.is_registered else ""
-        return f"{self.instance_id}: {self.dialect} on {self.endpoint}, {replay}{registered}"
+        return f"{self.instance_id}: {self.dialect} on {self.endpoint}, {replay}{http}{registered}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +107,13 @@ async def simulate(
     async with AsyncExitStack() as stack:
         for i, engine in enumerate(engines):
             await stack.enter_async_context(engine.publisher)
+            http_url = None
+            if options.http_port is not None:
+                http_url = (await stack.enter_async_context(_http(options, options.http_port, i, engine))).url
             if options.register_url is not None:
                 await _register(options, options.register_url, i, engine)
             if on_start is not None:
-                on_start(_started(options, i, engine))
+                on_start(_started(options, i, engine, http_url))
         for engine in engines:
             engine.start()
         deadline = None if options.duration_seconds is None else loop.time() + options.duration_seconds
@@ -193,6 +199,18 @@ def _engine(options: SimulateOptions, i: int) -> SimulatedEngine:
     )
 
 
+def _http(options: SimulateOptions, port: int, i: int, engine: SimulatedEngine) -> EngineHttp:
+    return EngineHttp(
+        engine,
+        host=options.host,
+        port=port + i if port else 0,
+        model_name=options.model_name,
+        block_size=options.block_size,
+        gpu_blocks=options.gpu_blocks,
+        adapters=options.lora_names,
+    )
+
+
 async def _register(options: SimulateOptions, base_url: str, i: int, engine: SimulatedEngine) -> None:
     kind = next(kind for kind, traits in TRAITS.items() if traits.dialect == options.dialect.partition("-")[0])
     fields = {
@@ -214,7 +232,7 @@ def _advertised(options: SimulateOptions, endpoint: str | None) -> str | None:
     return f"tcp://{options.advertised_host}:{endpoint.rpartition(':')[2]}"
 
 
-def _started(options: SimulateOptions, i: int, engine: SimulatedEngine) -> EngineStarted:
+def _started(options: SimulateOptions, i: int, engine: SimulatedEngine, http_url: str | None) -> EngineStarted:
     publisher = engine.publisher
     return EngineStarted(
         _instance(options, i),
@@ -222,6 +240,7 @@ def _started(options: SimulateOptions, i: int, engine: SimulatedEngine) -> Engin
         publisher.replay_endpoint,
         options.dialect,
         options.register_url is not None,
+        http_url,
     )
 
 

@@ -9,7 +9,16 @@ from typing import Any, get_args
 import orjson
 
 from waymark.domain.engines import Copies, EngineKind, Scope
-from waymark.domain.names import U32_MAX, GroupName, Holder, Registration, SeqCounter
+from waymark.domain.names import (
+    BY_CLIENT,
+    U32_MAX,
+    GroupName,
+    Holder,
+    Origin,
+    OriginKind,
+    Registration,
+    SeqCounter,
+)
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import PLAIN, WEIGHT_MAX, Role, Target
 from waymark.store import keys
@@ -23,6 +32,7 @@ _ROWS_MAX = 16_384
 
 _SCOPES: tuple[Scope, ...] = get_args(Scope)
 _COPIES: tuple[Copies, ...] = get_args(Copies)
+_ORIGINS: tuple[OriginKind, ...] = get_args(OriginKind)
 _SEQ_COUNTERS: tuple[SeqCounter, ...] = get_args(SeqCounter)
 
 #: ``Holder`` fields as they stand in the table; its id is the field.
@@ -47,15 +57,15 @@ class Claim:
 
     def encode(self) -> bytes:
         registration = {name: value for name, value in asdict(self.registration).items() if value is not None}
-        del registration["target"]
-        registration |= _changed(self.registration.target)
+        del registration["target"], registration["origin"]
+        registration |= _changed(self.registration.target) | _origin(self.registration)
         ids: dict[str, Any] = {"publisher": self.publisher, "group": self.group_id, "shards": self.shards}
         if self.is_leaving:
             ids["leaving"] = True
         if self.successor is not None:
             to = {"endpoint": self.successor.endpoint, "replay_endpoint": self.successor.replay_endpoint}
             named = {name: value for name, value in to.items() if value is not None}
-            ids["moves_to"] = named | _changed(self.successor.target)
+            ids["moves_to"] = named | _changed(self.successor.target) | _origin(self.successor)
         return orjson.dumps({"format": FORMAT} | registration | ids)
 
     @classmethod
@@ -77,6 +87,7 @@ class Claim:
             copies=of.one_of("copies", _COPIES),
             sequence=of.one_of("sequence", _SEQ_COUNTERS),
             target=_target_of(of),
+            origin=_origin_of(of),
         )
         return cls(
             registration,
@@ -97,8 +108,8 @@ class Claim:
         return claim
 
     def has_stream_of(self, other: Claim) -> bool:
-        """Whether the two claims differ in the target only, so that the stream can go on."""
-        mine = replace(self.registration, target=other.registration.target)
+        """Whether the two claims differ in target and origin only, so that the stream can go on."""
+        mine = replace(self.registration, target=other.registration.target, origin=other.registration.origin)
         return (self.publisher, self.is_leaving, mine) == (other.publisher, other.is_leaving, other.registration)
 
     def target(self) -> bytes:
@@ -128,6 +139,15 @@ class Claim:
         return orjson.dumps(row)
 
 
+def _origin(registration: Registration) -> dict[str, Any]:
+    return {} if registration.origin == BY_CLIENT else {"origin": registration.origin._asdict()}
+
+
+def _origin_of(of: Document) -> Origin:
+    part = of.optional_part("origin")
+    return BY_CLIENT if part is None else Origin(part.one_of("kind", _ORIGINS), part.text("source"))
+
+
 def _changed(target: Target) -> dict[str, Any]:
     """The fields of a target that differ from their defaults."""
     values = {each.name: getattr(target, each.name) for each in fields(Target)}
@@ -141,6 +161,8 @@ def _target_of(of: Document) -> Target:
         weight=of.number("weight", WEIGHT_MAX, 1.0),
         labels=of.texts("labels"),
         metrics_url=of.optional_text("metrics_url"),
+        adapters=of.words("adapters"),
+        aliases=of.words("aliases"),
     )
 
 
@@ -153,6 +175,7 @@ def _successor(of: Document, registration: Registration) -> Registration | None:
         endpoint=to.optional_text("endpoint"),
         replay_endpoint=to.optional_text("replay_endpoint"),
         target=_target_of(to),
+        origin=_origin_of(to),
     )
 
 

@@ -213,6 +213,13 @@ class Document:
             raise Malformed(f"{name} is no object of texts")
         return value
 
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of texts."""
+        value = self._fields.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise Malformed(f"{name} is no list of texts")
+        return tuple(value)
+
     def flag(self, name: str) -> bool:
         value = self._fields.get(name, False)
         if not isinstance(value, bool):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from waymark.domain.names import PublisherName, Registration
+from waymark.domain.names import BY_CLIENT, PublisherName, Registration
 from waymark.errors import Conflict, StoreUnavailable
 from waymark.shown import shown
 from waymark.store import keys
@@ -78,6 +78,9 @@ class Registry:
                 await self.finish(claim)
             else:
                 _check_same(claim.registration, registration)
+                if claim.registration.origin == BY_CLIENT and registration.origin.kind != "url":
+                    # A client has registered it, so that only a client may unregister it.
+                    registration = replace(registration, origin=BY_CLIENT)
                 if claim.registration == registration and await self.begin(claim):
                     return has_moved
                 changed = replace(claim, registration=registration)
@@ -94,6 +97,12 @@ class Registry:
                     has_moved = True
                     await self.finish(marked)
         raise _contended(registration.name)
+
+    async def check(self, registration: Registration) -> None:
+        """Raise the Conflict that ``register`` would raise now."""
+        claim = await self._directory.claim(registration.name)
+        if claim is not None and not claim.is_leaving:
+            _check_same(claim.registration, registration)
 
     async def restore(self, registration: Registration) -> None:
         """Register a publisher that Redis has lost, unless a client has since registered or unregistered it.

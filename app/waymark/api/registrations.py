@@ -1,0 +1,89 @@
+"""Publishers are registered and unregistered: ``/register`` and ``/unregister`` of the root dialect."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from waymark.api.bodies import Body
+from waymark.api.errors import short
+from waymark.api.operations import Answer, Paused
+from waymark.api.schemas import RegisterByUrlRequest, RegisterRequest, UnregisterRequest
+from waymark.asker import Asker
+from waymark.discovery.describe import Describer, base_of
+from waymark.discovery.engines import EngineRegistrations
+from waymark.domain.names import DEFAULT_TENANT, Origin, PublisherName, Registration
+from waymark.endpoints import AllowedEndpoints
+from waymark.errors import NotFound
+from waymark.settings import Settings
+from waymark.store.store import Store
+
+
+def registration_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> Registration:
+    """The registration that the fields of ``POST /register`` make; ``InvalidValue`` where one does not fit."""
+    registration = RegisterRequest.of(fields).registration()
+    allowed.check(registration.endpoint, "endpoint")
+    allowed.check(registration.replay_endpoint, "replay_endpoint")
+    allowed.check(registration.target.address, "address")
+    allowed.check(registration.target.metrics_url, "metrics_url")
+    return registration
+
+
+class Registrations:
+    """Handlers of ``/register`` and ``/unregister``."""
+
+    def __init__(self, store: Store, settings: Settings, asker: Asker) -> None:
+        self._store = store
+        self._allowed = AllowedEndpoints(settings.allowed_endpoints)
+        self._registration_of = partial(registration_of, allowed=self._allowed)
+        self._engines = EngineRegistrations(Describer(asker, self._allowed), self._registration_of)
+
+    async def register(self, body: Body) -> Answer | Paused:
+        if body.fields.get("url"):
+            request = RegisterByUrlRequest.of(body.fields)
+            self._allowed.check(request.url, "url")
+            origin = Origin("url", base_of(request.url))
+            return Paused(partial(self._engines.of, origin.source, request.fields(), origin), self._register_ranks)
+        registration = self._registration_of(body.fields)
+        await self._store.registry.register(registration)
+        return Answer({"status": "registered successfully", "instance_id": registration.instance_id})
+
+    async def _register_ranks(self, registrations: list[Registration]) -> Answer:
+        """All ranks of an engine, or none of them where one contradicts what is registered."""
+        for registration in registrations:
+            await self._store.registry.check(registration)
+        for registration in registrations:
+            await self._store.registry.register(registration)
+        first = registrations[0]
+        return Answer(
+            {
+                "status": "registered successfully",
+                "instance_id": first.instance_id,
+                "model": first.model_name,
+                "type": first.kind,
+                "block_size": first.block_size,
+                "adapters": list(first.target.adapters),
+                "ranks": [
+                    {"dp_rank": each.dp_rank, "endpoint": each.endpoint, "replay_endpoint": each.replay_endpoint}
+                    for each in registrations
+                ],
+            }
+        )
+
+    async def unregister(self, body: Body) -> Answer:
+        request = UnregisterRequest.of(body.fields)
+        tenant_id = request.tenant_id or DEFAULT_TENANT
+        if request.dp_rank is None:
+            names = [
+                registration.name
+                for registration in await self._store.directory.registrations()
+                if registration.instance_id == request.instance_id and registration.tenant_id == tenant_id
+            ]
+        else:
+            names = [PublisherName(request.instance_id, tenant_id, request.dp_rank)]
+        removed = await self._store.registry.unregister(names) if names else []
+        if not removed:
+            rank = "*" if request.dp_rank is None else request.dp_rank
+            instance_id, tenant_id = (short(name) for name in (request.instance_id, tenant_id))
+            raise NotFound(f"service not found: {instance_id}|{tenant_id}|{rank}")
+        return Answer({"status": "unregistered successfully", "removed_instances": [str(name) for name in removed]})

@@ -1,0 +1,1 @@
+"""Where engines come from: their own description, Kubernetes, a file; and what keeps their registrations up to date."""

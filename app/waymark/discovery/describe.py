@@ -1,0 +1,296 @@
+"""Asks an engine what a registration needs to know: its model, its block size, and the event sockets of its ranks.
+
+vLLM answers ``/kv_event_sources`` (0.32 and later), ``/v1/models`` and ``/metrics``; SGLang ``/server_info`` and
+``/v1/models``. An engine is not trusted: every answer has a bound, and ``endpoint`` says which of its sockets are its
+own. What an engine does not say, ``silent`` explains by the field that then has to be given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from waymark.asker import Asker, Reply
+from waymark.discovery.sockets import HostNames, UnusableSocket
+from waymark.domain.engines import EngineKind
+from waymark.domain.targets import ADAPTERS_MAX
+from waymark.endpoints import AllowedEndpoints
+from waymark.errors import InvalidValue, RemoteUnavailable, Unanswered
+from waymark.shown import shown
+
+#: How long an engine may take for all of its answers.
+SECONDS = 5.0
+_ANSWER_BYTES_MAX = 4 * 2**20
+#: An engine that claims to have more is not believed.
+RANKS_MAX = 1024
+
+_SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1/models", "/metrics"
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
+_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class RankSockets:
+    """Where one rank publishes and replays."""
+
+    dp_rank: int
+    endpoint: str
+    replay_endpoint: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What an engine has said of itself."""
+
+    url: str
+    kind: EngineKind | None
+    model_name: str | None
+    aliases: tuple[str, ...]
+    """Further names that it serves the model under."""
+    adapters: tuple[str, ...]
+    block_size: int | None
+    ranks: tuple[RankSockets, ...]
+    silent: Mapping[str, str] = field(default_factory=dict)
+    """By field of a registration: why the engine has not said it."""
+
+
+class Describer:
+    """Asks engines, with the key and within the places that the settings allow."""
+
+    def __init__(self, asker: Asker, allowed: AllowedEndpoints, *, seconds: float = SECONDS) -> None:
+        self._asker = asker
+        self._names = HostNames(allowed)
+        self._seconds = seconds
+
+    async def describe(self, url: str, kind: EngineKind | None = None) -> Description:
+        """The description of the engine at ``url``; of an engine that is known to be of ``kind``, if it is.
+
+        Raises RemoteUnavailable where the engine does not answer, InvalidValue on ``url`` where something else does.
+        """
+        base = base_of(url)
+        try:
+            async with asyncio.timeout(self._seconds):
+                paths = (_SOURCES, _SERVER, _MODELS, _METRICS)
+                replies = dict(
+                    zip(paths, await asyncio.gather(*(self._ask(base + path) for path in paths)), strict=True)
+                )
+                return await self._read(base, kind, replies)
+        except TimeoutError:
+            raise _unavailable(base, f"it has not answered within {self._seconds:g} s") from None
+
+    async def close(self) -> None:
+        await self._asker.close()
+
+    async def _ask(self, url: str) -> Reply | Unanswered:
+        try:
+            return await self._asker.ask(url, seconds=self._seconds, bytes_max=_ANSWER_BYTES_MAX)
+        except Unanswered as error:
+            return error
+
+    async def _read(self, base: str, kind: EngineKind | None, replies: Mapping[str, Reply | Unanswered]) -> Description:
+        models = _json(replies[_MODELS])
+        cards = _cards(models)
+        server, sources = _json(replies[_SERVER]), _json(replies[_SOURCES])
+        if cards is None and not isinstance(server, dict) and not isinstance(sources, dict | list):
+            raise _no_engine(base, replies[_MODELS])
+        kind = kind or _kind(server, sources, cards)
+        silent: dict[str, str] = {}
+        if kind is EngineKind.SGLANG:
+            stated, ranks_text = server if isinstance(server, dict) else {}, _SERVER
+            ranks, block_size = _ranks_of_sglang(stated, silent, replies[_SERVER])
+            names = [stated["served_model_name"]] if isinstance(stated.get("served_model_name"), str) else []
+        else:
+            ranks_text = _SOURCES
+            ranks = _ranks_of_vllm(sources, silent, replies[_SOURCES])
+            block_size = _block_size(replies[_METRICS], silent)
+            names = []
+        names += [name for name, parent in cards or () if parent is None and name not in names]
+        if not names:
+            silent["modelname"] = f"its {_MODELS} names no model{_because(replies[_MODELS])}"
+        if kind is None:
+            silent["type"] = f"it answers neither {_SOURCES} nor {_SERVER}"
+        sockets: list[RankSockets] = []
+        try:
+            for rank, endpoint, replay_endpoint in ranks:
+                own = await self._names.own(base, endpoint, "endpoint", rank)
+                replay = None
+                if replay_endpoint is not None:
+                    replay = await self._names.own(base, replay_endpoint, "replay_endpoint", rank)
+                sockets.append(RankSockets(rank, own, replay))
+        except UnusableSocket as error:
+            sockets, silent["endpoint"] = [], error.sentence
+        if not sockets and "endpoint" not in silent:
+            silent["endpoint"] = f"its {ranks_text} names no socket; start it with --kv-events-config"
+        return Description(
+            url=base,
+            kind=kind,
+            model_name=names[0] if names else None,
+            aliases=tuple(names[1:ADAPTERS_MAX]),
+            adapters=tuple(name for name, parent in cards or () if parent is not None)[:ADAPTERS_MAX],
+            block_size=block_size,
+            ranks=tuple(sockets),
+            silent=silent,
+        )
+
+
+# ---- vLLM ------------------------------------------------------------------------------------------
+
+
+def _ranks_of_vllm(
+    sources: Any, silent: dict[str, str], reply: Reply | Unanswered
+) -> list[tuple[int, str, str | None]]:
+    """``{"0": {...}}``, a list, or ``{"sources": [...]}``: rank, endpoint and replay endpoint of each."""
+    if isinstance(sources, dict) and isinstance(sources.get("sources"), list | dict):
+        sources = sources["sources"]
+    if isinstance(sources, list):
+        sources = {_rank_in(source, i): source for i, source in enumerate(sources)}
+    if not isinstance(sources, dict):
+        silent["endpoint"] = f"it has no {_SOURCES}, which vLLM has from 0.32 on{_because(reply)}"
+        return []
+    found = []
+    for rank, source in sources.items():
+        if not isinstance(source, dict) or not str(rank).isdecimal():
+            continue
+        endpoint, replay = source.get("endpoint"), source.get("replay_endpoint")
+        if isinstance(endpoint, str) and source.get("publisher", "zmq") == "zmq":
+            found.append((int(str(rank)), endpoint, replay if isinstance(replay, str) and replay else None))
+    if len(found) > RANKS_MAX:
+        silent["endpoint"] = f"it names the sockets of {len(found)} ranks, and at most {RANKS_MAX} are read"
+        return []
+    return sorted(found)
+
+
+def _rank_in(source: Any, position: int) -> Any:
+    if isinstance(source, dict):
+        for name in ("data_parallel_rank", "dp_rank", "rank"):
+            if isinstance(source.get(name), int):
+                return source[name]
+    return position
+
+
+def _block_size(reply: Reply | Unanswered, silent: dict[str, str]) -> int | None:
+    """Tokens per block as resolved at the start of the engine: of full attention where groups of layers differ."""
+    sizes: set[int] = set()
+    for line in _CACHE_CONFIG.findall(reply.body if isinstance(reply, Reply) and reply.status == 200 else b""):
+        labels = {name.decode(): value.decode(errors="replace") for name, value in _LABEL.findall(line)}
+        for name in ("effective_attention_block_size", "block_size"):
+            if labels.get(name, "").isdecimal():
+                sizes.add(int(labels[name]))
+                break
+    if len(sizes) == 1:
+        return sizes.pop()
+    if sizes:
+        silent["block_size"] = f"its ranks have different ones, {', '.join(map(str, sorted(sizes)[:8]))}"
+    else:
+        silent["block_size"] = f"its {_METRICS} has no vllm:cache_config_info{_because(reply)}"
+    return None
+
+
+# ---- SGLang ----------------------------------------------------------------------------------------
+
+
+def _ranks_of_sglang(
+    server: Mapping[str, Any], silent: dict[str, str], reply: Reply | Unanswered
+) -> tuple[list[tuple[int, str, str | None]], int | None]:
+    stated = server.get("kv_events")
+    if not isinstance(stated, dict):
+        page, dcp = server.get("page_size"), server.get("dcp_size", 1)
+        size = page * dcp if type(page) is int and type(dcp) is int else None
+        if size is None:
+            silent["block_size"] = f"its {_SERVER} has no page_size{_because(reply)}"
+        why = "publishes no events" if "kv_events" in server else "does not name its event sockets"
+        silent["endpoint"] = f"its {_SERVER} says that it {why}; start it with --kv-events-config{_because(reply)}"
+        return [], size
+    size, dp_size = stated.get("block_size"), stated.get("dp_size", 1)
+    host, base = stated.get("endpoint_host"), stated.get("endpoint_port_base")
+    replay = stated.get("replay_endpoint_port_base")
+    if type(size) is not int:
+        size = None
+        silent["block_size"] = f"kv_events in its {_SERVER} has no block_size"
+    if not isinstance(host, str) or type(base) is not int:
+        silent["endpoint"] = f"kv_events in its {_SERVER} has no endpoint_host and endpoint_port_base"
+        return [], size
+    if type(dp_size) is not int or not 0 < dp_size <= RANKS_MAX:
+        silent["endpoint"] = f"kv_events in its {_SERVER} has dp_size {shown(dp_size)}, which is not 1 to {RANKS_MAX}"
+        return [], size
+    place = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return [
+        (rank, f"tcp://{place}:{base + rank}", f"tcp://{place}:{replay + rank}" if type(replay) is int else None)
+        for rank in range(dp_size)
+    ], size
+
+
+# ---- answers ---------------------------------------------------------------------------------------
+
+
+def _json(reply: Reply | Unanswered) -> Any:
+    if isinstance(reply, Unanswered) or reply.status != 200:
+        return None
+    try:
+        return json.loads(reply.body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _cards(models: Any) -> list[tuple[str, str | None]] | None:
+    """The names of ``/v1/models``, each with the model that it is an adapter of; None where it is no such answer."""
+    data = models.get("data") if isinstance(models, dict) else None
+    if not isinstance(data, list):
+        return None
+    found: dict[str, str | None] = {}
+    for card in data:
+        if isinstance(card, dict) and isinstance(card.get("id"), str) and 0 < len(card["id"]) <= _NAME_MAX:
+            parent = card.get("parent")
+            found.setdefault(card["id"], parent if isinstance(parent, str) else None)
+    return list(found.items())
+
+
+_NAME_MAX = 256
+
+
+def _kind(server: Any, sources: Any, cards: Any) -> EngineKind | None:
+    if isinstance(sources, dict | list):
+        return EngineKind.VLLM
+    if isinstance(server, dict) and ("kv_events" in server or "page_size" in server):
+        return EngineKind.SGLANG
+    return None
+
+
+def _because(reply: Reply | Unanswered) -> str:
+    if isinstance(reply, Unanswered):
+        return f" ({reply.sentence})"
+    if reply.status in (401, 403):
+        return f" (status {reply.status}; set WAYMARK_ENGINE_API_KEY to the key of the engine)"
+    return "" if reply.status == 200 else f" (status {reply.status})"
+
+
+def _no_engine(base: str, reply: Reply | Unanswered) -> InvalidValue | RemoteUnavailable:
+    if isinstance(reply, Unanswered):
+        return _unavailable(base, reply.sentence)
+    if reply.status >= 500:
+        return _unavailable(base, f"it answers {_MODELS} with status {reply.status}")
+    return InvalidValue(
+        f"url {shown(base)} is no engine: {_MODELS} is answered without a list of models{_because(reply)}; "
+        "give the URL of the HTTP API of vLLM or SGLang",
+        field="url",
+    )
+
+
+def _unavailable(base: str, why: str) -> RemoteUnavailable:
+    return RemoteUnavailable(f"the engine {base} cannot be used now: {why}")
+
+
+def base_of(url: str) -> str:
+    """The URL without the slash at its end, and without the ``/v1`` that clients of OpenAI's API have in theirs."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def instance_id_of(url: str) -> str:
+    """``10.0.0.7:8000`` of ``http://10.0.0.7:8000/``: what an engine is called that nobody has named."""
+    parts = urlsplit(url)
+    return parts.netloc if parts.port is not None else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"

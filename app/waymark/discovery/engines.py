@@ -1,0 +1,110 @@
+"""The registrations of an engine: what a client, a file or a pod gave, and for the rest what the engine says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from waymark.discovery.describe import Describer, Description, RankSockets, instance_id_of
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import Origin, Registration
+from waymark.errors import InvalidValue
+from waymark.shown import shown
+
+RegistrationOf = Callable[[dict[str, Any]], Registration]
+"""Makes a registration of the fields of ``POST /register``; raises InvalidValue where one does not fit."""
+
+
+class EngineRegistrations:
+    def __init__(self, describer: Describer, registration_of: RegistrationOf) -> None:
+        self._describer = describer
+        self._registration_of = registration_of
+
+    async def of(self, url: str, given: dict[str, Any], origin: Origin) -> list[Registration]:
+        """One registration for each rank of the engine at ``url``, at least one, by rank.
+
+        ``given`` are fields of ``POST /register``; they are not taken from the engine. Raises RemoteUnavailable where
+        the engine does not answer, and InvalidValue that names each field that neither of the two says.
+        """
+        kind = given.get("type")
+        description = await self._describer.describe(url, None if kind is None else EngineKind(kind))
+        _check_given(description, given)
+        fields = {
+            "instance_id": instance_id_of(description.url),
+            "type": description.kind,
+            "modelname": description.model_name,
+            "block_size": description.block_size,
+            "address": description.url,
+        } | given
+        missing = [name for name in ("type", "modelname", "block_size") if fields[name] is None]
+        sockets = _sockets(description, given)
+        if not sockets:
+            missing.append("endpoint")
+        if missing:
+            raise _unsaid(description, missing)
+        if given.get("endpoint") is not None:
+            origin = Origin()  # the engine is not asked for sockets that a client has named
+        return [_known(self._registration_of(fields | _own(each)), description, origin) for each in sockets]
+
+
+def _own(each: RankSockets | None) -> dict[str, Any]:
+    if each is None:
+        return {}
+    return {"dp_rank": each.dp_rank, "endpoint": each.endpoint, "replay_endpoint": each.replay_endpoint}
+
+
+def _known(registration: Registration, description: Description, origin: Origin) -> Registration:
+    target = replace(registration.target, adapters=description.adapters, aliases=_aliases(registration, description))
+    return replace(registration, target=target, origin=origin)
+
+
+def _aliases(registration: Registration, description: Description) -> tuple[str, ...]:
+    served = () if description.model_name is None else (description.model_name, *description.aliases)
+    return tuple(name for name in served if name != registration.model_name)
+
+
+def _sockets(description: Description, given: dict[str, Any]) -> list[RankSockets | None]:
+    """The ranks to register; None is one whose sockets are given, or that needs none."""
+    kind = EngineKind(given.get("type") or description.kind or EngineKind.VLLM)
+    if given.get("endpoint") is not None or not kind.traits.needs_endpoint:
+        return [None]
+    ranks = description.ranks
+    if given.get("dp_rank") is not None:
+        ranks = tuple(each for each in ranks if each.dp_rank == given["dp_rank"])
+    return list(ranks)
+
+
+def _check_given(description: Description, given: dict[str, Any]) -> None:
+    """What the client gave must not contradict the engine: blocks of another size or model would never be found."""
+    served = () if description.model_name is None else (description.model_name, *description.aliases)
+    model, block_size = given.get("modelname"), given.get("block_size")
+    if model is not None and served and model not in served:
+        raise InvalidValue(
+            f"modelname {shown(model)} is not served by {description.url}, which serves {shown(served[0])}; leave "
+            "modelname out",
+            field="modelname",
+        )
+    if block_size is not None and description.block_size not in (None, block_size):
+        raise InvalidValue(
+            f"block_size {block_size} is not that of {description.url}, which has {description.block_size}; leave "
+            "block_size out",
+            field="block_size",
+        )
+
+
+def _unsaid(description: Description, missing: list[str]) -> InvalidValue:
+    reasons = "; ".join(
+        f"{name}, for {description.silent.get(name, 'no rank of it has the dp_rank that was given')}"
+        for name in missing
+    )
+    return InvalidValue(
+        f"the engine {description.url} does not say everything that a registration needs: {reasons}. Send "
+        f"{' and '.join(missing)} in addition to url{_or_none(missing)}",
+        reason="missing",
+        field=missing[0],
+    )
+
+
+def _or_none(missing: list[str]) -> str:
+    return ', or "type": "none" for an engine without events' if missing == ["endpoint"] else ""

@@ -1,0 +1,130 @@
+"""``waymark register`` and ``waymark unregister``: an engine by its URL, on a Waymark that runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from time import monotonic
+
+from waymark.client import AsyncClient, Publisher, Refused, Unavailable
+
+DEFAULT_URL = "http://127.0.0.1:13333"
+_PAUSE_SECONDS = 0.1
+#: Fields of ``POST /register`` that have a flag.
+_FIELDS = {
+    "instance_id": "the name that a router picks; the default is host:port of the URL",
+    "type": "the type of the engine, if it does not say it",
+    "model": "the model, if the engine serves several names",
+    "block_size": "the tokens per block, if the engine does not say it",
+    "endpoint": "the event socket, if the engine does not say it",
+    "replay_endpoint": "the replay socket, if the engine does not say it",
+    "dp_rank": "register this rank only",
+    "role": "the role: prefill, decode or both",
+}
+_NUMBERS = {"block_size", "dp_rank"}
+
+
+class NotRegistered(Exception):
+    """The sentence that says why."""
+
+
+def add_register(parser: argparse.ArgumentParser) -> None:
+    _add_service(parser)
+    parser.add_argument("engine", metavar="URL", help="the HTTP API of the engine, such as http://127.0.0.1:8000")
+    for name, sentence in _FIELDS.items():
+        kind = int if name in _NUMBERS else str
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=sentence)
+    parser.add_argument(
+        "--wait-seconds", type=float, default=10.0, help="how long to wait for the streams of the engine (10)"
+    )
+
+
+def add_unregister(parser: argparse.ArgumentParser) -> None:
+    _add_service(parser)
+    parser.add_argument("engine", metavar="NAME", help="the instance_id, or the URL that the engine was registered by")
+    parser.add_argument("--dp-rank", type=int, help="unregister this rank only")
+
+
+def _add_service(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the URL of Waymark ({DEFAULT_URL})")
+    parser.add_argument("--tenant-id", help="the tenant; the default is 'default'")
+    parser.add_argument("--api-token", help="the bearer token; the default is WAYMARK_API_TOKEN")
+
+
+async def register(arguments: argparse.Namespace) -> AsyncIterator[str]:
+    """Lines to print: the engine, then the state of each of its streams. Raises NotRegistered."""
+    names = (
+        "instance_id",
+        "type",
+        "model",
+        "block_size",
+        "endpoint",
+        "replay_endpoint",
+        "dp_rank",
+        "role",
+        "tenant_id",
+    )
+    options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    async with _client(arguments) as waymark:
+        try:
+            engine = await waymark.register_url(arguments.engine, **options)
+        except (Refused, Unavailable) as error:
+            raise NotRegistered(str(error)) from None
+        adapters = f", adapters {', '.join(engine.adapters)}" if engine.adapters else ""
+        yield f"{engine.instance_id}: {engine.type}, model {engine.model}, {engine.block_size} tokens a block{adapters}"
+        tenant_id = arguments.tenant_id or "default"
+        deadline = monotonic() + arguments.wait_seconds
+        while True:
+            found = [
+                each
+                for each in await _publishers(waymark)
+                if (each.instance_id, each.tenant_id) == (engine.instance_id, tenant_id)
+                and each.dp_rank in engine.endpoints
+            ]
+            if all(each.status not in ("pending", "replaying") and _has_blocks(each) for each in found):
+                break
+            if monotonic() > deadline:
+                break
+            await asyncio.sleep(_PAUSE_SECONDS)
+        for each in found:
+            yield f"rank {each.dp_rank}: {engine.endpoints[each.dp_rank] or 'no socket'}, {_state(each)}"
+
+
+async def unregister(arguments: argparse.Namespace) -> AsyncIterator[str]:
+    """One line for each rank. Raises NotRegistered."""
+    name = arguments.engine
+    if name.startswith(("http://", "https://")):
+        scheme, _, rest = name.partition("://")
+        place = rest.partition("/")[0]
+        name = place if ":" in place.rpartition("]")[2] else f"{place}:{443 if scheme == 'https' else 80}"
+    async with _client(arguments) as waymark:
+        try:
+            removed = await waymark.unregister(name, tenant_id=arguments.tenant_id, dp_rank=arguments.dp_rank)
+        except (Refused, Unavailable) as error:
+            raise NotRegistered(str(error)) from None
+    for each in removed:
+        yield f"unregistered {each}"
+
+
+def _client(arguments: argparse.Namespace) -> AsyncClient:
+    token = arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None
+    return AsyncClient(arguments.url, api_token=token, timeout=15.0, trust_env=False)
+
+
+async def _publishers(waymark: AsyncClient) -> list[Publisher]:
+    try:
+        return list((await waymark.workers()).publishers)
+    except Refused:
+        return []  # the token may write and not read
+
+
+def _has_blocks(publisher: Publisher) -> bool:
+    return publisher.status != "active" or any(publisher.blocks.values())
+
+
+def _state(publisher: Publisher) -> str:
+    held = ", ".join(f"{count} blocks on {medium}" for medium, count in publisher.blocks.items() if count)
+    error = f" ({publisher.last_error})" if publisher.last_error else ""
+    return f"{publisher.status}{error}, {held or 'no blocks yet'}"

@@ -1,0 +1,96 @@
+"""One URL is enough: two simulated engines, ``waymark register``, and their blocks are there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.live import start
+from tests.patience import patient, within
+
+pytestmark = pytest.mark.outside
+
+
+@asynccontextmanager
+async def simulate(*flags: str) -> AsyncIterator[list[str]]:
+    """``waymark simulate`` as a process; the URLs of its engines."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "waymark", "simulate", "--base-port", "0", "--http-port", "0", "--stay", *flags),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        urls: list[str] = []
+        async with within(60):
+            while len(urls) < 2:
+                line = (await process.stdout.readline()).decode()
+                assert line, "waymark simulate has ended"
+                urls += re.findall(r"http://[\d.:]+", line)
+        yield urls
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def waymark(*words: str) -> tuple[int, str]:
+    """A command as a process: its exit code and all that it printed."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "waymark", *words),
+        env=environ,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with within(60):
+        output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
+@pytest.mark.parametrize("dialect", ["vllm-map", "sglang-map"])
+async def test_two_engines_are_registered_and_their_blocks_are_there(
+    redis_url: str, tmp_path: Path, dialect: str
+) -> None:
+    flags = (
+        "--engines",
+        "2",
+        "--dialect",
+        dialect,
+        "--prompts",
+        "20",
+        "--prompts-per-second",
+        "0",
+        "--lora-names",
+        "sql",
+    )
+    async with start("serve", redis_url, tmp_path / "log") as live, simulate(*flags) as urls:
+        for url in urls:
+            code, said = await waymark("register", url, "--url", live.url, "--wait-seconds", str(patient(30)))
+            assert code == 0, said
+            assert "model demo, 16 tokens a block, adapters sql" in said
+            assert re.search(r"rank 0: tcp://127\.0\.0\.1:\d+, active, [1-9]\d* blocks on GPU", said), said
+        async with live.client() as client:
+            publishers = (await client.get("/workers")).json()["publishers"]
+        assert [(each["address"], each["source"], each["adapters"]) for each in publishers] == [
+            (url, "url", ["sql"]) for url in urls
+        ]
+        code, said = await waymark("unregister", urls[0], "--url", live.url)
+        assert (code, said) == (0, f"unregistered {urls[0].removeprefix('http://')}|default|0\n")
+        code, said = await waymark("unregister", urls[0], "--url", live.url)
+        assert code == 1
+        assert "service not found" in said
+
+
+async def test_what_is_no_engine_is_a_sentence(redis_url: str, tmp_path: Path) -> None:
+    async with start("serve", redis_url, tmp_path / "log") as live:
+        code, said = await waymark("register", live.url, "--url", live.url)
+        assert code == 1
+        assert "is no engine" in said
