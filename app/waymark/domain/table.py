@@ -60,6 +60,8 @@ class HolderTable:
     """Of the publishers whose registration says more than a plain one."""
     silent: frozenset[int] = frozenset()
     """Publishers that tell no events."""
+    has_singles: bool = False
+    """The group has blocks of unknown depth, outside of rows."""
     _views: dict[int, View] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -211,12 +211,13 @@ def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> Ho
                 publisher, targets[target[0]], is_silent = target
                 if is_silent:
                     silent.add(publisher)
-        elif name not in (b"group", b"version", b"incarnation"):
+        elif name not in (b"group", b"version", b"incarnation", b"singles"):
             holder = parser.parse(RecordKind.HOLDER, key, name, _holder, name, value)
             if holder is not None:
                 holders[holder.id] = holder
     incarnation = held.get(b"incarnation", b"")
-    return HolderTable(held.get(b"version", b""), group, publishers, holders, incarnation, targets, frozenset(silent))
+    version, has_singles = held.get(b"version", b""), b"singles" in held
+    return HolderTable(version, group, publishers, holders, incarnation, targets, frozenset(silent), has_singles)
 
 
 def decode_group(raw: bytes) -> GroupName:

@@ -1,0 +1,221 @@
+"""A chain on its way through the index: what a query asks for next, and what it knows by then.
+
+The row of each piece is asked for, in chunks. A marked row that does not list all blocks of its piece leaves those open
+until the branch rows that may begin with them are here, which are asked for together with the next chunk. What comes
+before an open block is certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.row_runs import Runs, piece_runs, row_runs
+from waymark.domain.rows import DEPTHS, PIECE_BLOCKS
+from waymark.store.directory import GroupEntry
+from waymark.store.hot_rows import HotRows
+
+KeySource: TypeAlias = Callable[[int], bytes]
+"""Gives the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at its end."""
+
+Name: TypeAlias = tuple[int, bytes]
+"""A value to ask for: its shard, and its name after the prefix of group and shard."""
+
+_PIECE_BYTES = KEY_BYTES * PIECE_BLOCKS
+_ROW = -1
+
+
+class _Piece:
+    """What was asked for beside the row of a piece. Bitmaps have bit i for block i of the piece."""
+
+    __slots__ = ("branches", "has_singles", "values")
+
+    def __init__(self) -> None:
+        self.branches = 0
+        self.has_singles = False
+        self.values: list[tuple[Name, bytes]] = []
+
+
+class Chain:
+    """``ask``, ``take`` and ``settle`` are called in turn, after ``begin``, until the chain is over."""
+
+    def __init__(self, source: KeySource, hot: HotRows) -> None:
+        self._source = source
+        self._hot = hot
+        self._keys = b""
+        self._is_whole = False
+        """The source has no more keys."""
+        self.begin(GroupEntry(0, 1))
+
+    def begin(self, entry: GroupEntry) -> None:
+        """Look the chain up in this group. What was read before is forgotten, the keys are not."""
+        self.has_singles = False
+        """The group has blocks of unknown depth: every block is also looked for among them."""
+        self.found = 0
+        """How many blocks have a holder for certain, up to the first without one."""
+        self.unreadable: set[Name] = set()
+        """The values that cannot be read."""
+        self._entry = entry
+        self._rows: list[bytes | None] = []
+        """The row of each piece that has been asked for."""
+        self._beside: dict[int, _Piece] = {}
+        self._asked: list[tuple[int, int, Name]] = []
+        """(piece, ``_ROW`` or which block's branch row, from ``PIECE_BLOCKS`` on singles, what to ask for)"""
+        self._open: list[tuple[int, int]] = []
+        """(piece, bitmap of its open blocks), in order."""
+        self._is_at_end = False
+        """Nobody has what comes after the rows that have been asked for."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks have been looked up."""
+        return min(PIECE_BLOCKS * len(self._rows), len(self._keys) // KEY_BYTES)
+
+    def ask(self, pieces: int, now: float) -> list[Name]:
+        """What to ask for next: what is open, and the rows of so many more pieces, unless they are hot."""
+        self._asked = []
+        for piece, blocks in self._open:
+            self._ask_beside(piece, blocks)
+        if not self._is_at_end:
+            is_hot = self._hot.expire(now)
+            for piece in self._next_pieces(pieces):
+                self._ask_piece(piece, is_hot=is_hot)
+        return [name for _, _, name in self._asked]
+
+    def take(self, values: Sequence[bytes | None]) -> None:
+        """The values of what was asked for."""
+        for (piece, at, name), value in zip(self._asked, values, strict=True):
+            if at == _ROW:
+                self._rows[piece] = value
+            elif value is not None:
+                if at >= PIECE_BLOCKS:  # a single does not know its depth
+                    value = b"%b%c%b" % (value[:16], DEPTHS[at - PIECE_BLOCKS], value[17:])
+                self._beside[piece].values.append((name, value))
+
+    def keep_hot(self, now: float) -> None:
+        """Keep those rows of the last values that are hot."""
+        for piece, at, _ in self._asked:
+            value = self._rows[piece]
+            if at == _ROW and value is not None:
+                self._hot.keep(self._entry.group_id, self._head(piece), value, now)
+
+    def settle(self) -> tuple[Runs, bool]:
+        """The runs that are certain now and were not before, and whether the chain is over."""
+        certain: Runs = []
+        self._open = []
+        self._is_at_end = False
+        piece = self.found // PIECE_BLOCKS
+        while piece < len(self._rows) and not self._is_at_end:
+            if self.has_singles:
+                self._settle(certain, piece)
+                piece += 1
+                continue
+            runs, count, self._is_at_end = row_runs(self._keys[_PIECE_BYTES * piece :], self._rows[piece:])
+            self._add(certain, piece, runs)
+            piece += count
+            if piece < len(self._rows) and not self._is_at_end:
+                self._settle(certain, piece)
+                piece += 1
+        return certain, not self._open and (self._is_at_end or self._is_whole)
+
+    # ---- asking ----------------------------------------------------------------------------------------
+
+    def _next_pieces(self, count: int) -> range:
+        first = len(self._rows)
+        missing = PIECE_BLOCKS * (first + count) - len(self._keys) // KEY_BYTES
+        if missing > 0 and not self._is_whole:
+            more = self._source(missing)
+            self._is_whole = len(more) < KEY_BYTES * missing
+            self._keys = self._keys + more if self._keys else more
+        return range(first, min(first + count, -(-len(self._keys) // _PIECE_BYTES)))
+
+    def _head(self, piece: int) -> bytes:
+        return self._keys[_PIECE_BYTES * piece : _PIECE_BYTES * piece + KEY_BYTES]
+
+    def _keys_of(self, piece: int) -> bytes:
+        return self._keys[_PIECE_BYTES * piece : _PIECE_BYTES * (piece + 1)]
+
+    def _shard(self, key: bytes) -> int:
+        return 0 if self._entry.shards == 1 else int.from_bytes(key, "big") % self._entry.shards
+
+    def _ask_piece(self, piece: int, *, is_hot: bool) -> None:
+        """Ask for a row, unless it is hot, and for what is known to be needed beside it."""
+        head = self._head(piece)
+        row = self._hot.find(self._entry.group_id, head) if is_hot else None
+        self._rows.append(row.value if row is not None and row.is_enough else None)
+        if self._rows[-1] is None:
+            self._asked.append((piece, _ROW, (self._shard(head), head.hex().encode())))
+        keys = self._keys_of(piece)
+        missing = piece_runs(keys, [row.value])[1] if row is not None and b"+" in row.value else 0
+        if missing or self.has_singles:
+            self._ask_beside(piece, missing)
+
+    def _ask_beside(self, piece: int, blocks: int) -> None:
+        """Ask for the branch rows that may begin with ``blocks``; in a group with singles, for all of them, too."""
+        of = self._beside.setdefault(piece, _Piece())
+        keys = self._keys_of(piece)
+        shard = self._shard(keys[:KEY_BYTES])
+        for at in range(len(keys) // KEY_BYTES):
+            key = keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
+            if (blocks & ~of.branches) >> at & 1:
+                self._asked.append((piece, at, (shard, b"%b:b" % key.hex().encode())))
+            if self.has_singles and not of.has_singles:
+                name = self._shard(key), b"%b:s" % key.hex().encode()
+                self._asked.append((piece, PIECE_BLOCKS + at, name))
+        of.branches |= blocks
+        of.has_singles = self.has_singles
+
+    # ---- settling --------------------------------------------------------------------------------------
+
+    def _settle(self, certain: Runs, piece: int) -> None:
+        """Settle a piece whose row does not decide by itself."""
+        keys = self._keys_of(piece)
+        of = self._beside.get(piece) or _Piece()
+        runs, missing, unreadable = piece_runs(keys, [self._rows[piece], *(value for _, value in of.values)])
+        if unreadable:
+            self._note(piece, of, unreadable)
+        missing &= ~of.branches
+        decided = blocks = len(keys) // KEY_BYTES
+        if self.has_singles and not of.has_singles:
+            decided = 0
+        elif missing:
+            decided = (missing & -missing).bit_length() - 1
+        # Nobody but the row has the blocks before the first open one.
+        runs = _first(runs, decided)
+        self._add(certain, piece, runs)
+        if _length(runs) < decided:
+            self._is_at_end = True
+        elif decided < blocks:
+            self._open.append((piece, missing))
+
+    def _add(self, certain: Runs, piece: int, runs: Runs) -> None:
+        """Put the runs from the beginning of a piece on behind what is certain, unless something before is open."""
+        if self._open:
+            return
+        known = self.found - PIECE_BLOCKS * piece
+        for value, length in runs:
+            more = min(length, length - known)
+            known = max(0, known - length)
+            if more > 0:
+                certain.append((value, more))
+                self.found += more
+
+    def _note(self, piece: int, of: _Piece, unreadable: int) -> None:
+        head = self._head(piece)
+        names = [(self._shard(head), head.hex().encode()), *(name for name, _ in of.values)]
+        self.unreadable |= {name for at, name in enumerate(names) if unreadable >> at & 1}
+
+
+def _length(runs: Runs) -> int:
+    return sum(length for _, length in runs)
+
+
+def _first(runs: Runs, count: int) -> Runs:
+    """The runs of the first ``count`` blocks."""
+    first: Runs = []
+    for value, length in runs:
+        if count > 0:
+            first.append((value, min(length, count)))
+        count -= length
+    return first

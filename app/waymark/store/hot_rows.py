@@ -1,0 +1,77 @@
+"""Hot rows: values that a replica keeps for a short time.
+
+Each row of a long shared system prompt has hundreds of holders, and every query reads these rows. Such a row that was
+read a moment ago is good enough: the table removes a holder that has ended since, and a new holder counts a moment
+later. A marked row with few holders is kept too, but only as a hint: the query asks for it again, and in the same
+request for the branch rows of what it did not list.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from waymark.metrics import Metrics
+
+#: A row with fewer holders is asked for again.
+_HOLDERS_MIN = 8
+#: Bytes of a row without its value, roughly: a dictionary slot, a key, a place in the queue.
+_ROW_BYTES = 300
+
+
+class HotRow(NamedTuple):
+    """A value, and whether it may stand for the row; if not, it is a hint."""
+
+    value: bytes
+    is_enough: bool
+
+
+class HotRows:
+    """Rows by (group id, packed key of the head), at most ``bytes_max`` and ``seconds`` old. Times are monotonic."""
+
+    def __init__(self, seconds: float, bytes_max: int, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics or Metrics()
+        self._metrics.hot_block_bytes.set_function(lambda: self.bytes)
+        self._seconds = seconds
+        self._bytes_max = bytes_max if seconds > 0 else 0
+        self._rows: dict[tuple[int, bytes], HotRow] = {}
+        self._queue: deque[tuple[float, tuple[int, bytes]]] = deque()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def expire(self, now: float) -> bool:
+        """Drop what is too old; whether anything is left."""
+        while self._queue and self._queue[0][0] <= now:
+            self._drop_oldest()
+        return bool(self._rows)
+
+    def find(self, group_id: int, head: bytes) -> HotRow | None:
+        row = self._rows.get((group_id, head))
+        if row is not None:
+            self._metrics.hot_block_hits.inc()
+        return row
+
+    def keep(self, group_id: int, head: bytes, value: bytes, now: float) -> None:
+        """Keep the row if it is hot or marked."""
+        is_enough = value.count(b":") >= _HOLDERS_MIN
+        key = group_id, head
+        if self._bytes_max == 0 or key in self._rows or not (is_enough or b"+" in value):
+            return
+        size = _ROW_BYTES + len(value)
+        while self._queue and self.bytes + size > self._bytes_max:
+            self._drop_oldest()
+        if size <= self._bytes_max:
+            self._rows[key] = HotRow(value, is_enough)
+            self._queue.append((now + self._seconds, key))
+            self.bytes += size
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self._queue.clear()
+        self.bytes = 0
+
+    def _drop_oldest(self) -> None:
+        _, key = self._queue.popleft()
+        self.bytes -= _ROW_BYTES + len(self._rows.pop(key).value)

@@ -1,0 +1,262 @@
+"""Queries: walk a prompt's chain through Redis, in few round trips.
+
+A replica caches two things between queries, the id of each group and the group's holder table with its version nonce.
+Every query checks both against Redis, and what Redis returns replaces what was cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from waymark.domain.match import Walk
+from waymark.domain.names import GroupName
+from waymark.domain.row_runs import Runs
+from waymark.domain.rows import PIECE_BLOCKS
+from waymark.domain.table import HolderTable
+from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.store import keys
+from waymark.store.chain import Chain, KeySource
+from waymark.store.claims import decode_table
+from waymark.store.client import RedisClient
+from waymark.store.directory import Directory, GroupEntry
+from waymark.store.hot_rows import HotRows
+from waymark.store.incarnation import Incarnation
+from waymark.store.parsing import RecordKind, RecordParser
+from waymark.store.reader import Reading
+from waymark.store.row_fetch import RowFetcher
+
+#: Rows in the first chunk. A miss is the common answer to a new prompt, so it is small, unless more than
+#: ``_LONG_SHARE`` of the prompts lately had all that a small one asks for: a round trip costs more than keys that turn
+#: out to be missing.
+_FIRST_CHUNKS = (4, 16)
+_LONG_SHARE = 1 / 3
+#: A match that passes the first chunk is mostly long.
+_CHUNK = 64
+#: The weight of one query in the average.
+_WEIGHT = 1 / 8
+
+#: How often a query starts, at most: it starts again when Redis has come back empty.
+_STARTS_MAX = 3
+
+_UNREADABLE = "the row cannot be read: slots of 17 characters, a plus where it is marked, <holder>:<bitmap> ..."
+#: The most groups and tables cached; one more drops the oldest.
+_GROUPS_MAX = 1024
+
+
+class _Query:
+    """The progress of one query; after the deadline, or with a newer table, the blocks read so far still count."""
+
+    def __init__(self, block_size: int, chain: Chain) -> None:
+        self.block_size = block_size
+        self.chain = chain
+        self.walk: Walk | None = None
+        self.round_trips = 0
+        self.runs: Runs = []
+
+    def begin(self, entry: GroupEntry) -> None:
+        self.walk = None
+        self.runs = []
+        self.chain.begin(entry)
+
+    def walk_with(self, table: HolderTable) -> Walk:
+        self.chain.has_singles = table.has_singles
+        self.walk = Walk(table.view(self.block_size))
+        return self.walk
+
+    def reading(self, *, is_partial: bool) -> Reading | None:
+        if self.walk is None:
+            return None
+        return Reading(self.walk, is_partial, self.round_trips, self.chain.blocks)
+
+
+class Reader:
+    def __init__(
+        self,
+        client: RedisClient,
+        directory: Directory,
+        incarnation: Incarnation,
+        hot: HotRows,
+        parser: RecordParser,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._client = client
+        self._parser = parser
+        self._fetcher = RowFetcher(client, metrics or Metrics())
+        self._hot = hot
+        self._directory = directory
+        self._incarnation = incarnation
+        self._groups: dict[GroupName, GroupEntry] = incarnation.cache({})
+        self._tables: dict[int, HolderTable] = incarnation.cache({})
+        # By group id: the share of queries that lately found all that a small first chunk asks for.
+        self._long: dict[int, float] = incarnation.cache({})
+
+    async def read(
+        self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
+    ) -> Reading | None:
+        """Walk the chain to the last block that has a holder; None if the group never had a registration.
+
+        Raises StoreUnavailable if Redis is unavailable, or sends no reply within the deadline.
+        """
+        query = _Query(block_size, Chain(source, self._hot))
+        until = asyncio.get_running_loop().time() + deadline_seconds
+        try:
+            for _ in range(_STARTS_MAX):
+                changes = self._incarnation.changes
+                known = self._groups.get(group)
+                entry = known or await self._find(group, until)
+                if entry is None:
+                    return None
+                query.begin(entry)
+                if await self._walk(group, entry, query, until, changes):
+                    self._remember(entry, query.chain)
+                    for shard, name in query.chain.unreadable:
+                        self._parser.reject(
+                            RecordKind.BLOCK,
+                            (keys.block_prefix(entry.group_id, shard) + name).decode(),
+                            "",
+                            _UNREADABLE,
+                        )
+                    return query.reading(is_partial=False)
+                if changes == self._incarnation.changes:
+                    if known is None:
+                        return None
+                    await self._doubt(group, known, until)
+            return None
+        except TimeoutError:
+            partial = query.reading(is_partial=True)
+            if partial is None:
+                raise self._silent(deadline_seconds) from None
+            return partial
+
+    def _silent(self, seconds: float | None) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"Redis at {self._client.url} did not answer within {seconds or 0:g} s; try again in a moment"
+        )
+
+    async def table(self, group: GroupName, *, deadline_seconds: float | None = None) -> HolderTable | None:
+        """The group's table as it is now; None if the group never had a registration."""
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                entry = await self._directory.group(group)
+                table = None if entry is None else await self._read_table(entry.group_id, None)
+        except TimeoutError:
+            raise self._silent(deadline_seconds) from None
+        return table if table is not None and table.group == group else None
+
+    def table_at_hand(self, group: GroupName) -> HolderTable | None:
+        """The group's table in the cache, as the last query used it."""
+        entry = self._groups.get(group)
+        table = None if entry is None else self._tables.get(entry.group_id)
+        return table if table is not None and table.group == group else None
+
+    def entry_at_hand(self, group: GroupName) -> GroupEntry | None:
+        """The group's id and shards in the cache, as the last query used them."""
+        return self._groups.get(group)
+
+    async def values(self, entry: GroupEntry, block_keys: Sequence[int]) -> list[bytes | None]:
+        """The values of single blocks, which need not follow each other, in one round trip."""
+        of_shards: dict[int, list[int]] = {}
+        for at, key in enumerate(block_keys):
+            of_shards.setdefault(key % entry.shards, []).append(at)
+        replies = await self._client.several(
+            ("MGET", *(b"%b%016x" % (keys.block_prefix(entry.group_id, shard), block_keys[at]) for at in places))
+            for shard, places in of_shards.items()
+        )
+        values: list[bytes | None] = [None] * len(block_keys)
+        for places, reply in zip(of_shards.values(), replies, strict=True):
+            for at, value in zip(places, reply, strict=True):
+                values[at] = value
+        return values
+
+    async def is_tenant_known(self, tenant_id: str, *, deadline_seconds: float | None = None) -> bool:
+        """Whether the tenant has a registration, of any model."""
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                return await self._directory.is_tenant_known(tenant_id)
+        except TimeoutError:
+            raise self._silent(deadline_seconds) from None
+
+    async def _find(self, group: GroupName, until: float) -> GroupEntry | None:
+        changes = self._incarnation.changes
+        async with asyncio.timeout_at(until):
+            entry = await self._directory.group(group)
+        if entry is not None and changes == self._incarnation.changes:
+            if len(self._groups) >= _GROUPS_MAX:
+                oldest = next(iter(self._groups))
+                group_id = self._groups.pop(oldest).group_id
+                self._tables.pop(group_id, None)
+                self._long.pop(group_id, None)
+            self._groups[group] = entry
+        return entry
+
+    async def _doubt(self, group: GroupName, known: GroupEntry, until: float) -> None:
+        """Read the id of a group again, because its table does not fit. Another id: Redis has come back empty.
+
+        If the id is the same, the table is missing or cannot be read. Only this group is affected then.
+        """
+        self._groups.pop(group, None)
+        async with asyncio.timeout_at(until):
+            entry = await self._directory.group(group)
+        if entry != known:
+            self._incarnation.forget()
+
+    async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float, changes: int) -> bool:
+        """Walk to the end; False if the cached data of the group are out of date. Raises TimeoutError at ``until``."""
+        chain = query.chain
+        cached = self._tables.get(entry.group_id)
+        chain.has_singles = cached is not None and cached.has_singles
+        pieces = _FIRST_CHUNKS[self._long.get(entry.group_id, 0.0) > _LONG_SHARE]
+        is_fresh = False
+        while True:
+            names = chain.ask(pieces, time.monotonic())
+            walk = query.walk
+            if names or walk is None:
+                fetched = await self._fetcher.fetch(entry, names, with_version=walk is None, until=until)
+                query.round_trips += 1
+                chain.take(fetched.values)
+                if changes == self._incarnation.changes:
+                    chain.keep_hot(time.monotonic())
+                if walk is None:
+                    table = self._tables.get(entry.group_id)
+                    if table is None or table.version != fetched.version:
+                        table, is_fresh = await self._read_table(entry.group_id, until), True
+                        query.round_trips += 1
+                    if table is None or table.group != group or changes != self._incarnation.changes:
+                        return False
+                    walk = query.walk_with(table)
+            runs, is_over = chain.settle()
+            query.runs += runs
+            if not walk.feed_runs(runs) or is_over:
+                if is_fresh or walk.newest_seen <= walk.view.newest:
+                    return True
+                # A row names a holder that began after the table was read: read it again, once, and walk anew.
+                table, is_fresh = await self._read_table(entry.group_id, until), True
+                query.round_trips += 1
+                if table is None or table.group != group or changes != self._incarnation.changes:
+                    return False
+                if not query.walk_with(table).feed_runs(query.runs) or is_over:
+                    return True
+            pieces = _CHUNK
+
+    def _remember(self, entry: GroupEntry, chain: Chain) -> None:
+        """Adapt the size of the first chunk to what a query found; a query of a few blocks does not count."""
+        small = PIECE_BLOCKS * _FIRST_CHUNKS[0]
+        if chain.blocks >= small:
+            share = self._long.get(entry.group_id, 0.0)
+            self._long[entry.group_id] = share + _WEIGHT * ((chain.found >= small) - share)
+
+    async def _read_table(self, group_id: int, until: float | None) -> HolderTable | None:
+        changes = self._incarnation.changes
+        async with asyncio.timeout_at(until):
+            key = keys.holders(group_id)
+            table = decode_table(await self._client.hgetall(key), self._parser, key)
+        if table is None:
+            self._tables.pop(group_id, None)
+            return None
+        if changes == self._incarnation.changes:
+            self._incarnation.saw(group_id, table.incarnation)
+            self._tables[group_id] = table
+        return table
