@@ -11,6 +11,7 @@
  *     read_batch   msgpack of a batch  ->  its plain events                                       events.c
  *     row_runs     block keys and rows  ->  runs of equal holders                                 rows.c
  *     piece_runs   the same for one piece, from all its values                                    rows.c
+ *     KnownBlocks  a table of engine hashes, whose blocks are in Places                           known.c
  *
  * The module is optional: app/waymark/native.py has the types and says where the same is done in Python; the same tests
  * run over both. No function raises for what a client sent: `cut` returns None
@@ -43,5 +44,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, m
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    return PyModule_Create(&module);
+    PyObject *created = PyModule_Create(&module);
+    if (created != NULL && add_known(created) < 0)
+        Py_CLEAR(created);
+    return created;
 }

@@ -14,6 +14,7 @@ EntryPoint pack_keys;                   /* commands.c */
 EntryPoint scan, runs;                  /* replies.c */
 EntryPoint read_batch;                  /* events.c */
 EntryPoint row_runs, piece_runs;        /* rows.c */
+int add_known(PyObject *module);        /* known.c */
 
 /* Whether there are `count` arguments; with an exception where there are not. */
 static inline int has_arguments(const char *name, Py_ssize_t nargs, Py_ssize_t count)

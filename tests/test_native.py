@@ -18,6 +18,7 @@ from waymark.domain.media import normal_medium
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
 DECLARED = {name: each for name, each in vars(native.Loops).items() if inspect.isfunction(each) and name[0] != "_"}
+TYPES = frozenset(vars(native.Loops)["__annotations__"])
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_the_implementation_is_the_one_that_was_selected() -> None:
 
 
 def test_the_module_has_the_functions_that_are_declared(loops: native.Loops) -> None:
-    assert {name for name in dir(loops) if not name.startswith("__")} == set(DECLARED)
+    assert {name for name in dir(loops) if not name.startswith("__")} == {*DECLARED, *TYPES}
 
 
 @pytest.mark.parametrize("name", DECLARED)

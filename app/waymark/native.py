@@ -1,9 +1,9 @@
 """Which implementation of the hot loops runs: the C module, or Python.
 
 The C module is built from ``native/`` where a compiler is; a build without one goes on in Python. Each loop has both
-implementations behind one function: block keys in ``domain.hashing``, walks in ``domain.match``, commands and replies
-in ``store.wire``, lists in ``api.lists``, events in ``engines.plain``. Both give the same for every input, and the
-same tests run over both.
+implementations behind one function: block keys in ``domain.hashing``, walks in ``domain.match``, what a stream knows in
+``domain.known``, commands and replies in ``store.wire``, lists in ``api.lists``, events in ``engines.plain``. Both give
+the same for every input, and the same tests run over both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ Number: TypeAlias = float | int | None
 
 
 class Loops(Protocol):
-    """The functions of the C module. The files of ``native/`` describe them."""
+    """The functions and types of the C module. The files of ``native/`` describe them."""
+
+    Places: Callable[[type, type], Any]
+    KnownBlocks: Callable[[Any, bool], Any]
 
     def cut(self, body: bytes, name: bytes, count_max: int, /) -> tuple[int, int, bytes] | None: ...
 

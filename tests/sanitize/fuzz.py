@@ -17,6 +17,10 @@ from collections.abc import Callable
 from itertools import count
 
 from tests.sanitize.build import DIRECTORY, VARIABLE, Variant, build, check_preloaded, preload, run
+
+if VARIABLE in os.environ:
+    preload()  # what is imported next imports the module, too
+
 from tests.sanitize.targets import TARGETS, Arguments, Target
 
 #: Bytes of an input: beyond it nothing new happens.
@@ -89,9 +93,8 @@ def check(function: Callable[..., object], target: Target, arguments: Arguments)
 
 def fuzz(name: str, seconds: float, seed: int) -> None:
     """Change inputs of one function for some time; ``Finding`` where an answer is wrong."""
-    from waymark import native
-
-    target, function = TARGETS[name], getattr(native.selected, name)
+    target = TARGETS[name]
+    function = target.function(name)
     counter = ctypes.CDLL(os.environ[VARIABLE])
     draw = random.Random(f"{seed} {name}")
     corpus: list[Arguments] = []
@@ -125,7 +128,6 @@ def main() -> int:
     names = [options.only] if options.only else list(TARGETS)
     variants = [Variant(options.variant)] if options.variant else list(Variant)
     if VARIABLE in os.environ:
-        preload()
         check_preloaded()
         for name in names:
             fuzz(name, options.seconds / len(variants) / len(names), options.seed)

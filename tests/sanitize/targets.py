@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
+from tests.domain.known_model import STEPS, Model, play
 from tests.sanitize import batches
+from waymark import native
 from waymark.domain.events import Cleared, Removed, Stored
+from waymark.domain.known import Spot
+from waymark.domain.rows import Place
 
 Arguments = tuple[Any, ...]
 
@@ -28,7 +33,7 @@ COUNTS = [-1, 0, 1, 2, 3, 4, 16, 17, 64, 1000, 2**31, 2**62]
 
 @dataclass(frozen=True)
 class Target:
-    """One function, what it is first called with, and what it answers."""
+    """One function, what it is first called with, and what it answers; or a type, and a function that uses it."""
 
     reference: Callable[..., object]
     seeds: list[Arguments]
@@ -38,6 +43,13 @@ class Target:
     """Of an argument, by its place: the numbers it is set to."""
     kept: frozenset[int] = frozenset()
     """The places of arguments that stay as they are in the first inputs."""
+    use: Callable[..., object] | None = None
+    """Of a type: the function, which has the type as its first argument. The arguments of the others follow."""
+
+    def function(self, name: str) -> Callable[..., object]:
+        """What is called with changed inputs."""
+        found: Callable[..., object] = getattr(native.selected, name)
+        return found if self.use is None else partial(self.use, found)
 
 
 # ---- lists in JSON ---------------------------------------------------------------------------------
@@ -387,6 +399,31 @@ PIECES: list[Arguments] = [
 ]
 ROW_WORDS = [b" ", b"+", b":", b" 7:1", b" 17:f", b"0", b"f", b"9" * 16, b"f" * 16, _FIRST[:17], _FIRST[17:34]]
 
+
+# ---- what a stream knows ---------------------------------------------------------------------------
+
+
+def _steps(script: bytes) -> Iterator[tuple[str, int, int, Place, int]]:
+    """Four bytes a step: which one, an engine hash, a key, and where."""
+    for step, one, other, where in zip(*[iter(script)] * 4, strict=False):
+        place = Place(where % 16, where // 16 or None)
+        yield STEPS[step % len(STEPS)], one << 56 | one % 16, other << 56 | other % 16, place, 1 + step // 64
+
+
+def use_known(known_blocks: Callable[..., Any], script: bytes) -> object:
+    assert native.selected is not None
+    table = known_blocks(native.selected.Places(Place, Spot), True)
+    return [
+        (play(table, *step), table.__sizeof__() > 0, len(table), table.get(step[1]), table.first(step[2]))
+        for step in _steps(script)
+    ]
+
+
+def known(script: bytes) -> object:
+    model = Model()
+    return [(model.step(*step), True, *model.state(step[1], step[2])) for step in _steps(script)]
+
+
 TARGETS: dict[str, Target] = {
     "cut": Target(cut, LISTS, JSON, {2: [*COUNTS]}, NAME),
     "cut_hashes": Target(cut_hashes, LISTS, JSON, {2: [*COUNTS]}, NAME),
@@ -432,6 +469,9 @@ TARGETS: dict[str, Target] = {
         {1: [*COUNTS]},
         # The program's own; only what is unpacked comes from an engine.
         frozenset({2, 3, 4, 5, 6}),
+    ),
+    "KnownBlocks": Target(
+        known, [(bytes(range(256)),), (CONTENT[:1024],), (CONTENT[5:2000],)], [bytes(4)], use=use_known
     ),
     "row_runs": Target(row_runs, PIECES, ROW_WORDS),
     "piece_runs": Target(piece_runs, PIECES, ROW_WORDS),

@@ -1,0 +1,143 @@
+/* An index of numbered things by a hash of theirs, in some six bytes a thing.
+ *
+ * Open addressing with linear probing, in segments that grow and shrink one at a time: no insertion takes longer than a
+ * millisecond, however many things there are. As a rule a segment is between 0.64 and 0.8 full.
+ */
+
+#ifndef WAYMARK_INDEX_H
+#define WAYMARK_INDEX_H
+
+#include "native.h"
+
+#include <string.h>
+
+enum { SEGMENT_BITS = 6, SEGMENTS = 1 << SEGMENT_BITS, CAPACITY_MIN = 8 };
+
+typedef struct {
+    uint32_t *slots; /* the number of a thing, and 1; 0 where there is none */
+    uint32_t capacity, used;
+} Segment;
+
+typedef struct {
+    Segment segments[SEGMENTS];
+    size_t bytes;
+} Index;
+
+/* The hash of a thing of `owner`; all of its bits count. */
+typedef uint64_t HashOf(const void *owner, uint32_t number);
+
+static inline Segment *segment_of(Index *index, uint64_t hash)
+{
+    return &index->segments[hash >> (64 - SEGMENT_BITS)];
+}
+
+/* Where a hash belongs in its segment: the bits behind those of the segment, scaled to the capacity. */
+static inline uint32_t home_of(const Segment *segment, uint64_t hash)
+{
+    return (uint32_t)(((unsigned __int128)(hash << SEGMENT_BITS) * segment->capacity) >> 64);
+}
+
+static inline uint32_t next_slot(const Segment *segment, uint32_t at)
+{
+    return at + 1 == segment->capacity ? 0 : at + 1;
+}
+
+/* Put a thing where it belongs; there is room. */
+static inline void place_in(Segment *segment, uint64_t hash, uint32_t number)
+{
+    uint32_t at = home_of(segment, hash);
+    while (segment->slots[at] != 0)
+        at = next_slot(segment, at);
+    segment->slots[at] = number + 1;
+}
+
+/* Give a segment another capacity. 0 without memory for it; then it is as it was. */
+static int resize(Index *index, Segment *segment, uint32_t capacity, HashOf *hash_of, const void *owner)
+{
+    Segment resized = {NULL, capacity, segment->used};
+    if (capacity > 0 && (resized.slots = PyMem_Calloc(capacity, sizeof *resized.slots)) == NULL)
+        return 0;
+    for (uint32_t i = 0; i < segment->capacity; i++)
+        if (segment->slots[i] != 0)
+            place_in(&resized, hash_of(owner, segment->slots[i] - 1), segment->slots[i] - 1);
+    index->bytes += sizeof *resized.slots * capacity;
+    index->bytes -= sizeof *resized.slots * segment->capacity;
+    PyMem_Free(segment->slots);
+    *segment = resized;
+    return 1;
+}
+
+/* Make room for one more thing with this hash. 0 with an exception. */
+static int reserve_slot(Index *index, uint64_t hash, HashOf *hash_of, const void *owner)
+{
+    Segment *segment = segment_of(index, hash);
+    if (segment->used + 1 <= (uint64_t)segment->capacity * 4 / 5)
+        return 1;
+    const uint32_t grown = segment->capacity + (segment->capacity + 3) / 4;
+    if (resize(index, segment, grown < CAPACITY_MIN ? CAPACITY_MIN : grown, hash_of, owner))
+        return 1;
+    PyErr_NoMemory();
+    return 0;
+}
+
+/* Put a thing in, for which there is room, and which is not there. */
+static void insert_slot(Index *index, uint64_t hash, uint32_t number)
+{
+    Segment *segment = segment_of(index, hash);
+    place_in(segment, hash, number);
+    segment->used++;
+}
+
+/* Take a thing out, which is there. What is behind it moves up, so that no search ends at a gap. */
+static void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner)
+{
+    Segment *segment = segment_of(index, hash);
+    uint32_t gap = home_of(segment, hash);
+    while (segment->slots[gap] != number + 1)
+        gap = next_slot(segment, gap);
+    for (uint32_t at = next_slot(segment, gap); segment->slots[at] != 0; at = next_slot(segment, at)) {
+        const uint32_t home = home_of(segment, hash_of(owner, segment->slots[at] - 1));
+        const int belongs_behind_gap = gap < at ? gap < home && home <= at : gap < home || home <= at;
+        if (belongs_behind_gap)
+            continue;
+        segment->slots[gap] = segment->slots[at];
+        gap = at;
+    }
+    segment->slots[gap] = 0;
+    segment->used--;
+    if (segment->capacity > CAPACITY_MIN && segment->used < (uint64_t)segment->capacity * 2 / 5) {
+        const uint32_t shrunk = (uint32_t)((uint64_t)segment->capacity * 5 / 8);
+        resize(index, segment, shrunk < CAPACITY_MIN ? CAPACITY_MIN : shrunk, hash_of, owner);
+    }
+}
+
+static void clear_index(Index *index)
+{
+    for (int i = 0; i < SEGMENTS; i++)
+        PyMem_Free(index->segments[i].slots);
+    memset(index, 0, sizeof *index);
+}
+
+/* A search: every thing that may have a hash, one after the other. */
+typedef struct {
+    const Segment *segment;
+    uint32_t at;
+} Search;
+
+static inline Search begin_search(Index *index, uint64_t hash)
+{
+    const Segment *segment = segment_of(index, hash);
+    return (Search){segment, segment->capacity == 0 ? 0 : home_of(segment, hash)};
+}
+
+/* The number of the next thing; -1 behind the last one. */
+static inline int64_t next_found(Search *search)
+{
+    if (search->segment->capacity == 0 || search->segment->slots[search->at] == 0)
+        return -1;
+    const uint32_t number = search->segment->slots[search->at] - 1;
+    search->at = next_slot(search->segment, search->at);
+    return number;
+}
+
+#endif

@@ -1,0 +1,650 @@
+/* What a worker remembers of a stream: the blocks that engine hashes stand for, and the places that these are in.
+ *
+ * app/waymark/domain/known.py describes both types, and has them in Python. A block takes 24 bytes and its slots in one
+ * index or two, a place 40 and its slot.
+ */
+
+#include "index.h"
+#include "xxh3.h"
+
+#include <stdlib.h>
+
+enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256 };
+
+/* Without it nobody can choose hashes that fall together. */
+static uint64_t secret;
+
+static inline uint64_t spread(uint64_t number)
+{
+    return fold_product(number ^ secret, PRIME64_1 ^ secret);
+}
+
+/* ---- places -------------------------------------------------------------------------------------- */
+
+typedef enum { FREE, ROW, BRANCH_ROW, SINGLE } PlaceKind;
+
+typedef struct {
+    uint64_t head;   /* of a free one: the number of the next free one, and 1 */
+    uint64_t branch; /* key of the first block of a branch row, else 0 */
+    uint64_t namespace;
+    uint32_t blocks; /* that are here */
+    uint8_t kind;
+} Place;
+
+typedef struct {
+    PyObject_HEAD
+    Place *places;
+    uint32_t count, capacity, used;
+    uint32_t free; /* the number of the first free one, and 1; 0 for none */
+    Index index;
+    PyObject *place_type, *spot_type;
+    PyObject *last; /* the Place that was made last, of the number last_number */
+    uint32_t last_number;
+} Places;
+
+static uint64_t hash_of_place(const Place *place)
+{
+    return spread(spread(place->head) ^ rotate_left(spread(place->branch), 16) ^ place->namespace ^ place->kind);
+}
+
+static uint64_t place_hash_of(const void *places, uint32_t number)
+{
+    return hash_of_place(&((const Places *)places)->places[number]);
+}
+
+/* What a Place of Python names. 0 with an exception. */
+static int read_place(PyObject *object, PyObject *namespace, Place *place)
+{
+    if (!PyTuple_Check(object) || PyTuple_Size(object) != 3) {
+        PyErr_Format(PyExc_TypeError, "a place is head, branch and is_single, not %R", object);
+        return 0;
+    }
+    PyObject *branch = PyTuple_GetItem(object, 1);
+    memset(place, 0, sizeof *place);
+    place->kind = PyTuple_GetItem(object, 2) == Py_True ? SINGLE : ROW;
+    place->head = PyLong_AsUnsignedLongLong(PyTuple_GetItem(object, 0));
+    if (!PyErr_Occurred() && branch != Py_None) {
+        place->branch = PyLong_AsUnsignedLongLong(branch);
+        place->kind = BRANCH_ROW;
+    }
+    if (!PyErr_Occurred())
+        place->namespace = PyLong_AsUnsignedLongLong(namespace);
+    return !PyErr_Occurred();
+}
+
+static int is_same_place(const Place *one, const Place *other)
+{
+    return one->head == other->head && one->branch == other->branch && one->namespace == other->namespace &&
+           one->kind == other->kind;
+}
+
+/* A number that no place has. -1 with an exception. */
+static int64_t new_number(Places *places)
+{
+    if (places->free != 0) {
+        const uint32_t number = places->free - 1;
+        places->free = (uint32_t)places->places[number].head;
+        return number;
+    }
+    if (places->count == places->capacity) {
+        const uint32_t capacity = places->capacity + places->capacity / 4 + 16;
+        Place *grown = capacity > places->capacity ? PyMem_Realloc(places->places, capacity * sizeof *grown) : NULL;
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        places->places = grown;
+        places->capacity = capacity;
+    }
+    return places->count++;
+}
+
+/* The number of a place, which is new if need be. -1 with an exception. */
+static int64_t number_of_place(Places *places, const Place *place)
+{
+    const uint64_t hash = hash_of_place(place);
+    Search search = begin_search(&places->index, hash);
+    for (int64_t found; (found = next_found(&search)) >= 0;)
+        if (is_same_place(&places->places[found], place))
+            return found;
+    if (!reserve_slot(&places->index, hash, place_hash_of, places))
+        return -1;
+    const int64_t number = new_number(places);
+    if (number >= 0) {
+        places->places[number] = *place;
+        insert_slot(&places->index, hash, (uint32_t)number);
+        places->used++;
+    }
+    return number;
+}
+
+static void enter_place(Places *places, uint32_t number)
+{
+    places->places[number].blocks++;
+}
+
+static void leave_place(Places *places, uint32_t number)
+{
+    Place *place = &places->places[number];
+    if (--place->blocks > 0)
+        return;
+    delete_slot(&places->index, hash_of_place(place), number, place_hash_of, places);
+    place->kind = FREE;
+    place->head = places->free;
+    places->free = number + 1;
+    places->used--;
+    if (places->last_number == number)
+        Py_CLEAR(places->last);
+}
+
+/* An object of a NamedTuple, without its __new__ in Python; takes `fields` over. NULL with an exception. */
+static PyObject *make_named(PyObject *type, PyObject *fields)
+{
+    static newfunc make_tuple;
+    if (make_tuple == NULL)
+        make_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
+    PyObject *arguments = fields == NULL ? NULL : PyTuple_Pack(1, fields);
+    PyObject *made = arguments == NULL ? NULL : make_tuple((PyTypeObject *)type, arguments, NULL);
+    Py_XDECREF(fields);
+    Py_XDECREF(arguments);
+    return made;
+}
+
+/* The Place with a number. Neighbours are asked for together. */
+static PyObject *make_place(Places *places, uint32_t number)
+{
+    const Place *place = &places->places[number];
+    if (places->last == NULL || places->last_number != number) {
+        PyObject *branch = place->kind == BRANCH_ROW ? PyLong_FromUnsignedLongLong(place->branch) : Py_NewRef(Py_None);
+        PyObject *is_single = place->kind == SINGLE ? Py_True : Py_False;
+        PyObject *fields = branch == NULL ? NULL : Py_BuildValue("KNO", place->head, branch, is_single);
+        PyObject *made = make_named(places->place_type, fields);
+        if (made == NULL)
+            return NULL;
+        Py_XDECREF(places->last);
+        places->last = made;
+        places->last_number = number;
+    }
+    return Py_NewRef(places->last);
+}
+
+static PyObject *places_new(PyTypeObject *type, PyObject *args, PyObject *names)
+{
+    if (!has_arguments("Places", PyTuple_Size(args), 2))
+        return NULL;
+    PyObject *place_type = PyTuple_GetItem(args, 0), *spot_type = PyTuple_GetItem(args, 1);
+    if (!PyType_Check(place_type) || !PyType_IsSubtype((PyTypeObject *)place_type, &PyTuple_Type) ||
+        !PyType_Check(spot_type) || !PyType_IsSubtype((PyTypeObject *)spot_type, &PyTuple_Type))
+        return PyErr_Format(PyExc_TypeError, "Places() takes two types of tuples");
+    Places *places = (Places *)PyType_GenericAlloc(type, 0);
+    if (places != NULL) {
+        places->place_type = Py_NewRef(place_type);
+        places->spot_type = Py_NewRef(spot_type);
+    }
+    return (PyObject *)places;
+}
+
+/* An object of one of these types holds a reference to its type. */
+static void free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static void places_dealloc(PyObject *self)
+{
+    Places *places = (Places *)self;
+    PyMem_Free(places->places);
+    clear_index(&places->index);
+    Py_XDECREF(places->last);
+    Py_XDECREF(places->place_type);
+    Py_XDECREF(places->spot_type);
+    free_object(self);
+}
+
+static Py_ssize_t places_length(PyObject *self)
+{
+    return (Py_ssize_t)((Places *)self)->used;
+}
+
+static PyObject *places_size(PyObject *self, PyObject *ignored)
+{
+    const Places *places = (Places *)self;
+    return PyLong_FromSize_t(sizeof *places + places->capacity * sizeof(Place) + places->index.bytes);
+}
+
+#define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))function, flags, doc}
+
+static PyMethodDef places_methods[] = {
+    METHOD("__sizeof__", places_size, METH_NOARGS, NULL),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot places_slots[] = {
+    {Py_tp_new, places_new},       {Py_tp_dealloc, places_dealloc},         {Py_tp_methods, places_methods},
+    {Py_sq_length, places_length}, {Py_tp_doc, "The places of a stream."}, {0, NULL},
+};
+
+static PyType_Spec places_spec = {"waymark._native.Places", sizeof(Places), 0, Py_TPFLAGS_DEFAULT, places_slots};
+
+/* ---- known blocks -------------------------------------------------------------------------------- */
+
+typedef struct {
+    uint64_t hash; /* the engine hash; of a free one: the number of the next free one, and 1 */
+    uint64_t key;
+    uint32_t place;
+    uint8_t depth;
+    uint8_t is_first; /* of the hashes of its block */
+} Block;
+
+typedef struct {
+    PyObject_HEAD
+    Places *places;
+    Block **chunks;
+    uint32_t count, chunks_count, used;
+    uint32_t free; /* as of Places */
+    int has_keys;
+    Index by_hash, by_key;
+} KnownBlocks;
+
+static inline Block *block_at(const KnownBlocks *known, uint32_t number)
+{
+    return &known->chunks[number / CHUNK_BLOCKS][number % CHUNK_BLOCKS];
+}
+
+static uint64_t hash_spread_of(const void *known, uint32_t number)
+{
+    return spread(block_at(known, number)->hash);
+}
+
+static uint64_t key_spread_of(const void *known, uint32_t number)
+{
+    return spread(block_at(known, number)->key);
+}
+
+/* The block with an engine hash, or with a key; -1 where there is none. */
+static int64_t find_hash(KnownBlocks *known, uint64_t hash)
+{
+    Search search = begin_search(&known->by_hash, spread(hash));
+    int64_t found;
+    while ((found = next_found(&search)) >= 0 && block_at(known, (uint32_t)found)->hash != hash)
+        continue;
+    return found;
+}
+
+static int64_t find_key(KnownBlocks *known, uint64_t key)
+{
+    Search search = begin_search(&known->by_key, spread(key));
+    int64_t found;
+    while ((found = next_found(&search)) >= 0 && block_at(known, (uint32_t)found)->key != key)
+        continue;
+    return found;
+}
+
+/* A number that no block has. -1 with an exception. */
+static int64_t new_block(KnownBlocks *known)
+{
+    if (known->free != 0) {
+        const uint32_t number = known->free - 1;
+        known->free = (uint32_t)block_at(known, number)->hash;
+        return number;
+    }
+    if (known->count == known->chunks_count * CHUNK_BLOCKS) {
+        Block **chunks = known->chunks_count < UINT32_MAX / CHUNK_BLOCKS
+                             ? PyMem_Realloc(known->chunks, (known->chunks_count + 1) * sizeof *chunks)
+                             : NULL;
+        if (chunks != NULL) {
+            known->chunks = chunks;
+            chunks[known->chunks_count] = PyMem_Malloc(CHUNK_BLOCKS * sizeof(Block));
+        }
+        if (chunks == NULL || chunks[known->chunks_count] == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        known->chunks_count++;
+    }
+    return known->count++;
+}
+
+static void remove_block(KnownBlocks *known, uint32_t number)
+{
+    Block *block = block_at(known, number);
+    delete_slot(&known->by_hash, spread(block->hash), number, hash_spread_of, known);
+    if (block->is_first)
+        delete_slot(&known->by_key, spread(block->key), number, key_spread_of, known);
+    leave_place(known->places, block->place);
+    block->hash = known->free;
+    known->free = number + 1;
+    known->used--;
+}
+
+/* Put a block in. A former one with its engine hash goes; one with its key stays the first. 0 with an exception. */
+static int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth)
+{
+    enter_place(known->places, place);
+    const int64_t former = find_hash(known, hash);
+    if (former >= 0)
+        remove_block(known, (uint32_t)former);
+    const int is_first = known->has_keys && find_key(known, key) < 0;
+    int64_t number = -1;
+    if (reserve_slot(&known->by_hash, spread(hash), hash_spread_of, known) &&
+        (!is_first || reserve_slot(&known->by_key, spread(key), key_spread_of, known)))
+        number = new_block(known);
+    if (number < 0) {
+        leave_place(known->places, place);
+        return 0;
+    }
+    *block_at(known, (uint32_t)number) = (Block){hash, key, place, depth, (uint8_t)is_first};
+    insert_slot(&known->by_hash, spread(hash), (uint32_t)number);
+    if (is_first)
+        insert_slot(&known->by_key, spread(key), (uint32_t)number);
+    known->used++;
+    return 1;
+}
+
+/* A block as a Spot: place, namespace, depth, key. */
+static PyObject *make_spot(KnownBlocks *known, const Block *block)
+{
+    PyObject *place = make_place(known->places, block->place);
+    if (place == NULL)
+        return NULL;
+    const uint64_t namespace = known->places->places[block->place].namespace;
+    return make_named(known->places->spot_type, Py_BuildValue("NKiK", place, namespace, (int)block->depth, block->key));
+}
+
+static PyObject *spot_or_none(KnownBlocks *known, int64_t number)
+{
+    return number < 0 ? Py_NewRef(Py_None) : make_spot(known, block_at(known, (uint32_t)number));
+}
+
+/* The number at `i` of a sequence. 0 with an exception. */
+static int number_at(PyObject *numbers, Py_ssize_t i, uint64_t *number)
+{
+    PyObject *item = PySequence_GetItem(numbers, i);
+    if (item == NULL)
+        return 0;
+    *number = PyLong_AsUnsignedLongLong(item);
+    Py_DECREF(item);
+    return !PyErr_Occurred();
+}
+
+/* ---- their methods ------------------------------------------------------------------------------- */
+
+/* get(engine_hash: int) -> Spot | None */
+static PyObject *known_get(PyObject *self, PyObject *engine_hash)
+{
+    const uint64_t hash = PyLong_AsUnsignedLongLong(engine_hash);
+    return PyErr_Occurred() ? NULL : spot_or_none((KnownBlocks *)self, find_hash((KnownBlocks *)self, hash));
+}
+
+/* get_block(key: int) -> Spot | None */
+static PyObject *known_get_block(PyObject *self, PyObject *key)
+{
+    const uint64_t number = PyLong_AsUnsignedLongLong(key);
+    return PyErr_Occurred() ? NULL : spot_or_none((KnownBlocks *)self, find_key((KnownBlocks *)self, number));
+}
+
+/* first(key: int) -> int | None */
+static PyObject *known_first(PyObject *self, PyObject *key)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    const uint64_t number = PyLong_AsUnsignedLongLong(key);
+    if (PyErr_Occurred())
+        return NULL;
+    const int64_t found = find_key(known, number);
+    return found < 0 ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(block_at(known, (uint32_t)found)->hash);
+}
+
+static int compare_numbers(const void *one, const void *other)
+{
+    const uint64_t a = *(const uint64_t *)one, b = *(const uint64_t *)other;
+    return (a > b) - (a < b);
+}
+
+/* Whether none of these is found, and none is there twice. -1 with an exception. */
+static int are_strange(KnownBlocks *known, PyObject *numbers, int64_t (*find)(KnownBlocks *, uint64_t))
+{
+    const Py_ssize_t count = PySequence_Size(numbers);
+    uint64_t few[64], *all = count > 64 ? PyMem_Malloc((size_t)count * sizeof *all) : few;
+    int outcome = count < 0 || all == NULL ? -1 : 1;
+    if (all == NULL)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; outcome == 1 && i < count; i++)
+        outcome = !number_at(numbers, i, &all[i]) ? -1 : find(known, all[i]) < 0;
+    if (outcome == 1 && count > 1) {
+        qsort(all, (size_t)count, sizeof *all, compare_numbers);
+        for (Py_ssize_t i = 1; outcome == 1 && i < count; i++)
+            outcome = all[i - 1] != all[i];
+    }
+    if (all != few)
+        PyMem_Free(all);
+    return outcome;
+}
+
+/* are_new(engine_hashes: Sequence, keys: Sequence) -> bool */
+static PyObject *known_are_new(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    if (!has_arguments("are_new", nargs, 2))
+        return NULL;
+    int outcome = are_strange(known, args[0], find_hash);
+    if (outcome == 1)
+        outcome = are_strange(known, args[1], find_key);
+    return outcome < 0 ? NULL : PyBool_FromLong(outcome);
+}
+
+/* The number of a place that is given as an argument, with one block more in it. -1 with an exception. */
+static int64_t enter_given_place(KnownBlocks *known, PyObject *object, PyObject *namespace)
+{
+    Place place;
+    const int64_t number = read_place(object, namespace, &place) ? number_of_place(known->places, &place) : -1;
+    if (number >= 0)
+        enter_place(known->places, (uint32_t)number); /* so that it stays whatever goes meanwhile */
+    return number;
+}
+
+/* store(place: Place, namespace: int, keys: Sequence, depths: Sequence, engine_hashes: Sequence) -> None */
+static PyObject *known_store(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    if (!has_arguments("store", nargs, 5))
+        return NULL;
+    const Py_ssize_t count = PySequence_Size(args[2]), depths = PySequence_Size(args[3]), hashes = PySequence_Size(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (count != depths || count != hashes)
+        return PyErr_Format(PyExc_ValueError, "%zd keys have %zd depths and %zd engine hashes", count, depths, hashes);
+    const int64_t place = enter_given_place(known, args[0], args[1]);
+    if (place < 0)
+        return NULL;
+    int is_done = 1;
+    for (Py_ssize_t i = 0; is_done && i < count; i++) {
+        uint64_t key, depth, hash;
+        is_done = number_at(args[2], i, &key) && number_at(args[3], i, &depth) && number_at(args[4], i, &hash);
+        if (is_done && depth >= PIECE_BLOCKS) {
+            PyErr_Format(PyExc_ValueError, "a depth in a piece is less than %d", PIECE_BLOCKS);
+            is_done = 0;
+        }
+        is_done = is_done && put_block(known, hash, key, (uint32_t)place, (uint8_t)depth);
+    }
+    leave_place(known->places, (uint32_t)place);
+    return is_done ? Py_NewRef(Py_None) : NULL;
+}
+
+/* The block that is the first of its key. NULL with an exception. */
+static Block *first_block(KnownBlocks *known, PyObject *key)
+{
+    const uint64_t number = PyLong_AsUnsignedLongLong(key);
+    if (PyErr_Occurred())
+        return NULL;
+    const int64_t found = find_key(known, number);
+    if (found < 0)
+        PyErr_SetObject(PyExc_KeyError, key);
+    return found < 0 ? NULL : block_at(known, (uint32_t)found);
+}
+
+/* name(engine_hash: int, key: int) -> None */
+static PyObject *known_name(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    if (!has_arguments("name", nargs, 2))
+        return NULL;
+    const uint64_t hash = PyLong_AsUnsignedLongLong(args[0]);
+    const Block *first = PyErr_Occurred() ? NULL : first_block(known, args[1]);
+    if (first == NULL)
+        return NULL;
+    const Block copy = *first;
+    return put_block(known, hash, copy.key, copy.place, copy.depth) ? Py_NewRef(Py_None) : NULL;
+}
+
+/* lead(engine_hash: int) -> None */
+static PyObject *known_lead(PyObject *self, PyObject *engine_hash)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    const uint64_t hash = PyLong_AsUnsignedLongLong(engine_hash);
+    if (PyErr_Occurred())
+        return NULL;
+    const int64_t number = find_hash(known, hash);
+    if (number < 0 || !known->has_keys) {
+        PyErr_SetObject(PyExc_KeyError, engine_hash);
+        return NULL;
+    }
+    Block *block = block_at(known, (uint32_t)number);
+    if (block->is_first)
+        return Py_NewRef(Py_None);
+    const int64_t former = find_key(known, block->key);
+    if (former >= 0) {
+        delete_slot(&known->by_key, spread(block->key), (uint32_t)former, key_spread_of, known);
+        block_at(known, (uint32_t)former)->is_first = 0;
+    }
+    if (!reserve_slot(&known->by_key, spread(block->key), key_spread_of, known))
+        return NULL;
+    insert_slot(&known->by_key, spread(block->key), (uint32_t)number);
+    block->is_first = 1;
+    return Py_NewRef(Py_None);
+}
+
+/* pop(engine_hash: int) -> Spot | None */
+static PyObject *known_pop(PyObject *self, PyObject *engine_hash)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    const uint64_t hash = PyLong_AsUnsignedLongLong(engine_hash);
+    if (PyErr_Occurred())
+        return NULL;
+    const int64_t number = find_hash(known, hash);
+    PyObject *spot = spot_or_none(known, number);
+    if (spot != NULL && number >= 0)
+        remove_block(known, (uint32_t)number);
+    return spot;
+}
+
+/* move(engine_hash: int, place: Place) -> None */
+static PyObject *known_move(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    if (!has_arguments("move", nargs, 2))
+        return NULL;
+    const uint64_t hash = PyLong_AsUnsignedLongLong(args[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    const int64_t number = find_hash(known, hash);
+    if (number < 0) {
+        PyErr_SetObject(PyExc_KeyError, args[0]);
+        return NULL;
+    }
+    Block *block = block_at(known, (uint32_t)number);
+    PyObject *namespace = PyLong_FromUnsignedLongLong(known->places->places[block->place].namespace);
+    const int64_t place = namespace == NULL ? -1 : enter_given_place(known, args[1], namespace);
+    Py_XDECREF(namespace);
+    if (place < 0)
+        return NULL;
+    leave_place(known->places, block->place);
+    block->place = (uint32_t)place;
+    return Py_NewRef(Py_None);
+}
+
+static Py_ssize_t known_length(PyObject *self)
+{
+    return (Py_ssize_t)((KnownBlocks *)self)->used;
+}
+
+static PyObject *known_size(PyObject *self, PyObject *ignored)
+{
+    const KnownBlocks *known = (KnownBlocks *)self;
+    const size_t blocks = known->chunks_count * (sizeof(Block *) + CHUNK_BLOCKS * sizeof(Block));
+    return PyLong_FromSize_t(sizeof *known + blocks + known->by_hash.bytes + known->by_key.bytes);
+}
+
+static PyObject *known_new(PyTypeObject *type, PyObject *args, PyObject *names)
+{
+    if (!has_arguments("KnownBlocks", PyTuple_Size(args), 2))
+        return NULL;
+    PyObject *places = PyTuple_GetItem(args, 0);
+    if (PyType_GetSlot(Py_TYPE(places), Py_tp_dealloc) != (void *)places_dealloc)
+        return PyErr_Format(PyExc_TypeError, "KnownBlocks() takes Places");
+    KnownBlocks *known = (KnownBlocks *)PyType_GenericAlloc(type, 0);
+    if (known != NULL) {
+        known->places = (Places *)Py_NewRef(places);
+        known->has_keys = PyTuple_GetItem(args, 1) == Py_True;
+    }
+    return (PyObject *)known;
+}
+
+/* Its blocks leave their places; where nobody else has these, they go with it. */
+static void known_dealloc(PyObject *self)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    if (known->places != NULL && Py_REFCNT((PyObject *)known->places) > 1)
+        for (int i = 0; i < SEGMENTS; i++)
+            for (uint32_t at = 0; at < known->by_hash.segments[i].capacity; at++)
+                if (known->by_hash.segments[i].slots[at] != 0)
+                    leave_place(known->places, block_at(known, known->by_hash.segments[i].slots[at] - 1)->place);
+    for (uint32_t i = 0; i < known->chunks_count; i++)
+        PyMem_Free(known->chunks[i]);
+    PyMem_Free(known->chunks);
+    clear_index(&known->by_hash);
+    clear_index(&known->by_key);
+    Py_XDECREF((PyObject *)known->places);
+    free_object(self);
+}
+
+static PyMethodDef known_methods[] = {
+    METHOD("get", known_get, METH_O, "get($self, engine_hash, /)\n--\n\nThe block of an engine hash."),
+    METHOD("get_block", known_get_block, METH_O, "get_block($self, key, /)\n--\n\nThe block with a key."),
+    METHOD("first", known_first, METH_O, "first($self, key, /)\n--\n\nThe first engine hash of a block."),
+    METHOD("are_new", known_are_new, METH_FASTCALL,
+           "are_new($self, engine_hashes, keys, /)\n--\n\nWhether none is here, and none of them is there twice."),
+    METHOD("store", known_store, METH_FASTCALL,
+           "store($self, place, namespace, keys, depths, engine_hashes, /)\n--\n\nBlocks of one place."),
+    METHOD("name", known_name, METH_FASTCALL, "name($self, engine_hash, key, /)\n--\n\nA further hash of a block."),
+    METHOD("lead", known_lead, METH_O, "lead($self, engine_hash, /)\n--\n\nIt is the first of its block."),
+    METHOD("pop", known_pop, METH_O, "pop($self, engine_hash, /)\n--\n\nTake an engine hash out."),
+    METHOD("move", known_move, METH_FASTCALL, "move($self, engine_hash, place, /)\n--\n\nA block is elsewhere."),
+    METHOD("__sizeof__", known_size, METH_NOARGS, NULL),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot known_slots[] = {
+    {Py_tp_new, known_new},       {Py_tp_dealloc, known_dealloc},                      {Py_tp_methods, known_methods},
+    {Py_sq_length, known_length}, {Py_tp_doc, "Engine hashes, and the block of each."}, {0, NULL},
+};
+
+static PyType_Spec known_spec = {"waymark._native.KnownBlocks", sizeof(KnownBlocks), 0, Py_TPFLAGS_DEFAULT, known_slots};
+
+/* Both types into the module. -1 with an exception. */
+int add_known(PyObject *module)
+{
+    PyObject *word = PyUnicode_FromString("waymark"); /* its hash is another one in each process */
+    if (word == NULL)
+        return -1;
+    secret = (uint64_t)PyObject_Hash(word);
+    Py_DECREF(word);
+    PyObject *places = PyType_FromSpec(&places_spec), *known = PyType_FromSpec(&known_spec);
+    int outcome = places == NULL || known == NULL ? -1 : PyModule_AddObjectRef(module, "Places", places);
+    if (outcome == 0)
+        outcome = PyModule_AddObjectRef(module, "KnownBlocks", known);
+    Py_XDECREF(places);
+    Py_XDECREF(known);
+    return outcome;
+}

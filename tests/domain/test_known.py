@@ -1,0 +1,247 @@
+"""Tables of engine hashes: the same cases and the same random histories in C, in Python and in a plain model."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.conftest import IMPLEMENTATIONS
+from tests.domain.known_model import STEPS, Model, play
+from waymark import native
+from waymark.domain.known import KnownBlocks, Places, Spot, new_known, new_places
+from waymark.domain.rows import Place
+
+pytestmark = pytest.mark.usefixtures("implementation_kept")
+
+ROW, BRANCH, SINGLE = Place(7), Place(7, 9), Place(8, None, True)
+BIG = 2**64 - 1
+
+
+@pytest.fixture
+def places(implementation: str) -> Places:
+    return new_places()
+
+
+@pytest.fixture
+def known(places: Places) -> KnownBlocks:
+    return new_known(places, has_keys=True)
+
+
+def test_the_selected_implementation_is_used(known: KnownBlocks, implementation: str) -> None:
+    assert type(known).__module__ == ("waymark._native" if implementation == "native" else "waymark.domain.known")
+
+
+def test_nothing_is_known_at_first(known: KnownBlocks, places: Places) -> None:
+    assert (len(known), len(places)) == (0, 0)
+    assert (known.get(1), known.get_block(1), known.first(1), known.pop(1)) == (None, None, None, None)
+    assert known.are_new([1], [1])
+
+
+@pytest.mark.parametrize("place", [ROW, BRANCH, SINGLE, Place(BIG, BIG), Place(0, 0), Place(0)])
+@pytest.mark.parametrize("namespace", [0, BIG])
+def test_a_block_is_found_by_its_hash_and_by_its_key(known: KnownBlocks, place: Place, namespace: int) -> None:
+    known.store(place, namespace, [5, BIG], [0, 31], [BIG, 0])
+    assert known.get(BIG) == known.get_block(5) == Spot(place, namespace, 0, 5)
+    assert known.get(0) == known.get_block(BIG) == Spot(place, namespace, 31, BIG)
+    found = known.get(0)
+    assert type(found) is Spot
+    assert type(found.place) is Place
+    assert found.seq_hash == BIG ^ namespace
+    assert (known.first(5), known.first(BIG), len(known)) == (BIG, 0, 2)
+
+
+def test_hashes_and_keys_may_come_as_tuples(known: KnownBlocks) -> None:
+    known.store(ROW, 0, (5,), (1,), (6,))
+    assert known.get(6) == Spot(ROW, 0, 1, 5)
+
+
+def test_a_place_is_there_as_long_as_one_of_its_blocks(known: KnownBlocks, places: Places) -> None:
+    known.store(ROW, 0, [1, 2], [0, 1], [11, 12])
+    known.store(BRANCH, 0, [3], [1], [13])
+    known.store(ROW, 5, [4], [0], [14])  # in a namespace it is another one
+    assert len(places) == 3
+    known.pop(11)
+    assert len(places) == 3
+    known.pop(12)
+    known.pop(14)
+    assert len(places) == 1
+    known.store(SINGLE, 0, [5], [0], [15])
+    assert (known.get(13), known.get(15)) == (Spot(BRANCH, 0, 1, 3), Spot(SINGLE, 0, 0, 5))
+    assert len(places) == 2
+
+
+def test_depths_may_be_a_range(known: KnownBlocks) -> None:
+    known.store(ROW, 0, [5, 6], range(7, 9), [15, 16])
+    assert (known.get(15), known.get(16)) == (Spot(ROW, 0, 7, 5), Spot(ROW, 0, 8, 6))
+
+
+def test_what_is_popped_is_told_once(known: KnownBlocks) -> None:
+    known.store(ROW, 0, [1], [3], [11])
+    assert known.pop(11) == Spot(ROW, 0, 3, 1)
+    assert (known.pop(11), known.get_block(1), known.first(1), len(known)) == (None, None, None, 0)
+
+
+def test_a_hash_that_is_stored_again_is_its_new_block(known: KnownBlocks, places: Places) -> None:
+    known.store(ROW, 0, [1], [0], [11])
+    known.store(BRANCH, 0, [2], [1], [11])
+    assert (known.get(11), known.get_block(1), known.first(2)) == (Spot(BRANCH, 0, 1, 2), None, 11)
+    assert (len(known), len(places)) == (1, 1)
+
+
+def test_a_block_may_have_further_hashes(known: KnownBlocks) -> None:
+    known.store(ROW, 0, [1], [4], [11])
+    known.name(12, 1)
+    known.name(13, 1)
+    assert known.get(12) == known.get(13) == Spot(ROW, 0, 4, 1)
+    assert (known.first(1), len(known)) == (11, 3)
+    known.pop(13)
+    assert known.first(1) == 11
+    known.lead(12)
+    known.lead(12)
+    assert known.first(1) == 12
+    known.pop(11)
+    assert known.get_block(1) == Spot(ROW, 0, 4, 1)
+    known.pop(12)
+    assert (known.first(1), len(known)) == (None, 0)
+
+
+def test_without_its_first_hash_a_block_is_found_by_no_key_until_another_one_leads(known: KnownBlocks) -> None:
+    known.store(ROW, 0, [1], [4], [11])
+    known.name(12, 1)
+    known.pop(11)
+    assert known.get_block(1) is None
+    known.lead(12)
+    assert (known.first(1), known.get_block(1)) == (12, Spot(ROW, 0, 4, 1))
+
+
+def test_a_block_moves(known: KnownBlocks, places: Places) -> None:
+    known.store(ROW, 6, [1, 2], [0, 1], [11, 12])
+    known.move(12, BRANCH)
+    assert (known.get(11), known.get(12)) == (Spot(ROW, 6, 0, 1), Spot(BRANCH, 6, 1, 2))
+    known.move(11, BRANCH)
+    known.move(11, BRANCH)
+    assert (known.get(11), len(places)) == (Spot(BRANCH, 6, 0, 1), 1)
+
+
+def test_what_is_new_is_neither_here_nor_given_twice(known: KnownBlocks) -> None:
+    known.store(ROW, 0, [1], [0], [11])
+    known.name(12, 1)
+    assert known.are_new([13, 14], [3, 4])
+    assert known.are_new([], [])
+    for hashes, block_keys in (([13, 11], [3]), ([13, 12], [3]), ([13], [3, 1]), ([13, 13], [3]), ([13], [3, 3])):
+        assert not known.are_new(hashes, block_keys)
+    many = list(range(100, 1000))
+    assert known.are_new(many, many)
+    assert not known.are_new([*many, 500], many)
+    assert not known.are_new(many, [*many, 1])
+
+
+def test_without_keys_blocks_are_found_by_their_hash_alone(places: Places) -> None:
+    known = new_known(places, has_keys=False)
+    known.store(ROW, 0, [1], [0], [11])
+    known.store(ROW, 0, [1], [0], [12])
+    assert (known.get(12), known.get_block(1), known.first(1)) == (Spot(ROW, 0, 0, 1), None, None)
+    assert known.are_new([13], [1])
+    with pytest.raises(KeyError):
+        known.lead(11)
+
+
+def test_tables_share_places_and_leave_them(places: Places) -> None:
+    one, other = new_known(places, has_keys=True), new_known(places, has_keys=False)
+    one.store(ROW, 0, [1], [0], [11])
+    other.store(ROW, 0, [2], [1], [11])
+    assert len(places) == 1
+    del one
+    assert (len(places), other.get(11)) == (1, Spot(ROW, 0, 1, 2))
+    del other
+    assert len(places) == 0
+
+
+def test_a_table_outlives_the_name_of_its_places(implementation: str) -> None:
+    known = new_known(new_places(), has_keys=True)
+    known.store(ROW, 0, [1], [0], [11])
+    assert known.get(11) == Spot(ROW, 0, 0, 1)
+
+
+REFUSED: list[Callable[[KnownBlocks], object]] = [
+    lambda known: known.store(ROW, 0, [1], [0], [11, 12]),
+    lambda known: known.store(ROW, 0, [1], [], [11]),
+    lambda known: known.store(ROW, 0, [1], [32], [11]),
+    lambda known: known.name(12, 1),
+    lambda known: known.lead(12),
+    lambda known: known.move(12, ROW),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_is_refused_changes_nothing(known: KnownBlocks, places: Places, number: int) -> None:
+    with pytest.raises((ValueError, KeyError)):
+        REFUSED[number](known)
+    assert (len(known), len(places)) == (0, 0)
+
+
+def history(chance: random.Random, steps: int, hashes: int) -> None:
+    """Random operations on all implementations at once, and on the model."""
+    tables: list[tuple[Places, KnownBlocks]] = []
+    for implementation in IMPLEMENTATIONS:
+        native.select(implementation == "native")
+        places = new_places()
+        tables.append((places, new_known(places, has_keys=True)))
+    model = Model()
+    spread = chance.choice([1, 2**32, 0x9E3779B97F4A7C15])
+    numbers = [i * spread % 2**64 for i in range(hashes)]
+    for _ in range(steps):
+        one, other = chance.choice(numbers), chance.choice(numbers)
+        place = Place(chance.choice(numbers) % 8, chance.choice([None, None, 3]))
+        step = chance.choice(STEPS), one, other, place, chance.choice([1, 1, 1, 5])
+        expected = model.step(*step)
+        for _, table in tables:
+            assert play(table, *step) == expected
+            assert (len(table), table.get(one), table.first(other)) == model.state(one, other)
+    for places, table in tables:
+        assert [(table.get(number), table.first(number)) for number in numbers] == [
+            model.state(number, number)[1:] for number in numbers
+        ]
+        assert len(places) == model.places
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_histories_agree(seed: int) -> None:
+    chance = random.Random(seed)
+    history(chance, 400, chance.choice([4, 30, 200]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30, 34))
+def test_long_random_histories_agree(seed: int) -> None:
+    history(random.Random(seed), 60_000, 20_000)
+
+
+@pytest.mark.skipif(not native.is_built, reason="built without the C part")
+def test_a_block_takes_some_thirty_five_bytes_in_c() -> None:
+    native.select(True)
+    chance = random.Random(1)
+    places = new_places()
+    known = new_known(places, has_keys=True)
+    blocks = 50_000
+
+    def store(at: int) -> None:
+        numbers = [chance.getrandbits(64) for _ in range(32)]
+        known.store(Place(at), 0, numbers, list(range(32)), [number ^ 1 for number in numbers])
+        stored.append(numbers)
+
+    stored: list[list[int]] = []
+    for at in range(blocks // 32):
+        store(at)
+    for at in range(blocks // 32, 4 * blocks // 32):  # a full cache: the oldest go
+        for number in stored.pop(0):
+            known.pop(number ^ 1)
+        store(at)
+    taken = (sys.getsizeof(known) + sys.getsizeof(places)) / len(known)
+    assert 30 < taken < 40
+    oldest = known.get(stored[0][5] ^ 1)
+    assert oldest is not None
+    assert (oldest.depth, oldest.key) == (5, stored[0][5])
