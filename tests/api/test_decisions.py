@@ -271,14 +271,14 @@ async def test_sticky_needs_no_tokens(client: httpx.AsyncClient, pods: list[str]
 
 
 async def test_text_needs_a_tokenizer(client: httpx.AsyncClient, pods: list[str]) -> None:
-    for fields in (
-        {"prompt": "hello"},
-        {"messages": [{"role": "user", "content": "hello"}]},
-        {"prefix_hash": "ab" * 32},
+    for fields, field in (
+        ({"prompt": "hello"}, "model"),
+        ({"messages": [{"role": "user", "content": "hello"}]}, "model"),
+        ({"prefix_hash": "ab" * 32}, "prefix_hash"),
+        ({"prompt": "x", "policy": "sticky"}, "model"),
     ):
         refused = await post(client, "/select", 400, token_ids=..., **fields)
-        assert (refused["reason"], refused["field"]) == ("no_tokenizer", next(iter(fields)))
-    assert (await post(client, "/select", 400, token_ids=..., prompt="x", policy="sticky"))["reason"] == "no_tokenizer"
+        assert (refused["reason"], refused["field"]) == ("no_tokenizer", field)
 
 
 async def test_a_session_goes_to_the_picker_configuration(

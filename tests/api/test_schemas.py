@@ -220,7 +220,6 @@ def test_what_does_not_fit_is_named(fields: dict[str, Any], field: str, reason: 
     ("fields", "field", "reason"),
     [
         ({"block_size": 0}, "block_size", "out_of_range"),
-        ({"block_size": None}, "block_size", "missing"),
         ({"model": None}, "model", "missing"),
         ({"lora_id": -1}, "lora_id", "out_of_range"),
         ({"lora_id": True}, "lora_id", "invalid_type"),

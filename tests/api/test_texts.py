@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from hashlib import sha256
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
 from tests.tokenization import small
-from waymark.domain.hashing import pack_tokens
+from waymark.domain.hashing import extend, pack_tokens, token_bytes
+from waymark.errors import StoreUnavailable
+from waymark.selection.selector import Selector
 from waymark.store.store import Store
 from waymark.tokenization import tokenizers as face
 from waymark.tokenization.prompt import Prompt
@@ -85,13 +89,15 @@ async def test_tokens_are_answered_in_the_shape_of_vllm(api: httpx.AsyncClient) 
     assert msgpack.unpackb(text.content) == {"prompt": small.BOS + "Hello"}
 
 
-@pytest.mark.parametrize("path", ["/query", "/tokenize"])
+@pytest.mark.parametrize("path", ["/query", "/tokenize", "/score", "/select"])
 @pytest.mark.parametrize(
     ("fields", "status", "reason", "field"),
     [
         ({"model": "x", "prompt": "Hi"}, 400, "no_tokenizer", "model"),
         ({"model": "m", "prompt": 1}, 400, "invalid_type", "prompt"),
         ({"model": "m", "messages": "Hi"}, 400, "invalid_type", "messages"),
+        ({"model": "m", "messages": [], "system": 1}, 400, "invalid_type", "system"),
+        ({"model": "m", "messages": [], "system": [{"type": "image"}]}, 400, "invalid_value", "system"),
         ({"model": "m", "messages": [{}]}, 400, "invalid_value", "messages"),
         ({"model": "m", "messages": [], "chat_template_kwargs": {"tools": 1}}, 400, "invalid_value", None),
         ({"model": "m", "prompt": "Hi", "messages": []}, 400, "invalid_value", "messages"),
@@ -116,23 +122,152 @@ async def test_a_prompt_that_does_not_fit_is_refused(
         assert answer.json()["field"] == field
 
 
-@pytest.mark.parametrize("count", [1, 5000])
-@pytest.mark.parametrize("name", ["prompt", "messages"])
-async def test_token_ids_beside_a_text_are_refused(api: httpx.AsyncClient, count: int, name: str) -> None:
-    prompt: Any = "Hi" if name == "prompt" else MESSAGES
-    body = {"model": "m", "block_size": 2, "token_ids": [1] * count, name: prompt}
-    answer = await api.post("/query", json=body)
-    assert (answer.status_code, answer.json()["field"]) == (400, name)
-    assert "one prompt" in answer.json()["error"]
+PROMPTS: dict[str, Any] = {
+    "token_ids": [1] * 5000,
+    "seq_hashes": [1] * 10,
+    "prompt": "Hi",
+    "messages": MESSAGES,
+    "prefix_hash": "ab" * 32,
+}
+TAKEN = {
+    "/query": ("token_ids", "seq_hashes", "prompt", "messages"),
+    "/query_by_hash": ("seq_hashes", "token_ids", "prompt", "messages"),
+    "/score": tuple(PROMPTS),
+    "/select": tuple(PROMPTS),
+    "/tokenize": ("prompt", "messages"),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (path, pair)
+        for path, names in TAKEN.items()
+        for pair in combinations(names, 2)
+        if path != "/query_by_hash" or "seq_hashes" in pair
+    ],
+)
+async def test_a_body_has_one_prompt(api: httpx.AsyncClient, path: str, names: tuple[str, str]) -> None:
+    body = {"model": "m", "block_size": 2} | {name: PROMPTS[name] for name in names}
+    answer = await api.post(path, json=body)
+    assert (answer.status_code, answer.json()["reason"]) == (400, "invalid_value"), answer.text
+    assert answer.json()["field"] in names
+    assert all(word in answer.json()["error"] for word in ("one prompt", *names))
+
+
+@pytest.mark.parametrize("path", TAKEN)
+async def test_a_body_without_a_prompt_is_told_what_it_may_send(api: httpx.AsyncClient, path: str) -> None:
+    answer = await api.post(path, json={"model": "m", "block_size": 2})
+    assert (answer.status_code, answer.json()["reason"]) == (400, "missing")
+    assert TAKEN[path][0] in answer.json()["error"]
+
+
+async def test_decisions_take_a_text_as_they_take_its_tokens(
+    client: httpx.AsyncClient, register: Callable[..., Awaitable[None]], hold: Hold
+) -> None:
+    for name in ("one", "two"):
+        await register(name)
+    await hold("one", ids(TEXT, adds=False))
+    await hold("two", ids(TEXT))
+    for body, best, tokens in (
+        (CHAT, "one", ids(TEXT, adds=False)),
+        ({"model": "m", "prompt": TEXT}, "two", ids(TEXT)),
+    ):
+        by_text = (await client.post("/score", json=body)).json()
+        assert by_text == (await client.post("/score", json={"model": "m", "token_ids": tokens})).json()
+        assert by_text["total_tokens"] == len(tokens)
+        assert by_text["scores"][0]["instance_id"] == best
+        selected = (await client.post("/select", json=body)).json()
+        assert selected["target"]["instance_id"] == best
+        assert selected["target"]["device_tokens"] == len(tokens) // 2 * 2
+        await client.post("/release", json={"reservation": selected["reservation"]})
+
+
+async def test_messages_give_a_sticky_decision_its_prefix_key_and_need_no_tokenizer(
+    client: httpx.AsyncClient, register: Callable[..., Awaitable[None]]
+) -> None:
+    await register("one")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    keys = set()
+    for fields in (
+        {"messages": [{"role": "user", "content": "hello"}], "system": "be brief"},
+        {"messages": parts, "system": [{"type": "text", "text": "be brief"}]},
+        {"messages": [{"role": "system", "content": "be brief"}, *parts]},
+    ):
+        body = {"model": "m", "policy": "sticky", "reserve": False} | fields
+        for each in (body, body | {"policy": "least-work"}):
+            answer = await client.post("/select", json=each)
+            assert answer.status_code == 200, answer.text
+            keys.add(answer.json()["prefix_key"])
+        refused = await client.post("/select", json=body | {"model": "unknown"})
+        assert refused.json()["reason"] == "no_target", "not for a tokenizer"
+    assert keys == {sha256(b"m\0Sbe brief").hexdigest()}
+
+
+async def test_a_system_is_the_first_message(api: httpx.AsyncClient) -> None:
+    user = MESSAGES[1:]
+    for system in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
+        answer = await api.post("/tokenize", json={"model": "m", "messages": user, "system": system})
+        assert answer.json()["tokens"] == ids(TEXT, adds=False)
+    nothings: list[Any] = ["", [], None]
+    for nothing in nothings:
+        answer = await api.post("/tokenize", json={"model": "m", "messages": MESSAGES, "system": nothing})
+        assert answer.json()["tokens"] == ids(TEXT, adds=False)
+
+
+async def test_without_redis_messages_select_by_their_prefix(
+    api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"type": "none", "model": "m", "block_size": 2, "instance_id": "one"}
+    assert (await api.post("/register", json=fields)).status_code == 200
+    assert (await api.post("/select", json={"model": "m", "token_ids": [1, 2]})).status_code == 200
+
+    async def away(*_: Any, **__: Any) -> None:
+        raise StoreUnavailable("Redis is away")
+
+    monkeypatch.setattr(Selector, "_select", away)
+    for body in (CHAT, {"model": "m", "prompt": TEXT}):
+        answer = await api.post("/select", json=body)
+        assert (answer.status_code, answer.json()["degraded"]) == (200, True), answer.text
+        assert answer.json()["prefix_key"] is not None
+
+
+async def test_a_query_without_a_block_size_takes_that_of_the_engines(
+    client: httpx.AsyncClient, register: Callable[..., Awaitable[None]], hold: Hold
+) -> None:
+    body = {"model": "m", "token_ids": [1, 2, 3, 4, 5]}
+    hashes = {"model": "m", "seq_hashes": extend(None, token_bytes([1, 2, 3, 4, 5]), 2)}
+    assert (await client.post("/query", json=body)).json() == {}
+    await register("other", modelname="other")
+    assert (await client.post("/query", json=body)).json() == {"default": {}}
+    await register("one")
+    await hold("one", [1, 2, 3, 4])
+    await register("pool", type="Mooncake", block_size=3)
+    for path, asked in (("/query", body), ("/query", hashes), ("/query_by_hash", hashes)):
+        answer = (await client.post(path, json=asked)).json()
+        assert answer == (await client.post(path, json=asked | {"block_size": 2})).json()
+        assert answer["default"]["one"]["GPU"] == 4
+    await register("two", block_size=4)
+    for path, asked in (("/query", body), ("/query_by_hash", hashes)):
+        await refused_for_two_sizes(client, path, asked)
+    rows = (await client.post("/query", json=body | {"block_size": 4})).json()["default"]
+    assert (rows["one"]["GPU"], rows["two"]["GPU"]) == (0, 0)
+
+
+async def refused_for_two_sizes(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    answer = await client.post(path, json=body)
+    assert (answer.status_code, answer.json()["reason"], answer.json()["field"]) == (400, "missing", "block_size")
+    assert "2, 4" in answer.json()["error"]
 
 
 async def test_without_a_tokenizer_the_refusal_names_model_and_setting(
     memory_store: Store, make_client: MakeClient
 ) -> None:
     api = await make_client(memory_store)
-    answer = await api.post("/query", json=CHAT | {"block_size": 2})
-    assert answer.status_code == 400
-    assert all(word in answer.json()["error"] for word in ('"m"', "WAYMARK_TOKENIZERS"))
+    for path in ("/query", "/score", "/select", "/tokenize"):
+        answer = await api.post(path, json=CHAT)
+        assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
+        assert all(word in answer.json()["error"] for word in ('"m"', "WAYMARK_TOKENIZERS"))
 
 
 async def test_texts_under_way_hold_up_no_query_of_tokens(

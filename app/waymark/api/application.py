@@ -236,7 +236,7 @@ def _operations(
     settings, metrics = dependencies.settings, dependencies.metrics
     root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics)
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
-    decisions = Decisions(store, settings, metrics)
+    decisions = Decisions(store, settings, metrics, texts)
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
     table: list[tuple[Method, str, Access, Handler, Doc]] = [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
-from waymark.api.schemas import BLOCK_SIZE, RANK, BlockSize, Hashes, Named, Rank
+from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
+from waymark.api.schemas import OPTIONAL_BLOCK_SIZE, RANK, BlockSize, Named, PromptFields, Rank
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
 
@@ -51,7 +51,6 @@ By = Literal["instance", "address"]
 _AMOUNT = "an integer of 0..2^53-1"
 _SHARE = "a number of 0 to 1"
 _NAMES = f"a list of at most {NAMES_MAX} texts, instances or addresses"
-_ONE_PROMPT = "exactly one of token_ids, seq_hashes, messages, prompt and prefix_hash has to be there"
 
 
 class GivenCandidate(Request):
@@ -73,29 +72,11 @@ Candidates = Annotated[
 ]
 
 
-class DecisionRequest(Named):
+class DecisionRequest(Named, PromptFields):
     """A prompt, and the policy that ranks its targets."""
 
-    token_ids: TokenIds = Field(
-        default=None,
-        description=f"a list of token ids, or in msgpack a bin of little-endian u32; {_ONE_PROMPT}",
-    )
-    seq_hashes: Hashes = Field(
-        default=None,
-        validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
-        description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
-    )
-    messages: list[Any] | None = Field(
-        default=None, description="a list of a chat request's messages; for policy sticky"
-    )
-    system: Any = Field(
-        default=None, description="a text or a list of blocks, beside messages, as Anthropic's requests say it"
-    )
-    prompt: str | None = Field(default=None, description="a text; there is no tokenizer for it")
     prefix_hash: Hex | None = Field(default=None, description="a text of 16 to 128 hex digits; for policy sticky")
-    block_size: BlockSize | None = Field(
-        default=None, description=f"{BLOCK_SIZE}; absent is that of the model's engines, where they have one"
-    )
+    block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     policy: str | None = Field(
         default=None,
         description=f"one of {', '.join(PRESETS)}; absent is that of WAYMARK_POLICY or WAYMARK_PICKER_CONFIG",

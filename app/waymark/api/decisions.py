@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,12 +19,13 @@ from waymark.api.decision_schemas import (
     SelectRequest,
 )
 from waymark.api.errors import Unfit
-from waymark.api.operations import Answer
-from waymark.api.prompts import hashes, token_bytes
+from waymark.api.given_prompts import GivenPrompts, text_of
+from waymark.api.lookup import KeysOf
+from waymark.api.operations import Answer, Paused
+from waymark.api.texts import ModelPrompt, Texts
 from waymark.chat.prefix_key import prefix_key
 from waymark.domain.gauges import Gauges
-from waymark.domain.hashing import block_keys, namespace, text_hash
-from waymark.domain.keys import pack
+from waymark.domain.hashing import namespace, text_hash
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
@@ -37,8 +38,7 @@ from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.store.reservations import Part, parse_reservations
 from waymark.store.store import Store
-
-_PROMPTS = ("token_ids", "seq_hashes", "messages", "prompt", "prefix_hash")
+from waymark.tokenization.prompt import Tokens
 
 T = TypeVar("T", ScoreRequest, SelectRequest)
 
@@ -51,22 +51,26 @@ class _Read(NamedTuple):
     namespace: int
     session: str | None
     prefix_key: bytes | None
+    text: ModelPrompt | None
+    """The prompt, if it has no tokens yet."""
     given: Mapping[tuple[str, int], Given] | None
 
 
 class Decisions:
     """The three of them, of one replica."""
 
-    def __init__(self, store: Store, settings: Settings, metrics: Metrics) -> None:
-        self._store = store
-        self._settings = settings
+    def __init__(self, store: Store, settings: Settings, metrics: Metrics, texts: Texts) -> None:
+        self._texts = texts
+        self._given = GivenPrompts(settings)
         self._selector = Selector(store, SelectionOptions.of(settings), metrics)
         self._score = partial(_read, ScoreRequest, prefix_bytes=settings.prefix_bytes)
         self._select = partial(_read, SelectRequest, prefix_bytes=settings.prefix_bytes)
 
-    async def score(self, body: Body) -> Answer:
+    async def score(self, body: Body) -> Answer | Paused:
         read = body.asked(self._score)
-        asked = self._asked(read, body)
+        return await self._with_prompt(read, body, partial(self._scored, read))
+
+    async def _scored(self, read: _Read, asked: Asked) -> Answer:
         ranked = await self._selector.score(asked)
         if ranked is None:
             known: list[Scored] = []
@@ -95,14 +99,25 @@ class Decisions:
             headers={"X-Waymark-Partial": "true"} if ranked is not None and ranked.is_partial else {},
         )
 
-    async def select(self, body: Body) -> Answer:
-        asked, taking, request = self._taking(body)
-        return _selected(await self._selector.select(asked, taking), asked, request)
+    async def select(self, body: Body) -> Answer | Paused:
+        read = body.asked(self._select)
+        request = _select_request(read)
 
-    async def select_without_redis(self, body: Body) -> Answer:
+        async def selected(asked: Asked) -> Answer:
+            return _selected(await self._selector.select(asked, _taking(request)), request)
+
+        return await self._with_prompt(read, body, selected)
+
+    async def select_without_redis(self, body: Body) -> Answer | Paused:
         """What ``/select`` answers while Redis is away."""
-        asked, taking, request = self._taking(body)
-        return _selected(self._selector.select_without_redis(asked, taking), asked, request)
+        read = body.asked(self._select)
+        request = _select_request(read)
+
+        async def selected(asked: Asked) -> Answer:
+            return _selected(self._selector.select_without_redis(asked, _taking(request)), request)
+
+        # The prefix alone decides.
+        return await self._with_prompt(read, body, selected, is_sticky=True)
 
     async def release(self, body: Body) -> Answer:
         request = ReleaseRequest.of(body.fields)
@@ -129,74 +144,70 @@ class Decisions:
 
     # ---- from bodies -------------------------------------------------------------------------------
 
-    def _taking(self, body: Body) -> tuple[Asked, Taking, SelectRequest]:
-        read = body.asked(self._select)
-        request = read.request
-        assert isinstance(request, SelectRequest)
-        taking = Taking(
-            only=None if request.only is None else frozenset(request.only),
-            exclude=frozenset(request.exclude),
-            profile=request.profile,
-            count=request.count,
-            is_reserved=request.reserve,
-            expects=request.expect,
-            milliseconds=int(1000 * request.timeout_seconds),
-            request_id=None if request.request_id is None else f"{text_hash(request.request_id):016x}",
-        )
-        return self._asked(read, body), taking, request
+    async def _with_prompt(
+        self, read: _Read, body: Body, decide: Callable[[Asked], Awaitable[Answer]], *, is_sticky: bool = False
+    ) -> Answer | Paused:
+        """The decision about a prompt, once the prompt has tokens if the policy needs them."""
+        policy = read.policy or self._selector.default_policy
+        request, text = read.request, read.text
+        if text is not None and (text.field == "prompt" or not (is_sticky or policy.preset is PRESETS["sticky"])):
 
-    def _asked(self, read: _Read, body: Body) -> Asked:
-        request, policy = read.request, read.policy or self._selector.default_policy
-        is_sticky = policy.preset is PRESETS["sticky"]
-        return Asked(
-            group=request.group,
-            prompt=self._prompt(read, body, is_sticky=is_sticky),
-            policy=policy,
-            block_size=request.block_size,
-            prefix_key=read.prefix_key,
-            lora_name=request.lora_name,
-            session=read.session,
-            is_multimodal=_is_multimodal(request.messages),
-            given=read.given,
-        )
+            async def resumed(tokens: Tokens) -> Answer:
+                return await decide(_asked(read, policy, _keys(self._given.of_tokens(tokens.ids, read.namespace))))
 
-    def _prompt(self, read: _Read, body: Body, *, is_sticky: bool) -> PromptOf:
-        model, fields = type(read.request), body.fields
-        there = [name for name in _PROMPTS if any(fields.get(each) is not None for each in model.spellings(name))]
-        if len(there) != 1:
-            named = " and ".join(there) if there else "none of them"
-            raise Unfit(
-                f"a request has one prompt, and this has {named}; send one of {', '.join(_PROMPTS)}",
-                reason="invalid_value" if there else "missing",
-                field=there[1] if there else "token_ids",
-            )
-        name = there[0]
-        max_tokens, may_hold = self._settings.max_tokens, body.may_hold_booleans
-        if name == "token_ids":
-            tokens = body.numbers
-            if tokens is None:
-                tokens = token_bytes(fields[name], field=name, max_tokens=max_tokens, may_hold_booleans=may_hold)
-            return partial(_of_tokens, tokens, read.namespace, self._settings.hash_seed)
-        if name == "seq_hashes":
-            field = model.spelling(name, fields)
-            value = hashes(fields[field], field=field, max_tokens=max_tokens, may_hold_booleans=may_hold)
-            return partial(_of_keys, pack(value, read.namespace))
-        if is_sticky and name != "prompt":
-            return lambda block_size: Prompt(0, b"")
-        raise Unfit(
-            f"{name} needs a tokenizer, and there is none for model {shown(read.request.model)}; send token_ids or "
-            "seq_hashes, or messages with policy sticky",
-            reason="no_tokenizer",
-            field=name,
-        )
+            return Paused(partial(self._texts.tokens, text), resumed)
+        if text is not None or request.prefix_hash is not None:
+            if policy.preset is not PRESETS["sticky"] and not is_sticky:
+                raise Unfit(
+                    "prefix_hash names no blocks; send it with policy sticky, or send token_ids",
+                    reason="no_tokenizer",
+                    field="prefix_hash",
+                )
+            return await decide(_asked(read, policy, lambda block_size: Prompt(0, b"")))
+        return await decide(_asked(read, policy, _keys(self._given.keys_of(type(request), body, read.namespace))))
 
 
-def _of_tokens(tokens: bytes, ns: int, seed: int, block_size: int) -> Prompt:
-    return Prompt(len(tokens) // 4, block_keys(None, tokens, block_size, namespace=ns, seed=seed))
+def _select_request(read: _Read) -> SelectRequest:
+    assert isinstance(read.request, SelectRequest)
+    return read.request
 
 
-def _of_keys(keys: bytes, block_size: int) -> Prompt:
-    return Prompt(len(keys) // 8 * block_size, keys)
+def _taking(request: SelectRequest) -> Taking:
+    return Taking(
+        only=None if request.only is None else frozenset(request.only),
+        exclude=frozenset(request.exclude),
+        profile=request.profile,
+        count=request.count,
+        is_reserved=request.reserve,
+        expects=request.expect,
+        milliseconds=int(1000 * request.timeout_seconds),
+        request_id=None if request.request_id is None else f"{text_hash(request.request_id):016x}",
+    )
+
+
+def _asked(read: _Read, policy: Chosen, prompt: PromptOf) -> Asked:
+    request = read.request
+    return Asked(
+        group=request.group,
+        prompt=prompt,
+        policy=policy,
+        block_size=request.block_size,
+        prefix_key=read.prefix_key,
+        lora_name=request.lora_name,
+        session=read.session,
+        is_multimodal=_is_multimodal(request.messages),
+        given=read.given,
+    )
+
+
+def _keys(keys_of: KeysOf) -> PromptOf:
+    """All keys of a prompt at once: speculative entries need the last ones."""
+
+    def prompt(block_size: int) -> Prompt:
+        found = keys_of(block_size)
+        return Prompt(found.tokens, found.keys(found.blocks))
+
+    return prompt
 
 
 def _read(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> _Read:
@@ -215,7 +226,8 @@ def _read(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> _Read
     given = None
     if isinstance(request, ScoreRequest) and request.candidates is not None:
         given = _given(request.candidates)
-    return _Read(request, policy, namespace(request.adapter, request.salts), _session(request), key, given)
+    text = text_of(request.model, request, "prefix_hash")
+    return _Read(request, policy, namespace(request.adapter, request.salts), _session(request), key, text, given)
 
 
 def _session(request: DecisionRequest) -> str | None:
@@ -323,7 +335,7 @@ def _row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, explain
     return row
 
 
-def _selected(selected: Selected, asked: Asked, request: SelectRequest) -> Answer:
+def _selected(selected: Selected, request: SelectRequest) -> Answer:
     prompt_tokens = selected.tokens
     is_cost = selected.policy.preset is not None and selected.policy.preset.is_cost
 

@@ -6,11 +6,11 @@ It sees the blocks that the root dialect sees. A row is an instance whose id is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from waymark.api.bodies import Body
-from waymark.api.conductor import PARTIAL, Lookup
+from waymark.api.conductor import PARTIAL
 from waymark.api.dynamo_schemas import (
     DynamoQueryByHashRequest,
     DynamoQueryRequest,
@@ -18,6 +18,7 @@ from waymark.api.dynamo_schemas import (
     DynamoUnregisterRequest,
 )
 from waymark.api.errors import short
+from waymark.api.lookup import KeysOf, Lookup, PromptKeys
 from waymark.api.operations import Answer
 from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
 from waymark.domain.engines import UNNAMED
@@ -30,11 +31,7 @@ from waymark.errors import Conflict, InvalidValue, NotFound
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.shown import shown
-from waymark.store.reader import KeySource
 from waymark.store.store import Store
-
-#: How often a query begins anew because the block size of its group has changed under it.
-_ATTEMPTS = 3
 
 
 class Dynamo:
@@ -104,9 +101,9 @@ class Dynamo:
         group = _group(request.partition, request.model_name)
         ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
 
-        def prompt(block_size: int) -> _Prompt:
+        def prompt(block_size: int) -> PromptKeys:
             keys = TokenKeys(tokens, block_size, ns, self._settings.hash_seed)
-            return _Prompt(keys, len(tokens) // (4 * block_size))
+            return PromptKeys(keys, len(tokens) // (4 * block_size), len(tokens) // 4)
 
         return await self._answer(group, prompt)
 
@@ -125,42 +122,22 @@ class Dynamo:
         )
         group = _group(request.partition, request.model_name)
 
-        def prompt(_: int) -> _Prompt:
+        def prompt(block_size: int) -> PromptKeys:
             # Only the base model is found: a client's local hashes have adapter and salt in their seed.
-            return _Prompt(LocalHashKeys(local_hashes, self._settings.hash_seed), len(local_hashes))
+            keys = LocalHashKeys(local_hashes, self._settings.hash_seed)
+            return PromptKeys(keys, len(local_hashes), len(local_hashes) * block_size)
 
         return await self._answer(group, prompt)
 
-    async def _answer(self, group: GroupName, prompt: Callable[[int], _Prompt]) -> Answer:
-        """The answer for a prompt in blocks of its group's size, by the table at hand.
-
-        Reading sees to it that the table is the one of now. Where that has changed the size, all begins anew.
-        """
-        reader = self._store.reader
-        table = reader.table_at_hand(group)
-        for _ in range(_ATTEMPTS):
-            if table is None or not table.publishers:
-                table = await reader.table(group, deadline_seconds=self._settings.query_deadline_ms / 1000)
-            block_size = _block_size(table, group)
-            keys, asked = prompt(block_size)
-            reading = await self._lookup.read(group, block_size, keys, asked)
-            now = reader.table_at_hand(group)
-            if now is table or (now is not None and now.publishers and _block_size(now, group) == block_size):
-                break
-            table = now
+    async def _answer(self, group: GroupName, keys_of: KeysOf) -> Answer:
+        """The answer for a prompt in blocks of its group's size."""
+        block_size, reading = await self._lookup.read_in_size(group, partial(_block_size, group), keys_of)
         rows = {} if reading is None else dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         return Answer(in_tokens(rows, block_size), headers=headers)
 
 
-class _Prompt(NamedTuple):
-    """What is asked for: the keys of its blocks, and how many there are."""
-
-    keys: KeySource
-    blocks: int
-
-
-def _block_size(table: HolderTable | None, group: GroupName) -> int:
+def _block_size(group: GroupName, table: HolderTable | None) -> int:
     """That of the group's first registration; ``NotFound`` where it has none."""
     if table is None or not table.publishers:
         raise NotFound(f"no indexer for model={short(group.model_name)} routing_group={short(group.tenant_id)}")

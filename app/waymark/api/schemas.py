@@ -260,21 +260,33 @@ class Named(Request):
         return [salt for salt in (self.additional_salt, self.cache_salt) if salt is not None]
 
 
-class _Prompt(Named):
-    block_size: BlockSize = Field(description=BLOCK_SIZE)
+OPTIONAL_BLOCK_SIZE = f"{BLOCK_SIZE}; the default is that of the model's engines, if they have only one"
+
+
+class _Asked(Named):
+    block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
 
 
-class QueryRequest(_Prompt, TextFields):
-    """A prompt, given as tokens, as a text or as messages."""
+class PromptFields(TextFields):
+    """A prompt, given as tokens, hashes, a text or messages."""
 
     token_ids: TokenIds = Field(
         default=None,
-        description="a list of token ids, or in msgpack a bin of little-endian u32; not with prompt or messages",
+        description="a list of token ids, or in msgpack a bin of little-endian u32; a request has one prompt",
+    )
+    seq_hashes: Hashes = Field(
+        default=None,
+        validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
+        description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
     )
 
 
-class QueryByHashRequest(_Prompt):
+class QueryRequest(_Asked, PromptFields):
+    """A prompt, given as tokens, hashes, a text or messages."""
+
+
+class QueryByHashRequest(_Asked):
     """A prompt, given as the rolling hashes of its blocks."""
 
     seq_hashes: Hashes = Field(

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from waymark.api.fields import NAME, Name, Request, TokenIds
+
+
+def _text_or_list(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | list):
+        raise PydanticCustomError("invalid_type", "neither a text nor a list")
+    return value
+
+
+System = Annotated[
+    Any, BeforeValidator(_text_or_list), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})
+]
 
 
 class TextFields(Request):
@@ -15,6 +27,9 @@ class TextFields(Request):
     prompt: str | None = Field(default=None, description="a text; the model needs a tokenizer")
     messages: list[Any] | None = Field(
         default=None, description="a list of messages as in a chat request of OpenAI; the model needs a tokenizer"
+    )
+    system: System = Field(
+        default=None, description="a text or a list of blocks, for messages, as requests of Anthropic's form have it"
     )
     tools: list[Any] | None = Field(default=None, description="a list of tools, for messages")
     chat_template_kwargs: dict[str, Any] = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from waymark.api.bodies import Body
@@ -23,15 +24,17 @@ class ModelPrompt(NamedTuple):
     field: str
 
 
-def prompt_of(model: str, request: TextFields, *others: str) -> ModelPrompt | None:
-    """The text or the messages of a body; None if it has neither.
+def prompt_of(model: str, request: TextFields, others: Sequence[str] = (), *, missing: str) -> ModelPrompt | None:
+    """The text or the messages of a body; None if it has a prompt of another kind.
 
-    ``others`` are the prompts of other kinds that the body has. ``Unfit`` if it does not have exactly one prompt.
+    ``others`` are the prompts of other kinds that the body has, and ``missing`` is what it lacks if it has none.
+    ``Unfit`` if it does not have exactly one prompt.
     """
-    given = [name for name in ("prompt", "messages") if getattr(request, name) is not None]
-    named = [*others, *given]
+    named = [*others, *(name for name in ("prompt", "messages") if getattr(request, name) is not None)]
     if len(named) > 1:
         raise Unfit(f"a request has one prompt, and this has {' and '.join(named)}; send one of them", field=named[1])
+    if not named:
+        raise Unfit(f"there is no prompt; send {missing}", reason="missing", field=missing.split(" ")[0].strip(","))
     if request.messages is not None:
         prompt: Prompt = ChatPrompt(
             request.messages,
@@ -40,6 +43,7 @@ def prompt_of(model: str, request: TextFields, *others: str) -> ModelPrompt | No
             request.add_generation_prompt,
             request.continue_final_message,
             bool(request.add_special_tokens),
+            request.system,
         )
         return ModelPrompt(model, prompt, "messages")
     if request.prompt is not None:
@@ -62,9 +66,8 @@ class Texts:
 
     async def tokenize(self, body: Body) -> Answer:
         request = TokenizeRequest.of(body.fields)
-        asked = prompt_of(request.model, request)
-        if asked is None:
-            raise Unfit("there is no prompt; send prompt or messages", reason="missing", field="prompt")
+        asked = prompt_of(request.model, request, missing="prompt or messages")
+        assert asked is not None  # a prompt of another kind has no field here
         found = await self.tokens(asked)
         ids = unpack_tokens(found.ids)
         return Answer({"count": len(ids), "max_model_len": None, "tokens": ids, "source": found.source})

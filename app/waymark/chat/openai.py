@@ -23,12 +23,22 @@ _TEXT_PARTS = {
 }
 
 
-def for_template(messages: Sequence[Any], *, takes_parts: bool) -> list[dict[str, Any]]:
-    """The messages as a template gets them; ``InvalidValue`` on ``messages`` with the index of one that is wrong."""
-    return [_message(message, index, takes_parts=takes_parts) for index, message in enumerate(messages)]
+def for_template(messages: Sequence[Any], system: Any = None, *, takes_parts: bool) -> list[dict[str, Any]]:
+    """The messages as a template gets them, with ``system`` as the first where it is not empty.
+
+    ``InvalidValue`` on ``messages`` with the index of one that is wrong, or on ``system``.
+    """
+    shown = [_message(message, index, takes_parts=takes_parts) for index, message in enumerate(messages)]
+    first = [_message(each, None, takes_parts=takes_parts) for each in as_message(system)]
+    return first + shown
 
 
-def _message(message: Any, index: int, *, takes_parts: bool) -> dict[str, Any]:
+def as_message(system: Any) -> list[dict[str, Any]]:
+    """The message that Anthropic's ``system`` stands for; none where it is absent or empty."""
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _message(message: Any, index: int | None, *, takes_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _unfit(index, "is no object", "send role and content")
     role = message.get("role")
@@ -51,7 +61,7 @@ def _message(message: Any, index: int, *, takes_parts: bool) -> dict[str, Any]:
     return shown
 
 
-def _texts(content: Any, index: int) -> Iterable[str]:
+def _texts(content: Any, index: int | None) -> Iterable[str]:
     if content is None:
         return
     if isinstance(content, str):
@@ -77,13 +87,13 @@ def _texts(content: Any, index: int) -> Iterable[str]:
             raise _unfit(index, f"has a content[{position}] without a text", "send one")
 
 
-def _listed(calls: Any, index: int) -> list[Any]:
+def _listed(calls: Any, index: int | None) -> list[Any]:
     if not isinstance(calls, list):
         raise _unfit(index, "has tool_calls that are no list", "send a list, or none")
     return calls
 
 
-def _call(call: Any, index: int) -> Any:
+def _call(call: Any, index: int | None) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise _unfit(index, "has a tool call without a function", "send an object with name and arguments")
@@ -96,5 +106,7 @@ def _call(call: Any, index: int) -> Any:
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
-def _unfit(index: int, what: str, way_out: str) -> InvalidValue:
+def _unfit(index: int | None, what: str, way_out: str) -> InvalidValue:
+    if index is None:
+        return InvalidValue(f"system {what}; {way_out}", field="system")
     return InvalidValue(f"messages[{index}] {what}; {way_out}", field="messages", index=index)

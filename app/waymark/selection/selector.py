@@ -13,12 +13,13 @@ from random import Random
 from time import perf_counter
 from typing import NamedTuple
 
+from waymark.domain.block_size import only_block_size
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.match import pool_bitmap, target_rows
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
-from waymark.errors import InvalidValue, NoTarget, StoreUnavailable
+from waymark.errors import NoTarget, StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
@@ -361,13 +362,5 @@ def _key(keys: bytes, depth: int) -> int:
 
 
 def _block_size(fleet: Fleet | None) -> int:
-    """The one block size of a group; InvalidValue where it has two."""
-    sizes: Sequence[int] = sorted(fleet.block_sizes) if fleet is not None else []
-    if len(sizes) > 1:
-        shown = ", ".join(map(str, sizes))
-        raise InvalidValue(
-            f"block_size is missing, and the engines of this model have several ({shown}); send one of them",
-            reason="missing",
-            field="block_size",
-        )
-    return sizes[0] if sizes else 1
+    """The one block size of a group; InvalidValue where it has several, and 1 where it has none."""
+    return (None if fleet is None else only_block_size(fleet.block_sizes)) or 1

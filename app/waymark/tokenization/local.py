@@ -192,7 +192,9 @@ class LocalTokenizer:
 def _is_short(prompt: Prompt) -> bool:
     if isinstance(prompt, TextPrompt):
         return len(prompt.text) <= _SHORT
-    left = _SHORT
+    left = _SHORT - (
+        0 if prompt.system is None else len(prompt.system) * (1 if isinstance(prompt.system, str) else 1024)
+    )
     for message in prompt.messages:
         content = message.get("content") if isinstance(message, dict) else None
         left -= len(content) + 100 if isinstance(content, str) else _SHORT // 64

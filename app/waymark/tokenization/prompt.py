@@ -27,6 +27,8 @@ class ChatPrompt:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     """The template writes them itself."""
+    system: Any = None
+    """A text or a list of blocks that stands before the messages, as in Anthropic's form."""
 
 
 Prompt: TypeAlias = TextPrompt | ChatPrompt

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from waymark.asker import Asker
+from waymark.chat.openai import as_message
 from waymark.domain.hashing import pack_tokens
 from waymark.errors import InvalidValue, TokenizerUnavailable, Unanswered
 from waymark.tokenization.prompt import ChatPrompt, Prompt
@@ -37,7 +38,7 @@ class RemoteTokenizer:
         body: dict[str, Any] = {"model": self._model, "add_special_tokens": prompt.add_special_tokens}
         if isinstance(prompt, ChatPrompt):
             body |= {
-                "messages": list(prompt.messages),
+                "messages": [*as_message(prompt.system), *prompt.messages],
                 "add_generation_prompt": prompt.add_generation_prompt,
                 "continue_final_message": prompt.continue_final_message,
             }

@@ -81,7 +81,7 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt are both true; send one of them as true",
                 field="continue_final_message",
             )
-        messages = for_template(prompt.messages, takes_parts=self.takes_parts)
+        messages = for_template(prompt.messages, prompt.system, takes_parts=self.takes_parts)
         context = {
             **self._special,
             "messages": messages,

@@ -191,6 +191,7 @@ def _digest(model: str, prompt: Prompt) -> bytes:
     else:
         said = (
             prompt.messages,
+            prompt.system,
             prompt.tools,
             dict(prompt.template_kwargs),
             prompt.add_generation_prompt,

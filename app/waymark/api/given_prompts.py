@@ -1,0 +1,67 @@
+"""The prompt of a body, whatever its kind: exactly one, and the block keys that it makes in any block size."""
+
+from __future__ import annotations
+
+from array import array
+from functools import partial
+
+from waymark.api.bodies import Body
+from waymark.api.fields import Request
+from waymark.api.lookup import KeysOf, PromptKeys
+from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
+from waymark.api.schemas import PromptFields
+from waymark.api.texts import ModelPrompt, prompt_of
+from waymark.settings import Settings
+
+
+def text_of(model: str, request: PromptFields, *others: str) -> ModelPrompt | None:
+    """The text or the messages of a body; None if its prompt is of another kind, one of ``others`` too.
+
+    ``Unfit`` if it does not have exactly one prompt.
+    """
+    kinds = ("token_ids", "seq_hashes")
+    given = [name for name in (*kinds, *others) if getattr(request, name) is not None]
+    return prompt_of(model, request, given, missing=", ".join((*kinds, "messages", *others)) + " or prompt")
+
+
+class GivenPrompts:
+    """Reads prompts that are token ids or hashes already, checked to the last element."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._max_tokens = settings.max_tokens
+        self._seed = settings.hash_seed
+
+    def keys_of(self, model: type[Request], body: Body, namespace: int) -> KeysOf:
+        """The keys of the token ids or hashes of a body. ``Unfit`` names the element that is none."""
+        numbers, fields = body.numbers, body.fields
+        has_tokens = "token_ids" in model.model_fields and fields.get("token_ids") is not None
+        if has_tokens:
+            if numbers is None:
+                numbers = token_bytes(
+                    fields["token_ids"],
+                    field="token_ids",
+                    max_tokens=self._max_tokens,
+                    may_hold_booleans=body.may_hold_booleans,
+                )
+            return self.of_tokens(numbers, namespace)
+        if numbers is not None:
+            return partial(_of_hashes, packed_hashes(numbers), namespace)
+        field = model.spelling("seq_hashes", fields)
+        found = hashes(
+            fields[field], field=field, max_tokens=self._max_tokens, may_hold_booleans=body.may_hold_booleans
+        )
+        return partial(_of_hashes, found, namespace)
+
+    def of_tokens(self, tokens: bytes, namespace: int) -> KeysOf:
+        """The keys of token ids as little-endian u32."""
+        return partial(_of_tokens, tokens, namespace, self._seed)
+
+
+def _of_tokens(tokens: bytes, namespace: int, seed: int, block_size: int) -> PromptKeys:
+    count = len(tokens) // 4
+    return PromptKeys(TokenKeys(tokens, block_size, namespace, seed), count // block_size, count)
+
+
+def _of_hashes(seq_hashes: array[int], namespace: int, block_size: int) -> PromptKeys:
+    blocks = len(seq_hashes)
+    return PromptKeys(SeqHashKeys(seq_hashes, namespace), blocks, blocks * block_size)

@@ -1,0 +1,68 @@
+"""A look at the index: within the query's deadline, counted, and with the group's block size if the body has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from waymark.api.query_counts import QueryCounts
+from waymark.domain.names import GroupName
+from waymark.domain.table import HolderTable
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.reader import KeySource, Reader, Reading
+
+#: How often a query starts again because its group has another block size by now.
+_ATTEMPTS = 3
+
+
+class PromptKeys(NamedTuple):
+    """The keys of the complete blocks of a prompt, how many there are, and how many tokens the prompt has."""
+
+    keys: KeySource
+    blocks: int
+    tokens: int
+
+
+KeysOf = Callable[[int], PromptKeys]
+"""Makes the keys of a prompt for a block size."""
+
+SizeOf = Callable[[HolderTable | None], int | None]
+"""Reads the block size of a group from its table; None if it has none."""
+
+
+class Lookup:
+    """Reads the store within the query's deadline, and counts what was asked and found."""
+
+    def __init__(self, reader: Reader, settings: Settings, metrics: Metrics) -> None:
+        self._reader = reader
+        self._deadline_seconds = settings.query_deadline_ms / 1000
+        self._counts = QueryCounts(metrics)
+
+    async def read(self, group: GroupName, block_size: int, prompt: PromptKeys) -> Reading | None:
+        """As ``Reader.read``."""
+        reading = await self._reader.read(group, block_size, prompt.keys, deadline_seconds=self._deadline_seconds)
+        self._counts.count(group, prompt.blocks, reading)
+        return reading
+
+    async def read_in_size(self, group: GroupName, size_of: SizeOf, keys_of: KeysOf) -> tuple[int, Reading | None]:
+        """As ``read``, in the block size that ``size_of`` reads from the group's table; 0 and None if it has none.
+
+        The first table is the cached one. The reading replaces it with the current one; if that has another block
+        size, the query starts again.
+        """
+        table = self._reader.table_at_hand(group)
+        block_size, reading = 0, None
+        for _ in range(_ATTEMPTS):
+            if table is None or not table.publishers:
+                table = await self._reader.table(group, deadline_seconds=self._deadline_seconds)
+            size = size_of(table)
+            if size is None:
+                return 0, None
+            block_size = size
+            reading = await self.read(group, block_size, keys_of(block_size))
+            now = self._reader.table_at_hand(group)
+            if now is table or (now is not None and now.publishers and size_of(now) == block_size):
+                break
+            table = now
+        return block_size, reading
