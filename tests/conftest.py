@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +22,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.patience import patient, wait_for
 from tests.patience import wait_until as wait_until
+from tests.ports import unused_port
 from tests.unit import pytest_addoption as pytest_addoption
 from tests.unit import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.unit import pytest_configure as pytest_configure
@@ -50,11 +50,8 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port on 127.0.0.1 that nobody listens on."""
+    return unused_port()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -17,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import wait_until
 from tests.patience import patient, within
+from tests.ports import unused_port
 
 START_SECONDS = 20.0
 #: How long a client that does nothing wrong may wait for its answer.
@@ -58,14 +58,6 @@ class Live:
     async def memory(self) -> float:
         """Resident bytes of the process."""
         return await self.metric("process_resident_memory_bytes")
-
-
-def unused_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager

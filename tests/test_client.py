@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from tests.conftest import wait_until
-from tests.live import start, unused_port
+from tests.live import start
 from tests.patience import patient
+from tests.ports import unused_port
 from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers, seq_hashes
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator import Prompt, build_engine

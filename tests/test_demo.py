@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.live import start, unused_port
+from tests.live import start
 from tests.patience import patient
+from tests.ports import unused_port
 from waymark import cli, demo
 from waymark.console.demo_view import parts
 from waymark.console.screen import Screen

@@ -6,10 +6,8 @@ failover takes two or three seconds.
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +22,11 @@ from redis.exceptions import RedisError
 
 from tests import patience
 from tests.patience import patient
+from tests.ports import unused_node_port
 
 READY_SECONDS = 30.0
-#: After how long without an answer a node or a primary is taken for dead.
-NODE_TIMEOUT_MS = 1000
+#: After how long without an answer a node or a primary is taken for dead, on a quiet machine; see ``node_timeout_ms``.
+_NODE_TIMEOUT_MS = 1000
 SLOTS = 16384
 #: A replica that has got nothing yet, not even a ping, is on no map of a Cluster.
 _ALWAYS = ("--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
@@ -48,17 +47,9 @@ def wait_for(predicate: Callable[[], bool], description: str, seconds: float = R
     patience.wait_for(is_so, lambda: description + problem, seconds)
 
 
-def unused_bus_port() -> int:
-    """A port that was free a moment ago, as was the one 10,000 above it, where nodes of a Cluster talk."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as one, socket.socket() as other:
-            try:
-                one.bind(("127.0.0.1", port))
-                other.bind(("127.0.0.1", port + 10_000))
-            except OSError:
-                continue
-            return port
+def node_timeout_ms() -> int:
+    """A node that a busy machine holds up for a second is not dead; and a failover takes no minutes there."""
+    return int(min(patient(_NODE_TIMEOUT_MS), 5 * _NODE_TIMEOUT_MS))
 
 
 @dataclass(eq=False)
@@ -115,7 +106,7 @@ class Farm:
         """A redis-server with these options, ready; ``more`` is what a client of the library needs to connect."""
         program = shutil.which("redis-server") or shutil.which("valkey-server")
         assert program is not None, "no redis-server on PATH: install it (Debian: apt-get install redis-server)"
-        port = unused_bus_port() if port is None else port
+        port = unused_node_port() if port is None else port
         log = self.directory / f"{port}.log"
         home = self.directory / str(port)
         home.mkdir(exist_ok=True)
@@ -191,11 +182,11 @@ def start_sentinels(farm: Farm, *options: str, password: str | None = None) -> S
     replica = follow(farm, primary, *options)
     watching: list[Server] = []
     for _ in range(3):
-        port = unused_bus_port()
+        port = unused_node_port()
         lines = [
             f"sentinel monitor mymaster 127.0.0.1 {primary.port} 2",
-            f"sentinel down-after-milliseconds mymaster {NODE_TIMEOUT_MS}",
-            "sentinel failover-timeout mymaster 6000",
+            f"sentinel down-after-milliseconds mymaster {node_timeout_ms()}",
+            f"sentinel failover-timeout mymaster {6 * node_timeout_ms()}",
         ]
         if password is not None:
             lines += [f"requirepass {password}", f"sentinel sentinel-pass {password}"]
@@ -253,7 +244,7 @@ def start_cluster(
 ) -> Cluster:
     """Of this many primaries, each with a replica where asked for."""
     options = (
-        "--cluster-enabled", "yes", "--cluster-node-timeout", str(NODE_TIMEOUT_MS),
+        "--cluster-enabled", "yes", "--cluster-node-timeout", str(node_timeout_ms()),
         "--cluster-replica-validity-factor", "0", *options,
     )  # fmt: skip
     nodes = [farm.start(*options, is_tls=is_tls, more=more) for _ in range(primaries * (2 if has_replicas else 1))]

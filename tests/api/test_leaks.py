@@ -16,7 +16,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.api.conftest import Hold
 from tests.conftest import wait_until
-from tests.live import Live, start, unused_port
+from tests.live import Live, start
+from tests.ports import unused_port
 
 MARK = "5ecr37"
 API_TOKEN = f"token-{MARK}"

@@ -22,8 +22,9 @@ from pathlib import Path
 from tests.benchmarks import prompts
 from tests.benchmarks.feed import publishers, wait_for
 from tests.benchmarks.load import run, write_bodies
-from tests.benchmarks.processes import RedisServer, Server, redis_server, running, unused_port, wait_until, waymark
+from tests.benchmarks.processes import RedisServer, Server, redis_server, running, wait_until, waymark
 from tests.benchmarks.prompts import Prompt
+from tests.ports import unused_port
 
 #: Under callgrind everything takes some fifty times as long.
 _SECONDS = 120.0

@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+
+from tests.ports import unused_port
 
 START_SECONDS = 30.0
 SETTLE_SECONDS = 120.0
@@ -43,13 +44,6 @@ def queue_seconds(pid: int) -> float:
     """How long the main thread of a process has been ready to run, but had no core."""
     _, waited, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
     return int(waited) / 1e9
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until(

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.backend import Backend
-from tests.chaos.proxy import Proxy, proxy_to
 from tests.chaos.trace import Deadline
 from tests.conftest import wait_until
 from tests.e2e.fleet import Member, new_member
+from tests.proxy import Proxy, proxy_to
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TOLD_LINES = 12

@@ -97,8 +97,8 @@ class Round:
     """Publishers that have lost something are restarted after the comparison."""
 
 
-def settings(rng: random.Random) -> dict[str, Any]:
-    """What all processes of a session go by."""
+def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
+    """What all processes of a session go by. A group of several shards is what a Cluster is for."""
     return {
         "lease_seconds": rng.choice((1, 2)),
         "redis_timeout_seconds": rng.choice((0.5, 1)),
@@ -110,7 +110,7 @@ def settings(rng: random.Random) -> dict[str, Any]:
         "hash_cache_entries": rng.choice((8, 200_000)),
         "fold_batches": rng.choice((1, 4, 64)),
         "on_gap": rng.choice(("keep", "reset")),
-        "shards": rng.choice((1, 4)),
+        "shards": rng.choice((1, 4, 4, 4) if is_cluster else (1, 4)),
         "replays_max": rng.choice((1, 8)),
         "hot_block_ms": rng.choice((0, 200)),
     }

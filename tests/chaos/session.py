@@ -64,7 +64,7 @@ class Session:
         self.outcome = Outcome()
         self._options = options
         rng = random.Random(options.seed)
-        self._settings = script.settings(rng)
+        self._settings = script.settings(rng, is_cluster=options.is_cluster)
         self._prompts = script.prompts(rng)
         specs = [spec for spec in draw(rng) if spec.instance not in options.without]
         self._big_prompts = [tuple(rng.choices(range(30_000), k=BIG_PROMPT_BLOCKS * BLOCK_SIZE)) for _ in range(60)]

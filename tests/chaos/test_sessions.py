@@ -41,6 +41,13 @@ def test_what_a_session_does_follows_from_its_seed() -> None:
     assert decided(7) != decided(8)
 
 
+def test_sessions_on_a_cluster_mostly_have_groups_of_several_shards() -> None:
+    def several(**options: bool) -> int:
+        return sum(script.settings(random.Random(seed), **options)["shards"] > 1 for seed in range(100))
+
+    assert 30 < several() < 65 < several(is_cluster=True) < 100
+
+
 def test_every_fault_comes_in_some_session() -> None:
     come = {
         fault.what

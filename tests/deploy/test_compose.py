@@ -16,8 +16,8 @@ import yaml
 from tests.conftest import wait_until
 from tests.deploy.processes import ended, started
 from tests.e2e.conftest import starting
-from tests.live import unused_port
 from tests.patience import patient
+from tests.ports import unused_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))

@@ -16,8 +16,8 @@ import pytest
 from tests.conftest import wait_until
 from tests.deploy.chart import REDIS, one
 from tests.deploy.processes import ended, started
-from tests.live import unused_port
 from tests.patience import patient
+from tests.ports import unused_port
 from waymark import __version__
 
 ROOT = Path(__file__).parents[2]

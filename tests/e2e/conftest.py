@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.model import BASE, Model, Space, Tokens
 from tests.patience import patient
+from tests.ports import unused_port
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator import Dimensions, SimulatedEngine, build_engine
 
@@ -127,13 +127,6 @@ class Start(Protocol):
     ) -> Service: ...
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def spawn(role: str, environ: dict[str, str], log: Path, open_files: int | None = None) -> subprocess.Popen[bytes]:
     """``open_files`` is its limit of file descriptors, which it cannot raise."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
@@ -151,7 +144,7 @@ async def starting(directory: Path) -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
         async def start(role: str, redis_url: str, *, open_files: int | None = None, **settings: object) -> Service:
-            port = str(settings.pop("port", free_port()))
+            port = str(settings.pop("port", unused_port()))
             environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in settings.items()}
             environ |= {"WAYMARK_REDIS_URL": redis_url, "WAYMARK_HOST": "127.0.0.1"}
             environ["WAYMARK_INGEST_PORT" if role == "ingest" else "WAYMARK_PORT"] = port

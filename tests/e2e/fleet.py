@@ -17,8 +17,9 @@ import httpx
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import EXIT_SECONDS, READY_SECONDS, Service, spawn
-from tests.e2e.redis_server import RedisServer, steady_port
+from tests.e2e.redis_server import RedisServer
 from tests.patience import patient
+from tests.ports import unused_port
 
 HTTP_SECONDS = 30.0
 
@@ -84,7 +85,7 @@ async def new_member(
     stack: AsyncExitStack, directory: Path, name: str, role: str, settings: Mapping[str, Any]
 ) -> Member:
     """A process that ends with ``stack``; it is not ready at once. ``settings`` are by their field names."""
-    port = steady_port()
+    port = unused_port()
     own = {"ingest_port": port, "worker_id": name} if role == "ingest" else {"port": port}
     values = {"host": "127.0.0.1"} | own | dict(settings)
     environ = {f"WAYMARK_{key.upper()}": str(value) for key, value in values.items()}

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import READY_SECONDS
-from tests.e2e.redis_server import steady_port
+from tests.ports import unused_port
 
 CONF = Path(__file__).parents[2] / "deploy" / "nginx.conf"
 
@@ -47,7 +47,7 @@ class Nginx:
     """A running nginx; killed, it can be started again on the same port."""
 
     def __init__(self, directory: Path, replicas: Sequence[int]) -> None:
-        self.port = steady_port()
+        self.port = unused_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = directory / "nginx.log"
         self._conf = directory / "nginx.conf"

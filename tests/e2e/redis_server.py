@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.conftest import wait_until
 from tests.patience import patient
+from tests.ports import unused_port
 
 _KEEPS_NOTHING = ("--save", "", "--appendonly", "no")
-
-
-def steady_port() -> int:
-    """A free port below those that the system gives to connections, so that nobody takes it while its owner is down."""
-    for _ in range(100):
-        port = random.randrange(15_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    pytest.fail("no free port between 15000 and 32000", pytrace=False)
 
 
 class RedisServer:
     """Not running before ``start``; with ``keeps_data`` everything it has answered survives a kill."""
 
     def __init__(self, directory: Path, *, keeps_data: bool = False) -> None:
-        self.port = steady_port()
+        self.port = unused_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._directory = directory
         self._usual = ("--save", "", "--appendonly", "yes", "--appendfsync", "always") if keeps_data else _KEEPS_NOTHING

@@ -18,7 +18,7 @@ from tests.conftest import wait_until
 from tests.e2e.conftest import Engines
 from tests.e2e.fleet import Fleet, Member, fleet_of, owners
 from tests.e2e.takeover import take_over
-from tests.e2e.wire import Wire, wire_to
+from tests.proxy import Proxy, proxy_to
 from waymark.domain.names import PublisherName
 from waymark.simulator import Prompt, SimulatedEngine
 from waymark.store import keys
@@ -32,10 +32,10 @@ MORE = CHAT[:12] + tuple(range(400, 412))
 
 
 class Pair(NamedTuple):
-    """Two workers and a replica; the first worker's wire can be cut."""
+    """Two workers and a replica; the first worker reaches Redis by a proxy."""
 
     fleet: Fleet
-    wire: Wire
+    proxy: Proxy
     first: Member
     second: Member
     replica: Member
@@ -47,14 +47,14 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     settings = {"lease_seconds": LEASE_SECONDS, "redis_timeout_seconds": 1}
     async with (
         fleet_of(tmp_path_factory.mktemp("pair"), workers=0, replicas=1, settings=settings) as fleet,
-        wire_to(fleet.redis.port) as wire,
+        proxy_to(fleet.redis.port, keeps_calls=True) as proxy,
         Redis(port=fleet.redis.port, protocol=2) as redis,
     ):
-        first = await fleet.add("first", "ingest", redis_url=wire.url)
+        first = await fleet.add("first", "ingest", redis_url=proxy.url)
         second = await fleet.add("second", "ingest")
         await first.ready()
         await second.ready()
-        yield Pair(fleet, wire, first, second, fleet.replicas[0], redis)
+        yield Pair(fleet, proxy, first, second, fleet.replicas[0], redis)
 
 
 async def claim_of(pair: Pair, engines: Engines, instance_id: str) -> Claim | None:
@@ -92,7 +92,7 @@ async def stream_of_the_first(pair: Pair, engines: Engines) -> tuple[str, Simula
 
 async def has_looked_twice(pair: Pair, since: float) -> bool:
     """Whether the first worker has read the list of publishers twice since then."""
-    looks = [call for call in pair.wire.calls if call.at > since and call.words[:2] == (b"HGETALL", b"wm:publishers")]
+    looks = [call for call in pair.proxy.calls if call.at > since and call.words[:2] == (b"HGETALL", b"wm:publishers")]
     return len(looks) > 1
 
 
@@ -108,7 +108,7 @@ async def test_a_worker_that_was_away_past_its_lease_writes_nothing_more(
     if fault == "paused":
         pair.first.pause()
     else:
-        pair.wire.cut()
+        pair.proxy.hold()
     # Frames are the first thing that the worker tries to write, its lease the first where there are none.
     is_silent = meanwhile == "taken over in silence"
     if not is_silent:
@@ -132,14 +132,14 @@ async def test_a_worker_that_was_away_past_its_lease_writes_nothing_more(
         await engines.agree([pair.replica], CHAT, OTHER, MORE)
 
     pair.first.resume()
-    pair.wire.heal()
+    pair.proxy.heal()
 
     async def is_back() -> bool:
-        return bool(pair.wire.with_token(token, since)) and await has_looked_twice(pair, since)
+        return bool(pair.proxy.with_token(token, since)) and await has_looked_twice(pair, since)
 
     await wait_until(is_back, "the first worker has tried to go on, and has seen who has what", TAKEOVER_SECONDS)
     await engine.prefill(Prompt(CHAT + MORE))
-    verdicts = Counter(call.verdict for call in pair.wire.with_token(token, since))
+    verdicts = Counter(call.verdict for call in pair.proxy.with_token(token, since))
     assert set(verdicts) <= {b"fenced", b"gone"}, verdicts
     if meanwhile != "unregistered":
         await engines.agree([pair.replica], CHAT, OTHER, MORE, CHAT + MORE)

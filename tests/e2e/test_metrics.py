@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
-from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, free_port
+from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start
+from tests.ports import unused_port
 from tests.test_metrics import EXPORTED
 from waymark.domain.names import PublisherName
 from waymark.simulator import Prompt, SimulatedEngine
@@ -142,7 +143,7 @@ async def evicting(redis_url: str) -> AsyncIterator[Redis]:
 
 
 async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis, engines: Engines) -> None:
-    port = free_port()
+    port = unused_port()
     service = await start(
         "serve",
         redis_url,
@@ -211,7 +212,8 @@ def test_what_is_moved_elsewhere_is_moved_there(metric: str, where: tuple[str, s
 
 
 async def test_several_processes_add_up_to_the_whole(start: Start, redis_url: str, engines: Engines) -> None:
-    replicas, workers = [free_port(), free_port()], [free_port(), free_port()]
+    replicas = [unused_port(), unused_port()]
+    workers = [unused_port(), unused_port()]
     services = [await start("query", redis_url, port=port) for port in replicas]
     for number, port in enumerate(workers):
         await start("ingest", redis_url, port=port, worker_id=f"worker-{number}")

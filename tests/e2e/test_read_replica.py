@@ -12,8 +12,9 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.conftest import wait_until
-from tests.live import start, unused_port
+from tests.live import start
 from tests.patience import wait_for
+from tests.ports import unused_port
 
 PROMPT = list(range(8))
 

@@ -14,9 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import wait_until
-from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, free_port
+from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start
 from tests.e2e.redis_server import RedisServer, redis_server
 from tests.patience import patient, within
+from tests.ports import unused_port
 from waymark.simulator import Prompt
 
 CHAT = tuple(range(100, 124))
@@ -110,7 +111,7 @@ async def counters(engines: Engines, service: Service, *names: str) -> dict[str,
 async def test_redis_goes_away_and_comes_back_by_itself(server: RedisServer, start: Start, engines: Engines) -> None:
     """Killed first, then frozen: it accepts and never answers. The buffer is too small for what comes meanwhile."""
     await server.start(*SAVING)
-    port, ingest_port = free_port(), free_port()
+    port, ingest_port = unused_port(), unused_port()
     deadline = int(1000 * DEADLINE_SECONDS)
     replica = await start("query", server.url, port=port, redis_timeout_seconds=1, query_deadline_ms=deadline)
     worker = await start("ingest", server.url, port=ingest_port, redis_timeout_seconds=1, stream_buffer_frames=5)
@@ -169,7 +170,7 @@ def is_metric(port: int, name: str, expected: float, **labels: str) -> Any:
 
 async def test_a_redis_that_refuses_writes_is_still_asked(server: RedisServer, start: Start, engines: Engines) -> None:
     await server.start()
-    port = free_port()
+    port = unused_port()
     service = await start("serve", server.url, port=port)
     engine = await engines.open(service, "a", gpu_blocks=800)
     await engine.prefill(Prompt(CHAT))
@@ -202,7 +203,7 @@ async def test_a_wrong_setting_is_told_at_the_start_and_one_that_is_right_later_
     server: RedisServer, start: Start
 ) -> None:
     await server.start("--maxmemory-policy", "allkeys-lru", "--maxmemory", "64mb", "--save", "")
-    port = free_port()
+    port = unused_port()
     service = await start("serve", server.url, port=port)
     assert await has_warning(service, "maxmemory-policy allkeys-lru")
     assert await metric(port, "waymark_redis_misconfigured", reason="eviction") == 1
@@ -246,7 +247,7 @@ async def test_a_redis_that_forgets_its_scripts_again_and_again_is_told_them(
 
 async def test_a_redis_that_loads_its_data_is_waited_for(server: RedisServer, start: Start, engines: Engines) -> None:
     await server.start("--save", "", "--appendonly", "no", "--dbfilename", "dump.rdb")
-    port = free_port()
+    port = unused_port()
     service = await start("serve", server.url, port=port)
     engine = await engines.open(service, "a", gpu_blocks=400)
     await engine.prefill(Prompt(CHAT))

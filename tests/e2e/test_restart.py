@@ -10,8 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
-from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, free_port, spawn
+from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, spawn
 from tests.patience import within
+from tests.ports import unused_port
 from waymark.cli import EXIT_NO_PORT
 from waymark.simulator import Faults, Prompt
 
@@ -113,7 +114,7 @@ async def test_a_killed_replica_loses_nothing(redis_url: str, start: Start, engi
 
 
 async def test_one_process_on_a_memory_forgets_at_its_end_and_says_so(start: Start, engines: Engines) -> None:
-    port = free_port()
+    port = unused_port()
     service = await start("serve", "memory://", port=port)
     assert "The index is lost when the process ends" in service.log
     engine = await engines.open(service, "a")

@@ -279,7 +279,7 @@ class Bench:
 
     def __init__(self, url: str, directory: Path, stack: AsyncExitStack) -> None:
         self._url = url
-        self._client = RedisClient.open(url, timeout_seconds=1.0)
+        self._client = RedisClient.open(url, timeout_seconds=patient(1.0))
         self.store = Store(self._client)
         assert isinstance(self._client._redis, Redis)
         self.redis: Redis = self._client._redis
@@ -332,7 +332,7 @@ class Bench:
         """A worker at work."""
         # fakeredis lives in one client; a real Redis is reached by a client of each worker's own.
         url = self._url
-        redis = self.redis if url.startswith("memory:") else RedisClient.open(url, timeout_seconds=1.0)._redis
+        redis = self.redis if url.startswith("memory:") else RedisClient.open(url, timeout_seconds=patient(1.0))._redis
         client, metrics = Mortal(redis, url), Metrics()
         of_worker = {name: changes.pop(name) for name in OF_WORKER if name in changes}
         worker = Worker(
@@ -388,7 +388,7 @@ class Bench:
             GROUP,
             BLOCK_SIZE,
             lambda n: pack(islice(source, n)),
-            deadline_seconds=5.0,
+            deadline_seconds=patient(5.0),
         )
         assert reading is not None
         row = conductor_rows(reading.walk)[pod.registration.instance_id]

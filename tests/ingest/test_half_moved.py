@@ -29,8 +29,12 @@ from waymark.store.store import Store
 BUFFER_BYTES = 16 * 1024
 STEPS = 16
 #: So long at the least, which is several leases.
-HALF_MOVED_SECONDS = 4.0
+HALF_MOVED_SECONDS = 10.0
 PROMPT_BLOCKS = 100
+#: Of one engine: what it has room for, so that it removes nothing.
+PROMPTS_MAX = 150
+#: How many of the newest prompts are asked for in each step, beside those that wait.
+ASKED = 20
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,10 @@ class Publisher:
         return conductor_rows(reading.walk)[self.model_name].longest
 
     async def has_all(self) -> bool:
-        return [await self.found(prompt) for prompt in self.prompts] == [PROMPT_BLOCKS] * len(self.prompts)
+        return all([await self.found(prompt) == PROMPT_BLOCKS for prompt in self.prompts])
+
+    async def has_newest(self) -> bool:
+        return all([await self.found(prompt) == PROMPT_BLOCKS for prompt in self.prompts[-ASKED:]])
 
 
 @pytest.fixture
@@ -137,10 +144,11 @@ async def test_a_worker_goes_on_with_other_groups_while_a_slot_is_half_moved(
             if moved := names[step::STEPS] if step < STEPS else []:
                 migrate(source, target, moved)
             step += 1
-            for publisher in publishers:
-                await publisher.work()
+            if len(late.prompts) < PROMPTS_MAX:
+                for publisher in publishers:
+                    await publisher.work()
             for publisher in others:
-                await wait_until(publisher.has_all, f"{publisher.model_name} goes on", PATIENCE_SECONDS)
+                await wait_until(publisher.has_newest, f"{publisher.model_name} goes on", PATIENCE_SECONDS)
             assert [await late.found(prompt) for prompt in late.prompts[:before]] == [PROMPT_BLOCKS] * before
             assert await late.found(late.prompts[-1]) == 0, "what is written to the group waits"
             for running in worker.poller.running.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
+from tests.patience import patient
 from waymark.apply.options import ApplyOptions
 from waymark.apply.slices import SliceRunner
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS
@@ -165,18 +167,30 @@ async def test_a_large_batch_gives_the_loop_back_all_the_way(
 
 
 async def test_an_honest_neighbour_goes_on_beside_a_flood(bench: Bench) -> None:
-    """Whatever the first sends, the second is read in between, and the first's lease is kept."""
-    worker = await bench.worker(options=replace(WITHOUT_PROBES, lease_seconds=2.0))
+    """However much the first sends, the second is read in between, and the first's lease is kept."""
+    worker = await bench.worker(options=replace(WITHOUT_PROBES, lease_seconds=patient(2.0)))
     pod, neighbour = await bench.pod("pod-1"), await bench.pod("pod-2")
     await pod.caught_up()
     await neighbour.caught_up()
     junk = msgpack.packb([1.0, [[]] * 60_000, 0])
-    for _ in range(8):
-        pod.publisher.publish_payload(junk)
-    seq = pod.publisher.next_seq - 1
-    await wait_until(lambda: worker.metric("frames_total") > 0, "the flood is being read", PATIENCE_SECONDS)
-    await neighbour.work(3)
-    await neighbour.agrees()
-    assert (await pod.state()).watermark != seq, "the neighbour did not wait for the flood"
-    await pod.at_watermark(seq)
+    before = worker.metric("frames_total")
+
+    async def flood() -> None:
+        """Without end: as soon as few frames wait, more are sent."""
+        while True:
+            while pod.publisher.next_seq - sent_before - (worker.metric("frames_total") - before) < 8:
+                pod.publisher.publish_payload(junk)
+            await asyncio.sleep(0.005)
+
+    sent_before = pod.publisher.next_seq
+    flooding = asyncio.create_task(flood())
+    try:
+        await wait_until(lambda: worker.metric("frames_total") > before, "the flood is being read", PATIENCE_SECONDS)
+        await neighbour.work(3)
+        await neighbour.agrees()
+        assert not flooding.done()
+    finally:
+        flooding.cancel()
+        await asyncio.wait([flooding])
+    await pod.at_watermark(pod.publisher.next_seq - 1)
     assert worker.metric("leases_lost_total") == 0

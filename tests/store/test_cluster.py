@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 
 import pytest
+from redis.exceptions import ResponseError
 
 from tests.conftest import wait_until
 from tests.patience import within
@@ -97,16 +99,26 @@ async def test_a_cluster_that_is_down_is_not_ready_though_its_nodes_answer(clust
     """A slot that no node has, and so no key is answered."""
     assert await store.check() == []
     owner, slot = cluster.primaries[2], 16383
+
+    def is_down() -> bool:
+        whole = [node for node in cluster.primaries if is_cluster_ok(node)]
+        for node in whole:
+            # A message of the owner that was still on its way makes a node believe again that the slot is served.
+            with suppress(ResponseError):
+                node.ask("CLUSTER", "DELSLOTS", slot)
+        return not whole
+
+    async def is_ready() -> bool:
+        return await store.check() == []
+
     try:
-        for node in cluster.primaries:
-            node.ask("CLUSTER", "DELSLOTS", slot)
-        await wait_until(lambda: not any(map(is_cluster_ok, cluster.primaries)), "the Cluster is down")
+        await wait_until(is_down, "the Cluster is down")
         (sentence,) = await store.check()
         assert "CLUSTERDOWN" in sentence
     finally:
         owner.ask("CLUSTER", "ADDSLOTS", slot)
         await wait_until(lambda: all(map(is_cluster_ok, cluster.primaries)), "the Cluster is whole")
-    assert await store.check() == []
+    await wait_until(is_ready, "the store is ready again")
 
 
 async def test_a_word_said_anywhere_is_heard(cluster: Cluster, store: Store) -> None:

@@ -13,7 +13,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
+import hiredis
 import pytest
 from redis.asyncio import Redis
 
@@ -30,6 +32,13 @@ CHAIN = list(range(1, 601))
 MINE, THEIRS = GroupName("mine", "m"), GroupName("theirs", "m")
 
 
+class Request(NamedTuple):
+    """Whole commands, as they were sent."""
+
+    bytes: bytes
+    commands: int
+
+
 class Switch:
     """Stands before two databases of one server; each request goes to the one that ``choose`` names then."""
 
@@ -39,22 +48,43 @@ class Switch:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         backends = [await asyncio.open_unix_connection(str(self._path)) for _ in range(2)]
-        async with asyncio.TaskGroup() as tasks:
+        try:
             for number, (answers, backend) in enumerate(backends):
                 backend.write(b"SELECT %d\r\n" % number)
                 assert await answers.readline() == b"+OK\r\n"
-                tasks.create_task(self._answer(answers, writer))
-            # The client sends nothing before it has its answers, so one read is one request, or a piece of it.
             with suppress(ConnectionError):  # a client that has seen enough may reset the connection
-                while request := await reader.read(1 << 20):
-                    backends[self.choose()][1].write(request)
+                while request := await self._request(reader):
+                    answers, backend = backends[self.choose()]
+                    backend.write(request.bytes)
+                    writer.write(await self._answers(answers, request.commands))
+        finally:
             for _, backend in backends:
                 backend.close()
             writer.close()
 
-    async def _answer(self, answers: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while answer := await answers.read(1 << 20):
-            writer.write(answer)
+    async def _request(self, reader: asyncio.StreamReader) -> Request | None:
+        """What the client has sent, up to the end of a command. A request may arrive in pieces, or several as one."""
+        parser, sent, commands = hiredis.Reader(), b"", 0
+        while part := await reader.read(1 << 20):
+            parser.feed(part)
+            sent += part
+            while parser.gets() is not False:
+                commands += 1
+            if not parser.has_data():
+                return Request(sent, commands)
+        return None
+
+    async def _answers(self, answers: asyncio.StreamReader, commands: int) -> bytes:
+        """All answers of one backend: the next request may go to the other, and its answers come after these."""
+        parser, answered = hiredis.Reader(), b""
+        while commands:
+            part = await answers.read(1 << 20)
+            assert part, "Redis has closed the connection"
+            parser.feed(part)
+            answered += part
+            while parser.gets() is not False:
+                commands -= 1
+        return answered
 
 
 @dataclass

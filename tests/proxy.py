@@ -1,0 +1,175 @@
+"""A proxy between one process and Redis: its connections are aborted, held or slowed down, and their calls are kept.
+
+While a connection is held, nothing is closed. Afterwards everything that was sent arrives, also from a sender that has
+long given up: a network that was interrupted and delivers late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import hiredis
+
+_CHUNK_BYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A command as it reached Redis, and its reply."""
+
+    at: float
+    """When it was sent on to Redis, on the monotonic clock."""
+    words: tuple[bytes, ...]
+    reply: Any
+
+    @property
+    def verdict(self) -> bytes | None:
+        """What a script has decided; None where this was no script."""
+        is_script = self.words[0].upper() == b"EVALSHA" and isinstance(self.reply, list)
+        return self.reply[0] if is_script else None
+
+
+class Proxy:
+    """Listens on ``port`` of 127.0.0.1 and passes everything on to ``redis_port``.
+
+    ``calls`` has every call since the start where ``keeps_calls`` is set; it is not bounded.
+    """
+
+    def __init__(self, redis_port: int, *, keeps_calls: bool = False) -> None:
+        self.port = 0
+        self.delay_seconds = 0.0
+        """Before each piece, in each direction."""
+        self.calls: list[Call] = []
+        self._keeps_calls = keeps_calls
+        self._redis_port = redis_port
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._connections: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def hold(self) -> None:
+        """Keep what is sent, in both directions; after ``heal`` it arrives, late."""
+        self._whole.clear()
+
+    def heal(self) -> None:
+        self._whole.set()
+        self.delay_seconds = 0.0
+
+    def cut(self) -> None:
+        """Abort every connection, with what was on its way."""
+        for writers in self._connections.values():
+            for writer in writers:
+                writer.transport.abort()
+
+    async def close(self) -> None:
+        self.heal()
+        while self._connections:
+            self.cut()
+            await asyncio.wait(self._connections, timeout=0.1)
+
+    def with_token(self, token: bytes, since: float) -> list[Call]:
+        """Scripts under this lease token that reached Redis after ``since``."""
+        return [call for call in self.calls if call.verdict is not None and call.at > since and token in call.words]
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, until both ends are closed."""
+        task = asyncio.current_task()
+        assert task is not None
+        writers = self._connections[task] = [writer]
+        task.add_done_callback(self._connections.pop)
+        try:
+            redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._redis_port)
+        except OSError:
+            writer.transport.abort()
+            return
+        writers.append(redis_writer)
+        conversation = _Conversation(self.calls) if self._keeps_calls else None
+        try:
+            await asyncio.gather(
+                self._to_redis(reader, redis_writer, conversation), self._to_client(redis_reader, writer, conversation)
+            )
+        finally:
+            writer.close()
+            redis_writer.close()
+
+    async def _to_redis(
+        self, client: asyncio.StreamReader, redis: asyncio.StreamWriter, conversation: _Conversation | None
+    ) -> None:
+        with suppress(ConnectionError):
+            while part := await _read(client):
+                await self._passage()
+                if conversation is not None:
+                    conversation.asks(part)
+                redis.write(part)
+                await redis.drain()
+            await self._whole.wait()
+            redis.write_eof()
+
+    async def _to_client(
+        self, redis: asyncio.StreamReader, client: asyncio.StreamWriter, conversation: _Conversation | None
+    ) -> None:
+        while part := await _read(redis):
+            if conversation is not None:
+                conversation.answers(part)
+            await self._passage()
+            if not client.is_closing():  # the calls of a client that is gone are kept, too
+                client.write(part)
+                with suppress(ConnectionError):
+                    await client.drain()
+        client.close()
+
+    async def _passage(self) -> None:
+        """Return when a piece may pass."""
+        await self._whole.wait()
+        if self.delay_seconds:
+            await asyncio.sleep(self.delay_seconds)
+
+
+class _Conversation:
+    """The calls of one connection, in order."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self._calls = calls
+        self._asked: deque[tuple[float, tuple[bytes, ...]]] = deque()
+        self._commands, self._replies = hiredis.Reader(), hiredis.Reader()
+
+    def asks(self, part: bytes) -> None:
+        self._commands.feed(part)
+        while (words := self._commands.gets()) is not False:
+            self._asked.append((time.monotonic(), tuple(words)))
+
+    def answers(self, part: bytes) -> None:
+        self._replies.feed(part)
+        while (reply := self._replies.gets()) is not False:
+            if self._asked:  # what is published to a subscriber answers no command
+                at, words = self._asked.popleft()
+                self._calls.append(Call(at, words, reply))
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """Some bytes; none where the other end is closed, well or badly."""
+    try:
+        return await reader.read(_CHUNK_BYTES)
+    except ConnectionError:
+        return b""
+
+
+@asynccontextmanager
+async def proxy_to(redis_port: int, *, keeps_calls: bool = False) -> AsyncIterator[Proxy]:
+    proxy = Proxy(redis_port, keeps_calls=keeps_calls)
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    proxy.port = server.sockets[0].getsockname()[1]
+    try:
+        yield proxy
+    finally:
+        server.close()
+        await proxy.close()
