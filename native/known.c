@@ -244,6 +244,7 @@ typedef struct {
     Block **chunks;
     uint32_t count, chunks_count, used;
     uint32_t free; /* as of Places */
+    uint32_t firsts; /* blocks that are found by their key */
     int has_keys;
     Index by_hash, by_key;
 } KnownBlocks;
@@ -311,8 +312,10 @@ static void remove_block(KnownBlocks *known, uint32_t number)
 {
     Block *block = block_at(known, number);
     delete_slot(&known->by_hash, spread(block->hash), number, hash_spread_of, known);
-    if (block->is_first)
+    if (block->is_first) {
         delete_slot(&known->by_key, spread(block->key), number, key_spread_of, known);
+        known->firsts--;
+    }
     leave_place(known->places, block->place);
     block->hash = known->free;
     known->free = number + 1;
@@ -339,6 +342,7 @@ static int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t p
     insert_slot(&known->by_hash, spread(hash), (uint32_t)number);
     if (is_first)
         insert_slot(&known->by_key, spread(key), (uint32_t)number);
+    known->firsts += (uint32_t)is_first;
     known->used++;
     return 1;
 }
@@ -370,6 +374,12 @@ static int number_at(PyObject *numbers, Py_ssize_t i, uint64_t *number)
 }
 
 /* ---- their methods ------------------------------------------------------------------------------- */
+
+/* blocks() -> int */
+static PyObject *known_blocks(PyObject *self, PyObject *ignored)
+{
+    return PyLong_FromUnsignedLong(((KnownBlocks *)self)->firsts);
+}
 
 /* get(engine_hash: int) -> Spot | None */
 static PyObject *known_get(PyObject *self, PyObject *engine_hash)
@@ -514,12 +524,13 @@ static PyObject *known_lead(PyObject *self, PyObject *engine_hash)
     if (block->is_first)
         return Py_NewRef(Py_None);
     const int64_t former = find_key(known, block->key);
+    if (!reserve_slot(&known->by_key, spread(block->key), key_spread_of, known))
+        return NULL;
     if (former >= 0) {
         delete_slot(&known->by_key, spread(block->key), (uint32_t)former, key_spread_of, known);
         block_at(known, (uint32_t)former)->is_first = 0;
-    }
-    if (!reserve_slot(&known->by_key, spread(block->key), key_spread_of, known))
-        return NULL;
+    } else
+        known->firsts++;
     insert_slot(&known->by_key, spread(block->key), (uint32_t)number);
     block->is_first = 1;
     return Py_NewRef(Py_None);
@@ -537,6 +548,22 @@ static PyObject *known_pop(PyObject *self, PyObject *engine_hash)
     if (spot != NULL && number >= 0)
         remove_block(known, (uint32_t)number);
     return spot;
+}
+
+/* discard(engine_hashes: Sequence) -> None */
+static PyObject *known_discard(PyObject *self, PyObject *engine_hashes)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    const Py_ssize_t count = PySequence_Size(engine_hashes);
+    for (Py_ssize_t i = 0; known->used > 0 && i < count; i++) {
+        uint64_t hash;
+        if (!number_at(engine_hashes, i, &hash))
+            return NULL;
+        const int64_t number = find_hash(known, hash);
+        if (number >= 0)
+            remove_block(known, (uint32_t)number);
+    }
+    return count < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* move(engine_hash: int, place: Place) -> None */
@@ -610,6 +637,7 @@ static void known_dealloc(PyObject *self)
 }
 
 static PyMethodDef known_methods[] = {
+    METHOD("blocks", known_blocks, METH_NOARGS, "blocks($self, /)\n--\n\nHow many are found by their key."),
     METHOD("get", known_get, METH_O, "get($self, engine_hash, /)\n--\n\nThe block of an engine hash."),
     METHOD("get_block", known_get_block, METH_O, "get_block($self, key, /)\n--\n\nThe block with a key."),
     METHOD("first", known_first, METH_O, "first($self, key, /)\n--\n\nThe first engine hash of a block."),
@@ -620,6 +648,7 @@ static PyMethodDef known_methods[] = {
     METHOD("name", known_name, METH_FASTCALL, "name($self, engine_hash, key, /)\n--\n\nA further hash of a block."),
     METHOD("lead", known_lead, METH_O, "lead($self, engine_hash, /)\n--\n\nIt is the first of its block."),
     METHOD("pop", known_pop, METH_O, "pop($self, engine_hash, /)\n--\n\nTake an engine hash out."),
+    METHOD("discard", known_discard, METH_O, "discard($self, engine_hashes, /)\n--\n\nTake engine hashes out."),
     METHOD("move", known_move, METH_FASTCALL, "move($self, engine_hash, place, /)\n--\n\nA block is elsewhere."),
     METHOD("__sizeof__", known_size, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},

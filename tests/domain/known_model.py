@@ -5,7 +5,7 @@ from __future__ import annotations
 from waymark.domain.known import KnownBlocks, Spot
 from waymark.domain.rows import Place
 
-STEPS = ["store", "store", "store", "pop", "pop", "pop", "name", "lead", "move", "are_new"]
+STEPS = ["store", "store", "store", "pop", "pop", "discard", "name", "lead", "move", "are_new"]
 
 
 class Model:
@@ -23,6 +23,9 @@ class Model:
                     self._put(one ^ i, Spot(place, other % 3, other % 27 + i, other ^ i))
             case "pop":
                 return self._pop(one)
+            case "discard":
+                for engine_hash in (one, one ^ 1, other):
+                    self._pop(engine_hash)
             case "name" if other in self.firsts:
                 self._put(one, self.spots[self.firsts[other]])
             case "lead" if one in self.spots:
@@ -40,6 +43,10 @@ class Model:
     def state(self, one: int, other: int) -> tuple[int, Spot | None, int | None]:
         """How many there are, the block of an engine hash, and the first engine hash of a key."""
         return len(self.spots), self.spots.get(one), self.firsts.get(other)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.firsts)
 
     @property
     def places(self) -> int:
@@ -66,6 +73,8 @@ def play(table: KnownBlocks, step: str, one: int, other: int, place: Place, coun
                 table.store(place, other % 3, keys, range(other % 27, other % 27 + count), hashes)
             case "pop":
                 return table.pop(one)
+            case "discard":
+                table.discard((one, one ^ 1, other))
             case "name":
                 table.name(one, other)
             case "lead":

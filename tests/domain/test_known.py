@@ -200,6 +200,7 @@ def history(chance: random.Random, steps: int, hashes: int) -> None:
         expected = model.step(*step)
         for _, table in tables:
             assert play(table, *step) == expected
+            assert table.blocks() == model.blocks
             assert (len(table), table.get(one), table.first(other)) == model.state(one, other)
     for places, table in tables:
         assert [(table.get(number), table.first(number)) for number in numbers] == [

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from waymark.domain.held import HeldBlocks, Spot
+import pytest
+
+from waymark.domain.held import HeldBlocks
+from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Mode, Part, PartList
 from waymark.domain.placing import Placer
 from waymark.domain.rows import Place
+from waymark.domain.slices import finish
+
+pytestmark = pytest.mark.usefixtures("implementation", "implementation_kept")
 
 GPU, CPU = 1, 2
 CHAIN = list(range(100, 200))
@@ -161,16 +167,21 @@ def test_blocks_of_unknown_depth_and_their_children_are_singles() -> None:
 def test_the_memory_forgets_only_what_is_gone_and_places_nobody_names() -> None:
     memory = HeldBlocks(gone_max=10)
     memory.begin(GPU, 0)
+    memory.begin(CPU, 0)
     to = Placer(memory, 1)
     store(to, CHAIN)
-    remove(to, *CHAIN[:50])
-    assert memory.is_over
-    for _ in memory.trim():
-        pass
-    assert (len(memory), memory.blocks) == (9 + 50, 50)
-    assert memory.find(GPU, CHAIN[49]) is not None
-    assert memory.find(GPU, CHAIN[0]) is None
+    for at in range(0, 50, 5):
+        remove(to, *CHAIN[at : at + 5])
+        finish(memory.trim())
+    assert not memory.is_over
+    assert (len(memory), memory.blocks) == (10 + 50, 50)
+    assert memory.find(GPU, CHAIN[49]) == memory.find(CPU, CHAIN[49])
+    assert memory.find(GPU, CHAIN[40]) is not None
+    assert memory.find(GPU, CHAIN[39]) is None
+    store(to, [CHAIN[45], 1000], hashes=[CHAIN[45], CHAIN[45] + 1])
+    assert len(memory) == 8 + 52
     memory.end(GPU)
+    memory.end(CPU)
     assert (len(memory), memory.places) == (0, 0)
 
 

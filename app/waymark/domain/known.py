@@ -48,6 +48,9 @@ class KnownBlocks(Protocol):
     def __sizeof__(self) -> int:
         """Bytes, without those of the places."""
 
+    def blocks(self) -> int:
+        """Blocks that are found by their key."""
+
     def get(self, engine_hash: int, /) -> Spot | None:
         """The block of an engine hash."""
 
@@ -73,6 +76,9 @@ class KnownBlocks(Protocol):
 
     def pop(self, engine_hash: int, /) -> Spot | None:
         """Take an engine hash out. If it is the first one of its block, the block is found by no key then."""
+
+    def discard(self, engine_hashes: Sequence[int], /) -> None:
+        """Take engine hashes out, those that are here."""
 
     def move(self, engine_hash: int, place: Place, /) -> None:
         """Its block is at another place; ``KeyError`` where it is not here."""
@@ -146,6 +152,9 @@ class PureKnownBlocks:
     def __len__(self) -> int:
         return len(self._spots)
 
+    def blocks(self) -> int:
+        return len(self._first)
+
     def get(self, engine_hash: int, /) -> Spot | None:
         packed = self._spots.get(engine_hash)
         return None if packed is None else self._spot(packed)
@@ -194,6 +203,10 @@ class PureKnownBlocks:
         spot = self._spot(packed)
         self._drop(engine_hash)
         return spot
+
+    def discard(self, engine_hashes: Sequence[int], /) -> None:
+        for engine_hash in self._spots.keys() & set(engine_hashes) if self._spots else ():
+            self._drop(engine_hash)
 
     def move(self, engine_hash: int, place: Place, /) -> None:
         packed = self._spots[engine_hash]
