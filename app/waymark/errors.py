@@ -5,6 +5,7 @@
       Conflict            it fits, but something else is already there        -> 409
       NotFound            the thing named does not exist                      -> 404
       NoTarget            nobody is there who could take a request            -> 503
+      Starting            fewer engines than the startup gate asks for        -> 503
       Saturated           all who could have as much as they may have         -> 429
       StoreUnavailable    Redis cannot be reached, or refuses                 -> 503
         RecordDamaged     it answers, and what one key holds cannot be used   -> 503
@@ -62,6 +63,14 @@ class NotFound(WaymarkError):
 
 class NoTarget(WaymarkError):
     """No registered target is left that could take a request."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+
+class Starting(WaymarkError):
+    """Fewer engines are registered than the operator wants to see before the first decision."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)

@@ -258,6 +258,8 @@ class Settings(BaseSettings):
     """The policy that ranks targets if a request names none; `docs/routing.md` describes the policies."""
     picker_config: str | None = None
     """The `EndpointPickerConfig` file in YAML that ranks targets if a request names no policy."""
+    min_initial_workers: int = Field(0, ge=0, le=100_000)
+    """How many engines must be registered before a replica is ready and decides; 0 means none."""
     loads_ms: int = Field(100, ge=0, le=10_000)
     """How old the loads may be by which a replica ranks targets; 0 reads the loads for each decision."""
     gauges_seconds: float = Field(1.0, ge=0, le=60)
@@ -311,11 +313,14 @@ class Settings(BaseSettings):
 
         Raises ``SettingsError``, one line for each variable that is wrong or unknown.
         """
+        environ = os.environ if environ is None else environ
         given = {
             name: value
-            for name, value in (os.environ if environ is None else environ).items()
+            for name, value in environ.items()
             if name.upper().startswith(PREFIX) and not _is_service_link(name, value)
         }
+        if not given.get(_MIN_WORKERS) and environ.get(_DYNAMO_MIN_WORKERS):
+            given[_MIN_WORKERS] = environ[_DYNAMO_MIN_WORKERS]
         complaints = [_unknown(name) for name in sorted(given) if name not in _FIELDS]
         # A token may not be empty: a secret that did not arrive must not open the door.
         values = {
@@ -336,6 +341,10 @@ class Settings(BaseSettings):
 
 _FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
 _TOKENS = frozenset({PREFIX + "API_TOKEN", PREFIX + "ENGINE_API_KEY"})
+
+_MIN_WORKERS = PREFIX + "MIN_INITIAL_WORKERS"
+#: The name of the same setting in Dynamo, which counts where ours is unset.
+_DYNAMO_MIN_WORKERS = "DYN_ROUTER_MIN_INITIAL_WORKERS"
 
 # Kubernetes gives every container the address of each Service: one called `waymark` sets WAYMARK_SERVICE_HOST,
 # WAYMARK_PORT=tcp://10.0.0.7:13333 and more, which nobody meant for us.

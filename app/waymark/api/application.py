@@ -35,6 +35,7 @@ from waymark.api.texts import Texts
 from waymark.api.views import Views
 from waymark.asker import Asker
 from waymark.metrics import Metrics
+from waymark.selection.startup import StartupGate
 from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
@@ -234,9 +235,10 @@ def _operations(
     store: Store, contract: Contract, dependencies: Dependencies, texts: Texts, registrations: Registrations
 ) -> list[Operation]:
     settings, metrics = dependencies.settings, dependencies.metrics
-    root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics)
+    gate = StartupGate(store.directory, settings.min_initial_workers)
+    root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics, gate)
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
-    decisions = Decisions(store, settings, metrics, texts)
+    decisions = Decisions(store, settings, metrics, texts, gate)
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
     table: list[tuple[Method, str, Access, Handler, Doc]] = [

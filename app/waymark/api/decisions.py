@@ -34,6 +34,7 @@ from waymark.routing.target import Candidate
 from waymark.selection.asked import Asked, Chosen, Given, Prompt, PromptOf, Selected, Taking
 from waymark.selection.options import SelectionOptions
 from waymark.selection.selector import Selector
+from waymark.selection.startup import StartupGate
 from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.store.reservations import Part, parse_reservations
@@ -59,7 +60,8 @@ class _Read(NamedTuple):
 class Decisions:
     """The three of them, of one replica."""
 
-    def __init__(self, store: Store, settings: Settings, metrics: Metrics, texts: Texts) -> None:
+    def __init__(self, store: Store, settings: Settings, metrics: Metrics, texts: Texts, gate: StartupGate) -> None:
+        self._gate = gate
         self._texts = texts
         self._given = GivenPrompts(settings)
         self._selector = Selector(store, SelectionOptions.of(settings), metrics)
@@ -102,6 +104,7 @@ class Decisions:
     async def select(self, body: Body) -> Answer | Paused:
         read = body.asked(self._select)
         request = _select_request(read)
+        await self._gate.check()
 
         async def selected(asked: Asked) -> Answer:
             return _selected(await self._selector.select(asked, _taking(request)), request)
@@ -112,6 +115,7 @@ class Decisions:
         """What ``/select`` answers while Redis is away."""
         read = body.asked(self._select)
         request = _select_request(read)
+        self._gate.check_latched()
 
         async def selected(asked: Asked) -> Answer:
             return _selected(self._selector.select_without_redis(asked, _taking(request)), request)

@@ -18,6 +18,7 @@ from waymark.errors import (
     NotFound,
     RemoteUnavailable,
     Saturated,
+    Starting,
     StoreUnavailable,
     WaymarkError,
 )
@@ -40,7 +41,7 @@ class ErrorBody(BaseModel):
     reason: str = Field(
         description="one of: invalid_json, invalid_msgpack, missing, invalid_type, invalid_value, out_of_range, "
         "conflict, gap, not_found, method_not_allowed, too_large, unsupported_content_type, unauthorized, "
-        "unavailable, no_target, saturated, no_tokenizer, internal"
+        "unavailable, no_target, starting, saturated, no_tokenizer, internal"
     )
     field: str | None = Field(
         default=None, description="the field that the sentence is about, as the client spelled it"
@@ -112,7 +113,7 @@ def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
             return 409
         case Saturated():
             return 429
-        case StoreUnavailable() | RemoteUnavailable() | NoTarget():
+        case StoreUnavailable() | RemoteUnavailable() | NoTarget() | Starting():
             return 503
     raise error
 
@@ -131,6 +132,8 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
             body |= {"reason": "conflict", "field": field}
         case NoTarget():
             body["reason"] = "no_target"
+        case Starting():
+            body["reason"] = "starting"
         case Saturated():
             body["reason"] = "saturated"
         case StoreUnavailable() | RemoteUnavailable():
@@ -143,7 +146,7 @@ def headers_of(error: WaymarkError) -> dict[str, str]:
     match error:
         case StoreUnavailable(retry_after_seconds=seconds) | RemoteUnavailable(retry_after_seconds=seconds):
             return {"Retry-After": str(seconds)}
-        case NoTarget() | Saturated():
+        case NoTarget() | Starting() | Saturated():
             return {"Retry-After": "1"}
         case Unauthorized():
             return {"WWW-Authenticate": "Bearer"}

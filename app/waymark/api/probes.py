@@ -11,6 +11,7 @@ import asyncio
 from waymark.api.bodies import Body
 from waymark.api.operations import Answer
 from waymark.metrics import Metrics
+from waymark.selection.startup import StartupGate
 from waymark.store.health import Health, Reason
 from waymark.store.store import Store
 
@@ -20,8 +21,10 @@ _READY_SECONDS = 0.9
 class Probes:
     """Handlers of ``/health``, ``/ready`` and ``/metrics``."""
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
+    def __init__(self, store: Store, metrics: Metrics, gate: StartupGate | None = None) -> None:
+        """``gate``: of a process that decides."""
         self._store = store
+        self._gate = gate
         self._metrics = metrics
 
     async def health(self, _: Body) -> Answer:
@@ -37,6 +40,9 @@ class Probes:
             self._metrics.redis_up.set(0)
             error = {"error": "not ready: " + "; ".join(reasons), "reason": "unavailable"}
             return Answer(error, 503, {"Retry-After": "1"})
+        waiting = None if self._gate is None else await self._gate.waiting()
+        if waiting is not None:
+            return Answer({"error": f"not ready: {waiting}", "reason": "starting"}, 503, {"Retry-After": "1"})
         warnings = (await self._look()).warnings
         return Answer({"status": "ready"} | ({"warnings": list(warnings.values())} if warnings else {}))
 
