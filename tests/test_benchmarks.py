@@ -62,7 +62,9 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.Cap
         main(["--only", "P1,P11"])
 
     assert ended.value.code == 2
-    assert "'P11' is none of P1, P2, P3, P4, P5, P6, P7, P8, P9, P10, long, capacity" in capsys.readouterr().err
+    assert (
+        "'P11' is none of P1, P2, P3, P4, P5, P6, P5b, P6b, P7, P8, P9, P10, long, capacity" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.outside

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import capacity, index, lives, long, queries, replicas, streams
+from tests.benchmarks import capacity, hot, index, lives, long, memory, queries, replicas, streams
 from tests.benchmarks.options import Options
 from tests.benchmarks.processes import redis_server
 from tests.benchmarks.report import Row, beside, table, write_json, write_markdown
@@ -32,6 +32,8 @@ PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], list[Row]]
     (("P1", "P2", "P3", "P4"), lambda options, _: queries.measure(options)),
     (("P5", "P6"), lambda options, _: index.measure(options)),
     (("P5",), lambda options, _: streams.measure(options)),
+    (("P5b",), lambda options, _: hot.measure(options)),
+    (("P6b",), lambda options, _: memory.measure(options)),
     (("P7",), lambda options, _: replicas.measure_start(options)),
     (("P8",), lambda options, _: streams.visibility(options)),
     (("P9",), lambda options, _: replicas.measure_more(options)),

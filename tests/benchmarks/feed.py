@@ -18,9 +18,9 @@ from tests.benchmarks.prompts import BLOCK_SIZE, MODEL, PIECE_BLOCKS, PIECE_TOKE
 STORE_BLOCKS = 64
 
 
-def stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int]) -> bytes:
+def stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int], rank: int = 0) -> bytes:
     """The payload of a batch of one store, in vLLM's form."""
-    return _batch(_stored(block_hashes, parent, token_ids))
+    return _batch(_stored(block_hashes, parent, token_ids), rank=rank)
 
 
 def decoded(steps: Sequence[tuple[int, int | None, Sequence[int]]]) -> bytes:
@@ -53,8 +53,8 @@ def cleared() -> bytes:
     return _batch({"type": "AllBlocksCleared"})
 
 
-def _batch(*events: Mapping[str, object]) -> bytes:
-    payload: bytes = msgpack.packb([time.time(), list(events), 0])
+def _batch(*events: Mapping[str, object], rank: int = 0) -> bytes:
+    payload: bytes = msgpack.packb([time.time(), list(events), rank])
     return payload
 
 
