@@ -31,7 +31,7 @@ PARTS: dict[str, set[str]] = {
     "routing": {"domain", "errors"},
     "chat": {"domain", "errors"},
     "selection": LEAVES | {"domain", "store", "routing", "chat", "tokenization"},
-    "ingest": BELOW_ROLES,
+    "ingest": BELOW_ROLES | {"chat"},
     "api": BELOW_ROLES | {"discovery", "selection", "routing", "chat", "tokenization"},
     "simulator": {"client", "domain", "errors"},
     "client": {"domain", "native"},

@@ -50,6 +50,7 @@ EXPORTED = [
     "waymark_http_request_duration_seconds{route}",
     "waymark_http_requests_total{route,method,status}",
     "waymark_http_trailer_fields_dropped_total",
+    "waymark_index_evictions_total{reason}",
     "waymark_instances",
     "waymark_lag_seconds",
     "waymark_last_batch_timestamp_seconds",

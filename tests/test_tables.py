@@ -68,7 +68,8 @@ def test_every_kind_has_a_row_and_a_decoder(kind: EngineKind) -> None:
 def test_what_a_sentence_says_of_kinds_is_what_the_table_says() -> None:
     assert kinds_where("scope", "shared") == "Mooncake"
     assert kinds_where("copies", "count") == "vLLM and SGLang"
-    assert kinds_where("tells_events", True) == "vLLM, SGLang, Mooncake and standard"
+    assert kinds_where("tells_events", True) == "vLLM, SGLang, Mooncake, standard and continuum"
+    assert kinds_where("is_opaque", True) == "continuum"
     assert OVER_HTTP is EngineKind.STANDARD
 
 

@@ -7,11 +7,12 @@ redirect. The key of the engines and the certificates that are trusted are the s
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -23,6 +24,8 @@ from waymark.shown import shown
 #: Connections to all engines together; further calls wait within their time.
 _CONNECTIONS_MAX = 256
 _PIECE_BYTES = 2**16
+#: A peer that is gone without a word ends an idle stream after about a minute and a half.
+_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 60, 10, 3
 
 
 class Reply(NamedTuple):
@@ -30,6 +33,15 @@ class Reply(NamedTuple):
 
     status: int
     body: bytes
+
+
+class Streamed(NamedTuple):
+    """The beginning of an answer without an end."""
+
+    status: int
+    content_type: str
+    pieces: AsyncIterator[bytes]
+    """Its bytes as they arrive. Raises Unanswered where the answer breaks off."""
 
 
 class Asker:
@@ -42,6 +54,7 @@ class Asker:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._ca_file = ca_file
         self._session: aiohttp.ClientSession | None = None
+        self._streams: aiohttp.ClientSession | None = None
 
     @classmethod
     def of(cls, settings: Settings, *, is_bounded: bool = True) -> Asker:
@@ -64,7 +77,9 @@ class Asker:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer while it arrives, ``seconds`` in all. The caller bounds what it reads. Raises as ``ask``."""
         self._allowed.check(url, "url")
-        session = self._session or self._open()
+        if self._session is None:
+            self._session = self._open(_CONNECTIONS_MAX)
+        session = self._session
         method = "GET" if json is None else "POST"
         try:
             async with (
@@ -78,31 +93,73 @@ class Asker:
         except TimeoutError:
             raise Unanswered(f"it has not answered within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise Unanswered(str(error)[:200] or type(error).__name__) from None
+            raise _unanswered(error) from None
+
+    @asynccontextmanager
+    async def follow(self, url: str, headers: Mapping[str, str], *, seconds: float) -> AsyncIterator[Streamed]:
+        """GET a URL whose answer has no end, with at most ``seconds`` until it begins. Raises as ``ask``.
+
+        It has a connection of its own, beside the bounded number of the other calls.
+        """
+        self._allowed.check(url, "url")
+        if self._streams is None:
+            self._streams = self._open(0)
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._streams.get(url, headers=headers, allow_redirects=False)
+        except TimeoutError:
+            raise Unanswered(f"it has not answered within {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _unanswered(error) from None
+        try:
+            yield Streamed(response.status, response.headers.get("Content-Type", ""), _pieces(response))
+        finally:
+            response.close()
 
     async def close(self) -> None:
         """Close its connections."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        sessions, self._session, self._streams = (self._session, self._streams), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _open(self, connections_max: int) -> aiohttp.ClientSession:
         context: ssl.SSLContext | bool = True
         if self._ca_file is not None:
             try:
                 context = ssl.create_default_context(cafile=Path(self._ca_file))
             except OSError as error:
                 raise InvalidValue(f"the certificates {self._ca_file!r} cannot be read: {error}") from None
-        connector = aiohttp.TCPConnector(limit=_CONNECTIONS_MAX, ssl=context)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=connections_max, ssl=context, socket_factory=_kept_alive),
             headers={"Accept-Encoding": "identity"} | self._headers,
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             # A few bytes could decompress to any number; no request asks for compression.
             auto_decompress=False,
         )
-        return self._session
+
+
+def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol = address[:3]
+    opened = socket.socket(family=family, type=kind, proto=protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", _IDLE_SECONDS), ("TCP_KEEPINTVL", _PROBE_SECONDS), ("TCP_KEEPCNT", _PROBES)):
+        if hasattr(socket, name):
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return opened
+
+
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    try:
+        async for piece in response.content.iter_any():
+            yield piece
+    except (aiohttp.ClientError, OSError) as error:
+        raise _unanswered(error) from None
+
+
+def _unanswered(error: Exception) -> Unanswered:
+    return Unanswered(str(error)[:200] or type(error).__name__)
 
 
 async def _read(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:

@@ -118,6 +118,7 @@ class Metrics:
     )
     script_replies = counter("How many script calls were answered, by script and verdict.", "script", "verdict")
     calls_waiting = gauge("How many calls wait because too many blocks are under way to Redis.")
+    index_evictions = counter("How many entries left the index because of a bound, by bound.", "reason")
     waiting_blocks = gauge("How many blocks wait for their parent.")
     waiting_dropped = counter("How many blocks were dropped because their parent did not arrive.")
     unresolved = counter("How many engine hashes in events named an unknown block.")

@@ -146,7 +146,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
             tasks.create_task(store.health.look())  # says in the log what is wrong with Redis
             if port:
                 ended.add(tasks.create_task(server.serve()))
-            worker = tasks.create_task(Worker(store, metrics, options).run()) if options else None
+            worker = tasks.create_task(Worker(store, metrics, options, Asker.of(settings)).run()) if options else None
             # A server that ends by itself could not open its port.
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             stop.set()

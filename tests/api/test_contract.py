@@ -105,6 +105,7 @@ async def test_bodies_say_what_is_required_and_how_else_it_may_be_called(documen
         "SGLang",
         "Mooncake",
         "standard",
+        "continuum",
         "none",
     ]
     assert schemas["RegisterRequest"]["properties"]["block_size"]["maximum"] == 65536

@@ -11,6 +11,7 @@ from waymark.api.fields import NAME_BYTES_MAX
 from waymark.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName, Registration
+from waymark.domain.prefixes import PrefixSource
 from waymark.domain.targets import Role, Target
 
 REGISTER: dict[str, Any] = {
@@ -144,6 +145,49 @@ def test_a_target_that_does_not_fit_is_named(field: str, value: Any, reason: str
         registration(**{field: value})
     assert (caught.value.field, caught.value.reason) == (field, reason)
     assert caught.value.sentence.startswith(f"{field} is ")
+
+
+SOURCE = "http://vllm-1:8000/v1/kv_events"
+
+
+@pytest.mark.parametrize("kind", ["continuum", "SSE", "Continuum"])
+def test_a_source_of_opaque_prefixes_is_a_url_with_options(kind: str) -> None:
+    plain = registration(type=kind, endpoint=SOURCE)
+    assert (plain.kind, plain.endpoint, plain.prefixes) == (EngineKind.CONTINUUM, SOURCE, PrefixSource())
+    assert (plain.scope, plain.copies) == ("instance", "set")
+    fields: dict[str, Any] = {
+        "storage_offloading": True,
+        "treat_eviction_as_offload": False,
+        "entry_ttl_seconds": 86_400,
+        "max_entries": 100,
+        "reconnect_interval_ms": 5000,
+    }
+    assert registration(type=kind, endpoint=SOURCE, **fields).prefixes == PrefixSource(**fields)
+    assert registration(entry_ttl_seconds=5).prefixes == PrefixSource(), "no option of other types"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"endpoint": "tcp://1.1.1.1:5557"}, "endpoint"),
+        ({"endpoint": None}, "endpoint"),
+        ({"endpoint": "ws://vllm-1:8000/events"}, "endpoint"),
+        ({"endpoint": "http://user@vllm-1:8000/"}, "endpoint"),
+        ({"endpoint": "http://vllm-1:8000/a/../b"}, "endpoint"),
+        ({"endpoint": "http://vllm-1:8000/@b"}, "endpoint"),
+        ({"replay_endpoint": "tcp://a:1"}, "replay_endpoint"),
+        ({"entry_ttl_seconds": 0}, "entry_ttl_seconds"),
+        ({"entry_ttl_seconds": 86_401}, "entry_ttl_seconds"),
+        ({"max_entries": 99}, "max_entries"),
+        ({"max_entries": 10_000_001}, "max_entries"),
+        ({"reconnect_interval_ms": 0}, "reconnect_interval_ms"),
+        ({"storage_offloading": "yes"}, "storage_offloading"),
+    ],
+)
+def test_a_source_that_does_not_fit_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(Unfit) as caught:
+        registration(**({"type": "continuum", "endpoint": SOURCE} | fields))
+    assert caught.value.field == field
 
 
 def test_type_none_has_no_endpoint() -> None:

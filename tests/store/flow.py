@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from tests.store.factories import GROUP, begins, claim_of, registration, removed, stored
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import HolderName, PublisherName
+from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.domain.runs import Commit, Mode, Run
 from waymark.store.directory import GroupEntry
 from waymark.store.leases import Grant
@@ -83,6 +85,14 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert found == {gpu: {1: (0, 1), 2: (0, 2)}}
     states = await store.records.publisher_states(await store.directory.claims())
     assert [state.blocks for state in states] == [{"GPU": 500, "CPU": 10}, {"GPU": 100}]
+
+    hot, warm = gpu, cpu
+    for change in Change:
+        some = [PrefixChange(prefix_key(name), change) for name in ("a", "b")]
+        assert await store.prefixes.apply(one, hot, warm, [some[0], *some], ttl_seconds=60) is not None
+    assert await store.prefixes.apply(one, hot, warm, [PrefixChange(prefix_key("a"), Change.HOT, 7)], ttl_seconds=60)
+    assert await store.prefixes.read(1, prefix_key("a"), until=asyncio.get_running_loop().time() + 60) == {hot: 7}
+    assert len(await store.prefixes.oldest(one, hot, warm, 100)) == 1
 
     assert await store.leases.renew(one, 60.0)
     assert await store.records.write(one, {"status": "active"}, {"frames": 2})

@@ -17,6 +17,7 @@ PLACEHOLDERS = {
     "g": r"[1-9]\d*",
     "g.s": r"[1-9]\d*(\.[1-9]\d*)?",
     "16 hex": r"[0-9a-f]{16}",
+    "32 hex": r"[0-9a-f]{32}",
     "holder": r"[1-9]\d*",
     "holders": r"[1-9]\d*( [1-9]\d*)*",
     "publisher": r"[1-9]\d*",

@@ -17,6 +17,7 @@ from tests.store.factories import Stream, registration, removed, snapshot, store
 from tests.store.key_table import README, KeyTable, Row, facts
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace
+from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
 from waymark.store.client import RedisClient, Reply
@@ -97,13 +98,16 @@ async def publish_and_unregister(stream: Stream) -> None:
     await stream.apply(removed(gpu, BLOCKS[8:], seq=6))
     await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), 600_000)
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))
-    told: Facts = {"flags": "extra", "main_groups": "0", "last_error": "no replay"}
+    told: Facts = {"flags": "extra", "main_groups": "0", "last_error": "no replay", "last_event_id": "41"}
     await store.records.write(grant, {**told, "status": "degraded"}, {"gaps": 1})
-    await store.records.write(grant, {"flags": "", "main_groups": "", "last_error": ""}, {})
+    await store.records.write(grant, {"flags": "", "main_groups": "", "last_error": "", "last_event_id": ""}, {})
     await store.records.set_lost(grant, is_lost=True)
     for target in (Target(weight=2.0), Target(), Target(role=Role.PREFILL)):
         await store.registry.register(replace(of, target=target))
     await decide(store, redis, grant)
+    for change in Change:
+        await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("a"), change)], ttl_seconds=60)
+    await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("b"), Change.WARM)], ttl_seconds=60)
 
     await redis.pexpire(grant.lease, 1)
     await wait_until(lambda: _is_gone(redis, grant.lease), "the lease has run out")
@@ -208,6 +212,8 @@ async def test_every_command_of_the_tour_answers_something(redis_url: str) -> No
         await stream.end("0 CPU")
         assert cpu == gpu + 1
         await store.reservations.reserve(1, [Offer(stream.grant.publisher, 5)], Terms(context=9))
+        change = PrefixChange(prefix_key("9f2c9f2c9f2c9f2c"), Change.HOT, 2048)
+        await store.prefixes.apply(stream.grant, gpu, cpu, [change], ttl_seconds=600)
         for command in commands:
             (reply,) = await client.several([command])
             assert reply, command

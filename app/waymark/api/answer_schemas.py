@@ -126,6 +126,7 @@ class Publisher(BaseModel):
     restarts: int
     unsalted_events: int
     blocks: dict[str, int] = Field(description="the blocks that are held, by medium")
+    prefixes: dict[str, int] = Field(description="the opaque prefixes that are held, by medium")
     last_error: str | None
     replay: bool = Field(description="whether missing batches can be requested again")
     worker: str | None = Field(description="the id of the ingest worker that applies this stream")

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from waymark.api.errors import Unfit
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
 from waymark.api.text_schemas import TextFields
-from waymark.domain.engines import Copies, EngineKind, Scope, kinds_where
+from waymark.domain.engines import TRAITS, Copies, EngineKind, Scope, kinds_where
 from waymark.domain.media import UNNAMED
 from waymark.domain.names import (
     DEFAULT_TENANT,
@@ -31,6 +31,16 @@ from waymark.domain.names import (
     SeqCounter,
     is_endpoint,
 )
+from waymark.domain.prefixes import (
+    DEFAULT,
+    ENTRIES_MAX,
+    ENTRIES_MIN,
+    RECONNECT_MILLISECONDS_MAX,
+    SOURCE,
+    TTL_SECONDS_MAX,
+    PrefixSource,
+    is_source,
+)
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, URL, WEIGHT_MAX, Role, Target, is_url
 from waymark.shown import shown
 
@@ -40,7 +50,9 @@ RANK = f"an integer of 0..{U32_MAX}"
 _TYPE = f"one of {', '.join(EngineKind)}, in upper or lower case"
 _MODEL_NAMES = AliasChoices("modelname", "model_name", "model")
 
-_KINDS = {kind.lower(): kind for kind in EngineKind}
+_KINDS = {kind.lower(): kind for kind in EngineKind} | {
+    alias: kind for kind, traits in TRAITS.items() for alias in traits.aliases
+}
 
 
 def _kind(value: Any) -> Any:
@@ -55,7 +67,7 @@ def _kind(value: Any) -> Any:
 def _endpoint(value: Any) -> Any:
     if value == "":
         return None
-    if isinstance(value, str) and not is_endpoint(value):
+    if isinstance(value, str) and not is_endpoint(value) and not is_source(value):
         raise PydanticCustomError("invalid_value", "no such endpoint")
     return value
 
@@ -112,9 +124,14 @@ EventId = Annotated[
 ]
 
 
+_OPAQUE = f"of type {kinds_where('is_opaque', True)}"
+
+
 class _PublisherFields(Request):
     endpoint: Endpoint = Field(
-        default=None, description=f"{ENDPOINT}; only types {kinds_where('needs_endpoint', False)} may leave it out"
+        default=None,
+        description=f"{ENDPOINT}; of type {kinds_where('is_opaque', True)} {SOURCE}; only types "
+        f"{kinds_where('needs_endpoint', False)} may leave it out",
     )
     replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
@@ -148,6 +165,25 @@ class _PublisherFields(Request):
         description=f"an object of at most {LABELS_MAX} texts by name, each of at most {LABEL_BYTES_MAX} bytes",
     )
     metrics_url: Url = Field(default=None, description=f"{URL}; the default is /metrics of the address")
+    storage_offloading: bool = Field(
+        default=DEFAULT.storage_offloading, description=f"true or false: {_OPAQUE}, whether there is a warm tier"
+    )
+    treat_eviction_as_offload: bool = Field(
+        default=DEFAULT.treat_eviction_as_offload,
+        description=f"true or false: {_OPAQUE}, whether an evicted prefix is in the warm tier",
+    )
+    reconnect_interval_ms: Annotated[int, Field(ge=1, le=RECONNECT_MILLISECONDS_MAX)] | None = Field(
+        default=None,
+        description=f"an integer of 1..{RECONNECT_MILLISECONDS_MAX}: {_OPAQUE}, the pause before it reconnects",
+    )
+    entry_ttl_seconds: Annotated[int, Field(ge=1, le=TTL_SECONDS_MAX)] = Field(
+        default=DEFAULT.entry_ttl_seconds,
+        description=f"an integer of 1..{TTL_SECONDS_MAX}: {_OPAQUE}, how long an entry stays",
+    )
+    max_entries: Annotated[int, Field(ge=ENTRIES_MIN, le=ENTRIES_MAX)] = Field(
+        default=DEFAULT.max_entries,
+        description=f"an integer of {ENTRIES_MIN}..{ENTRIES_MAX}: {_OPAQUE}, how many entries it may have",
+    )
 
 
 class RegisterRequest(_PublisherFields):
@@ -172,6 +208,16 @@ class RegisterRequest(_PublisherFields):
             raise Unfit(
                 f"endpoint is missing; for type {self.type} it must be {ENDPOINT}", reason="missing", field="endpoint"
             )
+        if self.endpoint is not None and is_source(self.endpoint) != traits.is_opaque:
+            raise Unfit(
+                f"endpoint is {shown(self.endpoint)}; for type {self.type} it must be "
+                f"{SOURCE if traits.is_opaque else ENDPOINT}",
+                field="endpoint",
+            )
+        if traits.is_opaque and self.replay_endpoint is not None:
+            raise Unfit(
+                f"an event source of type {self.type} has no replay_endpoint; leave it out", field="replay_endpoint"
+            )
         if self.replay_endpoint is not None and self.endpoint is None:
             raise Unfit("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
         return Registration(
@@ -189,6 +235,16 @@ class RegisterRequest(_PublisherFields):
             copies=self.copies or traits.copies,
             sequence=self.sequence,
             target=Target(self.address, self.role, self.weight, self.labels, self.metrics_url),
+            prefixes=self._prefixes() if traits.is_opaque else DEFAULT,
+        )
+
+    def _prefixes(self) -> PrefixSource:
+        return PrefixSource(
+            self.storage_offloading,
+            self.treat_eviction_as_offload,
+            self.entry_ttl_seconds,
+            self.max_entries,
+            self.reconnect_interval_ms,
         )
 
 

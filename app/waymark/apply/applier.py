@@ -150,7 +150,7 @@ class Applier:
         for unit in plan.ended:
             await self._end(unit, is_restart=False)
         if plan.begun:
-            await self._begin(plan.begun)
+            await self.begin(plan.begun)
         for asked in portions_of_hashes(await self.slices.run(resolver.lookups(plan, batches))):
             await self._look_up(asked)
         runs = await self.slices.run(self._resolve(plan, fold))
@@ -260,7 +260,8 @@ class Applier:
         self.counters["waiting_lost"] += self.resolver.end(unit)
         self.counters["waiting"] = self.resolver.waiting.blocks
 
-    async def _begin(self, begun: Mapping[HolderName, Holder]) -> None:
+    async def begin(self, begun: Mapping[HolderName, Holder]) -> None:
+        """Begin holders by their names; the resolver knows their ids afterwards. Raises Fenced."""
         begin = [Begin(name, holder) for name, holder in begun.items()]
         ids = await self._change(unit="", is_restart=False, begin=begin)
         self.resolver.begin(list(begun), ids)

@@ -217,6 +217,7 @@ def as_json(status: Status) -> dict[str, Any]:
                 "watermark": state.watermark,
                 "lag_seconds": state.lag_seconds,
                 "blocks": dict(state.blocks),
+                "prefixes": dict(state.prefixes),
                 "gaps": count(state, "gaps"),
                 "replays": replays(state),
                 "restarts": count(state, "restarts"),
@@ -254,8 +255,9 @@ def complaint(state: PublisherState) -> str:
         return f"no connection to {endpoint}"
     if state.status is StreamStatus.LOST:
         return f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
-    without_replay = "" if endpoint is None or state.registration.can_replay else _WITHOUT_REPLAY
-    if any(state.blocks.values()):
+    is_complete = endpoint is None or state.registration.can_replay or state.registration.kind.traits.is_opaque
+    without_replay = "" if is_complete else _WITHOUT_REPLAY
+    if any(state.blocks.values()) or any(state.prefixes.values()):
         return without_replay
     rejected = ", ".join(
         f"{n} {name}" for name, n in sorted(state.counters.items()) if n and name.partition(".")[0] in _REJECTED

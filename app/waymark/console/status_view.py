@@ -136,13 +136,20 @@ def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
         worker,
         text("none" if state.watermark is None else state.watermark),
         text("" if state.lag_seconds is None else seconds_text(state.lag_seconds)),
-        text(", ".join(f"{medium} {n}" for medium, n in sorted(state.blocks.items())) or "none"),
+        text(_held(state)),
         text(count(state, "gaps")),
         text(replays(state)),
         text(count(state, "restarts")),
         text(lost, "bold red" if lost else ""),
         text(status.complaint(state), "yellow"),
     )
+
+
+def _held(state: PublisherState) -> str:
+    """Blocks by medium; of a source of opaque prefixes its prefixes."""
+    if state.registration.kind.traits.is_opaque:
+        return ", ".join(f"{medium} {n} prefixes" for medium, n in sorted(state.prefixes.items())) or "none"
+    return ", ".join(f"{medium} {n}" for medium, n in sorted(state.blocks.items())) or "none"
 
 
 def seconds_text(seconds: float) -> str:

@@ -22,6 +22,7 @@ class EngineKind(StrEnum):
     SGLANG = "SGLang"
     MOONCAKE = "Mooncake"
     STANDARD = "standard"
+    CONTINUUM = "continuum"
     NONE = "none"
 
     @property
@@ -44,12 +45,21 @@ class EngineTraits:
     needs_endpoint: bool = True
     """Its events are read from a socket, and from nowhere else."""
     tells_events: bool = True
+    aliases: frozenset[str] = frozenset()
+    """Other names of the kind, in lower case."""
+    is_opaque: bool = False
+    """It names prefixes by hashes of its own, in an event stream over HTTP; nothing is known of their blocks."""
     may_alias: bool = True
     """On a device, too, one of its hashes can come to mean another block."""
     names_salts_off_device: bool = False
     """Stores off the device name their salt; with others one that names none may have one."""
     has_saltless_releases: bool = False
     """Some releases cannot name a salt or an image at all; their stores are counted."""
+
+    @property
+    def tells_blocks(self) -> bool:
+        """Its events say which blocks it has."""
+        return self.tells_events and not self.is_opaque
 
 
 TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
@@ -58,6 +68,7 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
         EngineKind.SGLANG: EngineTraits("sglang", copies="count", names_salts_off_device=True),
         EngineKind.MOONCAKE: EngineTraits("mooncake", first_seq=1, scope="shared"),
         EngineKind.STANDARD: EngineTraits("standard", needs_endpoint=False),
+        EngineKind.CONTINUUM: EngineTraits("standard", aliases=frozenset({"sse"}), is_opaque=True),
         # It is there for requests to be sent to; nothing is known of its cache.
         EngineKind.NONE: EngineTraits("standard", needs_endpoint=False, tells_events=False),
     }

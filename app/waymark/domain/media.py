@@ -54,6 +54,8 @@ BEST: Final = MEDIA[0]
 UNNAMED: Final = BEST.name
 """The medium of an event that names none."""
 DEVICE: Final = frozenset(medium.name for medium in MEDIA if medium.is_device)
+STORAGE: Final = MEDIA[-1].name
+"""The medium of what has left the machine."""
 IN_EVERY_ANSWER: Final = tuple(medium.name for medium in MEDIA if medium.is_in_every_answer)
 HOST: Final = frozenset(medium.name for medium in MEDIA if medium.is_host)
 

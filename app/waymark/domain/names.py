@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from waymark.domain.engines import Copies, EngineKind, Scope
+from waymark.domain.prefixes import DEFAULT as DEFAULT_PREFIXES
+from waymark.domain.prefixes import PrefixSource
 from waymark.domain.targets import PLAIN, Target
 
 DEFAULT_TENANT = "default"
@@ -68,7 +70,7 @@ class Registration:
     model_name: str
     block_size: int
     endpoint: str | None
-    """``tcp://host:port`` or ``ipc://path``; None where no socket is subscribed to."""
+    """``tcp://host:port`` or ``ipc://path``, of an event stream its URL; None where no socket is subscribed to."""
     replay_endpoint: str | None
     lora_name: str | None
     additional_salt: str | None
@@ -77,6 +79,8 @@ class Registration:
     sequence: SeqCounter
     target: Target = PLAIN
     origin: Origin = BY_CLIENT
+    prefixes: PrefixSource = DEFAULT_PREFIXES
+    """Of a source of opaque prefixes."""
 
     @property
     def name(self) -> PublisherName:

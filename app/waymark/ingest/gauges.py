@@ -9,15 +9,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 from waymark.domain.names import Registration
 from waymark.domain.resolver import Resolver
+from waymark.domain.status import StreamStatus
 from waymark.ingest.replay_places import ReplayPlaces
-from waymark.ingest.stream import Stream
 from waymark.metrics import Metrics
 from waymark.store.pacing import Pacer
 
-Served = tuple[Stream, Resolver]
+
+class ServedStream(Protocol):
+    """What a worker applies: frames of a socket, or an event stream over HTTP."""
+
+    status: StreamStatus
+
+    @property
+    def buffered(self) -> tuple[int, int]:
+        """(bytes, frames or events) that were received and are not applied yet."""
+
+    async def run(self) -> None:
+        """Until it is cancelled, or another worker has the stream."""
+
+
+Served = tuple[ServedStream, Resolver]
 
 
 class Gauges:
@@ -56,7 +71,7 @@ class Gauges:
         metrics.instances.set(len({(each.tenant_id, each.instance_id) for each in registrations}))
         metrics.groups.set(len({each.group for each in registrations}))
 
-    def _sum(self, number: Callable[[Stream, Resolver], int]) -> int:
+    def _sum(self, number: Callable[[ServedStream, Resolver], int]) -> int:
         return sum(number(stream, resolver) for stream, resolver in self._streams())
 
     def _with(self, status: str) -> int:

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from waymark.apply.applier import Applier, Fenced, resumed
+from waymark.asker import Asker
 from waymark.domain.names import PublisherName
 from waymark.domain.resolver import Resolver
 from waymark.domain.status import StreamStatus
 from waymark.engines import Ceilings, decoder
 from waymark.errors import InvalidValue, StoreUnavailable
+from waymark.ingest.gauges import ServedStream
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
+from waymark.ingest.prefix_stream import PrefixStream
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.sockets import Context
 from waymark.ingest.stream import Stream
@@ -39,7 +42,7 @@ class Running:
     foreign_ranks: frozenset[int]
     """Ranks of its instance that have streams of their own."""
     task: asyncio.Task[None] | None = None
-    stream: Stream | None = None
+    stream: ServedStream | None = None
     resolver: Resolver | None = None
 
     @property
@@ -64,7 +67,10 @@ class StreamRunner:
     context: Context
     """Set before the first stream runs."""
 
-    def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions, places: ReplayPlaces) -> None:
+    def __init__(
+        self, store: Store, metrics: Metrics, options: WorkerOptions, places: ReplayPlaces, asker: Asker
+    ) -> None:
+        self._asker = asker
         self._store = store
         self._metrics = metrics
         self._options = options
@@ -119,12 +125,23 @@ class StreamRunner:
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
         options = self._options
+        running.resolver = applier.resolver
+        if claim.registration.kind.traits.is_opaque:
+            running.stream = PrefixStream(
+                applier,
+                self._store,
+                self._asker,
+                self._metrics,
+                state,
+                lease_seconds=options.stream.lease_seconds,
+                publisher_timeout=options.stream.publisher_timeout,
+            )
+            return
         by = options.apply
         ceilings = Ceilings(by.frame_bytes_max, by.batch_events_max, by.event_hashes_max, by.rejected_events_max)
         decode = decoder(claim.registration.kind, seed=by.hash_seed, ceilings=ceilings)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         running.stream = Stream(life, self.context, self.places, self._metrics, options.stream)
-        running.resolver = applier.resolver
 
     async def _has_lost(self, grant: Grant) -> bool:
         """Whether a shard has lost writes while nobody had the stream, or before its last holder could notice."""

@@ -31,13 +31,14 @@ _CLOSING_SOCKETS = 64
 
 
 class Worker:
-    def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions) -> None:
+    def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions, asker: Asker | None = None) -> None:
+        """``asker`` reads metrics and event streams of engines; it is closed with the worker."""
+        self._asker = asker or Asker(AllowedEndpoints(options.allowed_endpoints))
         self._store = store
         self._metrics = metrics
         self._options = options
         self._places = ReplayPlaces(options.replays_max, patience_seconds=options.stream.replay_idle_seconds)
-        self._runner = StreamRunner(store, metrics, options, self._places)
-        self._asker = Asker(AllowedEndpoints(options.allowed_endpoints))
+        self._runner = StreamRunner(store, metrics, options, self._places, self._asker)
         self._scraper = Scraper(store, metrics, self._asker, options.gauges_seconds)
         self.poller = Poller(store, metrics, options, self._runner, self._scraper)
 

@@ -19,6 +19,13 @@ from waymark.domain.names import (
     Registration,
     SeqCounter,
 )
+from waymark.domain.prefixes import (
+    ENTRIES_MAX,
+    ENTRIES_MIN,
+    RECONNECT_MILLISECONDS_MAX,
+    TTL_SECONDS_MAX,
+    PrefixSource,
+)
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import PLAIN, WEIGHT_MAX, Role, Target
 from waymark.store import keys
@@ -57,15 +64,17 @@ class Claim:
 
     def encode(self) -> bytes:
         registration = {name: value for name, value in asdict(self.registration).items() if value is not None}
-        del registration["target"], registration["origin"]
-        registration |= _changed(self.registration.target) | _origin(self.registration)
+        del registration["target"], registration["origin"], registration["prefixes"]
+        registration |= _changed(self.registration.target) | _origin(self.registration) | _options_of(self.registration)
         ids: dict[str, Any] = {"publisher": self.publisher, "group": self.group_id, "shards": self.shards}
         if self.is_leaving:
             ids["leaving"] = True
         if self.successor is not None:
             to = {"endpoint": self.successor.endpoint, "replay_endpoint": self.successor.replay_endpoint}
             named = {name: value for name, value in to.items() if value is not None}
-            ids["moves_to"] = named | _changed(self.successor.target) | _origin(self.successor)
+            ids["moves_to"] = (
+                named | _changed(self.successor.target) | _origin(self.successor) | _options_of(self.successor)
+            )
         return orjson.dumps({"format": FORMAT} | registration | ids)
 
     @classmethod
@@ -88,6 +97,7 @@ class Claim:
             sequence=of.one_of("sequence", _SEQ_COUNTERS),
             target=_target_of(of),
             origin=_origin_of(of),
+            prefixes=_prefixes_of(of),
         )
         return cls(
             registration,
@@ -115,7 +125,7 @@ class Claim:
     def target(self) -> bytes:
         """The publisher's target as JSON for the group's table; empty if every field has its default."""
         changed = _changed(self.registration.target)
-        if not self.registration.kind.traits.tells_events:
+        if not self.registration.kind.traits.tells_blocks:
             changed["silent"] = True
         return orjson.dumps({"format": FORMAT} | changed) if changed else b""
 
@@ -176,6 +186,26 @@ def _successor(of: Document, registration: Registration) -> Registration | None:
         replay_endpoint=to.optional_text("replay_endpoint"),
         target=_target_of(to),
         origin=_origin_of(to),
+        prefixes=_prefixes_of(to),
+    )
+
+
+def _options_of(registration: Registration) -> dict[str, Any]:
+    """The options of a source of opaque prefixes; nothing of any other publisher."""
+    if not registration.kind.traits.is_opaque:
+        return {}
+    return {name: value for name, value in asdict(registration.prefixes).items() if value is not None}
+
+
+def _prefixes_of(of: Document) -> PrefixSource:
+    if not of.has("entry_ttl_seconds"):
+        return PrefixSource()
+    return PrefixSource(
+        storage_offloading=of.flag("storage_offloading"),
+        treat_eviction_as_offload=of.flag("treat_eviction_as_offload"),
+        entry_ttl_seconds=of.integer("entry_ttl_seconds", 1, TTL_SECONDS_MAX),
+        max_entries=of.integer("max_entries", ENTRIES_MIN, ENTRIES_MAX),
+        reconnect_interval_ms=of.optional_integer("reconnect_interval_ms", 1, RECONNECT_MILLISECONDS_MAX),
     )
 
 

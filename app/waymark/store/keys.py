@@ -76,6 +76,16 @@ def spec_prefix(group_id: int) -> bytes:
     return f"wm:{_tag(group_id)}:spec:".encode()
 
 
+def opaque_prefix(group_id: int, key: str) -> str:
+    """An opaque prefix. ``key``: 32 hex digits."""
+    return f"wm:{_tag(group_id)}:prefix:{key}"
+
+
+def opaque_prefixes(group_id: int, holder: int | None = None) -> str:
+    """The opaque prefixes of a group, or of one holder."""
+    return f"wm:{_tag(group_id)}:prefixes{'' if holder is None else f':{holder}'}"
+
+
 def block_prefix(group_id: int, shard: int) -> bytes:
     """The key of a block without its last 16 hex digits."""
     return f"wm:{_tag(group_id, shard)}:".encode()

@@ -176,6 +176,9 @@ class Document:
             raise Malformed(f"{what} is no JSON object")
         self._fields: dict[str, Any] = document
 
+    def has(self, name: str) -> bool:
+        return self._fields.get(name) is not None
+
     def optional_part(self, name: str) -> Document | None:
         """An object inside of this one."""
         if self._fields.get(name) is None:
@@ -198,6 +201,9 @@ class Document:
         if type(value) is not int or not least <= value <= most:
             raise Malformed(f"{name} is no integer of {least}..{most}")
         return value
+
+    def optional_integer(self, name: str, least: int = 0, most: int = INTEGER_MAX) -> int | None:
+        return None if self._fields.get(name) is None else self.integer(name, least, most)
 
     def number(self, name: str, most: float, default: float) -> float:
         """A finite number of 0 to ``most``."""

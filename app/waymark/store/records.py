@@ -46,6 +46,8 @@ class StreamState:
     status: StreamStatus
     change: str
     """The nonce of the last change of holders under the present token; '' for none."""
+    last_event_id: str = ""
+    """Of an event stream over HTTP: the ``id`` of the last event that was applied."""
     is_damaged: bool = False
     """The watermark, or a field that names a holder, cannot be read: the life of the stream has to end."""
 
@@ -66,6 +68,8 @@ class PublisherState:
     """Blocks held, by medium."""
     last_error: str | None
     worker: str | None
+    prefixes: Mapping[str, int] = field(default_factory=dict)
+    """Opaque prefixes held, by medium."""
 
 
 class Facts(TypedDict, total=False):
@@ -84,6 +88,8 @@ class Facts(TypedDict, total=False):
     worker that takes over applies that batch under the same flag. A flag too many only makes a stream more careful."""
     main_groups: str
     """The KV-cache group whose blocks are indexed: the group of the first stored event with tokens."""
+    last_event_id: str
+    """Of an event stream over HTTP: the ``id`` of an event that is applied, as are all before it."""
 
 
 @dataclass(slots=True)
@@ -136,6 +142,7 @@ class Records:
             counters=fields.integers(COUNTER, str),
             status=fields.status(),
             change=change if by == grant.token else "",
+            last_event_id=fields.text("last_event_id"),
             is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT, SHARD)),
         )
 
@@ -228,8 +235,9 @@ class Records:
         replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
         records = [StreamFields(self._parser, name, _pairs(reply)) for name, reply in zip(names, replies, strict=True)]
         blocks = await self._blocks(claims, records)
+        prefixes = await self._opaque_prefixes(claims, records)
         states: list[PublisherState] = []
-        for claim, fields, held in zip(claims, records, blocks, strict=True):
+        for claim, fields, held, opaque in zip(claims, records, blocks, prefixes, strict=True):
             fields.is_of_this_format()
             ts = fields.number("ts")
             states.append(
@@ -244,9 +252,27 @@ class Records:
                     blocks=held,
                     last_error=fields.text("last_error") or None,
                     worker=fields.text("worker") if fields.has("worker") else None,
+                    prefixes=opaque,
                 )
             )
         return states
+
+    async def _opaque_prefixes(
+        self, claims: Sequence[Claim], records: Sequence[StreamFields]
+    ) -> list[Mapping[str, int]]:
+        """How many opaque prefixes each publisher holds, by medium; empty for a publisher that names none."""
+        now = int(1000 * time.time())
+        held = [
+            fields.integers(HOLDER, HolderName.parse) if claim.registration.kind.traits.is_opaque else {}
+            for claim, fields in zip(claims, records, strict=True)
+        ]
+        commands = [
+            ("ZCOUNT", keys.opaque_prefixes(claim.group_id, holder), now, "+inf")
+            for claim, holders in zip(claims, held, strict=True)
+            for holder in holders.values()
+        ]
+        counts = iter(await self._client.several(commands, is_lenient=True) if commands else ())
+        return [{name.medium: next(counts) or 0 for name in holders} for holders in held]
 
     async def _blocks(self, claims: Sequence[Claim], records: Sequence[StreamFields]) -> list[dict[str, int]]:
         """How many blocks each publisher holds, by medium."""

@@ -230,6 +230,22 @@ class Scripts:
     async def note_gauges(self, record: str, gauges: str, milliseconds: int, value: bytes) -> Outcome:
         return await self._run("note_gauges", [record, gauges], [milliseconds, value])
 
+    async def apply_prefixes(
+        self,
+        record: str,
+        prefixes: str,
+        hot: str,
+        warm: str,
+        prefix: Sequence[str],
+        token: str,
+        milliseconds: int,
+        hot_holder: int,
+        warm_holder: int,
+        change: Sequence[Arg],
+    ) -> Outcome:
+        args: list[Arg] = [token, milliseconds, hot_holder, warm_holder, *change]
+        return await self._run("apply_prefixes", [record, prefixes, hot, warm, *prefix], args)
+
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """The workers that are alive, as members of ``wm:workers``."""
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])

@@ -22,6 +22,7 @@ from waymark.store.index import Index
 from waymark.store.leases import Leases
 from waymark.store.pacing import Pacer
 from waymark.store.parsing import RecordParser
+from waymark.store.prefixes import Prefixes
 from waymark.store.reader import Reader
 from waymark.store.records import Records
 from waymark.store.registry import Registry
@@ -67,6 +68,7 @@ class Store:
         self.reservations = Reservations(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)
         self.speculative = Speculative(client)
+        self.prefixes = Prefixes(client, self.scripts)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client
         self.reader = Reader(

@@ -1,0 +1,101 @@
+"""Parses event streams (server-sent events), to the letter of the WHATWG text, from pieces of any size.
+
+Lines end with LF, CR or CRLF. A line that begins with a colon is a comment. The fields ``event``, ``data``, ``id`` and
+``retry`` have a meaning, and others have none. An empty line ends an event. What an event stream ends with, without an
+empty line, is no event.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+EVENT_BYTES_MAX = 2**20
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BOM = b"\xef\xbb\xbf"
+_DIGITS = re.compile(r"[0-9]+", re.ASCII)
+#: Longer texts of digits are more milliseconds than anybody waits.
+_RETRY_DIGITS_MAX = 9
+
+
+class ServerSentEvent(NamedTuple):
+    """One event. ``type`` is ``message`` where the stream names none."""
+
+    type: str
+    data: str
+    last_event_id: str
+
+
+class EventTooLong(ValueError):
+    """A line, or an event of several lines, is longer than the parser keeps."""
+
+
+class EventStreamParser:
+    """The events of one connection. ``bytes_max`` bounds what the parser keeps of an event that has not ended."""
+
+    def __init__(self, *, last_event_id: str = "", bytes_max: int = EVENT_BYTES_MAX) -> None:
+        self.last_event_id = last_event_id
+        """Of the last event, or of a later ``id`` that an empty line has ended: what a new connection sends."""
+        self.retry_milliseconds: int | None = None
+        """How long the stream asks its readers to wait before they connect again."""
+        self._bytes_max = bytes_max
+        self._line = bytearray()
+        self._is_first_line = True
+        self._ended_with_cr = False
+        """The bytes so far end with CR, so that an LF that comes next ends no line of its own."""
+        self._type = ""
+        self._data: list[str] = []
+        self._data_bytes = 0
+        self._id = last_event_id
+
+    def feed(self, piece: bytes) -> Iterator[ServerSentEvent]:
+        """The events that ``piece`` ends. Raises ``EventTooLong`` after those before it; the parser is then over."""
+        if not piece:
+            return
+        start = 1 if self._ended_with_cr and piece.startswith(b"\n") else 0
+        self._ended_with_cr = piece.endswith(b"\r")
+        for end in _LINE_END.finditer(piece, start):
+            self._keep(piece, start, end.start())
+            line, self._line = self._line, bytearray()
+            start = end.end()
+            event = self._end_line(bytes(line))
+            if event is not None:
+                yield event
+        self._keep(piece, start, len(piece))
+
+    def _keep(self, piece: bytes, start: int, end: int) -> None:
+        if len(self._line) + end - start + self._data_bytes > self._bytes_max:
+            raise EventTooLong(f"an event of the stream is longer than {self._bytes_max} bytes")
+        self._line += memoryview(piece)[start:end]
+
+    def _end_line(self, line: bytes) -> ServerSentEvent | None:
+        if self._is_first_line:
+            self._is_first_line = False
+            line = line.removeprefix(_BOM)
+        if not line:
+            return self._end_event()
+        # Line ends are ASCII, so no character is cut between two lines.
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        value = value.removeprefix(" ")
+        match name:
+            case "event":
+                self._type = value
+            case "data":
+                self._data.append(value)
+                self._data_bytes += len(line)
+            case "id" if "\0" not in value:
+                self._id = value
+            case "retry" if _DIGITS.fullmatch(value):
+                digits = value.lstrip("0")[: _RETRY_DIGITS_MAX + 1] or "0"
+                self.retry_milliseconds = min(int(digits), 10**_RETRY_DIGITS_MAX)
+        return None
+
+    def _end_event(self) -> ServerSentEvent | None:
+        self.last_event_id = self._id
+        event = None
+        # One line ``data`` without a value is an event with empty data; no such line is no event.
+        if self._data:
+            event = ServerSentEvent(self._type or "message", "\n".join(self._data), self._id)
+        self._type, self._data, self._data_bytes = "", [], 0
+        return event

@@ -1,0 +1,111 @@
+"""Opaque prefixes: what a source says of prefixes that it names by hashes of its own, without tokens or blocks.
+
+A source has two holders, one for prefixes on the device (hot) and one for prefixes in storage (warm). An entry is a
+prefix with a count of tokens at one holder; it ends by its time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+from typing import Final, NamedTuple
+
+from waymark.domain.media import BEST, STORAGE
+from waymark.domain.targets import is_url
+
+TTL_SECONDS_MAX: Final = 86_400
+ENTRIES_MIN: Final = 100
+ENTRIES_MAX: Final = 10_000_000
+RECONNECT_MILLISECONDS_MAX: Final = 60_000
+
+HOT: Final = BEST.name
+WARM: Final = STORAGE
+
+_PREFIX_HASH = re.compile(r"[0-9A-Fa-f]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """What the registration of a source says of its entries. The defaults are those of Continuum Router."""
+
+    storage_offloading: bool = False
+    """Whether what leaves the device is in storage afterwards."""
+    treat_eviction_as_offload: bool = True
+    """With offloading, whether an eviction that names no tier leaves the prefix in storage."""
+    entry_ttl_seconds: int = 600
+    max_entries: int = 100_000
+    reconnect_interval_ms: int | None = None
+    """The pause before the first attempt to reconnect; None: one second."""
+
+
+DEFAULT: Final = PrefixSource()
+
+
+class PrefixEvent(StrEnum):
+    """What a source reports, by the names of its events."""
+
+    CREATED = "cache_created"
+    RELOADED = "cache_reloaded"
+    OFFLOADED = "cache_offloaded"
+    EVICTED = "cache_evicted"
+    PURGED = "cache_purged"
+
+
+class Change(StrEnum):
+    """What an event does to the entries of its prefix. The script ``apply_prefixes`` knows these words."""
+
+    HOT = "hot"
+    """The prefix is on the device, and nowhere else."""
+    WARM = "warm"
+    """The prefix is in storage, and nowhere else."""
+    DEMOTE = "demote"
+    """What was on the device is in storage; what was not there is nowhere new."""
+    REMOVE = "remove"
+    """The prefix is nowhere."""
+    FORGET_HOT = "forget_hot"
+    """Of a bound: the entry on the device goes."""
+    FORGET_WARM = "forget_warm"
+
+
+class PrefixChange(NamedTuple):
+    """One change of one prefix."""
+
+    key: str
+    """32 hex digits, from ``prefix_key``."""
+    change: Change
+    tokens: int | None = None
+    """None where the event does not say: what the source had is kept."""
+
+
+def change_of(event: PrefixEvent, source: PrefixSource) -> Change:
+    """What an event means with the options of its source."""
+    match event:
+        case PrefixEvent.CREATED | PrefixEvent.RELOADED:
+            return Change.HOT
+        case PrefixEvent.OFFLOADED if source.storage_offloading:
+            return Change.WARM
+        case PrefixEvent.EVICTED if source.storage_offloading and source.treat_eviction_as_offload:
+            return Change.DEMOTE
+    return Change.REMOVE
+
+
+SOURCE: Final = "an http or https URL, where no part of the path is '.' or '..' or has an '@'"
+"""What ``is_source`` asks for, in an error's words."""
+
+
+def is_source(text: str) -> bool:
+    """Whether an event stream may be read from a URL, whose path has to be normalized."""
+    path = text.partition("://")[2].partition("?")[0]
+    return is_url(text) and "@" not in text and {".", ".."}.isdisjoint(path.split("/"))
+
+
+def is_prefix_hash(text: str) -> bool:
+    """Whether a text is a prefix hash: 1 to 128 hex digits."""
+    return _PREFIX_HASH.fullmatch(text) is not None
+
+
+def prefix_key(prefix_hash: str) -> str:
+    """The name of a prefix in keys: 32 hex digits, the same for digits in upper and lower case."""
+    return sha256(prefix_hash.lower().encode()).hexdigest()[:32]

@@ -1,0 +1,278 @@
+"""One stream of opaque prefixes: applies the events of a source to its two holders.
+
+A source has no batches, no replay and no seqs: what happened while there was no connection is unknown. So the stream
+is ``degraded`` after a connection was lost, until every entry of before has ended by its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from waymark.apply.applier import Applier, Fenced
+from waymark.asker import Asker
+from waymark.chat.sse import ServerSentEvent
+from waymark.domain.names import Holder, HolderName
+from waymark.domain.prefixes import HOT, WARM, PrefixChange, PrefixEvent, change_of, prefix_key
+from waymark.domain.status import StreamStatus
+from waymark.engines.continuum import read_event
+from waymark.errors import Undecodable
+from waymark.ingest.event_source import PAUSE_SECONDS, EventSource
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.prefixes import CHANGES_MAX
+from waymark.store.records import Facts, StreamState
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25
+_REPORT_SECONDS = 1.0
+_BYTES_PER_EVENT = 256
+"""What an event that waits is taken to be, in the gauge of buffered bytes."""
+
+RECONNECTED = "reconnected"
+EVENTS_DROPPED = "events_dropped"
+REASONS = {
+    RECONNECTED: "the connection was lost, and nobody can say what happened meanwhile; entries of before end by their "
+    "time",
+    EVENTS_DROPPED: "events arrived faster than they were applied, and some were dropped; entries end by their time",
+}
+
+
+class PrefixStream:
+    """Applies the events of one source until it is cancelled or fenced."""
+
+    def __init__(
+        self,
+        applier: Applier,
+        store: Store,
+        asker: Asker,
+        metrics: Metrics,
+        state: StreamState,
+        *,
+        lease_seconds: float,
+        publisher_timeout: float,
+    ) -> None:
+        registration = applier.grant.claim.registration
+        assert registration.endpoint is not None
+        interval = registration.prefixes.reconnect_interval_ms
+        self.status = StreamStatus.PENDING
+        self._applier = applier
+        self._store = store
+        self._metrics = metrics
+        self._registration = registration
+        self._options = registration.prefixes
+        self._lease_seconds = lease_seconds
+        self._publisher_timeout = publisher_timeout
+        self._last_event_id = state.last_event_id
+        self._source = EventSource(
+            asker,
+            registration.endpoint,
+            last_event_id=state.last_event_id,
+            pause_seconds=PAUSE_SECONDS if interval is None else interval / 1000,
+        )
+        self._connection = 0
+        self._reasons: dict[str, float] = {}
+        """Why the stream is degraded, each with the time by the monotonic clock at which it is no more."""
+        if state.holders:
+            self._degrade(RECONNECTED)
+        self._is_lost = state.status is StreamStatus.LOST
+        self._down_since: float | None = None
+        self._renewed = time.monotonic()
+        self._reported = float("-inf")
+        self._facts: Facts = {}
+        self._counts: dict[str, int] = {}
+        self._seen = {"received": 0, "dropped": 0, "too_long": 0}
+        self._logged: set[str] = set()
+
+    @property
+    def buffered(self) -> tuple[int, int]:
+        """(about how many bytes, events) that were received and are not applied yet."""
+        return _BYTES_PER_EVENT * self._source.waiting, self._source.waiting
+
+    async def run(self) -> None:
+        """Until cancelled; returns when another worker has the stream."""
+        reading = asyncio.create_task(self._source.run())
+        try:
+            await self._begin()
+            while not reading.done():
+                await self._source.wait(_TICK_SECONDS)
+                if self._source.connection != self._connection:
+                    self._connected()
+                await self._apply(self._source.take(CHANGES_MAX))
+                await self._tick()
+            reading.result()
+        except Fenced:
+            log.info("another worker took the stream, or its registration changed", extra=fields(stream=self._name))
+        except asyncio.CancelledError:
+            await self._last_report()
+            raise
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
+
+    @property
+    def _name(self) -> str:
+        return str(self._registration.name)
+
+    # ---- events ------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """Begin the holders that are not there yet."""
+        of, claim = self._registration, self._applier.grant.claim
+        begun = {
+            name: Holder(
+                0, claim.publisher, of.instance_id, of.dp_rank, name.medium, of.block_size, of.instance_id, of.scope
+            )
+            for name in map(self._holder_name, (HOT, WARM))
+            if name not in self._applier.resolver.holders
+        }
+        if begun:
+            await self._applier.begin(begun)
+
+    def _holder_name(self, medium: str) -> HolderName:
+        return HolderName(self._registration.dp_rank, medium)
+
+    def _connected(self) -> None:
+        if self._connection or self._last_event_id:
+            self._count("reconnects")
+            self._degrade(RECONNECTED)
+        self._connection = self._source.connection
+
+    def _degrade(self, reason: str) -> None:
+        self._reasons[reason] = time.monotonic() + self._options.entry_ttl_seconds
+
+    async def _apply(self, events: list[ServerSentEvent]) -> None:
+        """Apply at most ``CHANGES_MAX`` events."""
+        if not events:
+            return
+        changes = [change for event in events if (change := self._change(event)) is not None]
+        if changes:
+            await self._write(changes)
+        self._last_event_id = events[-1].last_event_id
+
+    def _change(self, event: ServerSentEvent) -> PrefixChange | None:
+        try:
+            report = read_event(event.type, event.data)
+        except Undecodable as exc:
+            self._count(f"decode_errors.{exc.kind}")
+            self._metrics.decode_errors.labels(kind=exc.kind).inc()
+            if exc.kind not in self._logged:
+                self._logged.add(exc.kind)
+                about = fields(stream=self._name, kind=exc.kind, sample=exc.sentence, bytes=len(event.data))
+                log.warning("events rejected", extra=about)
+            return None
+        if report is None:
+            self._ignore("unknown_type")
+            return None
+        if report.tenant_id not in (None, self._registration.tenant_id):
+            self._ignore("other_tenant")
+            return None
+        self._metrics.events.labels(type=report.event).inc()
+        self._count("created" if report.event in (PrefixEvent.CREATED, PrefixEvent.RELOADED) else "evicted")
+        return PrefixChange(prefix_key(report.prefix_hash), change_of(report.event, self._options), report.tokens)
+
+    def _ignore(self, reason: str) -> None:
+        self._count(f"events_ignored.{reason}")
+        self._metrics.events_ignored.labels(reason=reason).inc()
+
+    async def _write(self, changes: list[PrefixChange]) -> None:
+        applier, options = self._applier, self._options
+        hot, warm = (applier.resolver.holders[self._holder_name(medium)] for medium in (HOT, WARM))
+        prefixes, grant = self._store.prefixes, applier.grant
+
+        async def applied(some: list[PrefixChange]) -> int:
+            entries = await applier.answered(
+                lambda: prefixes.apply(grant, hot, warm, some, ttl_seconds=options.entry_ttl_seconds)
+            )
+            if entries is None:
+                raise Fenced
+            return entries
+
+        entries = await applied(changes)
+        if entries <= options.max_entries:
+            return
+        # A bound that is reached takes out a tenth, so that the next event does not reach it again.
+        while entries > options.max_entries - options.max_entries // 10:
+            oldest = await applier.answered(lambda: prefixes.oldest(grant, hot, warm, options.max_entries))
+            entries = await applied(oldest)
+            self._count("evictions", len(oldest))
+            self._metrics.index_evictions.labels(reason="max_entries").inc(len(oldest))
+            await self._tick()
+
+    # ---- now and then ------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        now, source = time.monotonic(), self._source
+        if now - self._renewed > self._lease_seconds / 4:
+            self._renewed = now
+            await self._applier.renew(self._lease_seconds, None)
+        self._count_source()
+        self._reasons = {reason: end for reason, end in self._reasons.items() if end > now}
+        if source.is_connected:
+            self._down_since = None
+            if self._is_lost:
+                self._is_lost = False
+                await self._applier.set_lost(is_lost=False)
+                log.info("publisher reconnected", extra=fields(stream=self._name))
+        elif self._down_since is None:
+            self._down_since = now
+        elif self._publisher_timeout and not self._is_lost and now - self._down_since > self._publisher_timeout:
+            self._is_lost = True
+            await self._applier.write({"status": StreamStatus.LOST}, {})
+            await self._applier.set_lost(is_lost=True)
+            log.warning("publisher lost", extra=fields(stream=self._name))
+        status = self._current_status()
+        if status != self.status or now - self._reported > _REPORT_SECONDS:
+            self._reported = now
+            await self._report(status)
+
+    def _count_source(self) -> None:
+        """Count what the source has counted since the last time."""
+        source = self._source
+        now = {"received": source.received, "dropped": source.dropped, "too_long": source.too_long}
+        new = {name: n - self._seen[name] for name, n in now.items()}
+        self._seen = now
+        self._count("events_received", new["received"])
+        self._count("events_dropped", new["dropped"])
+        self._count("frames_malformed", new["too_long"])
+        self._metrics.frames_malformed.inc(new["too_long"])
+        self._metrics.buffer_dropped.inc(new["dropped"])
+        if new["dropped"]:
+            self._degrade(EVENTS_DROPPED)
+        if new["received"]:
+            self._applier.counters["last_event_at"] = int(time.time())
+
+    def _current_status(self) -> StreamStatus:
+        if self._is_lost:
+            return StreamStatus.LOST
+        if not self._source.is_connected:
+            return StreamStatus.PENDING
+        return StreamStatus.DEGRADED if self._reasons else StreamStatus.ACTIVE
+
+    async def _report(self, status: StreamStatus) -> None:
+        if status != self.status:
+            about = fields(stream=self._name, status=status, reasons=sorted(self._reasons), error=self._source.error)
+            log.info("stream status", extra=about)
+            self.status = status
+        error = self._source.error or "; ".join(f"{reason}: {REASONS[reason]}" for reason in sorted(self._reasons))
+        facts: Facts = {"status": status, "last_error": error, "last_event_id": self._last_event_id}
+        counts = {name: n for name, n in self._applier.counters.items() if self._counts.get(name) != n}
+        if facts != self._facts or counts:
+            await self._applier.write(facts if facts != self._facts else {}, counts)
+            self._facts = facts
+            self._counts |= counts
+
+    async def _last_report(self) -> None:
+        """What was counted since the last one, where Redis takes it at once."""
+        try:
+            async with asyncio.timeout(_REPORT_SECONDS):
+                await self._report(self.status)
+        except (TimeoutError, Fenced):
+            log.debug("last counters not written", extra=fields(stream=self._name))
+
+    def _count(self, name: str, n: int = 1) -> None:
+        if n:
+            self._applier.counters[name] += n

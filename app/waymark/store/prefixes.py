@@ -1,0 +1,99 @@
+"""Opaque prefixes in Redis: which holder has how many tokens of each, until when.
+
+A prefix is a hash with a field for each holder. Its field ``until`` is the time at which the key itself ends, so a
+reader knows the time of that Redis from the time that the key has left, and needs no clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from waymark.domain.prefixes import Change, PrefixChange
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.leases import Grant
+from waymark.store.scripts import Scripts
+
+#: Changes in one call, some 2 ms of Redis.
+CHANGES_MAX = 128
+_EVICTED_SHARE = 10
+
+
+class Prefixes:
+    """The entries of all sources. Always on the Redis that takes writes."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def apply(
+        self, grant: Grant, hot: int, warm: int, changes: Sequence[PrefixChange], *, ttl_seconds: int
+    ) -> int | None:
+        """Apply at most ``CHANGES_MAX`` changes of a source with these holders.
+
+        Returns how many entries the source has afterwards; None if another worker has the stream.
+        """
+        args: list[str | int] = []
+        for change in changes:
+            args += (change.change, "" if change.tokens is None else change.tokens)
+        outcome = await self._scripts.apply_prefixes(
+            grant.record,
+            keys.opaque_prefixes(grant.group_id),
+            keys.opaque_prefixes(grant.group_id, hot),
+            keys.opaque_prefixes(grant.group_id, warm),
+            [keys.opaque_prefix(grant.group_id, change.key) for change in changes],
+            grant.token,
+            1000 * ttl_seconds,
+            hot,
+            warm,
+            args,
+        )
+        return sum(outcome.numbers) if outcome.is_applied else None
+
+    async def oldest(self, grant: Grant, hot: int, warm: int, entries_max: int) -> list[PrefixChange]:
+        """What takes out the oldest tenth of ``entries_max`` entries, at most ``CHANGES_MAX``; oldest first."""
+        few = min(CHANGES_MAX, max(1, entries_max // _EVICTED_SHARE))
+        named = ((hot, Change.FORGET_HOT), (warm, Change.FORGET_WARM))
+        replies = await self._client.several(
+            ("ZRANGE", keys.opaque_prefixes(grant.group_id, holder), 0, few - 1, "WITHSCORES") for holder, _ in named
+        )
+        found = [
+            (float(end), PrefixChange(name.decode(), change))
+            for (_, change), reply in zip(named, replies, strict=True)
+            for name, end in _pairs(reply)
+        ]
+        return [change for _, change in sorted(found, key=lambda each: each[0])[:few]]
+
+    async def read(self, group_id: int, key: str, *, until: float) -> dict[int, int]:
+        """Tokens of a prefix by holder, without entries that have ended. Raises TimeoutError at ``until``."""
+        name = keys.opaque_prefix(group_id, key)
+        async with asyncio.timeout_at(until):
+            held, left = await self._client.several([("HGETALL", name), ("PTTL", name)], is_lenient=True)
+        return _entries(dict(_pairs(held)), left)
+
+
+def _pairs(reply: Any) -> list[tuple[bytes, bytes]]:
+    """A reply of names and values: flat, in pairs, or a mapping, as the client has made it."""
+    if not reply:
+        return []
+    if isinstance(reply, Mapping):
+        return list(reply.items())
+    if isinstance(reply[0], tuple | list):
+        return [(name, value) for name, value in reply]
+    return list(zip(reply[::2], reply[1::2], strict=True))
+
+
+def _entries(held: Mapping[bytes, bytes], left: int | None) -> dict[int, int]:
+    """The entries that have not ended; ``left`` is how many ms the key has left."""
+    end = held.get(b"until", b"")
+    if left is None or left < 0 or not end.isdigit():
+        return {}
+    now = int(end) - left
+    found: dict[int, int] = {}
+    for holder, value in held.items():
+        tokens, _, over = value.partition(b" ")
+        if holder.isdigit() and tokens.isdigit() and over.isdigit() and int(over) > now:
+            found[int(holder)] = int(tokens)
+    return found

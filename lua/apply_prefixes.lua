@@ -1,0 +1,97 @@
+-- apply_prefixes(record, prefixes, hot, warm, prefix*; token, milliseconds, hot_holder, warm_holder, change*) -> {verdict, hot_entries, warm_entries}
+--
+-- Apply what a source of opaque prefixes has reported, in order. An entry is a prefix at one of the source's two
+-- holders, hot (on the device) or warm (in storage), with a count of tokens; it ends by its time. Applied again, the
+-- same changes leave the same entries.
+--
+-- KEYS  record    hash  the publisher's record
+--       prefixes  zset  the group's prefixes, by the Redis ms of their end
+--       hot       zset  prefixes of the hot holder, by the Redis ms of their end
+--       warm      zset  prefixes of the warm holder
+--       prefix*   hash  one for each change: a holder's tokens and the end of the entry; `until`: the latest end
+-- ARGV  token         the lease token the caller believes is the highest
+--       milliseconds  how long an entry stays
+--       hot_holder    holder id
+--       warm_holder   holder id
+--       change*       what, tokens: 'hot', 'warm' the prefix is there and nowhere else; 'demote' what was hot is warm;
+--                     'remove' it is nowhere; 'forget_hot', 'forget_warm' that entry goes. Tokens '' are those the
+--                     source had, or 1 where it had none
+--
+-- {'applied', hot_entries, warm_entries}  so many entries each holder has now
+-- {'fenced', 0, 0}                        somebody else has the stream, or it is gone; nothing written
+
+local TRIMMED_MAX = 256
+
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return {'fenced', 0, 0} end
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local till = now + ARGV[2]
+local ends = string.format('%.0f', till)
+local hot, warm = {zset = KEYS[3], id = ARGV[3]}, {zset = KEYS[4], id = ARGV[4]}
+
+-- Keys of the group are shared with other sources, whose entries may stay for longer.
+local function keep(key)
+  if redis.call('PTTL', key) < tonumber(ARGV[2]) then redis.call('PEXPIREAT', key, ends) end
+end
+
+local function tokens_of(prefix, holder)
+  local tokens, over = (redis.call('HGET', prefix, holder.id) or ''):match('^(%d+) (%d+)$')
+  return over and tonumber(over) > now and tokens or nil
+end
+
+-- Holders that have ended leave fields behind in a prefix that others keep: these go now and then.
+local function trim(prefix)
+  if redis.call('HLEN', prefix) % 64 ~= 0 then return end
+  local fields = redis.call('HGETALL', prefix)
+  for i = 1, #fields, 2 do
+    local over = fields[i + 1]:match('^%d+ (%d+)$')
+    if over and tonumber(over) <= now then redis.call('HDEL', prefix, fields[i]) end
+  end
+end
+
+local function set(prefix, name, holder, tokens)
+  if redis.call('HSET', prefix, holder.id, tokens .. ' ' .. ends) == 1 then trim(prefix) end
+  local latest = tonumber(redis.call('HGET', prefix, 'until') or 0)
+  if till > latest then
+    redis.call('HSET', prefix, 'until', ends)
+    redis.call('PEXPIREAT', prefix, ends)
+    redis.call('ZADD', KEYS[2], ends, name)
+  end
+  redis.call('ZADD', holder.zset, ends, name)
+  redis.call('PEXPIREAT', holder.zset, ends)
+  keep(KEYS[2])
+end
+
+local function drop(prefix, name, holder)
+  redis.call('ZREM', holder.zset, name)
+  if redis.call('HDEL', prefix, holder.id) == 1 and redis.call('HLEN', prefix) == 1 then -- `until` alone is left
+    redis.call('DEL', prefix)
+    redis.call('ZREM', KEYS[2], name)
+  end
+end
+
+for i = 5, #KEYS do
+  local prefix, name = KEYS[i], KEYS[i]:sub(-32)
+  local what, tokens = ARGV[2 * i - 5], ARGV[2 * i - 4]
+  if what == 'hot' or what == 'warm' then
+    local to, from = hot, warm
+    if what == 'warm' then to, from = warm, hot end
+    if tokens == '' then tokens = tokens_of(prefix, from) or tokens_of(prefix, to) or '1' end
+    set(prefix, name, to, tokens)
+    drop(prefix, name, from)
+  elseif what == 'demote' then
+    local had = tokens_of(prefix, hot)
+    if had then set(prefix, name, warm, had) end
+    drop(prefix, name, hot)
+  else
+    if what ~= 'forget_warm' then drop(prefix, name, hot) end
+    if what ~= 'forget_hot' then drop(prefix, name, warm) end
+  end
+end
+
+for i = 2, 4 do
+  local over = redis.call('ZRANGEBYSCORE', KEYS[i], '-inf', now, 'LIMIT', 0, TRIMMED_MAX)
+  if #over > 0 then redis.call('ZREMRANGEBYRANK', KEYS[i], 0, #over - 1) end
+end
+return {'applied', redis.call('ZCARD', KEYS[3]), redis.call('ZCARD', KEYS[4])}

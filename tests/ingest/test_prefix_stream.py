@@ -1,0 +1,354 @@
+"""A source of opaque prefixes over a real HTTP connection: order, losses, bounds, takeover, and what it may not do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.conftest import wait_until
+from tests.ingest.conftest import PATIENCE_SECONDS, Bench, Hand
+from tests.patience import patient
+from waymark.asker import Asker
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import PublisherName, Registration
+from waymark.domain.prefixes import PrefixSource, prefix_key
+from waymark.ingest import event_source
+from waymark.store import keys
+from waymark.store.claims import decode_table
+
+HASHES = [f"{number:016x}" for number in range(400)]
+
+
+class Source:
+    """An engine's event stream: what it is told to say, and what its readers asked for."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, str]] = []
+        self.status = 200
+        self.content_type = "text/event-stream"
+        self._connections: list[tuple[web.Request, web.StreamResponse]] = []
+        self._runner: web.AppRunner | None = None
+        self._over = asyncio.Event()
+        self.port = 0
+
+    async def start(self) -> None:
+        application = web.Application()
+        application.router.add_get("/v1/kv_events", self._answer)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        await self.hang_up()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1/kv_events"
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(dict(request.headers))
+        response = web.StreamResponse(status=self.status, headers={"Content-Type": self.content_type})
+        await response.prepare(request)
+        if self.status == 200:
+            connection = request, response
+            self._connections.append(connection)
+            try:
+                await self._over.wait()
+            finally:  # its reader may have left
+                self._connections = [each for each in self._connections if each is not connection]
+        return response
+
+    async def hang_up(self) -> None:
+        for request, _ in self._connections:
+            if request.transport is not None:
+                request.transport.abort()
+        self._over.set()
+        self._over = asyncio.Event()
+        self._connections.clear()
+
+    async def is_read(self) -> None:
+        await wait_until(lambda: bool(self._connections), "the source has a reader", PATIENCE_SECONDS)
+
+    async def send(self, raw: bytes) -> None:
+        await self.is_read()
+        await self._connections[-1][1].write(raw)
+
+    async def send_endlessly(self) -> None:
+        """100 MB without the end of a line, to the present reader."""
+        await self.is_read()
+        _, response = self._connections[-1]
+        for _ in range(1600):
+            await response.write(b"x" * 65_536)
+
+    async def tell(self, kind: str, prefix_hash: str, tokens: int | None = None, **fields: Any) -> None:
+        data = (
+            fields.pop("data", {}) | {"prefix_hash": prefix_hash} | ({} if tokens is None else {"token_count": tokens})
+        )
+        lines = [f"{name}: {value}" for name, value in fields.items()]
+        await self.send(("\n".join([f"event: {kind}", *lines, f"data: {json.dumps(data)}", "", ""])).encode())
+
+
+@pytest.fixture
+async def source() -> AsyncIterator[Source]:
+    source = Source()
+    await source.start()
+    yield source
+    await source.stop()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_source, "PAUSE_SECONDS_MAX", 0.2)
+
+
+def registration(source: Source, instance_id: str = "vllm-1", **options: Any) -> Registration:
+    return Registration(
+        kind=EngineKind.CONTINUUM,
+        instance_id=instance_id,
+        tenant_id="default",
+        dp_rank=0,
+        model_name="m",
+        block_size=16,
+        endpoint=source.url,
+        replay_endpoint=None,
+        lora_name=None,
+        additional_salt=None,
+        scope="instance",
+        copies="set",
+        sequence="publisher",
+        prefixes=PrefixSource(**({"storage_offloading": True, "reconnect_interval_ms": 50} | options)),
+    )
+
+
+async def tokens(bench: Bench, prefix_hash: str) -> dict[tuple[str, str], int]:
+    """By instance and medium, of live holders."""
+    table = decode_table(await bench._client.hgetall(keys.holders(1)), bench.store.parser, keys.holders(1))
+    if table is None:
+        return {}
+    until = asyncio.get_running_loop().time() + patient(5)
+    found = await bench.store.prefixes.read(1, prefix_key(prefix_hash), until=until)
+    return {
+        (table.holders[holder].instance_id, table.holders[holder].medium): count
+        for holder, count in found.items()
+        if holder in table.holders
+    }
+
+
+async def holds(bench: Bench, prefix_hash: str, **media: int) -> None:
+    expected = {("vllm-1", medium): count for medium, count in media.items()}
+
+    async def does() -> bool:
+        return await tokens(bench, prefix_hash) == expected
+
+    try:
+        await wait_until(does, f"{prefix_hash} is at {media}", PATIENCE_SECONDS)
+    except BaseException:
+        assert await tokens(bench, prefix_hash) == expected
+        raise
+
+
+NAME = PublisherName("vllm-1", "default", 0)
+
+
+async def counted(bench: Bench, name: str, least: int = 1) -> None:
+    async def is_so() -> bool:
+        return (await bench.state(NAME)).counters.get(name, 0) >= least
+
+    await wait_until(is_so, f"{name} is counted", PATIENCE_SECONDS)
+
+
+async def has_status(bench: Bench, status: str, reason: str = "") -> None:
+    async def has() -> bool:
+        state = await bench.state(NAME)
+        return state.status == status and reason in (state.last_error or "")
+
+    try:
+        await wait_until(has, f"the stream is {status}", PATIENCE_SECONDS)
+    except BaseException:
+        state = await bench.state(NAME)
+        assert (state.status, state.last_error) == (status, reason)
+        raise
+
+
+async def test_events_move_prefixes_between_device_and_storage(bench: Bench, source: Source) -> None:
+    await bench.store.registry.register(registration(source))
+    worker = await bench.worker()
+    await source.tell("cache_created", HASHES[0], 2048)
+    await holds(bench, HASHES[0], GPU=2048)
+    await has_status(bench, "active")
+    await source.tell("cache_evicted", HASHES[0].upper())
+    await holds(bench, HASHES[0], DISK=2048)
+    await source.tell("cache_reloaded", HASHES[0], 1024)
+    await holds(bench, HASHES[0], GPU=1024)
+    await source.tell("cache_offloaded", HASHES[0])
+    await holds(bench, HASHES[0], DISK=1024)
+    await source.tell("message", HASHES[0], data={"event": "cache_purged"})
+    await holds(bench, HASHES[0])
+    assert worker.metric("events_total", type="cache_created") == 1
+    await source.tell("cache_created", HASHES[1], 16)
+    await holds(bench, HASHES[1], GPU=16)
+    state = await bench.state(NAME)
+    assert (state.worker, state.prefixes, state.blocks) == ("worker-1", {"GPU": 1, "DISK": 0}, {"GPU": 0, "DISK": 0})
+    await bench.store.registry.unregister([NAME])
+    assert await tokens(bench, HASHES[1]) == {}
+
+
+async def test_one_bad_event_costs_that_event(bench: Bench, source: Source) -> None:
+    await bench.store.registry.register(registration(source))
+    await bench.worker()
+    await source.tell("cache_created", "no hex", 1)
+    await source.send(b"event: cache_created\ndata: {\n\n")
+    await source.tell("cache_created", HASHES[0], -1)
+    await source.tell("heartbeat", HASHES[0], 1)
+    await source.tell("cache_created", HASHES[0], 5, data={"tenant_id": "other"})
+    await source.tell("cache_created", HASHES[1], 7, data={"tenant_id": "default"})
+    await holds(bench, HASHES[1], GPU=7)
+    await holds(bench, HASHES[0])
+    for name in ("prefix_hash", "prefix_json", "prefix_tokens"):
+        await counted(bench, f"decode_errors.{name}")
+    await counted(bench, "events_ignored.unknown_type")
+    await counted(bench, "events_ignored.other_tenant")
+    await has_status(bench, "active")
+
+
+async def test_a_lost_connection_is_resumed_and_said_until_entries_of_before_have_ended(
+    bench: Bench, source: Source
+) -> None:
+    await bench.store.registry.register(registration(source, entry_ttl_seconds=2))
+    await bench.worker()
+    await source.tell("cache_created", HASHES[0], 5, id="41")
+    await holds(bench, HASHES[0], GPU=5)
+    await source.hang_up()
+    await has_status(bench, "degraded", "reconnected")
+    await source.is_read()
+    assert "Last-Event-ID" not in source.requests[0]
+    assert source.requests[-1]["Last-Event-ID"] == "41"
+    await counted(bench, "reconnects")
+    await has_status(bench, "active")
+    assert await tokens(bench, HASHES[0]) == {}
+
+
+async def test_another_worker_goes_on_after_the_last_event(bench: Bench, source: Source) -> None:
+    await bench.store.registry.register(registration(source))
+    first = await bench.worker()
+    await source.tell("cache_created", HASHES[0], 5, id="41")
+    await holds(bench, HASHES[0], GPU=5)
+    await first.stop()
+    await source.hang_up()
+    await bench.worker("worker-2")
+    await source.tell("cache_created", HASHES[1], 6, id="42")
+    await holds(bench, HASHES[1], GPU=6)
+    await holds(bench, HASHES[0], GPU=5)
+    assert source.requests[-1]["Last-Event-ID"] == "41"
+    await has_status(bench, "degraded", "reconnected")
+    assert (await bench.state(NAME)).worker == "worker-2"
+
+
+async def test_a_dead_worker_is_replaced_and_writes_nothing_more(bench: Bench, source: Source) -> None:
+    await bench.store.registry.register(registration(source))
+    first = await bench.worker()
+    await source.tell("cache_created", HASHES[0], 5)
+    await holds(bench, HASHES[0], GPU=5)
+    await first.die()
+    await source.hang_up()
+    await bench.worker("worker-2")
+    await source.tell("cache_created", HASHES[1], 6)
+    await holds(bench, HASHES[1], GPU=6)
+
+
+async def test_the_number_of_entries_is_bounded_and_the_oldest_go_first(bench: Bench, source: Source) -> None:
+    await bench.store.registry.register(registration(source, max_entries=100))
+    worker: Hand = await bench.worker()
+    for name in HASHES[:90]:
+        await source.tell("cache_created", name, 1)
+    await holds(bench, HASHES[89], GPU=1)
+    for name in HASHES[90:150]:
+        await source.tell("cache_created", name, 2)
+    await holds(bench, HASHES[149], GPU=2)
+    held = [number for number, name in enumerate(HASHES[:150]) if await tokens(bench, name)]
+    assert 80 <= len(held) <= 100
+    assert set(held) >= set(range(90, 150)), "what came later stays"
+    await counted(bench, "evictions", 50)
+    assert worker.metric("index_evictions_total", reason="max_entries") == 150 - len(held)
+
+
+async def test_a_line_of_100_mb_costs_its_connection_and_no_memory(bench: Bench, source: Source) -> None:
+    await bench.store.registry.register(registration(source))
+    worker = await bench.worker()
+    await source.tell("cache_created", HASHES[0], 5)
+    await holds(bench, HASHES[0], GPU=5)
+    # The reader leaves long before the end.
+    with pytest.raises(ConnectionError):
+        await source.send_endlessly()
+    await counted(bench, "frames_malformed")
+    await source.tell("cache_created", HASHES[1], 6)
+    await holds(bench, HASHES[1], GPU=6)
+    assert worker.metric("frames_malformed_total") == 1
+    await has_status(bench, "degraded", "reconnected")
+
+
+@pytest.mark.parametrize(
+    ("status", "content_type", "says"),
+    [
+        (404, "text/event-stream", "status 404"),
+        (302, "text/event-stream", "status 302"),
+        (200, "application/json", "'application/json', not text/event-stream"),
+    ],
+)
+async def test_a_url_that_is_no_source_is_named(
+    bench: Bench, source: Source, status: int, content_type: str, says: str
+) -> None:
+    source.status, source.content_type = status, content_type
+    await bench.store.registry.register(registration(source))
+    await bench.worker()
+    await has_status(bench, "pending", says)
+    source.status, source.content_type = 200, "text/event-stream; charset=utf-8"
+    await source.tell("cache_created", HASHES[0], 5)
+    await holds(bench, HASHES[0], GPU=5)
+
+
+async def test_a_source_that_is_gone_does_not_count_until_it_is_back(bench: Bench, source: Source) -> None:
+    await bench.store.registry.register(registration(source))
+    await bench.worker()
+    await source.tell("cache_created", HASHES[0], 5)
+    await holds(bench, HASHES[0], GPU=5)
+    await source.stop()
+    await has_status(bench, "lost")
+    await source.start()
+    await has_status(bench, "degraded", "reconnected")
+    await holds(bench, HASHES[0], GPU=5)
+
+
+async def test_the_engines_key_is_sent(source: Source) -> None:
+    asker = Asker(api_key="secret")
+    reader = event_source.EventSource(asker, source.url)
+    reading = asyncio.create_task(reader.run())
+    await source.is_read()
+    assert source.requests[0]["Authorization"] == "Bearer secret"
+    assert source.requests[0]["Accept"] == "text/event-stream"
+    reading.cancel()
+    await asyncio.wait([reading])
+    await asker.close()
+
+
+async def test_events_that_find_no_room_are_dropped_and_counted(source: Source) -> None:
+    asker = Asker()
+    reader = event_source.EventSource(asker, source.url, queue_events=10)
+    reading = asyncio.create_task(reader.run())
+    for name in HASHES[:25]:
+        await source.tell("cache_created", name, 1)
+    await wait_until(lambda: reader.received == 25, "all have arrived", PATIENCE_SECONDS)
+    assert (reader.waiting, reader.dropped) == (10, 15)
+    assert [HASHES[0] in event.data for event in reader.take(1)] == [True]
+    reading.cancel()
+    await asyncio.wait([reading])
+    await asker.close()
