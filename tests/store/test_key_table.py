@@ -25,8 +25,10 @@ from waymark.store.leases import Grant
 from waymark.store.lua import SCRIPTS
 from waymark.store.records import Facts
 from waymark.store.reservations import Offer, Part, Terms
+from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
+WORKER = b'{"endpoint":"http://10.0.0.1:8000"}'
 NS = namespace("adapter", ["salt"])
 BLOCKS = list(range(0xA0, 0xB0))
 
@@ -96,6 +98,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await stream.apply(removed(gpu, salted[:9], seq=4))
     await stream.apply(removed(gpu, BLOCKS[8:], seq=5), removed(disk, BLOCKS[:2], seq=5, first=9))
     await stream.apply(removed(gpu, BLOCKS[8:], seq=6))
+    await select(store, redis)
     await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), 600_000)
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))
     told: Facts = {"flags": "extra", "main_groups": "0", "last_error": "no replay", "last_event_id": "41"}
@@ -147,6 +150,15 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     await store.reservations.release([found.reservation], Part.OK)
     await forgotten(Terms(context=9))
     assert await store.reservations.end_overdue(group_id) == 1
+
+
+async def select(store: Store, redis: Redis) -> None:
+    """What clients of the Dynamo dialect name."""
+    if await store.selections.change("one", "", "begun", 600_000):
+        await store.selections.change("one", "begun", "", 1)
+        await store.selections.change("two", "", "begun", 600_000)
+    assert await store.selections.describe("7", None, WORKER) is Verdict.APPLIED
+    assert await store.selections.describe("7", WORKER, b"") is Verdict.APPLIED
 
 
 async def _is_gone(redis: Redis, key: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from waymark.api import answer_schemas as answers
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import dynamo_schemas as dynamo_bodies
+from waymark.api import dynamo_select_schemas as select_bodies
 from waymark.api import schemas as bodies
 from waymark.api import text_schemas as text_bodies
 from waymark.api.access import Access, Gate
@@ -25,9 +26,11 @@ from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
 from waymark.api.decisions import Decisions
 from waymark.api.dynamo import Dynamo
+from waymark.api.dynamo_select import DynamoSelect
 from waymark.api.dynamo_views import DynamoViews
+from waymark.api.dynamo_workers import DynamoWorkers
 from waymark.api.events import Events
-from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue
+from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue, Resource
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
 from waymark.api.request_cache import RequestCache
@@ -168,6 +171,38 @@ _DEREGISTER_PEER = Doc(
     headers=_NOTE,
 )
 _PEERS = Doc("Lists the peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
+_ADD_WORKER = Doc("Describes a worker; a complete one is registered.", select_bodies.WorkerRequest, status=201)
+_CHANGE_WORKER = Doc("Changes the description of a worker.", select_bodies.WorkerPatch, errors=(404, 409))
+_REMOVE_WORKER = Doc("Removes a worker and its blocks.", errors=(400, 404, 409))
+_DYNAMO_SELECT = Doc(
+    "Picks the worker for a prompt; nothing is reserved.",
+    select_bodies.DynamoSelectRequest,
+    errors=(409, 429),
+    queue="decide",
+)
+_SELECT_AND_RESERVE = Doc(
+    "Picks the worker for a prompt and reserves it under an id.",
+    select_bodies.DynamoSelectRequest,
+    errors=(409, 429),
+    queue="decide",
+)
+_RESERVE = Doc(
+    "Reserves what was selected before, or the worker that the client has picked.",
+    select_bodies.DynamoReservationRequest,
+    status=201,
+    errors=(404, 409, 429),
+    queue="decide",
+)
+_PREFILL_COMPLETE = Doc("Ends the prefill of a reservation.", errors=(404,), queue="decide")
+_OUTPUT_BLOCK = Doc("Keeps a reservation.", select_bodies.OutputBlockRequest, errors=(404,), queue="decide")
+_END_RESERVATION = Doc("Ends a reservation.", errors=(404,), queue="decide")
+_OVERLAP_SCORES = Doc("Returns the blocks that each worker has of a prompt.", select_bodies.DynamoPromptRequest)
+_POTENTIAL_LOADS = Doc(
+    "Returns the load of each worker if it got a prompt.", select_bodies.DynamoPromptRequest, select_bodies.DynamoLoads
+)
+_LOADS = Doc(
+    "Returns the load of each worker.", answer=select_bodies.DynamoAllLoads, parameters=("model_name", "routing_group")
+)
 
 
 def create_app(
@@ -198,12 +233,19 @@ def create_app(
         return _json({"error": sentence, "reason": "not_found"}, error.status_code)
 
     app = Starlette(
-        routes=[Route(operation.path, operation) for operation in operations],
+        routes=[Route(path, endpoint) for path, endpoint in _by_path(operations).items()],
         exception_handlers={HTTPException: not_routed},
     )
     app.router.redirect_slashes = False
     routed = Shortcut(app, {operation.path: operation for operation in operations if operation.path in _QUERIES})
     return AccessLog(routed) if settings.access_log else routed
+
+
+def _by_path(operations: Sequence[Operation]) -> dict[str, Operation | Resource]:
+    several: dict[str, list[Operation]] = {}
+    for operation in operations:
+        several.setdefault(operation.path, []).append(operation)
+    return {path: each[0] if len(each) == 1 else Resource(each) for path, each in several.items()}
 
 
 class Shortcut:
@@ -239,6 +281,7 @@ def _operations(
     root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics, gate)
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
     decisions = Decisions(store, settings, metrics, texts, gate)
+    select, workers = DynamoSelect(store, settings, decisions.selector), DynamoWorkers(store, settings)
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
     table: list[tuple[Method, str, Access, Handler, Doc]] = [
@@ -277,6 +320,24 @@ def _operations(
         ("POST", "/dynamo/register_peer", "write", dynamo_views.register_peer, _REGISTER_PEER),
         ("POST", "/dynamo/deregister_peer", "write", dynamo_views.deregister_peer, _DEREGISTER_PEER),
         ("GET", "/dynamo/peers", "read", dynamo_views.peers, _PEERS),
+        ("POST", "/dynamo/workers", "write", workers.add, _ADD_WORKER),
+        ("PATCH", "/dynamo/workers/{worker_id}", "write", workers.change, _CHANGE_WORKER),
+        ("DELETE", "/dynamo/workers/{worker_id}", "write", workers.remove, _REMOVE_WORKER),
+        ("POST", "/dynamo/select", "write", select.select, _DYNAMO_SELECT),
+        ("POST", "/dynamo/select_and_reserve", "write", select.select_and_reserve, _SELECT_AND_RESERVE),
+        ("POST", "/dynamo/reservations", "write", select.reserve, _RESERVE),
+        (
+            "POST",
+            "/dynamo/reservations/{reservation_id}/prefill_complete",
+            "write",
+            select.prefill_complete,
+            _PREFILL_COMPLETE,
+        ),
+        ("POST", "/dynamo/reservations/{reservation_id}/output_block", "write", select.output_block, _OUTPUT_BLOCK),
+        ("DELETE", "/dynamo/reservations/{reservation_id}", "write", select.end, _END_RESERVATION),
+        ("POST", "/dynamo/overlap_scores", "read", select.overlap_scores, _OVERLAP_SCORES),
+        ("POST", "/dynamo/potential_loads", "read", select.potential_loads, _POTENTIAL_LOADS),
+        ("GET", "/dynamo/loads", "read", select.loads, _LOADS),
     ]
     return [
         Operation(

@@ -6,9 +6,10 @@ formats. What cannot be read is refused here; whether its fields fit is ``schema
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -47,6 +48,9 @@ _FORMATS = {
 CONTAINERS_MAX = 2**18
 
 
+_NOWHERE: Mapping[str, str] = MappingProxyType({})
+
+
 class Body(NamedTuple):
     """A parsed request body."""
 
@@ -60,6 +64,8 @@ class Body(NamedTuple):
     text: Text | None = None
     """Where it was: all the rest."""
     format: Format = Format.JSON
+    path: Mapping[str, str] = _NOWHERE
+    """The parameters of the path and of the query string, by name."""
 
     def asked(self, read: Callable[[dict[str, Any]], T]) -> T:
         """What ``read`` makes of the fields beside the long list, or has made of them before."""

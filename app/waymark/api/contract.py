@@ -6,6 +6,7 @@ The page needs nothing from anywhere else: no script, no font, no network.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any, get_args
@@ -19,7 +20,7 @@ from waymark.api.bodies import Body, Format
 from waymark.api.dynamo_schemas import DynamoErrorBody
 from waymark.api.errors import ErrorBody
 from waymark.api.fields import Request
-from waymark.api.operations import Answer, Operation
+from waymark.api.operations import Answer, Doc, Operation
 
 _REF = "#/components/schemas/{model}"
 
@@ -74,7 +75,7 @@ class Contract:
 def statuses(operation: Operation) -> list[int]:
     """Every status that an operation may answer with, its success first."""
     found = {405, 500, *operation.doc.errors}
-    if operation.method == "POST":
+    if operation.has_body:
         found |= {400, 413, 415}
         if operation.dialect == "dynamo":
             found.add(422)
@@ -134,17 +135,21 @@ def _operation(operation: Operation) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": doc.summary, "tags": [operation.dialect], "responses": {}}
     if doc.request is not None:
         described["requestBody"] = {"required": True, "content": _content(doc.request, tuple(Format))}
+    parameters = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", operation.path)]
+    parameters += [_parameter(name, "query") for name in doc.parameters]
+    if parameters:
+        described["parameters"] = parameters
     if operation.access != "open":
         described["security"] = [{"token": []}, {}]
     error = DynamoErrorBody if operation.dialect == "dynamo" else ErrorBody
     # An answer is written as its request was; without a body it is JSON.
-    formats = tuple(Format) if operation.method == "POST" else (Format.JSON,)
+    formats = tuple(Format) if operation.has_body else (Format.JSON,)
     for status in statuses(operation):
         is_success = status == doc.status
         model = doc.answer if is_success else error
         answer: dict[str, Any] = {
             "description": "The request succeeded." if is_success else _ERRORS[status],
-            "content": {doc.media_type: {}} if model is None else _content(model, formats),
+            "content": _plain_content(doc, formats) if model is None else _content(model, formats),
         }
         headers = doc.headers if is_success else _HEADERS.get(status)
         if headers:
@@ -153,6 +158,17 @@ def _operation(operation: Operation) -> dict[str, Any]:
             }
         described["responses"][str(status)] = answer
     return described
+
+
+def _parameter(name: str, place: str) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+
+
+def _plain_content(doc: Doc, formats: Sequence[Format]) -> dict[str, Any]:
+    """Of an answer without a model."""
+    if doc.media_type != "application/json":
+        return {doc.media_type: {}}
+    return {each.value.decode(): {} for each in formats}
 
 
 def _content(model: type[BaseModel], formats: Sequence[Format]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Decisions:
         self._gate = gate
         self._texts = texts
         self._given = GivenPrompts(settings)
-        self._selector = Selector(store, SelectionOptions.of(settings), metrics)
+        self.selector = self._selector = Selector(store, SelectionOptions.of(settings), metrics)
         self._score = partial(_read, ScoreRequest, prefix_bytes=settings.prefix_bytes)
         self._select = partial(_read, SelectRequest, prefix_bytes=settings.prefix_bytes)
 

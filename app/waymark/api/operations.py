@@ -7,10 +7,11 @@ does without them, down to the answer to an exception that nobody expected.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
+from urllib.parse import parse_qsl
 
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
@@ -58,6 +59,8 @@ class Doc:
     """A list of bodies is as good as one."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Of its success: name to what it says."""
+    parameters: tuple[str, ...] = ()
+    """Of the query string; all are optional."""
     queue: Queue | None = None
     """Where its requests wait for each other; None: with all of the same access."""
 
@@ -74,7 +77,7 @@ class Paused:
 
 
 Handler: TypeAlias = Callable[[Body], Awaitable[Answer | Paused]]
-Method: TypeAlias = Literal["GET", "POST"]
+Method: TypeAlias = Literal["GET", "POST", "PATCH", "DELETE"]
 Dialect: TypeAlias = Literal["conductor", "dynamo"]
 Queue: TypeAlias = Literal["read", "write", "decide"]
 
@@ -128,7 +131,10 @@ class Operation:
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
         # Finding a series by its labels costs more than counting.
         self._counts: dict[tuple[str, int], Callable[[], None]] = {}
-        self._methods = ("GET", "HEAD") if method == "GET" else ("POST",)
+        self.methods: tuple[str, ...] = ("GET", "HEAD") if method == "GET" else (method,)
+        self.allowed: tuple[str, ...] = self.methods
+        """Of its path; ``Resource`` adds those of the other operations."""
+        self.has_body = doc.request is not None
         self._unfit_status = 422 if self.dialect == "dynamo" else 400
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,11 +176,11 @@ class Operation:
         headers: Headers = scope["headers"]
         body_format = Format.JSON
         try:
-            if scope["method"] not in self._methods:
+            if scope["method"] not in self.methods:
                 return self._method_not_allowed(scope["method"]), body_format
             unreadable = None
             try:
-                body_format = format_of(headers) if self.method == "POST" else body_format
+                body_format = format_of(headers) if self.has_body else body_format
             except InvalidValue as exc:
                 unreadable = exc
             # A refusal is answered in the request's format, too, but comes before anything else is said of it.
@@ -182,12 +188,13 @@ class Operation:
             if unreadable is not None:
                 raise unreadable
             raw = None
-            if self.method == "POST":
+            if self.has_body:
                 raw = await read_body(headers, receive, self._max_body_bytes)
+            path = self._parameters(scope)
             if self._admission is None:
-                return await _resumed(await self._handle(raw, body_format)), body_format
+                return await _resumed(await self._handle(raw, body_format, path)), body_format
             try:
-                answer = await self._admitted(self._admission, self._handle, raw, body_format)
+                answer = await self._admitted(self._admission, self._handle, raw, body_format, path)
                 if isinstance(answer, Paused):
                     found = await answer.work()
                     answer = await self._admitted(self._admission, answer.resume, found)
@@ -196,7 +203,7 @@ class Operation:
             except StoreUnavailable:
                 if self._without_redis is None:
                     raise
-                return await _resumed(await self._handle(raw, body_format, self._without_redis)), body_format
+                return await _resumed(await self._handle(raw, body_format, path, self._without_redis)), body_format
         except WaymarkError as exc:
             status = status_of(exc, unfit_status=self._unfit_status)
             return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
@@ -218,22 +225,50 @@ class Operation:
             admission.leave(is_unavailable=is_unavailable)
 
     def _handle(
-        self, raw: bytes | None, body_format: Format, handler: Handler | None = None
+        self,
+        raw: bytes | None,
+        body_format: Format,
+        path: Mapping[str, str] | None,
+        handler: Handler | None = None,
     ) -> Awaitable[Answer | Paused]:
         handler = handler or self.handler
         if raw is None:
-            return handler(_NO_BODY)
-        return handler(decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list))
+            body = _NO_BODY
+        else:
+            body = decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list)
+        return handler(body if path is None else body._replace(path=path))
+
+    def _parameters(self, scope: Scope) -> Mapping[str, str] | None:
+        """What path and query string name; None where the operation has no such names."""
+        if not (self.doc.parameters or "{" in self.path):
+            return None
+        told = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        named: Mapping[str, str] = scope.get("path_params", {})
+        return {name: told[name] for name in self.doc.parameters if name in told} | dict(named)
 
     def _method_not_allowed(self, method: str) -> Answer:
+        sent = " or ".join(each for each in self.allowed if each != "HEAD")
         error = {
-            "error": f"{self.path} does not know {method[:16]}; send {self.method}",
+            "error": f"{self.path} does not know {method[:16]}; send {sent}",
             "reason": "method_not_allowed",
         }
-        return Answer(self._error(error), 405, {"Allow": ", ".join(self._methods)})
+        return Answer(self._error(error), 405, {"Allow": ", ".join(self.allowed)})
 
     def _error(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"error": body["error"]} if self.dialect == "dynamo" else body
+
+
+class Resource:
+    """A path with several methods, each of them an operation."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._first = operations[0]
+        self._by_method = {method: operation for operation in operations for method in operation.methods}
+        for operation in operations:
+            operation.allowed = tuple(self._by_method)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return self._by_method.get(scope["method"], self._first)(scope, receive, send)
 
 
 async def _resumed(answer: Answer | Paused) -> Answer:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from waymark.domain.gauges import Gauges
+from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.targets import host_and_port
 from waymark.routing.constants import Values
@@ -114,6 +115,8 @@ class Ranked:
     block_size: int
     prefix_key: bytes | None
     is_partial: bool = False
+    walk: Walk | None = None
+    """What was found of the prompt's blocks."""
 
     @property
     def is_cost(self) -> bool:
@@ -135,4 +138,8 @@ class Selected:
     encode: Sequence[Scored] = ()
     reservations: Sequence[Reservation] = ()
     is_degraded: bool = False
+    group_id: int = 0
+    block_size: int = 0
+    walk: Walk | None = None
+    """What was found of the prompt's blocks."""
     headers: Mapping[str, str] = field(default_factory=dict)

@@ -19,11 +19,11 @@ from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.match import pool_bitmap, target_rows
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
-from waymark.errors import NoTarget, StoreUnavailable
+from waymark.errors import NoTarget, Saturated, StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
-from waymark.routing.target import Request
+from waymark.routing.target import Candidate, Request
 from waymark.selection.asked import Asked, Chosen, Prompt, Ranked, Selected, Taking
 from waymark.selection.degraded import Degraded
 from waymark.selection.fleet import Fleet, Member, Seen
@@ -34,7 +34,7 @@ from waymark.selection.prefill_progress import PrefillProgress
 from waymark.selection.ranking import Stages, rank, stages
 from waymark.selection.taking import Looked, Taker
 from waymark.store.directory import GroupEntry
-from waymark.store.reservations import CANDIDATES_MAX, Load, Part, Reservation
+from waymark.store.reservations import CANDIDATES_MAX, Load, Offer, Part, Reservation, Terms
 from waymark.store.speculative import depths
 from waymark.store.store import Store
 
@@ -113,6 +113,7 @@ class Selector:
             look.request.block_size,
             look.request.prefix_key,
             look.is_partial,
+            look.looked.walk,
         )
 
     # ---- with one ----------------------------------------------------------------------------------
@@ -218,7 +219,33 @@ class Selector:
             of.encode,
             reservations,
             is_degraded=True,
+            group_id=known.entry.group_id,
+            block_size=request.block_size,
         )
+
+    async def fleet(self, group: GroupName) -> Fleet | None:
+        """The targets of a group, by the table of now; None where nothing is registered for it."""
+        table = await self._store.reader.table(group, deadline_seconds=self._options.deadline_seconds)
+        return None if table is None else self._fleet(group, table)
+
+    async def reserve(
+        self, group: GroupName, candidate: Candidate, tokens: int, context: int, milliseconds: int
+    ) -> Reservation:
+        """Reserve a target that the caller has chosen. Raises NoTarget, Saturated."""
+        entry = self._store.reader.entry_at_hand(group)
+        if entry is None:
+            raise NoTarget(f"no target is registered for model {group.model_name!r}")
+        terms = Terms(
+            context=context,
+            milliseconds=milliseconds,
+            limit=self._options.target_requests_max,
+            reservations_max=self._options.reservations_max,
+        )
+        found = await self._store.reservations.reserve(entry.group_id, [Offer(candidate.publisher, tokens)], terms)
+        self._metrics.reservations_expired.inc(found.overdue)
+        if found.reservation is None:
+            raise Saturated(f"the target {candidate.instance_id!r} cannot take a request now; try again in a moment")
+        return found.reservation
 
     async def release(
         self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int = 120_000
@@ -286,7 +313,7 @@ class Selector:
         request = self._request(asked, prompt, block_size, pool_bitmap(walk))
         at = tuple(depths(len(prompt.keys) // KEY_BYTES))
         return _Look(
-            Looked(now, request, fleet, seen, prompt.keys, at), fleet, request, seen, reading.is_partial
+            Looked(now, request, fleet, seen, prompt.keys, at, walk), fleet, request, seen, reading.is_partial
         ), table
 
     async def _aside(

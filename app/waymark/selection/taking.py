@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from waymark.domain.hashing import text_hash
 from waymark.domain.keys import KEY_BYTES, unpack
+from waymark.domain.match import Walk
 from waymark.domain.targets import host_and_port
 from waymark.errors import Saturated
 from waymark.metrics import Metrics
@@ -44,6 +45,7 @@ class Looked(NamedTuple):
     keys: bytes
     depths: tuple[int, ...]
     """Of the prompt's speculative entries."""
+    walk: Walk | None = None
 
 
 class Taker:
@@ -95,6 +97,9 @@ class Taker:
             prefill,
             of.encode,
             made,
+            group_id=looked.entry.group_id,
+            block_size=looked.request.block_size,
+            walk=looked.walk,
             headers=headers,
         )
 

@@ -16,6 +16,8 @@ PUBLISHERS = "wm:publishers"
 #: In the slot of the publishers, so that one script writes both.
 UNREGISTERED = "wm:unregistered:{wm:publishers}"
 WORKERS = "wm:workers"
+#: Workers as clients of the Dynamo dialect describe them.
+CATALOG = "wm:catalog"
 INCARNATION = "wm:birth"
 #: The channel on which changes of registrations are announced; a hint to read them again.
 CONTROL = "wm:control"
@@ -64,6 +66,11 @@ def gauges(group_id: int, publisher: int) -> str:
 def request(group_id: int, request_id: str) -> str:
     """``request_id``: 16 hex digits."""
     return f"wm:{_tag(group_id)}:request:{request_id}"
+
+
+def selection(selection_id: str) -> str:
+    """``selection_id``: 16 hex digits. It names no group, because a client names none with it."""
+    return f"wm:selection:{selection_id}"
 
 
 def spec(group_id: int, block_key: int) -> str:

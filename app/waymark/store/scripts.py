@@ -246,6 +246,12 @@ class Scripts:
         args: list[Arg] = [token, milliseconds, hot_holder, warm_holder, *change]
         return await self._run("apply_prefixes", [record, prefixes, hot, warm, *prefix], args)
 
+    async def keep_selection(self, selection: str, before: str, value: str, milliseconds: int) -> Outcome:
+        return await self._run("keep_selection", [selection], [before, value, milliseconds])
+
+    async def keep_catalog(self, catalog: str, worker: str, before: bytes, value: bytes, workers_max: int) -> Outcome:
+        return await self._run("keep_catalog", [catalog], [worker, before, value, workers_max])
+
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """The workers that are alive, as members of ``wm:workers``."""
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])

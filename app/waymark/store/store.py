@@ -28,6 +28,7 @@ from waymark.store.records import Records
 from waymark.store.registry import Registry
 from waymark.store.reservations import Reservations
 from waymark.store.scripts import Scripts
+from waymark.store.selections import Selections
 from waymark.store.speculative import Speculative
 from waymark.store.sweep import Sweeper
 
@@ -67,6 +68,7 @@ class Store:
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
         self.reservations = Reservations(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)
+        self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)
         self.prefixes = Prefixes(client, self.scripts)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)

@@ -1,0 +1,132 @@
+"""Request bodies of the Dynamo dialect's selector: workers, selections, reservations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, Field, RootModel, WithJsonSchema
+
+from waymark.api.dynamo_schemas import InstanceId
+from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.schemas import Hashes
+from waymark.domain.names import DEFAULT_TENANT, U32_MAX
+
+DEFAULT_MODEL = "default"
+
+_RANKS_MAX = 1024
+_GROUP = f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'"
+_ID = "an integer of 0..2^64-1"
+_U32 = f"an integer of 0..{U32_MAX}"
+
+U32 = Annotated[int, Field(ge=0, le=U32_MAX)]
+Amount = Annotated[int, Field(ge=0, le=2**53 - 1)]
+Urls = Annotated[dict[str, str], WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}})]
+
+
+class _InGroup(Request):
+    model_name: Name = Field(default=DEFAULT_MODEL, description=NAME)
+    routing_group: OptionalName = Field(
+        default=None, validation_alias=AliasChoices("routing_group", "tenant_id"), description=_GROUP
+    )
+
+    @property
+    def partition(self) -> str:
+        return self.routing_group or DEFAULT_TENANT
+
+
+class WorkerPatch(Request):
+    """What changes of a worker's description; absent fields stay as they are."""
+
+    endpoint: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}, the address of its requests")
+    kv_events_endpoint: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}, the socket of its events")
+    kv_events_endpoints: Urls | None = Field(default=None, description="an object: the socket of each rank")
+    replay_endpoint: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}, the socket of replays")
+    block_size: U32 | None = Field(default=None, description=_U32)
+    data_parallel_start_rank: U32 | None = Field(default=None, description=_U32)
+    data_parallel_size: Annotated[int, Field(ge=0, le=_RANKS_MAX)] | None = Field(
+        default=None, description=f"an integer of 0..{_RANKS_MAX}"
+    )
+    max_num_batched_tokens: Amount | None = Field(default=None, description="an integer; it is kept and not used")
+    total_kv_blocks: Amount | None = Field(default=None, description="an integer; it is kept and not used")
+    stable_routing_id: OptionalName = Field(default=None, description="a text; it is kept and not used")
+    is_eagle: bool | None = Field(default=None, description="true or false; it is kept and not used")
+    taints: list[str] | None = Field(default=None, description="a list of texts; it is kept and not used")
+    topology_domains: dict[str, str] | None = Field(default=None, description="an object; it is kept and not used")
+
+
+class WorkerRequest(WorkerPatch, _InGroup):
+    """A worker: where its requests go, and where its events come from."""
+
+    worker_id: InstanceId = Field(description=_ID)
+
+
+class _Prompted(_InGroup):
+    token_ids: TokenIds = Field(
+        default=None, description="a list of token ids, or in msgpack a bin of little-endian u32"
+    )
+    block_hashes: Hashes = Field(default=None, description="a list of local hashes, signed or unsigned")
+    sequence_hashes: Hashes = Field(default=None, description="a list of rolling hashes; needed beside block_hashes")
+    isl_tokens: Amount | None = Field(default=None, description="an integer: tokens of the prompt beside block_hashes")
+    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
+    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")
+
+
+class DynamoSelectRequest(_Prompted):
+    """A prompt whose worker is picked."""
+
+    selection_id: OptionalName = Field(default=None, description=OPTIONAL_NAME)
+    allowed_worker_ids: list[InstanceId] | None = Field(
+        default=None, description=f"a list of worker ids, each {_ID}; absent means all"
+    )
+    router_config_override: dict[str, Any] | None = Field(
+        default=None, description="an object: constants of the policy dynamo, which then decides"
+    )
+
+
+class DynamoPromptRequest(_Prompted):
+    """A prompt, for all workers."""
+
+
+class DynamoReservationRequest(_Prompted):
+    """A selection that is to be reserved: one of /select, or a worker that the client has picked itself."""
+
+    selection_id: Name = Field(description=NAME)
+    worker_id: InstanceId | None = Field(default=None, description=_ID)
+    dp_rank: U32 = Field(default=0, description=_U32)
+    track_prefill_tokens: bool = Field(
+        default=False, description="true or false: whether isl_tokens are still to be computed"
+    )
+
+
+class OutputBlockRequest(Request):
+    """Another block of output. It keeps the reservation alive."""
+
+    decay_fraction: float | None = Field(default=None, description="a number of 0 to 1; it is not used")
+
+
+class DynamoLoad(BaseModel):
+    """The load of one rank of a worker."""
+
+    worker_id: InstanceId
+    dp_rank: int
+    potential_prefill_tokens: int = Field(description="prompt tokens that are still to be computed")
+    potential_decode_blocks: int = Field(description="complete blocks of the prompts under way, counted by request")
+    active_requests: int
+
+
+class DynamoGroupLoads(BaseModel):
+    """The loads of one model and group."""
+
+    model_name: str
+    routing_group: str
+    loads: list[DynamoLoad]
+    pending_count: int = Field(description="always 0: no request waits here")
+    pending_isl_tokens: int = Field(description="always 0")
+
+
+class DynamoAllLoads(RootModel[list[DynamoGroupLoads]]):
+    """The models that have a worker, with their loads."""
+
+
+class DynamoLoads(RootModel[list[DynamoLoad]]):
+    """One entry for each rank of each worker."""

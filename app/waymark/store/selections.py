@@ -1,0 +1,52 @@
+"""What clients of the Dynamo dialect name: workers by their descriptions, and selections by their ids.
+
+Both are in Redis, so any replica knows what any other was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from waymark.domain.hashing import text_hash
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.scripts import Scripts, Verdict
+
+#: Workers that are described at once.
+WORKERS_MAX = 65_536
+
+
+class Selections:
+    """Every change names the value that it replaces, so of two callers one succeeds."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def find(self, selection_id: str) -> str:
+        """What a selection has come to; empty where nothing is known of it."""
+        (value,) = await self._client.several([("GET", _key(selection_id))])
+        return "" if value is None else bytes(value).decode("utf-8", "replace")
+
+    async def change(self, selection_id: str, before: str, value: str, milliseconds: int = 1) -> bool:
+        """Replace ``before`` by ``value`` for so long; an empty value removes it. False where another one is there."""
+        outcome = await self._scripts.keep_selection(_key(selection_id), before, value, milliseconds)
+        return outcome.is_applied
+
+    async def workers(self) -> Mapping[str, bytes]:
+        """The description of every worker, by its id."""
+        found = await self._client.hgetall(keys.CATALOG)
+        return {worker.decode("utf-8", "replace"): value for worker, value in found.items()}
+
+    async def worker(self, worker: str) -> bytes | None:
+        """The description of one worker."""
+        return await self._client.hget(keys.CATALOG, worker)
+
+    async def describe(self, worker: str, before: bytes | None, value: bytes) -> Verdict:
+        """Replace a worker's description; an empty value removes it. ``applied``, ``other`` or ``full``."""
+        outcome = await self._scripts.keep_catalog(keys.CATALOG, worker, before or b"", value, WORKERS_MAX)
+        return outcome.verdict
+
+
+def _key(selection_id: str) -> str:
+    return keys.selection(f"{text_hash(selection_id):016x}")

@@ -1,0 +1,24 @@
+-- keep_catalog(catalog; worker, before, value, workers_max) -> {verdict}
+--
+-- Change what a worker has been described as, if nobody else has changed it meanwhile.
+--
+-- KEYS  catalog      hash  workers as clients describe them
+-- ARGV  worker       the worker's id
+--       before       the description that the caller knows; empty: none
+--       value        the new description, as JSON; empty: the worker is removed
+--       workers_max  with so many workers no other is added
+--
+-- {'applied'}  written
+-- {'other'}    the worker has another description; nothing written
+-- {'full'}     there are too many workers; nothing written
+
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if (held or '') ~= ARGV[2] then return {'other'} end
+if ARGV[3] == '' then
+  redis.call('HDEL', KEYS[1], ARGV[1])
+elseif not held and redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[4]) then
+  return {'full'}
+else
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+end
+return {'applied'}
