@@ -78,6 +78,7 @@ async def test_a_score_tells_where_each_block_is(
         "active_requests": 0,
         "health": 1.0,
         "parts": {"wait": 0.0, "new": best["cost"], "active": 0.0},
+        "gauges": None,
     }
     assert {each["instance_id"] for each in others} == {"pod-2", "pod-3"}
     assert all(each["cost"] == 120 for each in others)
