@@ -112,7 +112,10 @@ class Metrics:
 
     # ---- the index
     blocks_applied = counter("How many blocks were added to the index or removed from it, by model.", "op", "model")
-    apply_duration_seconds = histogram("How long one call to Redis that applies batches took.", _REQUEST_BUCKETS)
+    apply_duration_seconds = histogram(
+        "How long it took to apply the batches of one call to Redis, including the wait for other calls.",
+        _REQUEST_BUCKETS,
+    )
     script_duration_seconds = histogram(
         "How long a script call took, including the round trip.", _SCRIPT_BUCKETS, "script"
     )

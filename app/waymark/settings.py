@@ -234,7 +234,7 @@ class Settings(BaseSettings):
     """How many frames a stream keeps while they cannot be applied."""
     fold_batches: int = Field(64, ge=1, le=4096)
     """How many waiting batches of one stream go to Redis in one call."""
-    apply_blocks_max: int = Field(1024, ge=0, le=1_000_000)
+    apply_blocks_max: int = Field(512, ge=0, le=1_000_000)
     """How many blocks all ingest workers together may have under way to one Redis server; 0 means no bound."""
     frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
     """The largest frame that is read, in bytes; a connection that sends a frame four times as large is closed."""
