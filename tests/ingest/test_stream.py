@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from collections import Counter
 
+import msgpack
 import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
 from tests.patience import within
 from waymark.domain.engines import EngineKind
+from waymark.domain.events import Batch
+from waymark.ingest.life import Life
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -62,6 +66,34 @@ async def test_a_gap_is_filled_by_a_replay(any_bench: Bench) -> None:
     assert worker.metric("replays_total", outcome="complete") == 2
     assert worker.metric("stale_batches_total") == 2
     assert (await pod.state()).status == "active"
+
+
+async def test_what_a_replay_has_brought_is_not_decoded_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer is full of live frames when the replay for the first gap ends: a few large ones took minutes."""
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await pod.work(2)
+    await pod.agrees()
+    decoded: list[bytes] = []
+    decode = Life._decoded
+
+    async def counting(life: Life, payload: bytes) -> Batch:
+        decoded.append(payload)
+        return await decode(life, payload)
+
+    monkeypatch.setattr(Life, "_decoded", counting)
+    batches = [msgpack.packb([pod.clock(), [["BlockRemoved", [i]]], 0]) for i in range(30)]
+    with pod.dropping():
+        pod.publisher.publish_payload(batches[0])
+    for payload in batches[1:]:
+        pod.publisher.publish_payload(payload)
+    await pod.at_watermark(pod.last_seq)
+    await pod.counted(gaps=1, batches_lost=0, stale_batches=len(batches) - 1)
+    # The one that showed the gap was decoded to see what it means.
+    assert Counter(decoded) == Counter([*batches, batches[1]])
+    await pod.work(1)
+    await pod.agrees()
 
 
 @pytest.mark.parametrize("step_seconds", [0.0, -86_400.0, 86_400.0])

@@ -68,6 +68,13 @@ class Order:
             return Judgement.STALE
         return Judgement.RESTART
 
+    def is_behind(self, seq: int) -> bool:
+        """Whether a live frame that comes next is known by its seq alone: a replay has brought it meanwhile.
+
+        The connection is the one that the last live frame came over, so the frame is of the same life.
+        """
+        return self.last_live is not None and self.watermark is not None and self.last_live < seq <= self.watermark
+
     def advance(self, seq: int, digest: str, ts: float | None) -> None:
         self.watermark, self.digest = seq, digest
         if ts is not None and (self.newest_ts is None or ts > self.newest_ts):
