@@ -65,6 +65,7 @@ ELSEWHERE = {
     "store.claims:_row": "what a record says, by its bytes",
     "selection.asked:Selected": "one answer",
     "selection.degraded:Degraded": "what was known last, to decide by while Redis is away",
+    "selection.fleet:Seen": "one decision",
     "selection.fleet:Fleet": "bound to a table, which never changes",
     "selection.gauges:GaugeReadings": "made by the incarnation",
     "selection.gauges:_Group": "of GaugeReadings",

@@ -75,7 +75,10 @@ Candidates = Annotated[
 class DecisionRequest(Named, PromptFields):
     """A prompt, and the policy that ranks its targets."""
 
-    prefix_hash: Hex | None = Field(default=None, description="a text of 16 to 128 hex digits; for policy sticky")
+    prefix_hash: Hex | None = Field(
+        default=None,
+        description="a text of 16 to 128 hex digits; for policy sticky, and for sources of opaque prefixes",
+    )
     block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     policy: str | None = Field(
         default=None,

@@ -156,19 +156,36 @@ class Decisions:
         request, text = read.request, read.text
         if text is not None and (text.field == "prompt" or not (is_sticky or policy.preset is PRESETS["sticky"])):
 
-            async def resumed(tokens: Tokens) -> Answer:
+            async def resumed(tokens: Tokens | InvalidValue) -> Answer:
+                if isinstance(tokens, InvalidValue):
+                    return await decide(_asked(read, policy, _without_tokens, needs_source=tokens))
                 return await decide(_asked(read, policy, _keys(self._given.of_tokens(tokens.ids, read.namespace))))
 
-            return Paused(partial(self._texts.tokens, text), resumed)
+            return Paused(partial(self._tokens, text, has_key=read.prefix_key is not None), resumed)
         if text is not None or request.prefix_hash is not None:
+            needs_source = None
             if policy.preset is not PRESETS["sticky"] and not is_sticky:
-                raise Unfit(
-                    "prefix_hash names no blocks; send it with policy sticky, or send token_ids",
+                needs_source = Unfit(
+                    "prefix_hash names no blocks, and no engine of this model reports opaque prefixes; send it with "
+                    "policy sticky, or send token_ids",
                     reason="no_tokenizer",
                     field="prefix_hash",
                 )
-            return await decide(_asked(read, policy, lambda block_size: Prompt(0, b"")))
+            return await decide(_asked(read, policy, _without_tokens, needs_source=needs_source))
         return await decide(_asked(read, policy, _keys(self._given.keys_of(type(request), body, read.namespace))))
+
+    async def _tokens(self, text: ModelPrompt, *, has_key: bool) -> Tokens | InvalidValue:
+        """The tokens of a text; the error of a model without a tokenizer, where a prefix key can decide instead."""
+        try:
+            return await self._texts.tokens(text)
+        except InvalidValue as exc:
+            if has_key and exc.reason == "no_tokenizer":
+                return exc
+            raise
+
+
+def _without_tokens(block_size: int) -> Prompt:
+    return Prompt(0, b"")
 
 
 def _select_request(read: _Read) -> SelectRequest:
@@ -189,7 +206,7 @@ def _taking(request: SelectRequest) -> Taking:
     )
 
 
-def _asked(read: _Read, policy: Chosen, prompt: PromptOf) -> Asked:
+def _asked(read: _Read, policy: Chosen, prompt: PromptOf, *, needs_source: InvalidValue | None = None) -> Asked:
     request = read.request
     return Asked(
         group=request.group,
@@ -201,6 +218,7 @@ def _asked(read: _Read, policy: Chosen, prompt: PromptOf) -> Asked:
         session=read.session,
         is_multimodal=_is_multimodal(request.messages),
         given=read.given,
+        needs_source=needs_source,
     )
 
 

@@ -59,7 +59,9 @@ class HolderTable:
     targets: Mapping[int, Target] = field(default_factory=dict)
     """Of the publishers whose registration says more than a plain one."""
     silent: frozenset[int] = frozenset()
-    """Publishers that tell no events."""
+    """Publishers that tell no events of blocks."""
+    opaque: frozenset[int] = frozenset()
+    """Those of them whose holders have opaque prefixes."""
     has_singles: bool = False
     """The group has blocks of unknown depth, outside of rows."""
     _views: dict[int, View] = field(default_factory=dict, repr=False, compare=False)

@@ -10,6 +10,7 @@ from waymark.domain.gauges import Gauges
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.targets import host_and_port
+from waymark.errors import InvalidValue
 from waymark.routing.constants import Values
 from waymark.routing.policy import Decision, Preset, Scored
 from waymark.routing.target import Candidate
@@ -73,6 +74,8 @@ class Asked:
     is_multimodal: bool = False
     given: Mapping[tuple[str, int], Given] | None = None
     """The targets to rank, by instance and rank; None: all."""
+    needs_source: InvalidValue | None = None
+    """The error where no target reports opaque prefixes: the prompt has no tokens, and the policy needs a match."""
 
 
 @dataclass(frozen=True, slots=True)

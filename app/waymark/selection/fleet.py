@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
+from waymark.domain.media import DEVICE
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import PLAIN, Role, Target
 from waymark.routing.filters import role_of
@@ -40,6 +41,20 @@ class Member(NamedTuple):
     """It can take a request with all its stages."""
 
 
+class OpaquePrefix(NamedTuple):
+    """What a source reports of a prefix that it names by a hash: tokens."""
+
+    hot: int = 0
+    warm: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return max(self.hot, self.warm)
+
+
+_NO_PREFIX = OpaquePrefix()
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What is known of one prompt and all targets at a moment."""
@@ -50,6 +65,8 @@ class Seen:
     """Blocks that a publisher will have soon."""
     gauges: Mapping[int, Gauges]
     """Fresh ones, by publisher."""
+    prefixes: Mapping[tuple[str, int], OpaquePrefix] = field(default_factory=dict)
+    """Of the prompt, by the sources that have it."""
 
 
 class Fleet:
@@ -73,8 +90,24 @@ class Fleet:
         self.by_publisher = {member.publisher: member for member in self.members}
         self.scraped = [each.publisher for each in self.members if each.target.metrics_url or each.target.address]
         """Those whose engine's metrics a worker may read."""
+        self.sources = {holder.id: holder for holder in table.holders.values() if holder.publisher in table.opaque}
+        """Holders of opaque prefixes."""
+        self.has_sources = bool(table.opaque)
+        self.newest = table.newest
         self.names = {member.name for member in self.members}
         self._rings: dict[int, Ring] = {}
+
+    def prefixes(self, tokens: Mapping[int, int], most: int) -> dict[tuple[str, int], OpaquePrefix]:
+        """Who has a prefix, from its tokens by holder; no count is above ``most``, the length of the prompt."""
+        found: dict[tuple[str, int], OpaquePrefix] = {}
+        for holder_id, count in tokens.items():
+            holder = self.sources.get(holder_id)
+            if holder is not None:
+                name, count = (holder.instance_id, holder.dp_rank), min(count, most)
+                before = found.get(name, _NO_PREFIX)
+                is_hot = holder.medium in DEVICE
+                found[name] = before._replace(hot=count) if is_hot else before._replace(warm=count)
+        return found
 
     def ring(self, points: int) -> Ring:
         ring = self._rings.get(points)
@@ -95,7 +128,7 @@ class Fleet:
         others: list[Member] = []
         for member in members:
             if member.is_whole:
-                has_some = member.name in seen.rows or member.publisher in seen.expected
+                has_some = member.name in seen.rows or member.publisher in seen.expected or member.name in seen.prefixes
                 (having if has_some else others).append(member)
         if len(others) <= most:
             return having + others
@@ -123,6 +156,7 @@ class Fleet:
                     continue
                 said = given[name]
             row = seen.rows.get(name, _NOTHING)
+            opaque = seen.prefixes.get(name, _NO_PREFIX)
             load = seen.loads.get(publisher, _IDLE)
             found.append(
                 Candidate(
@@ -133,9 +167,9 @@ class Fleet:
                     target.role,
                     target.weight,
                     target.labels,
-                    row.device * block_size,
+                    max(row.device * block_size, opaque.hot),
                     row.host * block_size,
-                    row.disk * block_size,
+                    max(row.disk * block_size, opaque.warm - opaque.hot),
                     row.shared * block_size,
                     seen.expected.get(publisher, 0) * block_size,
                     load.tokens if said.tokens is None else said.tokens,

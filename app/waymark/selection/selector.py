@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from random import Random
 from time import perf_counter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from waymark.domain.block_size import only_block_size
@@ -18,6 +19,7 @@ from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.match import pool_bitmap, target_rows
 from waymark.domain.names import GroupName
+from waymark.domain.prefixes import prefix_key
 from waymark.domain.table import HolderTable
 from waymark.errors import NoTarget, Saturated, StoreUnavailable
 from waymark.metrics import Metrics
@@ -26,7 +28,7 @@ from waymark.routing.presets import PRESETS
 from waymark.routing.target import Candidate, Request
 from waymark.selection.asked import Asked, Chosen, Prompt, Ranked, Selected, Taking
 from waymark.selection.degraded import Degraded
-from waymark.selection.fleet import Fleet, Member, Seen
+from waymark.selection.fleet import Fleet, Member, OpaquePrefix, Seen
 from waymark.selection.gauges import GaugeReadings
 from waymark.selection.loads import Loads
 from waymark.selection.options import SelectionOptions
@@ -44,6 +46,7 @@ _LOOKS_MAX = 3
 _AWAY_SECONDS = 1.0
 #: Fleets that are kept, by group.
 _FLEETS_MAX = 1024
+_TOKENS_MAX = 2**53
 #: Tokens by whose last block ``sticky`` finds its place, where no prefix key is given.
 _STICKY_TOKENS = 512
 
@@ -64,6 +67,7 @@ class _Aside(NamedTuple):
     loads: Mapping[int, Load]
     expected: Mapping[int, int]
     gauges: Mapping[int, Gauges]
+    prefixes: Mapping[tuple[str, int], OpaquePrefix] = MappingProxyType({})
 
 
 class Selector:
@@ -276,6 +280,8 @@ class Selector:
                 self._metrics.decision_duration_seconds.labels(part="walk").observe(perf_counter() - began)
                 return look
             if table is None:
+                if asked.needs_source is not None:
+                    raise asked.needs_source
                 return None
         raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
 
@@ -300,6 +306,8 @@ class Selector:
                 if asked.block_size is None and _block_size(fleet) != block_size:
                     return None, table
             self._degraded.remember(asked.group, now, fleet)
+            if asked.needs_source is not None and not fleet.has_sources:
+                raise asked.needs_source
             if aside is None or now != entry:
                 beside = await self._aside(asked, now, fleet, prompt, expects=expects)
             else:
@@ -310,6 +318,9 @@ class Selector:
         walk = reading.walk
         rows = target_rows(walk)
         seen = Seen(rows, *beside)
+        if not prompt.tokens and seen.prefixes:
+            # The longest that anybody has of it is all that is known of its length.
+            prompt = prompt._replace(tokens=max(each.tokens for each in seen.prefixes.values()))
         request = self._request(asked, prompt, block_size, pool_bitmap(walk))
         at = tuple(depths(len(prompt.keys) // KEY_BYTES))
         return _Look(
@@ -327,19 +338,36 @@ class Selector:
             loads = await self._loads.of(entry.group_id)
         if self._needs_gauges(asked.policy) and (given is None or any(each.gauges is None for each in given)):
             gauges = await self._gauges.of(entry.group_id, fleet.scraped)
+        until = asyncio.get_running_loop().time() + self._options.deadline_seconds
+        prefixes = await self._prefixes(asked, entry, fleet, prompt, until)
         is_wanted = fleet.has_silent or (self._options.is_speculative if expects is None else expects)
         at = depths(len(prompt.keys) // KEY_BYTES) if is_wanted else []
         if not at:
-            return _Aside(loads, {}, gauges)
+            return _Aside(loads, {}, gauges, prefixes)
         numbers = [_key(prompt.keys, depth) for depth in at]
-        until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         try:
             publishers = await self._store.speculative.read(entry.group_id, numbers, until=until)
         except TimeoutError:
-            return _Aside(loads, {}, gauges)
+            return _Aside(loads, {}, gauges, prefixes)
         # The deepest wins, being last.
         expected = {publisher: depth for publisher, depth in zip(publishers, at, strict=True) if publisher is not None}
-        return _Aside(loads, expected, gauges)
+        return _Aside(loads, expected, gauges, prefixes)
+
+    async def _prefixes(
+        self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, until: float
+    ) -> Mapping[tuple[str, int], OpaquePrefix]:
+        """What sources of opaque prefixes have of the prompt; nothing where there are none, or the time is over."""
+        if asked.prefix_key is None or not fleet.has_sources:
+            return {}
+        try:
+            found = await self._store.prefixes.read(entry.group_id, prefix_key(asked.prefix_key.hex()), until=until)
+            if max(found, default=0) > fleet.newest:
+                # The table at hand is of before a holder that has begun since.
+                table = await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
+                fleet = fleet if table is None else self._fleet(asked.group, table)
+        except TimeoutError:
+            return {}
+        return fleet.prefixes(found, prompt.tokens or _TOKENS_MAX)
 
     def _needs_gauges(self, policy: Chosen) -> bool:
         if policy.preset is not None:

@@ -127,6 +127,8 @@ class Claim:
         changed = _changed(self.registration.target)
         if not self.registration.kind.traits.tells_blocks:
             changed["silent"] = True
+        if self.registration.kind.traits.is_opaque:
+            changed["opaque"] = True
         return orjson.dumps({"format": FORMAT} | changed) if changed else b""
 
     @property
@@ -229,6 +231,7 @@ def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> Ho
     publishers: dict[int, PublisherRow] = {}
     targets: dict[int, Target] = {}
     silent: set[int] = set()
+    opaque: set[int] = set()
     holders: dict[int, Holder] = {}
     for name, value in held.items():
         if name.startswith(b"publisher:"):
@@ -238,16 +241,20 @@ def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> Ho
         elif name.startswith(b"target:"):
             target = parser.parse(RecordKind.TARGET, key, name, _target, name, value)
             if target is not None:
-                publisher, targets[target[0]], is_silent = target
+                publisher, targets[target[0]], is_silent, is_opaque = target
                 if is_silent:
                     silent.add(publisher)
+                if is_opaque:
+                    opaque.add(publisher)
         elif name not in (b"group", b"version", b"incarnation", b"singles"):
             holder = parser.parse(RecordKind.HOLDER, key, name, _holder, name, value)
             if holder is not None:
                 holders[holder.id] = holder
     incarnation = held.get(b"incarnation", b"")
     version, has_singles = held.get(b"version", b""), b"singles" in held
-    return HolderTable(version, group, publishers, holders, incarnation, targets, frozenset(silent), has_singles)
+    return HolderTable(
+        version, group, publishers, holders, incarnation, targets, frozenset(silent), frozenset(opaque), has_singles
+    )
 
 
 def decode_group(raw: bytes) -> GroupName:
@@ -271,9 +278,10 @@ def _row(name: bytes, raw: bytes) -> tuple[int, PublisherRow]:
     return integer_of(name.removeprefix(b"publisher:"), "the publisher's id"), row
 
 
-def _target(name: bytes, raw: bytes) -> tuple[int, Target, bool]:
+def _target(name: bytes, raw: bytes) -> tuple[int, Target, bool, bool]:
     of = Document(raw)
-    return integer_of(name.removeprefix(b"target:"), "the publisher's id"), _target_of(of), of.flag("silent")
+    publisher = integer_of(name.removeprefix(b"target:"), "the publisher's id")
+    return publisher, _target_of(of), of.flag("silent"), of.flag("opaque")
 
 
 @lru_cache(_ROWS_MAX)
