@@ -95,6 +95,10 @@ class Labelled(Generic[Series]):
 
     def labels(self, **values: object) -> Series:
         """The series of these values; ``ValueError`` where the names are not exactly the metric's labels."""
+        if tuple(values) == self._names:  # mostly so, and the values are text
+            found = self.series.get(tuple(values.values()))  # type: ignore[arg-type]
+            if found is not None:
+                return found
         try:
             key = tuple([str(values[name]) for name in self._names])
         except KeyError:
