@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check coverage matrix wheel test chaos sanitize fuzz conformance bench lint redis-server nginx clean
+.PHONY: help demo check coverage matrix wheel test chaos sanitize fuzz conformance bench lint publishable redis-server nginx clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ wheel: $(VENV)/.installed-dev ## build wheel and sdist into dist/, and try the w
 	@$(BIN)/python -m build --quiet --outdir dist
 	@$(BIN)/python -m pytest --quiet tests/test_package.py
 	@ls dist
+
+publishable: ## fail where a release must not be published: pyproject.toml has no public address of the repository
+	@python="$$(sh scripts/python.sh)" && "$$python" scripts/publishable.py
 
 conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer, which is downloaded; writes docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tests.conformance.compare --output docs/conformance.md

@@ -1,4 +1,9 @@
-"""The build hook: compiles ``native/`` where a compiler is, and carries on without where none is.
+"""The hooks of the build.
+
+The first makes the package's README and Project-URLs: on a package index a relative link leads nowhere, so with the
+address of the repository in ``pyproject.toml`` each link to a file becomes one to that file at the released version.
+
+The second compiles ``native/`` where a compiler is, and carries on without where none is.
 
 A wheel with the compiled module is for one platform, and for every CPython from 3.11 on: the C keeps to the limited
 API. A wheel without it is for all platforms. ``BUILD_NATIVE=never`` leaves it out; ``BUILD_NATIVE=always`` makes a
@@ -8,6 +13,7 @@ failure of the compiler one of the build, as for wheels that are published.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,12 +23,44 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _MODULE = "waymark/_native"
 # The oldest CPython whose limited API the C uses. A free-threaded CPython has none, nor has another interpreter.
 _API = "0x030B0000"
 _HAS_LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 _CHOICES = ("auto", "always", "never")
+
+
+#: A link of Markdown to a file of the repository.
+_LINK = re.compile(r"\]\((?!https?://|#)([^)\s]+)\)")
+
+
+class AddressHook(MetadataHookInterface):
+    """Adds ``readme`` and ``urls`` to the metadata of the project."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        repository = str(self.config["repository"]).rstrip("/")
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        metadata["urls"] = {}
+        if repository:
+            files = f"{repository}/blob/v{_version(Path(self.root))}"
+            text = _LINK.sub(rf"]({files}/\1)", text)
+            metadata["urls"] = {
+                "Source": repository,
+                "Documentation": f"{files}/README.md",
+                "Changelog": f"{files}/CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+            }
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def _version(root: Path) -> str:
+    found = re.search(r'^__version__ = "(.+)"$', (root / "app/waymark/__init__.py").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
 
 
 class NativeBuildHook(BuildHookInterface[Any]):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,6 +20,7 @@ from packaging.requirements import Requirement
 
 from tests.live import start
 from tests.patience import patient
+from waymark import __version__
 
 pytestmark = pytest.mark.outside
 
@@ -37,6 +40,37 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("built")
     run(sys.executable, "-m", "hatchling", "build", "-d", directory)
     return directory
+
+
+def metadata_of(tree: Path, directory: Path) -> str:
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", directory, cwd=tree)
+    (wheel,) = directory.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return archive.read(name).decode()
+
+
+def test_what_has_no_public_address_is_not_published(built: Path, tmp_path: Path) -> None:
+    """With an address the package has Project-URLs, and every link of its README is absolute."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.glob("waymark-*")
+    (tree / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "publishable.py", tree / "scripts")
+    refused = run(sys.executable, "scripts/publishable.py", cwd=tree, code=1)
+    assert "set it to the public https:// address of the repository" in refused.stderr
+    assert "Project-URL" not in metadata_of(tree, tmp_path / "without")
+
+    settings = tree / "pyproject.toml"
+    settings.write_text(settings.read_text().replace('repository = ""', 'repository = "https://git.test/us/waymark"'))
+    run(sys.executable, "scripts/publishable.py", cwd=tree)
+    found = metadata_of(tree, tmp_path / "with")
+    assert "Project-URL: Source, https://git.test/us/waymark\n" in found
+    links = re.findall(r"\]\(([^)]+)\)", found)
+    files = f"https://git.test/us/waymark/blob/v{__version__}/"
+    assert f"{files}docs/engines.md" in links
+    assert [link for link in links if not link.startswith(files)] == []
 
 
 def needed(names: set[str]) -> set[str]:
