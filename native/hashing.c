@@ -1,16 +1,7 @@
 /* Tokens to block keys, as app/waymark/domain/hashing.py describes them. */
 
+#include "chain.h"
 #include "input.h"
-#include "xxh3.h"
-
-enum { KEY = 8 }; /* bytes of a hash, and of a block key */
-
-/* A chain of blocks: what the next one goes on from. */
-typedef struct {
-    Xxh3 state;
-    uint64_t parent; /* a seq_hash, without the namespace */
-    int has_parent;
-} Chain;
 
 /* A chain of blocks of `width` bytes. 0 with an exception. */
 static int begin_chain(Chain *chain, size_t width, PyObject *seed, PyObject *parent)
@@ -21,17 +12,6 @@ static int begin_chain(Chain *chain, size_t width, PyObject *seed, PyObject *par
     chain->has_parent = parent != Py_None;
     chain->parent = chain->has_parent ? PyLong_AsUnsignedLongLong(parent) : 0;
     return !PyErr_Occurred();
-}
-
-/* The seq_hash of the next block. */
-static inline uint64_t go_on(Chain *chain, uint64_t local)
-{
-    unsigned char pair[2 * KEY];
-    store_little64(pair, chain->parent);
-    store_little64(pair + KEY, local);
-    chain->parent = chain->has_parent ? xxh3(&chain->state, pair, sizeof pair) : local;
-    chain->has_parent = 1;
-    return chain->parent;
 }
 
 /* digest(payload: buffer, seed: int) -> int

@@ -4,10 +4,9 @@
  * index or two, a place 40 and its slot.
  */
 
+#include "chain.h"
 #include "index.h"
-#include "xxh3.h"
-
-#include <stdlib.h>
+#include "input.h"
 
 enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256 };
 
@@ -412,23 +411,64 @@ static int compare_numbers(const void *one, const void *other)
     return (a > b) - (a < b);
 }
 
-/* Whether none of these is found, and none is there twice. -1 with an exception. */
-static int are_strange(KnownBlocks *known, PyObject *numbers, int64_t (*find)(KnownBlocks *, uint64_t))
+/* Whether a number is there twice. -1 without memory. */
+static int has_repeats(const uint64_t *numbers, size_t count)
 {
-    const Py_ssize_t count = PySequence_Size(numbers);
-    uint64_t few[64], *all = count > 64 ? PyMem_Malloc((size_t)count * sizeof *all) : few;
-    int outcome = count < 0 || all == NULL ? -1 : 1;
-    if (all == NULL)
+    if (count < 2)
+        return 0;
+    uint64_t few[64], *sorted = count > 64 ? PyMem_Malloc(count * sizeof *sorted) : few;
+    if (sorted == NULL) {
         PyErr_NoMemory();
-    for (Py_ssize_t i = 0; outcome == 1 && i < count; i++)
-        outcome = !number_at(numbers, i, &all[i]) ? -1 : find(known, all[i]) < 0;
-    if (outcome == 1 && count > 1) {
-        qsort(all, (size_t)count, sizeof *all, compare_numbers);
-        for (Py_ssize_t i = 1; outcome == 1 && i < count; i++)
-            outcome = all[i - 1] != all[i];
+        return -1;
     }
-    if (all != few)
-        PyMem_Free(all);
+    memcpy(sorted, numbers, count * sizeof *sorted);
+    qsort(sorted, count, sizeof *sorted, compare_numbers);
+    int is_repeated = 0;
+    for (size_t i = 1; i < count; i++)
+        is_repeated |= sorted[i - 1] == sorted[i];
+    if (sorted != few)
+        PyMem_Free(sorted);
+    return is_repeated;
+}
+
+typedef int64_t Find(KnownBlocks *known, uint64_t number);
+
+/* Whether none of these is found, and none is there twice. -1 with an exception. */
+static int are_strange(KnownBlocks *known, const uint64_t *numbers, size_t count, Find *find)
+{
+    for (size_t i = 0; i < count; i++)
+        if (find(known, numbers[i]) >= 0)
+            return 0;
+    const int is_repeated = has_repeats(numbers, count);
+    return is_repeated < 0 ? -1 : !is_repeated;
+}
+
+/* A sequence of numbers in memory that is to be freed. NULL with an exception. */
+static uint64_t *read_numbers(PyObject *sequence, size_t *count)
+{
+    const Py_ssize_t size = PySequence_Size(sequence);
+    uint64_t *numbers = size < 0 ? NULL : PyMem_Malloc((size_t)size * sizeof *numbers + 1);
+    if (numbers == NULL) {
+        if (size >= 0)
+            PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < size; i++)
+        if (!number_at(sequence, i, &numbers[i])) {
+            PyMem_Free(numbers);
+            return NULL;
+        }
+    *count = (size_t)size;
+    return numbers;
+}
+
+/* As are_strange, of a sequence. */
+static int are_all_strange(KnownBlocks *known, PyObject *sequence, Find *find)
+{
+    size_t count = 0;
+    uint64_t *numbers = read_numbers(sequence, &count);
+    const int outcome = numbers == NULL ? -1 : are_strange(known, numbers, count, find);
+    PyMem_Free(numbers);
     return outcome;
 }
 
@@ -438,9 +478,9 @@ static PyObject *known_are_new(PyObject *self, PyObject *const *args, Py_ssize_t
     KnownBlocks *known = (KnownBlocks *)self;
     if (!has_arguments("are_new", nargs, 2))
         return NULL;
-    int outcome = are_strange(known, args[0], find_hash);
+    int outcome = are_all_strange(known, args[0], find_hash);
     if (outcome == 1)
-        outcome = are_strange(known, args[1], find_key);
+        outcome = are_all_strange(known, args[1], find_key);
     return outcome < 0 ? NULL : PyBool_FromLong(outcome);
 }
 
@@ -591,6 +631,274 @@ static PyObject *known_move(PyObject *self, PyObject *const *args, Py_ssize_t na
     return Py_NewRef(Py_None);
 }
 
+/* ---- whole events -------------------------------------------------------------------------------- */
+
+/* What a plain store goes by. */
+typedef struct {
+    uint64_t *hashes, *keys;
+    size_t count;
+    int64_t place; /* of the first block, where it goes on in the piece of its parent; else -1 */
+    uint64_t parent, namespace;
+    int depth; /* of the first block */
+} Store;
+
+/* Numbers as a list. NULL with an exception. */
+static PyObject *list_numbers(const uint64_t *numbers, size_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
+        if (number == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SetItem(list, (Py_ssize_t)i, number);
+    }
+    return list;
+}
+
+/* Whether a place is in a dict of places. -1 with an exception. */
+static int is_in(PyObject *full, Places *places, uint32_t number)
+{
+    if (PyDict_Size(full) == 0)
+        return 0;
+    PyObject *place = make_place(places, number);
+    const int found = place == NULL ? -1 : PyDict_Contains(full, place);
+    Py_XDECREF(place);
+    return found;
+}
+
+/* Where a store goes on: 1 where that is plain, 0 where it is not, -1 with an exception. */
+static int find_parent(KnownBlocks *known, PyObject *parent, PyObject *full, int piece_blocks, Store *store, Chain *chain)
+{
+    store->place = -1;
+    store->depth = 0;
+    chain->has_parent = 0;
+    if (parent == Py_None)
+        return 1;
+    const uint64_t hash = PyLong_AsUnsignedLongLong(parent);
+    if (PyErr_Occurred())
+        return -1;
+    const int64_t number = find_hash(known, hash);
+    if (number < 0)
+        return 0;
+    const Block *block = block_at(known, (uint32_t)number);
+    const Place *place = &known->places->places[block->place];
+    if (place->kind == SINGLE || place->namespace != store->namespace)
+        return 0;
+    chain->parent = block->key ^ place->namespace;
+    chain->has_parent = 1;
+    store->parent = block->key;
+    store->depth = (block->depth + 1) % piece_blocks;
+    if (store->depth == 0)
+        return 1;
+    store->place = block->place;
+    const int is_full = is_in(full, known->places, block->place);
+    return is_full < 0 ? -1 : !is_full;
+}
+
+/* The blocks `start` to `end` of a store at one place: (place, keys, depth, start, key of the block before or None). */
+static PyObject *store_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth)
+{
+    int64_t number = start == 0 ? store->place : -1;
+    if (number < 0) {
+        const Place place = {.head = store->keys[start], .namespace = store->namespace, .kind = ROW};
+        number = number_of_place(known->places, &place);
+    }
+    if (number < 0)
+        return NULL;
+    const uint32_t place = (uint32_t)number;
+    enter_place(known->places, place);
+    int is_done = 1;
+    for (size_t i = start; is_done && i < end; i++)
+        is_done = put_block(known, store->hashes[i], store->keys[i], place, (uint8_t)(depth + (int)(i - start)));
+    PyObject *made = is_done ? make_place(known->places, place) : NULL;
+    leave_place(known->places, place);
+    PyObject *keys = made == NULL ? NULL : list_numbers(store->keys + start, end - start);
+    PyObject *before = depth > 0 ? PyLong_FromUnsignedLongLong(store->parent) : Py_NewRef(Py_None);
+    if (keys == NULL || before == NULL) {
+        Py_XDECREF(made);
+        Py_XDECREF(keys);
+        Py_XDECREF(before);
+        return NULL;
+    }
+    return Py_BuildValue("NNinN", made, keys, depth, (Py_ssize_t)start, before);
+}
+
+/* Hash a store's blocks, and put them in if all of them are new: a list of pieces, or None. */
+static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const Input *tokens, size_t width, int piece_blocks)
+{
+    for (size_t i = 0; i < store->count; i++)
+        store->keys[i] = go_on(chain, xxh3(&chain->state, tokens->start + width * i, width)) ^ store->namespace;
+    int are_new = are_strange(known, store->hashes, store->count, find_hash);
+    if (are_new == 1)
+        are_new = are_strange(known, store->keys, store->count, find_key);
+    if (are_new != 1)
+        return are_new < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *pieces = PyList_New(0);
+    int depth = store->depth;
+    for (size_t start = 0, end; pieces != NULL && start < store->count; start = end, depth = 0) {
+        end = start + (size_t)(piece_blocks - depth);
+        end = end < store->count ? end : store->count;
+        PyObject *piece = store_piece(known, store, start, end, depth);
+        if (piece == NULL || PyList_Append(pieces, piece) < 0)
+            Py_CLEAR(pieces);
+        Py_XDECREF(piece);
+    }
+    return pieces;
+}
+
+/* extend(parent: int | None, engine_hashes: Sequence, tokens: bytes, block_size: int, seed: int, namespace: int,
+ *        full: dict[Place, object], piece_blocks: int) -> list[tuple[Place, list[int], int, int, int | None]] | None
+ *
+ * A store of complete blocks that are all new, and go on from a block here at a place that is not full, or begin at the
+ * root. None where it is not so; nothing has changed then.
+ */
+static PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    Input tokens;
+    Chain chain;
+    Store store = {NULL, NULL, 0, -1, 0, 0, 0};
+    if (!has_arguments("extend", nargs, 8))
+        return NULL;
+    const Py_ssize_t block_size = PyLong_AsSsize_t(args[3]);
+    const uint64_t seed = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[4]);
+    store.namespace = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[5]);
+    const long piece_blocks = PyErr_Occurred() ? 0 : PyLong_AsLong(args[7]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (block_size < 1 || block_size > PY_SSIZE_T_MAX / 4 || piece_blocks < 1 || piece_blocks > PIECE_BLOCKS ||
+        !PyDict_Check(args[6]) || !known->has_keys)
+        return PyErr_Format(PyExc_ValueError, "extend() takes blocks of tokens, pieces of up to 32 blocks, and a dict");
+    const int is_plain = find_parent(known, args[0], args[6], (int)piece_blocks, &store, &chain);
+    if (is_plain != 1)
+        return is_plain < 0 ? NULL : Py_NewRef(Py_None);
+    if (!open_bytes(args[2], &tokens))
+        return NULL;
+    const size_t width = 4 * (size_t)block_size, complete = (size_t)tokens.size / width;
+    PyObject *pieces = NULL;
+    store.hashes = read_numbers(args[1], &store.count);
+    if (store.hashes != NULL) {
+        store.count = complete < store.count ? complete : store.count;
+        store.keys = PyMem_Malloc(store.count * sizeof *store.keys + 1);
+        xxh3_prepare(&chain.state, seed, width > 2 * KEY ? width : 2 * KEY);
+        pieces = store.keys == NULL ? PyErr_NoMemory() : extend(known, &store, &chain, &tokens, width, (int)piece_blocks);
+    }
+    PyMem_Free(store.hashes);
+    PyMem_Free(store.keys);
+    close_input(&tokens);
+    return pieces;
+}
+
+/* Blocks of one place that are taken together: place, namespace, keys, depths, engine hashes. */
+static PyObject *describe_group(KnownBlocks *known, const Block *blocks, size_t count)
+{
+    PyObject *keys = PyList_New((Py_ssize_t)count), *depths = PyList_New((Py_ssize_t)count);
+    PyObject *hashes = PyList_New((Py_ssize_t)count), *place = make_place(known->places, blocks[0].place);
+    int is_done = keys != NULL && depths != NULL && hashes != NULL && place != NULL;
+    for (size_t i = 0; is_done && i < count; i++) {
+        PyObject *key = PyLong_FromUnsignedLongLong(blocks[i].key), *depth = PyLong_FromLong(blocks[i].depth);
+        PyObject *hash = PyLong_FromUnsignedLongLong(blocks[i].hash);
+        is_done = key != NULL && depth != NULL && hash != NULL;
+        if (is_done) {
+            PyList_SetItem(keys, (Py_ssize_t)i, Py_NewRef(key));
+            PyList_SetItem(depths, (Py_ssize_t)i, Py_NewRef(depth));
+            PyList_SetItem(hashes, (Py_ssize_t)i, Py_NewRef(hash));
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(depth);
+        Py_XDECREF(hash);
+    }
+    if (is_done) {
+        const uint64_t namespace = known->places->places[blocks[0].place].namespace;
+        return Py_BuildValue("NKNNN", place, namespace, keys, depths, hashes);
+    }
+    Py_XDECREF(keys);
+    Py_XDECREF(depths);
+    Py_XDECREF(hashes);
+    Py_XDECREF(place);
+    return NULL;
+}
+
+/* Whether a block is in a dict by its key. -1 with an exception. */
+static int is_among(PyObject *several, const Block *block)
+{
+    if (PyDict_Size(several) == 0)
+        return 0;
+    PyObject *key = PyLong_FromUnsignedLongLong(block->key);
+    const int found = key == NULL ? -1 : PyDict_Contains(several, key);
+    Py_XDECREF(key);
+    return found;
+}
+
+/* The blocks of these hashes, if all are here, each once, and not among `several`. 1, 0, or -1 with an exception. */
+static int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks)
+{
+    for (size_t i = 0; i < count; i++) {
+        const int64_t number = find_hash(known, hashes[i]);
+        if (number < 0)
+            return 0;
+        blocks[i] = *block_at(known, (uint32_t)number);
+        const int found = is_among(several, &blocks[i]);
+        if (found != 0)
+            return found < 0 ? -1 : 0;
+    }
+    const int is_repeated = has_repeats(hashes, count);
+    return is_repeated < 0 ? -1 : !is_repeated;
+}
+
+/* Move collected blocks to `gone`, and describe them by places: a list, or NULL with an exception. */
+static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, size_t count)
+{
+    PyObject *groups = PyList_New(0);
+    for (size_t start = 0, end; groups != NULL && start < count; start = end) {
+        for (end = start + 1; end < count && blocks[end].place == blocks[start].place; end++)
+            continue;
+        PyObject *group = describe_group(known, blocks + start, end - start);
+        if (group == NULL || PyList_Append(groups, group) < 0)
+            Py_CLEAR(groups);
+        Py_XDECREF(group);
+    }
+    for (size_t i = 0; groups != NULL && i < count; i++) {
+        if (!put_block(gone, blocks[i].hash, blocks[i].key, blocks[i].place, blocks[i].depth))
+            Py_CLEAR(groups);
+        else
+            remove_block(known, (uint32_t)find_hash(known, blocks[i].hash));
+    }
+    return groups;
+}
+
+/* take(engine_hashes: Sequence, gone: KnownBlocks, several: dict[int, object])
+ *     -> list[tuple[Place, int, list[int], list[int], list[int]]] | None
+ *
+ * Move the blocks of all these engine hashes to `gone`; those of one place that follow each other are told together.
+ * None where one of them is not here, comes twice, or is among `several`; nothing has changed then.
+ */
+static PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    size_t count = 0;
+    if (!has_arguments("take", nargs, 3))
+        return NULL;
+    if (Py_TYPE(args[1]) != Py_TYPE(self) || args[1] == self || ((KnownBlocks *)args[1])->places != known->places ||
+        !PyDict_Check(args[2]))
+        return PyErr_Format(PyExc_TypeError, "take() takes other KnownBlocks of the same Places, and a dict");
+    uint64_t *hashes = read_numbers(args[0], &count);
+    Block *blocks = hashes == NULL ? NULL : PyMem_Malloc(count * sizeof *blocks + 1);
+    PyObject *groups = NULL;
+    if (blocks != NULL) {
+        const int is_plain = collect(known, hashes, count, args[2], blocks);
+        if (is_plain == 1)
+            groups = take_blocks(known, (KnownBlocks *)args[1], blocks, count);
+        else if (is_plain == 0)
+            groups = Py_NewRef(Py_None);
+    } else if (hashes != NULL)
+        PyErr_NoMemory();
+    PyMem_Free(hashes);
+    PyMem_Free(blocks);
+    return groups;
+}
+
 static Py_ssize_t known_length(PyObject *self)
 {
     return (Py_ssize_t)((KnownBlocks *)self)->used;
@@ -650,6 +958,11 @@ static PyMethodDef known_methods[] = {
     METHOD("pop", known_pop, METH_O, "pop($self, engine_hash, /)\n--\n\nTake an engine hash out."),
     METHOD("discard", known_discard, METH_O, "discard($self, engine_hashes, /)\n--\n\nTake engine hashes out."),
     METHOD("move", known_move, METH_FASTCALL, "move($self, engine_hash, place, /)\n--\n\nA block is elsewhere."),
+    METHOD("extend", known_extend, METH_FASTCALL,
+           "extend($self, parent, engine_hashes, tokens, block_size, seed, namespace, full, piece_blocks, /)\n--\n\n"
+           "A plain store, from its tokens."),
+    METHOD("take", known_take, METH_FASTCALL,
+           "take($self, engine_hashes, gone, several, /)\n--\n\nA plain removal."),
     METHOD("__sizeof__", known_size, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from waymark.domain.known import KnownBlocks, Places, Spot, new_known, new_places
+from waymark.domain.known import Group, KnownBlocks, Piece, Places, Spot, new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED
 from waymark.domain.rows import Place
 from waymark.domain.slices import Slices
@@ -69,6 +69,18 @@ class BlockMemory(Protocol):
         depths: Sequence[int],
         hashes: Sequence[int],
     ) -> None: ...
+    def extend(
+        self,
+        holder: int,
+        parent: int | None,
+        engine_hashes: Sequence[int],
+        tokens: bytes,
+        block_size: int,
+        seed: int,
+        namespace: int,
+        piece_blocks: int,
+    ) -> list[Piece] | None: ...
+    def take(self, holder: int, engine_hashes: Sequence[int]) -> list[Group] | None: ...
     def store_again(self, holder: int, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]: ...
     def remove(self, holder: int, engine_hash: int, *, counts: bool) -> Left | None: ...
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> Left: ...
@@ -83,18 +95,18 @@ class FullPlaces:
     """Places that are known to be full: marked rows, and full branch rows. Bounded; a wrong one costs a reply."""
 
     def __init__(self) -> None:
-        self._places: dict[Place, None] = {}
+        self.places: dict[Place, None] = {}
 
     def __contains__(self, place: Place) -> bool:
-        return place in self._places
+        return place in self.places
 
     def add(self, place: Place) -> None:
-        self._places[place] = None
-        if len(self._places) > FULL_MAX:
-            del self._places[next(iter(self._places))]
+        self.places[place] = None
+        if len(self.places) > FULL_MAX:
+            del self.places[next(iter(self.places))]
 
     def discard(self, place: Place) -> None:
-        self._places.pop(place, None)
+        self.places.pop(place, None)
 
 
 @dataclass(slots=True)
@@ -143,6 +155,13 @@ class _Gone:
     def add(self, engine_hash: int, spot: Spot) -> None:
         self._old.discard((engine_hash,))
         self._new.store(spot.place, spot.namespace, (spot.key,), (spot.depth,), (engine_hash,))
+
+    def take(self, held: _Held, engine_hashes: Sequence[int]) -> list[Group] | None:
+        """They are gone from ``held``; None where that is not plain."""
+        groups = held.known.take(engine_hashes, self._new, held.several)
+        if groups is not None:
+            self._old.discard(engine_hashes)
+        return groups
 
     def discard(self, engine_hashes: Sequence[int]) -> None:
         """They are there again."""
@@ -239,6 +258,32 @@ class HeldBlocks:
         held = self._held[holder]
         held.known.store(place, namespace, keys, depths, hashes)
         self._gone[held.dp_rank].discard(hashes)
+
+    def extend(
+        self,
+        holder: int,
+        parent: int | None,
+        engine_hashes: Sequence[int],
+        tokens: bytes,
+        block_size: int,
+        seed: int,
+        namespace: int,
+        piece_blocks: int,
+    ) -> list[Piece] | None:
+        """Hash and store the blocks of a plain store, which has a token for each place in them; see ``KnownBlocks``."""
+        held = self._held[holder]
+        pieces = held.known.extend(
+            parent, engine_hashes, tokens, block_size, seed, namespace, self.full.places, piece_blocks
+        )
+        if pieces:
+            _, keys, _, start, _ = pieces[-1]
+            self._gone[held.dp_rank].discard(engine_hashes[: start + len(keys)])
+        return pieces
+
+    def take(self, holder: int, engine_hashes: Sequence[int]) -> list[Group] | None:
+        """Remove the blocks of a plain removal; see ``KnownBlocks``."""
+        held = self._held[holder]
+        return self._gone[held.dp_rank].take(held, engine_hashes)
 
     def store_again(self, holder: int, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]:
         """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes."""

@@ -6,8 +6,8 @@ of its blocks is. The C module has both types, in some 35 bytes a block; here th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from waymark import native
 from waymark.domain.rows import PIECE_BLOCKS, Place
@@ -26,6 +26,13 @@ class Spot(NamedTuple):
     @property
     def seq_hash(self) -> int:
         return self.key ^ self.namespace
+
+
+Piece: TypeAlias = tuple[Place, list[int], int, int, int | None]
+"""New blocks at one place: their keys, the depth of the first and its index in its event, and the key of the block
+before it, where that is in the same piece."""
+Group: TypeAlias = tuple[Place, int, list[int], list[int], list[int]]
+"""Blocks at one place that went together: its namespace, their keys, their depths, their engine hashes."""
 
 
 class Places(Protocol):
@@ -82,6 +89,33 @@ class KnownBlocks(Protocol):
 
     def move(self, engine_hash: int, place: Place, /) -> None:
         """Its block is at another place; ``KeyError`` where it is not here."""
+
+    def extend(
+        self,
+        parent: int | None,
+        engine_hashes: Sequence[int],
+        tokens: bytes,
+        block_size: int,
+        seed: int,
+        namespace: int,
+        full: Mapping[Place, object],
+        piece_blocks: int,
+        /,
+    ) -> list[Piece] | None:
+        """Hash a plain store, and put its blocks in: all of them are new, and go on from a block that is here, of the
+        same namespace, at a place that is not ``full``; or they begin at the root.
+
+        None where the store is not plain, or this implementation has no short way for it; nothing has changed then.
+        """
+
+    def take(
+        self, engine_hashes: Sequence[int], gone: KnownBlocks, several: Mapping[int, object], /
+    ) -> list[Group] | None:
+        """A plain removal: each of these engine hashes goes to ``gone``. All of them are here, none comes twice, and
+        the key of none is among ``several``.
+
+        None as of ``extend``.
+        """
 
 
 def new_places() -> Places:
@@ -214,6 +248,25 @@ class PureKnownBlocks:
         number = self._places.enter(place, self._places.places[former][1], 1)
         self._spots[engine_hash] = number << 69 | packed & (1 << 69) - 1
         self._places.leave(former)
+
+    def extend(
+        self,
+        parent: int | None,
+        engine_hashes: Sequence[int],
+        tokens: bytes,
+        block_size: int,
+        seed: int,
+        namespace: int,
+        full: Mapping[Place, object],
+        piece_blocks: int,
+        /,
+    ) -> list[Piece] | None:
+        return None
+
+    def take(
+        self, engine_hashes: Sequence[int], gone: KnownBlocks, several: Mapping[int, object], /
+    ) -> list[Group] | None:
+        return None
 
     def _put(self, engine_hash: int, packed: int) -> None:
         if engine_hash in self._spots:

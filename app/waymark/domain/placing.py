@@ -172,6 +172,40 @@ class Placer:
         )
         return True
 
+    def extend(
+        self,
+        parts: PartList,
+        holder: int,
+        position: int,
+        namespace: int,
+        parent: int | None,
+        hashes: Sequence[int],
+        tokens: bytes,
+        block_size: int,
+        seed: int,
+    ) -> bool:
+        """Hash and store the blocks of a plain store at once; whether it was plain. See ``KnownBlocks.extend``."""
+        if self._counted:
+            return False
+        pieces = self.memory.extend(holder, parent, hashes, tokens, block_size, seed, namespace, self._piece_blocks)
+        if pieces is None:
+            return False
+        for place, keys, depth, start, before in pieces:
+            end = start + len(keys)
+            depths, some = range(depth, depth + len(keys)), hashes[start:end]
+            parts.add("+", holder, STEP * (position + start) + 1, place, namespace, keys, depths, some, parent=before)
+        return True
+
+    def take(self, parts: PartList, holder: int, position: int, hashes: Sequence[int]) -> bool:
+        """Remove the blocks of a plain removal at once; whether it was plain. See ``KnownBlocks.take``."""
+        groups = None if self._counted else self.memory.take(holder, hashes)
+        if groups is None:
+            return False
+        for place, namespace, keys, depths, some in groups:
+            parts.add("-", holder, STEP * position + 1, place, namespace, keys, depths, some, is_known=True)
+            position += len(keys)
+        return True
+
     def _leave(self, parts: PartList, holder: int, position: int, engine_hash: int, mode: Mode) -> None:
         left = self.memory.leave(holder, engine_hash, counts=mode != "set")
         spot = left.spot
