@@ -7,7 +7,9 @@ native speaker reads each sentence once. A word that was rewritten is retired he
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +46,10 @@ RETIRED = {
     r"\bcut off\b|\bis cut\b": "closed",
     r"\bthrows? away\b|\bthrown away\b": "drop",
 }
+
+
+#: Packages whose docstrings and comments are read, too.
+READ = ("api", "ingest", "simulator")
 
 
 def pages() -> list[Path]:
@@ -107,6 +113,32 @@ def test_pages_have_no_retired_word(page: Path) -> None:
 def test_strings_have_no_retired_word(module: Path) -> None:
     complaints = [complaint for line, text in strings(module) for complaint in found(line, text)]
     assert not complaints, "\n".join(complaints)
+
+
+def remarks(source: str) -> Iterator[tuple[int, str]]:
+    """The comments and docstrings of a module, with their lines."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+@pytest.mark.parametrize("package", READ)
+def test_docstrings_and_comments_have_no_retired_word(package: str) -> None:
+    complaints = [
+        f"{path.name}:{complaint}"
+        for path in sorted((PACKAGE / package).rglob("*.py"))
+        for line, text in remarks(path.read_text(encoding="utf-8"))
+        for complaint in found(line, text)
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_a_comment_and_a_docstring_are_remarks() -> None:
+    source = 'def f() -> None:\n    """It tells."""\n    # for good\n    return "whoever"\n'
+    assert sorted(remarks(source)) == [(2, "It tells."), (3, "# for good")]
 
 
 def test_a_retired_word_is_found_where_users_read_it() -> None:

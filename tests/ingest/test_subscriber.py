@@ -237,7 +237,7 @@ async def test_frames_bear_their_connection_when_the_loop_slept_through_a_restar
     context: Context, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The next attempt is due long before the frames of the lost connection are read.
-    monkeypatch.setattr(module, "FRAMES_PER_TURN", 10)
+    monkeypatch.setattr(module, "FRAMES_PER_READ", 10)
     monkeypatch.setattr(module, "RECONNECT_SECONDS", 0.001)
     publisher = publish("tcp://127.0.0.1:*")
     async with subscriber_of(context, publisher.endpoint) as subscriber:
@@ -328,7 +328,7 @@ async def test_other_tasks_get_their_turn_during_a_burst(context: Context, publi
         while subscriber.buffered_frames < 5000:
             await asyncio.sleep(0)
             seen.add(subscriber.buffered_frames)
-    assert len(seen) > 5000 // module.FRAMES_PER_TURN // 2
+    assert len(seen) > 5000 // module.FRAMES_PER_READ // 2
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class Decisions:
         return await self._with_prompt(read, body, selected)
 
     async def select_without_redis(self, body: Body) -> Answer | Paused:
-        """What ``/select`` answers while Redis is away."""
+        """What ``/select`` answers while Redis is unavailable."""
         read = body.asked(self._select)
         request = _select_request(read)
         self._gate.check_latched()

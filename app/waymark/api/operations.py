@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Answer:
-    """What a handler gives back. ``content`` is encoded in the request's format; bytes are sent as they are."""
+    """What a handler returns. ``content`` is encoded in the request's format; bytes are sent as they are."""
 
     content: Any
     status: int = 200

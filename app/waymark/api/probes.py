@@ -1,7 +1,7 @@
 """Liveness, readiness, metrics: what an orchestrator and a scraper ask.
 
-Alive is that the loop turns; ready is that Redis answers and the scripts are there. Neither asks an engine. None of
-them waits long for a Redis that hangs: whoever asks has a time limit of its own, usually a second.
+A process is alive while its event loop runs, and ready while Redis answers and has the scripts. Neither probe contacts
+an engine. None of them waits long for a Redis that hangs, because its caller has a time limit, usually of a second.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Probes:
         return Answer(text, media_type=media_type.encode())
 
     async def _look(self) -> Health:
-        """How Redis is, in the metrics too. Of the embedded one there is nothing to tell but that it is up."""
+        """How Redis is, in the metrics too. Of the embedded Redis it is known only that it is up."""
         health, metrics = await self._store.health.look(), self._metrics
         metrics.redis_up.set(health.is_up)
         if health.primaries:

@@ -60,12 +60,12 @@ def parse_replay(parts: Sequence[bytes]) -> tuple[int, bytes] | None:
 
 
 def is_end_marker(payload: bytes) -> bool:
-    """Whether a reply ends its replay. The payload alone tells; the seq beside it is all ones in practice."""
+    """Whether a reply ends its replay. Only the payload shows that; the seq next to it is all ones in practice."""
     return not payload
 
 
 def digest(payload: bytes) -> str:
-    """What a watermark remembers of its payload: XXH3-64 with seed 0, as 16 hex digits."""
+    """The digest of a payload that is kept with the watermark: XXH3-64 with seed 0, as 16 hex digits."""
     return xxh3_64_hexdigest(payload)
 
 

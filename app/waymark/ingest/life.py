@@ -45,7 +45,7 @@ BUFFER_FULL = "buffer_full"
 #: A flag of the record, with the seq of the first live frame behind it: the life began before its replay had a place.
 _OPENED_AT = "opened_at:"
 
-#: Why a stream is not all it could be, as it is told.
+#: The sentences of the reasons for which a stream is degraded.
 REASONS = {
     JOINED_LATE: "this life began before the first batch that the publisher can replay",
     BATCHES_LOST: "batches of this life were lost and cannot be replayed",
@@ -187,9 +187,9 @@ class Life:
             log.info("publisher reconnected", extra=fields(stream=self.name))
 
     async def lost(self) -> None:
-        """The publisher has been away for too long: it is not counted until it is found again."""
+        """The publisher was unreachable for too long: its blocks are not counted until it is found again."""
         self.is_lost = True
-        # Written first: whoever takes over after a crash in between will mark it found again.
+        # Written first: after a crash in between, the worker that takes over marks it found again.
         await self.applier.write({"status": StreamStatus.LOST}, {})
         await self.applier.set_lost(is_lost=True)
         log.warning("publisher lost", extra=fields(stream=self.name))
@@ -226,7 +226,7 @@ class Life:
         await self._flag(JOINED_LATE, f"{_OPENED_AT}{seq}")
 
     async def close_opening(self, seq: int) -> None:
-        """A replay begins at ``seq``: where that is before the first live frame, the life begins anew from there."""
+        """A replay begins at ``seq``: if that is before the first live frame, the life begins again from there."""
         if self.opened_at is None:
             return
         if seq < self.opened_at:
@@ -251,12 +251,12 @@ class Life:
         self.opened_at = self._unproven = None
         self.acknowledged = None
         self.order.restart()
-        # The others tell of the life that has ended.
+        # The other reasons are of the life that has ended.
         self.reasons &= {REPLAY_SILENT}
         await self.found()
 
     async def join_late(self) -> None:
-        """The life began before what can be had of it, and whoever takes over shall know."""
+        """The life began before the first batch that can be replayed. The record keeps this for the next worker."""
         self.reasons.add(JOINED_LATE)
         await self._flag(JOINED_LATE)
 
@@ -264,14 +264,14 @@ class Life:
         return any(name.dp_rank == dp_rank for name in self.applier.resolver.holders)
 
     async def yield_ranks(self) -> None:
-        """End what is held here for ranks that have a registration of their own by now: theirs tells of them."""
+        """End the holders of ranks that meanwhile have a registration of their own, whose stream reports them."""
         resolver = self.applier.resolver
         ranks = {name.dp_rank for name in resolver.holders}
         for dp_rank in ranks & resolver.foreign_ranks:
             await self.applier.new_life(dp_rank)
 
     async def lose(self, seq: int) -> None:
-        """The batches before ``seq`` cannot be had again: go on without them, or end the life."""
+        """The batches before ``seq`` cannot be recovered: go on without them, or end the life."""
         assert self.order.watermark is not None
         missing = seq - self.order.watermark - 1
         self._passed["batches_lost"] += missing
@@ -289,7 +289,7 @@ class Life:
         await self.step_over(seq)
 
     async def give_up(self, incoming: Incoming) -> None:
-        """A batch is not read, and never will be: asking again would bring the same bytes.
+        """A batch is not read and never will be, because a second request would return the same bytes.
 
         It never ends the life, whatever is set for gaps: the replay that follows would bring it again.
         """
@@ -307,7 +307,7 @@ class Life:
         self.order.watermark = seq - 1
 
     async def overflowed(self) -> None:
-        """Frames were dropped for lack of room, and there is no replay to have them again."""
+        """Frames were dropped for lack of room, and no replay can recover them."""
         if BUFFER_FULL not in self.reasons:
             log.warning("frames dropped that no replay can recover", extra=fields(stream=self.name))
         self.reasons.add(BUFFER_FULL)
@@ -320,8 +320,8 @@ class Life:
     async def _flag(self, *added: str) -> None:
         """Keep flags of this life before anything more is applied.
 
-        Each of them means that the stream is degraded. The status says so in the same step: a watermark behind a loss
-        never stands beside ``active``. A lost publisher keeps its status, by which whoever takes over finds it again.
+        Each of them means that the stream is degraded. The status changes in the same step, so a watermark behind
+        a loss never comes with ``active``. A lost publisher keeps its status, by which the next worker finds it again.
         """
         flags = self.applier.resolver.flags
         if not flags.issuperset(added):

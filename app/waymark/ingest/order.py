@@ -37,7 +37,7 @@ class Order:
         self._last_rank: int | None = None
 
     def connected(self) -> None:
-        """A new connection: what was live on the old one says nothing any more."""
+        """A new connection: live frames of the old one prove nothing any more."""
         self.last_live = None
         self._last_rank = None
 

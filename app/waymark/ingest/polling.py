@@ -92,7 +92,7 @@ class Poller:
                 continue
 
     def _failed(self, error: str | None, *, is_defect: bool = False) -> None:
-        """Remember how a round ended, None for well; what is as it was in the round before is not logged again."""
+        """Remember how a round ended (None: well), and log only what differs from the round before."""
         if error is None and self._error is not None:
             log.info("polling for streams resumed")
         elif error is not None and self._error is None:
@@ -101,9 +101,9 @@ class Poller:
         self.is_away = error is not None and not is_defect
 
     async def _for_each(self, what: str, claims: Iterable[Claim], step: Callable[[Claim], Awaitable[Any]]) -> list[Any]:
-        """Do a step for each of the claims. One that fails is logged once, and holds no other up; what came out.
+        """Do a step for each of the claims, and return the outcomes. One that fails is logged once and delays no other.
 
-        Raises StoreUnavailable where Redis does not answer, since then it does not for the others either.
+        Raises StoreUnavailable if Redis does not answer, because then no other step would succeed either.
         """
         outcomes: list[Any] = []
         for claim in claims:
@@ -131,7 +131,7 @@ class Poller:
         self._store.pacer.workers = len(workers)
         others, self._others = self._others, set(workers)
         if (is_another or self.is_away) and not others <= self._others:
-            # Redis did not hear meanwhile who lives, and will within a poll: till then nobody's streams are taken.
+            # Redis received no heartbeats meanwhile. Until it has, no worker takes another's streams.
             return
         await self._finish(claim for claim in claims if claim.is_leaving)
         staying = [claim for claim in claims if not claim.is_leaving]
@@ -148,7 +148,7 @@ class Poller:
         self._gauges.saw(list(workers), [claim.registration for claim in staying])
 
     async def _claims_to_believe(self) -> tuple[list[Claim], bool]:
-        """All claims, read since Redis came back empty last; and whether it has since the last poll.
+        """All claims, read after Redis last came back empty, and whether that happened since the last poll.
 
         What this worker has seen is forgotten only with a list that it believes: Redis may come back empty again while
         registrations are restored.
@@ -164,7 +164,7 @@ class Poller:
         raise StoreUnavailable("Redis repeatedly returns empty; find out why it loses its data")
 
     async def _claims_and_lost(self) -> list[Claim]:
-        """All claims; one that was there at the last poll and that Redis has lost since is put back first."""
+        """All claims, after those that Redis has lost since the last poll were put back."""
         claims = await self._store.directory.claims()
         there = {claim.publisher for claim in claims}
         lost = [claim for claim in self._claims if claim.publisher not in there]
@@ -174,7 +174,7 @@ class Poller:
         return claims
 
     async def _finish(self, leaving: Iterable[Claim]) -> None:
-        """Whoever marked a claim as leaving is at work on it; one that is still there a poll later was left behind."""
+        """Finish unregistrations that were left half done: a claim that is still marked as leaving one poll later."""
         claims = list(leaving)
         left = [claim for claim in claims if claim.raw in self._leaving]
         self._leaving.clear()
@@ -189,13 +189,13 @@ class Poller:
             self._epochs.update(now)
 
     async def _keep_groups(self, claims: Iterable[Claim]) -> None:
-        """A group whose id Redis has lost is not found by queries, while its streams go on."""
+        """Restore groups whose id Redis has lost, because queries do not find them."""
         groups = await self._store.directory.groups()
         lost = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
         await self._for_each("keep_group", lost.values(), self._store.registry.begin)
 
     async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:
-        """Stop what is not this worker's any more, or is registered anew; forget what has stopped."""
+        """Stop streams that are not this worker's now, or whose registration changed; forget those that ended."""
         stopping: list[asyncio.Task[None]] = []
         for name, running in self.running.items():
             if running.task is not None and (name not in wanted or not wanted[name].has_stream_of(running.claim)):
@@ -206,7 +206,7 @@ class Poller:
         self.running = {name: running for name, running in self.running.items() if not running.is_done}
 
     def _start(self, wanted: Mapping[PublisherName, Claim], ranks: RegisteredRanks, tasks: asyncio.TaskGroup) -> None:
-        """Start what is wanted and does not run, as far as there is room beside what still runs.
+        """Start the wanted streams that do not run, as far as the limit of streams allows.
 
         The streams that run learn which ranks are registered.
         """
@@ -219,7 +219,7 @@ class Poller:
                 running.task = tasks.create_task(self._runner.run(running))
 
     def _say_left(self, left: int) -> None:
-        """Log it when streams begin and cease to have no worker."""
+        """Log when the first stream is left without a worker, and when none is."""
         self._metrics.streams_left.set(left)
         if bool(left) != self._are_some_left:
             self._are_some_left = bool(left)
@@ -229,6 +229,6 @@ class Poller:
                 log.info("every stream has an ingest worker again")
 
     def _served(self) -> list[Served]:
-        """The streams that run, each with what it resolves by."""
+        """The streams that run, each with its resolver."""
         running = [each for each in self.running.values() if not each.is_done]
         return [(each.stream, each.resolver) for each in running if each.stream and each.resolver]

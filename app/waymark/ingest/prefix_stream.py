@@ -194,7 +194,7 @@ class PrefixStream:
         entries = await applied(changes)
         if entries <= options.max_entries:
             return
-        # A bound that is reached takes out a tenth, so that the next event does not reach it again.
+        # A bound that is reached removes a tenth, so that the next event does not reach it again.
         while entries > options.max_entries - options.max_entries // 10:
             oldest = await applier.answered(lambda: prefixes.oldest(grant, hot, warm, options.max_entries))
             entries = await applied(oldest)

@@ -12,7 +12,7 @@ from waymark.ingest.frames import Frame
 from waymark.ingest.life import BATCHES_LOST, Life
 from waymark.ingest.order import Judgement, Order
 
-#: Ranks come from batches; beyond this the one known longest begins anew.
+#: Ranks come from batches; above this number the rank that was known first is forgotten.
 _RANKS_MAX = 1024
 
 

@@ -57,7 +57,7 @@ class Place:
         return self._places.yield_reason(self, is_slow=is_slow)
 
     def release(self) -> None:
-        """Give the place back, or stop waiting for it."""
+        """Release the place, or stop waiting for it."""
         self._places.release(self)
 
     def hold(self) -> None:
@@ -80,7 +80,7 @@ class ReplayPlaces:
         self._waiting: dict[Place, None] = {}
         """In order of arrival."""
         # By whether they were too slow: instances in turn, each with its places in order of arrival.
-        self._turns: dict[bool, OrderedDict[Hashable, dict[Place, None]]] = {
+        self._queues: dict[bool, OrderedDict[Hashable, dict[Place, None]]] = {
             False: OrderedDict(),
             True: OrderedDict(),
         }
@@ -97,7 +97,7 @@ class ReplayPlaces:
         """Ask for a place, which may be held at once; ``on_held`` is called when it is. To be released in any case."""
         place = Place(self, instance, is_slow, on_held)
         self._waiting[place] = None
-        self._turns[is_slow].setdefault(instance, {})[place] = None
+        self._queues[is_slow].setdefault(instance, {})[place] = None
         self._hand_out()
         return place
 
@@ -110,7 +110,7 @@ class ReplayPlaces:
             self._dequeue(place)
 
     def yield_reason(self, place: Place, *, is_slow: bool) -> YieldReason | None:
-        if is_slow and self._turns[False]:
+        if is_slow and self._queues[False]:
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
             return None
@@ -133,20 +133,20 @@ class ReplayPlaces:
 
     def _hand_out(self) -> None:
         while self._waiting and len(self._held) < self.size:
-            turns = self._turns[False] or self._turns[True]
-            place = next(iter(next(iter(turns.values()))))
+            queue = self._queues[False] or self._queues[True]
+            place = next(iter(next(iter(queue.values()))))
             self._dequeue(place)
-            if place.instance in turns:
-                turns.move_to_end(place.instance)
+            if place.instance in queue:
+                queue.move_to_end(place.instance)
             self._held.add(place)
             place.hold()
 
     def _dequeue(self, place: Place) -> None:
         del self._waiting[place]
-        turns = self._turns[place.is_slow]
-        del turns[place.instance][place]
-        if not turns[place.instance]:
-            del turns[place.instance]
+        queue = self._queues[place.is_slow]
+        del queue[place.instance][place]
+        if not queue[place.instance]:
+            del queue[place.instance]
 
 
 class Pace:

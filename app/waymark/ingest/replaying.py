@@ -79,8 +79,8 @@ class Replaying:
     async def run(self, endpoint: str, *, is_unbroken: Callable[[], bool], needed_by: int | None) -> CatchUpResult:
         """Catch up, as often as it takes; WAITING where live frames can go on before that.
 
-        ``needed_by`` is the seq of a live frame that waits. Live frames wait only where batches before them can
-        still be had, and for the patience of the places in all other cases.
+        ``needed_by`` is the seq of a live frame that waits. It waits as long as needed where batches before it can
+        still be replayed, and for the patience of the places in all other cases.
         """
         self.is_running = True
         try:

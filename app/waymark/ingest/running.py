@@ -55,7 +55,7 @@ class Running:
         return self.stream is None or self.stream.status is StreamStatus.PENDING
 
     def see(self, foreign_ranks: frozenset[int]) -> None:
-        """Tell the stream which ranks are not its own now."""
+        """Pass on which ranks of the instance have a stream of their own now."""
         self.foreign_ranks = foreign_ranks
         if self.resolver is not None:
             self.resolver.foreign_ranks = foreign_ranks
@@ -172,7 +172,7 @@ class StreamRunner:
             await self._give_back(grant)
 
     async def _take(self, claim: Claim) -> Grant | None:
-        """Take the lease. One that arrives just as the stream is stopped is given back, not left to run out."""
+        """Take the lease. A lease that arrives just as the stream is stopped is released at once."""
         seconds = self._options.stream.lease_seconds
         taking = asyncio.ensure_future(self._store.leases.take(claim, self._options.worker_id, seconds))
         try:

@@ -22,8 +22,8 @@ MESSAGE_BYTES_MAX = 64 * 2**20
 
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
-# Any of these, whichever comes first, ends a connection or an attempt at one. A name that does not resolve tells
-# only the last.
+# Any of these, whichever comes first, ends a connection or an attempt at one. For a name that does not
+# resolve there is only the last.
 _OVER = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -38,7 +38,7 @@ _monitor_numbers = itertools.count(1)
 def open_socket(
     context: Context, kind: int, endpoint: str, message_bytes_max: int = MESSAGE_BYTES_MAX
 ) -> zmq.Socket[bytes]:
-    """A socket with the options of both transports, not connected yet; OSError where none is to be had."""
+    """A socket with the options of both transports, not connected yet; OSError if no socket is available."""
     try:
         socket = context.socket(kind)
     except zmq.ZMQError as error:
@@ -100,7 +100,7 @@ class LiveConnection:
         self.socket.close(0)
 
     def changes(self) -> Iterator[bool]:
-        """What the monitor has told since the last time: True for a handshake, False for the end, each once."""
+        """What the monitor has reported since the last call: True for a handshake, False for the end, each once."""
         while True:
             try:
                 event, _ = self.monitor.recv_multipart(zmq.NOBLOCK)

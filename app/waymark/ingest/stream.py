@@ -47,7 +47,7 @@ _REFUSED = (
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What a stream goes by; the names are those of the settings."""
+    """The options of a stream; the names are those of the settings."""
 
     on_gap: Literal["keep", "reset"] = "keep"
     probe_seconds: float = 30.0
@@ -83,7 +83,7 @@ class Stream:
         )
         self._connection = 0
         self._over = 0
-        """A connection that is over, of a life that has ended: what is left of it is nobody's any more."""
+        """A connection that is over, of a life that has ended: its remaining frames are dropped."""
         self._rank_streams = RankStreams(life, on_gap=options.on_gap)
         self._replaying = Replaying(
             life,
@@ -111,7 +111,7 @@ class Stream:
     # ---- the loop ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled; returns when somebody else has the stream."""
+        """Run until cancelled; return when another worker has the stream."""
         try:
             async with self._subscriber:
                 while True:
@@ -142,14 +142,14 @@ class Stream:
         return self._subscriber.buffered_bytes, self._subscriber.buffered_frames
 
     def _is_probe_due(self) -> bool:
-        """Nothing came for long; or something came for which there was no room, and perhaps nothing will any more."""
+        """Whether nothing came for long, or frames were dropped, of which the last might leave no gap to be seen."""
         if self._replaying.is_waiting:
             return False
         is_due = time.monotonic() - self._heard > self._options.probe_seconds
         return self._subscriber.is_connected and (is_due or self._subscriber.dropped > self._dropped_asked)
 
     async def _tick(self) -> None:
-        """What must happen now and then, also in the middle of a long replay: renew the lease, tell how we are."""
+        """What must happen several times a second, also during a long replay: renew the lease, report the status."""
         now = time.monotonic()
         life, options = self._life, self._options
         await life.yield_ranks()
@@ -197,7 +197,7 @@ class Stream:
         await self._reporter.report(status, self._error)
 
     async def _last_report(self) -> None:
-        """What was counted since the last one, where Redis takes it at once."""
+        """Write what was counted since the last report, if Redis answers at once."""
         try:
             async with asyncio.timeout(_REPORT_SECONDS):
                 await self._reporter.report(self.status, self._error)
@@ -243,7 +243,7 @@ class Stream:
         await life.flush()
 
     async def _settle(self, judgement: Judgement, incoming: Incoming) -> Judgement:
-        """Deal with a frame that is not simply next. Afterwards it is IN_ORDER, the BEGINNING, STALE or MIXED."""
+        """Settle a frame that is not simply the next. The result is IN_ORDER, BEGINNING, STALE or MIXED."""
         life = self._life
         if judgement in (Judgement.STALE, Judgement.MIXED):
             return judgement
@@ -283,11 +283,11 @@ class Stream:
 
     @property
     def _is_unbroken(self) -> bool:
-        """The connection whose frames are being read is still there."""
+        """Whether the connection whose frames are being read is still open."""
         return self._subscriber.is_connected and self._subscriber.connection == self._connection
 
     async def _catch_up(self, *, needed_by: int | None = None) -> None:
-        """Ask for everything from the watermark on, and apply it; never for longer than the stated times.
+        """Request everything from the watermark on and apply it, within the times of the options.
 
         ``needed_by`` is the seq of a live frame that waits for it.
         """
@@ -321,5 +321,5 @@ class Stream:
             return
         life.reasons.add(REPLAY_SILENT if outcome is CatchUpResult.SILENT else REPLAY_INCOMPLETE)
         if life.order.watermark == before and not is_other_life:
-            # An endpoint that brings nothing holds live frames up once, not at every gap.
+            # An endpoint that returns nothing delays live frames once, not at every gap.
             self._silent_until = self._heard + options.probe_seconds

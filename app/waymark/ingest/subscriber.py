@@ -6,9 +6,10 @@ These properties must hold:
   dropped and counted, and the order of seqs shows them as a gap.
 - ``connect`` succeeds without a peer, so only a finished handshake counts as a connection.
 - Each frame has the number of the connection that it arrived on. Therefore a socket serves for one connection only: a
-  socket that reconnects by itself queues frames of the new connection behind those of the old one, and they cannot be
-  told apart. It would also stop for good at a peer of another socket type, which may later be replaced by a right one.
-  So libzmq's own reconnecting is delayed for long, and a new socket connects once the old one is read to its end.
+  socket that reconnects by itself queues frames of the new connection behind those of the old one, and the two cannot
+  be distinguished. It would also stop permanently at a peer of another socket type, which a right one may replace
+  later. So libzmq's own reconnecting is delayed for long, and a new socket connects once the old one is read to its
+  end.
 
 The event loop watches the descriptors of the sockets directly, because a future per frame costs more than the frame.
 The descriptors are edge-triggered: they signal that something happened since the last call on the socket, so every
@@ -29,16 +30,16 @@ from waymark.ingest.frame_buffer import FrameBuffer
 from waymark.ingest.frames import Frame, parse_live
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context, LiveConnection
 
-FRAMES_PER_TURN = 500
-"""Frames read before the event loop gets its turn: some 2 ms."""
+FRAMES_PER_READ = 500
+"""Frames read in one callback of the event loop: some 2 ms."""
 RECONNECT_SECONDS = 0.1
-"""Before the first attempt after a lost connection; doubled by every attempt that fails. Also the time in which
-libzmq hands over what it had read when it told of the loss."""
+"""The pause before the first attempt after a lost connection; each failure doubles it. In this time libzmq also
+hands over what it had read when it reported the loss."""
 RECONNECT_SECONDS_MAX = 5.0
 REFUSED_SECONDS = 30.0
 """Before the next attempt after a connection that libzmq has ended for what came over it."""
-BYTES_PER_TURN = 8 * 2**20
-"""Bytes of frames read before the event loop gets its turn, exceeded by at most one frame."""
+BYTES_PER_READ = 8 * 2**20
+"""Bytes of frames read in one callback of the event loop, exceeded by at most one frame."""
 
 
 class Subscriber:
@@ -75,7 +76,7 @@ class Subscriber:
         self._loop: asyncio.AbstractEventLoop
         self._link: LiveConnection | None = None
         self._dialling: asyncio.Handle | None = None
-        self._is_turn_due = False
+        self._is_read_due = False
         self._pause = RECONNECT_SECONDS
         self._waiter: asyncio.Future[None] | None = None
         self._seen_version = 0
@@ -90,7 +91,7 @@ class Subscriber:
         self.close()
 
     def start(self) -> None:
-        """Open the socket and begin to connect, on the running event loop; nobody need be there yet.
+        """Open the socket and begin to connect, on the running event loop. The publisher need not exist yet.
 
         InvalidValue where libzmq cannot read the endpoint, OSError where there are no sockets left.
         """
@@ -98,7 +99,7 @@ class Subscriber:
         self._open_link()
 
     def close(self) -> None:
-        """Close the socket, for good. What is buffered can still be taken."""
+        """Close the socket permanently. What is buffered can still be taken."""
         if self._dialling is not None:
             self._dialling.cancel()
             self._dialling = None
@@ -154,8 +155,8 @@ class Subscriber:
         link = LiveConnection(self._context, self.endpoint, self._message_bytes_max)
         self._link = link
         for descriptor in link.descriptors:
-            self._loop.add_reader(descriptor, self._turn)
-        self._turn()
+            self._loop.add_reader(descriptor, self._read)
+        self._read()
 
     def _close_link(self) -> None:
         if self._link is None:
@@ -166,7 +167,7 @@ class Subscriber:
         self._link = None
 
     def _dial_again(self) -> None:
-        """Leave a connection that is over, once it is read to the end, for the next attempt."""
+        """Replace a connection that is over, once it is read to its end."""
         if self._link is not None and self._read_frames(self._link):
             self._dialling = self._loop.call_soon(self._dial_again)
             return
@@ -184,26 +185,26 @@ class Subscriber:
         try:
             self._open_link()
         except OSError:
-            # No socket to be had: ``is_connected`` stays false, as with a peer that is not there.
+            # No socket is available: ``is_connected`` stays false, as with a peer that is not there.
             self._dial_later()
 
     def _dial_later(self) -> None:
         self._dialling = self._loop.call_later(self._pause, self._dial_again)
         self._pause = min(2 * self._pause, RECONNECT_SECONDS_MAX)
 
-    def _turn(self) -> None:
-        """Read what is there, or a good piece of it; the one callback of both descriptors."""
+    def _read(self) -> None:
+        """Read what is there, within the bounds of one read; the callback of both descriptors."""
         link = self._link
-        if link is None or self._is_turn_due:
+        if link is None or self._is_read_due:
             return
         self._read_monitor(link)
         if self._read_frames(link):
-            self._is_turn_due = True
-            self._loop.call_soon(self._due_turn)
+            self._is_read_due = True
+            self._loop.call_soon(self._read_on)
 
-    def _due_turn(self) -> None:
-        self._is_turn_due = False
-        self._turn()
+    def _read_on(self) -> None:
+        self._is_read_due = False
+        self._read()
 
     def _read_monitor(self, link: LiveConnection) -> None:
         for is_up in link.changes():
@@ -223,14 +224,14 @@ class Subscriber:
     def _read_frames(self, link: LiveConnection) -> bool:
         """Fill the buffer from the socket; True if there may be more to read."""
         if not link.is_up:
-            # A frame that is here already came after a handshake the monitor will tell in a moment; it is read then.
-            # Asking for the events takes the edge off the descriptor, which would keep the loop busy till then.
+            # A frame that is here already came after a handshake that the monitor reports in a moment; it is read then.
+            # Asking for the events takes the edge off the descriptor, which would keep the loop busy until then.
             link.socket.get(zmq.EVENTS)
             return False
         received = self._clock()
         size = 0
         try:
-            for _ in range(FRAMES_PER_TURN):
+            for _ in range(FRAMES_PER_READ):
                 parts = link.socket.recv_multipart(zmq.NOBLOCK)
                 self.is_refused = False
                 frame = parse_live(parts, self.connection, received)
@@ -239,7 +240,7 @@ class Subscriber:
                 else:
                     self._buffer.put(frame)
                 size += len(parts[-1])
-                if size > BYTES_PER_TURN:
+                if size > BYTES_PER_READ:
                     break
         except zmq.Again:
             return False

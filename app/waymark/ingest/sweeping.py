@@ -74,7 +74,7 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
 
 
 async def _sweep_one(store: Store, entry: GroupEntry, pace: Pace) -> bool:
-    """Sweep one dead holder of a group, where there is one; a group that is not to be had holds up no other."""
+    """Sweep one dead holder of a group, where there is one; a group that cannot be read delays no other."""
     try:
         holder = await store.sweeper.pick(entry)
         if holder is None:

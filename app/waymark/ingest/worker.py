@@ -43,7 +43,7 @@ class Worker:
         self.poller = Poller(store, metrics, options, self._runner, self._scraper)
 
     async def run(self) -> None:
-        """Until cancelled; then leases are given back at once."""
+        """Run until cancelled; then leases are released at once."""
         context: Context = zmq.Context(io_threads=2)
         # One subscriber is a socket and both ends of its monitor; a replay is one more.
         context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_STREAM * self._options.streams_max + _CLOSING_SOCKETS)

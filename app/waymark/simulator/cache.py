@@ -1,4 +1,4 @@
-"""A paged LRU prefix cache over GPU, CPU and disk, which tells what it does as events.
+"""A paged LRU prefix cache over GPU, CPU and disk, which reports what it does as events.
 
 It is the truth the tests hold Waymark against, so two things must stay true: replaying the events with copies
 counted gives exactly ``copies``; and the same seed and the same prompts give the same events.
@@ -6,11 +6,11 @@ counted gives exactly ``copies``; and the same seed and the same prompts give th
 It behaves as vLLM does where an index could notice:
 
 - Hashes are opaque: BLAKE2b chained over parent, tokens, adapter, salt and images, under the seed of this life.
-- Every physical copy of a block is told. A prompt found whole has its last block computed again, and now and then
+- Every physical copy of a block is reported. A prompt found whole has its last block computed again, and now and then
   (``repeat_rate``) two requests for one prefix meet in one step; such a block is stored twice and removed twice.
 - The least recently used copy goes first, and on no medium does a block go before its children there.
 - What leaves the GPU moves to the CPU, what leaves the CPU to disk. Such a store is a placeholder (no tokens,
-  block size 0) as vLLM's offloading tells it, or dense, as SGLang's.
+  block size 0) as vLLM's offloading reports it, or dense, as SGLang's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PrefixCache:
     """See the module. ``gpu_blocks`` bounds a prompt too: what does not fit on the GPU is left out.
 
     ``repeat_rate`` is the chance, per prompt with a hit, that a part of the hit is stored again; at 0 every block
-    has one copy per medium. ``dense_offload`` tells tokens in stores off the GPU. ``removals_together`` puts the
+    has one copy per medium. With ``dense_offload``, stores off the GPU have tokens. ``removals_together`` puts the
     removals of one call and medium in one event, as SGLang does, instead of one event each. ``standard_hashes``
     names blocks by their seq_hash, as a publisher of the KV Events envelope does.
     """
@@ -97,9 +97,9 @@ class PrefixCache:
         cache_salt: str | None = None,
         extras: Sequence[ExtraKeys | None] | None = None,
     ) -> list[WireEvent]:
-        """Bring the complete blocks of a prompt onto the GPU; the events in the order they would be told.
+        """Bring the complete blocks of a prompt onto the GPU; the events in the order of their reports.
 
-        ``extras`` holds, per complete block, what is in it beside tokens; it may be shorter than the prompt.
+        ``extras`` holds, per complete block, what is in it in addition to tokens; it may be shorter than the prompt.
         """
         gpu = self._tiers[GPU]
         blocks = self._blocks(tokens, lora_name, cache_salt, extras)[: gpu.size]
@@ -134,7 +134,7 @@ class PrefixCache:
         return [AllBlocksCleared()]
 
     def restart(self) -> None:
-        """A new process: nothing is held, nothing is told, and hashes are others than before."""
+        """A new process: nothing is held, nothing is reported, and the hashes differ from those before."""
         self.clear()
         self._life += 1
 

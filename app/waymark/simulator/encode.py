@@ -5,7 +5,7 @@
 | ``vllm-list-6`` | vLLM 0.9.0 to 0.10.0 |
 | ``vllm-list-7`` | 0.10.2 to 0.13 |
 | ``vllm-list-8`` | 0.14 to 0.16 |
-| ``vllm-list-9`` | 0.17 to 0.19: from here on images and salts are told |
+| ``vllm-list-9`` | 0.17 to 0.19: from here on with images and salts |
 | ``vllm-list-10`` | 0.20, 0.21 |
 | ``vllm-list-12`` | 0.22, 0.23 |
 | ``vllm-map`` | 0.24 to 0.32 |
@@ -15,9 +15,9 @@
 | ``standard`` | the KV Events envelope; ``seq_hashes`` are the identity, no tokens |
 | ``standard-tokens`` | the same with the publisher's own hashes and tokens |
 
-An index cannot know what a dialect does not tell: lists of 6 name no medium, ``vllm-list-6`` and ``-7`` the
-adapter's id only, SGLang's lists no adapter, and a salt is told by ``vllm-list-9`` and later, ``sglang-list`` and
-``sglang-map``.
+An index cannot know what a dialect leaves out: lists of 6 name no medium, ``vllm-list-6`` and ``-7`` only the
+adapter's id, SGLang's lists no adapter. Only ``vllm-list-9`` and later, ``sglang-list`` and ``sglang-map`` name a
+salt.
 
 The bytes are those of the engines, down to which keys are left out: tests compare them with captured ones.
 """
@@ -78,7 +78,7 @@ class Encoder:
         self._standard.reset()
 
     def _packed(self, event: WireEvent, ts: float, rank: int | None) -> list[bytes]:
-        """One event, except that a standard publisher tells a clear once per stream."""
+        """One event, except that a standard publisher reports a clear once per stream."""
         if self.dialect in _VLLM_LISTS:
             return [_pack(_vllm_list(event, _VLLM_LISTS[self.dialect]))]
         if self.dialect in _SGLANG_LISTS:

@@ -35,7 +35,7 @@ class SimulatedEngine:
         self._batches = 0
 
     def start(self) -> None:
-        """What an engine tells before its first prompt: SGLang resets its cache and says so, vLLM says nothing."""
+        """What an engine reports before its first prompt: SGLang that it reset its cache, vLLM nothing."""
         if self.publisher.encoder.dialect.startswith("sglang"):
             for rank, cache in enumerate(self.caches):
                 self.publisher.publish(cache.clear(), ts=self._clock(), rank=rank)
@@ -95,7 +95,7 @@ def build_engine(
 ) -> SimulatedEngine:
     """An engine whose cache behaves as the dialect's engine does; open its ``publisher`` before use.
 
-    SGLang tells tokens in stores off the GPU and removes several blocks in one event. A standard publisher
+    SGLang's stores off the GPU have tokens, and it removes several blocks in one event. A standard publisher
     counts no copies, so its blocks are never repeated. ``InvalidValue`` where a dialect that names no medium
     is asked for more than the GPU.
     """

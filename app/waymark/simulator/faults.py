@@ -1,4 +1,4 @@
-"""What a simulated engine can be told to do wrong, and how options of a simulation are checked."""
+"""The faults that a simulated engine can have, and how options of a simulation are checked."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ One publisher is one counter of batches and one buffer of the last ones. Live fr
 with seq as eight bytes, big-endian; a replay request is ``["", start]``, its answers carry every buffered batch
 from there on, and then an end marker: an empty payload under seq ``ff*8``.
 
-The live socket is an XPUB, which a subscriber cannot tell from a PUB; but it lets ``subscribers`` say who is
-there, so that a test need not guess when the first frame may be sent.
+The live socket is an XPUB. To a subscriber it is the same as a PUB, and ``subscribers`` counts who is connected, so
+a test need not guess when the first frame may be sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from waymark.simulator.wire import WireEvent
 
 END_SEQ = b"\xff" * 8
 BIND_SECONDS = 5.0
-"""How long to wait for an address that the last socket has not given back yet."""
+"""How long to wait for an address that the last socket has not released yet."""
 
 ReplayFraming: TypeAlias = Literal["seq", "topic"]
 """``["", seq, payload]`` (vLLM up to 0.25, SGLang up to 0.5.21) or ``["", topic, seq, payload]`` (later)."""
@@ -90,13 +90,13 @@ class SimulatedPublisher:
     ) -> None:
         await self.down(linger_seconds=self._linger_seconds)
         try:
-            # The caller's own error is not the group's: told of it, the group would wrap it.
+            # The caller's own error is not the group's, which would wrap it.
             await self._tasks.__aexit__(None, None, None)
         finally:
             self._context.term()
 
     async def close(self) -> None:
-        """Close for good, as leaving the ``async with`` does."""
+        """Close permanently, as leaving the ``async with`` does."""
         await self.__aexit__(None, None, None)
 
     async def up(self) -> None:

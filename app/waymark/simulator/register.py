@@ -1,4 +1,4 @@
-"""Tell a running Waymark about a simulated engine."""
+"""Registers a simulated engine with a running Waymark."""
 
 from __future__ import annotations
 

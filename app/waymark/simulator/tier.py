@@ -73,7 +73,7 @@ class Tier:
             self._order.move_to_end(copy)
 
     def evict(self) -> Block:
-        """Take out the least recently used copy that may go; its block.
+        """Remove the least recently used copy that may go, and return its block.
 
         A block passed over goes to the back: as long as its child is here, it is of use too.
         """

@@ -58,7 +58,7 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True)
 class UnknownEvent:
-    """A type no decoder has heard of, as a newer engine might send."""
+    """A type that no decoder knows, as a newer engine might send."""
 
 
 WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent

@@ -25,7 +25,7 @@ TRACE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request, as far as a prefix cache can tell requests apart."""
+    """One request, as far as a prefix cache distinguishes requests."""
 
     tokens: tuple[int, ...]
     lora_name: str | None = None
@@ -77,8 +77,8 @@ def conversations(
 def read_trace(path: Path) -> Iterator[Prompt]:
     """The requests of a Mooncake trace (JSON lines), in their order.
 
-    An id stands for 512 tokens, always the same ones, so prompts share what their ids share. The last id is cut
-    to ``input_length``. ``InvalidValue`` names the line that is no request; ``OSError`` passes.
+    An id stands for 512 tokens, always the same ones, so prompts share what their ids share. ``input_length``
+    shortens the last id. ``InvalidValue`` names the line that is no request; ``OSError`` passes.
     """
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
