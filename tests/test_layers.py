@@ -53,6 +53,8 @@ LIBRARIES: dict[str, set[str]] = {
     "aiohttp": {"asker", "simulator"},
     "annotated_types": {"settings"},
     "fakeredis": {"store"},
+    "google": {"tokenization.uds"},
+    "grpc": {"tokenization.uds"},
     "httptools": {"serving"},
     "httpx": {"client"},
     "hiredis": {"store"},

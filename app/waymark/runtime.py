@@ -18,6 +18,7 @@ import uvicorn
 
 from waymark import native
 from waymark.api.application import create_app, create_probes
+from waymark.api.engine_addresses import EngineAddresses
 from waymark.apply.options import ApplyOptions
 from waymark.asker import Asker
 from waymark.ingest.descriptors import room_for
@@ -112,7 +113,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
     bounds = Bounds(
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
     )
-    tokenizers = Tokenizers.of(settings, metrics)
+    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store))
     asker = Asker.of(settings)
     port = settings.port if has_api else settings.ingest_port
     app: Any = create_probes(store, settings, metrics)

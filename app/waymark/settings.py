@@ -90,9 +90,10 @@ def _parsed_sources(text: Any) -> Any:
 
 
 def _checked_source(url: str) -> str:
-    if not re.match(r"(file:///|hf://[^/]+/[^/]|https?://[^/])", url):
+    if not re.match(r"(file:///|hf://[^/]+/[^/]|https?://[^/]|unix:///|engine:$)", url):
         raise ValueError(
-            f"{hide_password(url)!r} is no source of tokens: give file:///..., hf://org/name or http://host"
+            f"{hide_password(url)!r} is no source of tokens: give file:///..., hf://org/name, http://host, "
+            "unix:///... or engine:"
         )
     return url
 

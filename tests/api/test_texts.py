@@ -12,16 +12,22 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
+from aiohttp import web
 
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
 from tests.tokenization import small
+from waymark.api.application import create_app
+from waymark.api.engine_addresses import EngineAddresses
 from waymark.domain.hashing import extend, pack_tokens, token_bytes
+from waymark.domain.multimodal import Item, seq_hashes_with
 from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
 from waymark.selection.selector import Selector
+from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization import tokenizers as face
-from waymark.tokenization.prompt import Prompt
+from waymark.tokenization.prompt import Made, Prompt
 from waymark.tokenization.tokenizers import Tokenizers
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the weather in Paris?"}]
@@ -281,14 +287,14 @@ async def test_texts_under_way_hold_up_no_query_of_tokens(
         kind = "local"
         name = "slow"
 
-        def known(self, _: Prompt) -> bytes | None:
+        def known(self, _: Prompt) -> Made | None:
             return None
 
-        async def tokens(self, _: Prompt) -> bytes:
+        async def tokens(self, _: Prompt) -> Made:
             nonlocal asked
             asked += 1
             await may_answer.wait()
-            return b""
+            return Made(b"")
 
     monkeypatch.setattr(Tokenizers, "_opened", lambda *_: Slow())
     monkeypatch.setattr(face, "SECONDS", 600.0)
@@ -305,3 +311,103 @@ async def test_texts_under_way_hold_up_no_query_of_tokens(
     assert refused.headers["Retry-After"] == "1"
     may_answer.set()
     assert {answer.status_code for answer in await asyncio.gather(*texts)} == {200}
+
+
+# ---- images ----------------------------------------------------------------------------------------
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+FEATURES = {"mm_hashes": {"image": ["cat"]}, "mm_placeholders": {"image": [{"offset": 5, "length": 3}]}}
+
+
+async def test_features_find_the_blocks_of_their_images_and_no_others(
+    client: httpx.AsyncClient, register: Callable[..., Awaitable[None]], store: Store
+) -> None:
+    """Events of a prompt with an image, as an engine publishes them, and queries of it."""
+    tokens = [1, 2, 3, 4, 5, 9, 9, 9, 6, 7]
+    await register("one", type="standard", endpoint=None)
+    found = seq_hashes_with((Item(5, 3, "cat"),), None, token_bytes(tokens), 2)
+    event = {"event_id": 1, "event_type": "stored", "backend_id": "one", "base_block_idx": 0, "seq_hashes": found}
+    assert (await client.post("/events", json=event)).status_code == 200
+
+    async def matched(path: str = "/query", **fields: Any) -> int:
+        answer = await client.post(path, json={"model": "m", "token_ids": tokens, **fields})
+        assert answer.status_code == 200, answer.text
+        if path == "/query":
+            return int(answer.json()["default"]["one"]["longest_matched"])
+        row = answer.json()["scores"][0] if path == "/score" else answer.json()["target"]
+        return int(row["device_tokens"])
+
+    other = {"mm_hashes": {"image": ["dog"]}, "mm_placeholders": FEATURES["mm_placeholders"]}
+    moved = {"mm_hashes": FEATURES["mm_hashes"], "mm_placeholders": {"image": [{"offset": 4, "length": 3}]}}
+    for path in ("/query", "/score", "/select"):
+        assert await matched(path, features=FEATURES) == 10
+        for wrong in (None, other, moved):
+            assert await matched(path, features=wrong) == 4
+        for fields in ({"features": {"mm_hashes": 1}}, {"features": FEATURES, "token_ids": None, "seq_hashes": [1]}):
+            refused = await client.post(path, json={"model": "m", "token_ids": tokens} | fields)
+            assert (refused.status_code, refused.json()["field"]) == (400, "features")
+    assert await matched(token_ids=tokens * 600, features=FEATURES) == 10, "a long list is read without the parser"
+
+
+async def test_messages_with_an_image_match_up_to_it(
+    client: httpx.AsyncClient, register: Callable[..., Awaitable[None]], hold: Hold
+) -> None:
+    """And never further, whatever an engine may hold of the text that follows."""
+    await register("one")
+    before = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>"
+    texts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "this?"}]
+    without = [MESSAGES[0], {"role": "user", "content": texts}]
+    for part in ("a.png", "b.png"):
+        messages = [MESSAGES[0], {"role": "user", "content": [texts[0], image(part), texts[1]]}]
+        answer = await client.post("/tokenize", json={"model": "m", "messages": messages})
+        assert answer.json()["tokens"] == ids(before, adds=False)
+        whole = (await client.post("/tokenize", json={"model": "m", "messages": without})).json()["tokens"]
+        await hold("one", whole)
+        row = (await client.post("/query", json={"model": "m", "messages": messages})).json()["default"]["one"]
+        assert row["GPU"] == len(ids(before, adds=False)) // 2 * 2
+
+
+# ---- engines as a source ---------------------------------------------------------------------------
+
+
+@pytest.mark.outside
+async def test_a_text_goes_to_an_engine_of_its_own_tenant_and_model(memory_store: Store) -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def tokenize(request: web.Request) -> web.StreamResponse:
+        asked.append((request.match_info["name"], (await request.json())["model"]))
+        return web.json_response({"tokens": [1, 2, 3, 4]})
+
+    application = web.Application()
+    application.router.add_post("/{name}/tokenize", tokenize)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    options, metrics = Settings(tokenizers={"m": "engine:"}), Metrics()
+    tokenizers = Tokenizers.of(options, metrics, EngineAddresses(memory_store))
+    app = create_app(memory_store, options, metrics, tokenizers)
+    api = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark")
+    nobody = await api.post("/query", json=CHAT)
+    assert (nobody.status_code, nobody.json()["reason"]) == (503, "unavailable")
+    assert "registered with an address" in nobody.json()["error"]
+    for tenant in ("a", "b"):
+        address = f"http://{host}:{port}/{tenant}"
+        fields = {"type": "none", "model": "m", "instance_id": tenant, "block_size": 2, "address": address}
+        assert (await api.post("/register", json=fields | {"tenant_id": tenant})).status_code == 200
+
+    async def answers() -> bool:
+        return (await api.post("/tokenize", json=CHAT | {"tenant_id": "b"})).status_code == 200
+
+    await wait_until(answers, "the new addresses are known")
+    assert (await api.post("/query", json=CHAT | {"tenant_id": "a"})).json() == {
+        "a": {"a": {"longest_matched": 0, "GPU": 0, "DP": {"0": 0}, "CPU": 0, "DISK": 0}}
+    }
+    assert asked == [("b", "m"), ("a", "m")]
+    await runner.cleanup()
+    await tokenizers.close()
+    await api.aclose()

@@ -19,7 +19,7 @@ from waymark.domain.hashing import pack_tokens
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.tokenization.local import LocalTokenizer
-from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
+from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
 from waymark.tokenization.segments import SegmentMemo, Splitter
 
 MAX = 2**20
@@ -80,10 +80,10 @@ def test_ids_are_those_of_the_whole_text_with_the_memo_and_without(kind: small.K
     async def check(prompt: TextPrompt) -> None:
         nonlocal remembered
         expected = whole(reference, prompt)
-        assert await local.tokens(prompt) == expected
+        assert await local.tokens(prompt) == Made(expected)
         known = local.known(prompt)
         remembered += known is not None
-        assert known in (None, expected)
+        assert known in (None, Made(expected))
 
     with asyncio.Runner() as runner:
 
@@ -120,7 +120,7 @@ async def test_a_new_turn_is_all_that_is_encoded(opened: Open) -> None:
     second = await local.tokens(more)
     assert [count.value - was for count, was in zip(counts, before, strict=True)] == [4, 1]
     text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n"
-    assert second.startswith(whole(small.tokenizer(), TextPrompt(text, False)))
+    assert second.ids.startswith(whole(small.tokenizer(), TextPrompt(text, False)))
     assert local.known(more) == second != first
 
 
@@ -186,7 +186,7 @@ async def test_the_loop_turns_while_a_long_text_is_encoded(opened: Open) -> None
     while not encoding.done():
         await asyncio.sleep(0.001)
         turns += 1
-    assert len(await encoding) > 100_000
+    assert len((await encoding).ids) > 100_000
     assert turns > 20, "the thread held the interpreter all the time"
 
 
@@ -201,7 +201,7 @@ async def test_a_hostile_text_as_long_as_may_be_does_not_stop_the_loop(opened: O
     while not encoding.done():
         await asyncio.sleep(0.001)
         turns += 1
-    assert len(await encoding) > 4
+    assert len((await encoding).ids) > 4
     assert turns > 10
 
 
@@ -234,7 +234,7 @@ async def test_templates_are_read_where_models_have_them(opened: Open, tmp_path:
     with_tools = ChatPrompt(user.messages, tools=[{"type": "function", "function": {"name": "f"}}])
 
     async def said(local: LocalTokenizer, prompt: ChatPrompt) -> str:
-        ids = await local.tokens(prompt)
+        ids = (await local.tokens(prompt)).ids
         return await local.text([int.from_bytes(ids[at : at + 4], "little") for at in range(0, len(ids), 4)])
 
     named = [
@@ -282,4 +282,4 @@ async def test_a_tokenizer_that_cuts_and_fills_texts_by_itself_does_not(opened: 
     with ThreadPoolExecutor(1) as pool:
         local = LocalTokenizer("file:///m", path.parent, SegmentMemo(0), pool, Metrics(), bytes_max=MAX)
         prompt = TextPrompt("The quick brown fox jumps over the lazy dog")
-        assert await local.tokens(prompt) == whole(small.tokenizer(), prompt)
+        assert await local.tokens(prompt) == Made(whole(small.tokenizer(), prompt))

@@ -11,9 +11,13 @@ import pytest
 from aiohttp import web
 
 from waymark.asker import Asker
+from waymark.domain.multimodal import Item
+from waymark.domain.names import GroupName
+from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
-from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
+from waymark.tokenization.engines import EngineTokenizer
+from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
 from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -69,8 +73,8 @@ async def remote(engine: Engine) -> AsyncIterator[RemoteTokenizer]:
 
 
 async def test_an_engine_is_asked_in_its_own_form(engine: Engine, remote: RemoteTokenizer) -> None:
-    assert await remote.tokens(HI) == b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff"
-    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
+    assert await remote.tokens(HI) == Made(b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff")
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     tools = [{"type": "function", "function": {"name": "f"}}]
     await remote.tokens(ChatPrompt(messages, tools, {"enable_thinking": False}, False, True))
     assert await remote.text([1, 2]) == "Hello"
@@ -110,10 +114,11 @@ async def test_a_refusal_is_told_on(engine: Engine, remote: RemoteTokenizer, sta
     ("status", "body", "named"),
     [
         (500, "", "status 500"),
-        (404, "{}", "status 404"),
+        (404, "{}", "neither /tokenize nor render"),
         (302, "", "no redirect is followed"),
         (200, "no JSON", "no JSON object"),
-        (200, "[1]", "no JSON object"),
+        (200, "1", "no JSON object"),
+        (200, "[1]", "no list of tokens"),
         (200, "{}", "no list of tokens"),
         (200, '{"tokens": [-1]}', "no list of tokens"),
         (200, '{"tokens": [1.5]}', "no list of tokens"),
@@ -166,3 +171,93 @@ async def test_nothing_is_remembered_of_an_engine(engine: Engine) -> None:
         assert (await tokenizers.tokens("m", HI)).source == "remote"
     assert len(engine.asked) == 2
     await tokenizers.close()
+
+
+# ---- render endpoints ------------------------------------------------------------------------------
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
+FEATURES = {"mm_hashes": {"image": ["abc"]}, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}
+
+
+async def test_images_are_named_by_the_render_endpoint(engine: Engine, remote: RemoteTokenizer) -> None:
+    engine.says(200, json.dumps({"token_ids": [5, 9, 9, 6], "features": FEATURES, "sampling_params": {}}))
+    made = await remote.tokens(ChatPrompt(IMAGE))
+    assert made == Made(b"\5\0\0\0\t\0\0\0\t\0\0\0\6\0\0\0", (Item(1, 2, "abc"),))
+    ((path, body),) = engine.asked
+    assert (path, body["messages"]) == ("/v1/chat/completions/render", IMAGE)
+
+
+async def test_a_server_with_render_endpoints_alone_is_asked_there(engine: Engine, remote: RemoteTokenizer) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/completions/render":
+            return web.json_response([{"token_ids": [1], "features": None}])
+        if request.path == "/v1/chat/completions/render":
+            return web.json_response({"token_ids": [2]})
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    engine.answer = answer
+    assert await remote.tokens(HI) == Made(b"\1\0\0\0")
+    assert await remote.tokens(ChatPrompt([])) == Made(b"\2\0\0\0")
+
+
+async def test_images_without_a_render_endpoint_are_refused(engine: Engine, remote: RemoteTokenizer) -> None:
+    engine.says(404, "{}")
+    with pytest.raises(InvalidValue, match="/v1/chat/completions/render") as caught:
+        await remote.tokens(ChatPrompt(IMAGE))
+    assert caught.value.field == "messages"
+
+
+async def test_features_that_do_not_fit_are_no_answer(engine: Engine, remote: RemoteTokenizer) -> None:
+    engine.says(200, json.dumps({"token_ids": [5], "features": {"mm_hashes": {"image": ["a"]}}}))
+    with pytest.raises(TokenizerUnavailable, match="features"):
+        await remote.tokens(ChatPrompt(IMAGE))
+
+
+# ---- any registered engine -------------------------------------------------------------------------
+
+
+def of_any(addresses: list[str], **options: Any) -> EngineTokenizer:
+    async def found(group: GroupName) -> list[str]:
+        assert group == GroupName("t", "m")
+        return addresses
+
+    return EngineTokenizer(GroupName("t", "m"), found, Asker(), **{"seconds": 60, "bytes_max": 2**20} | options)
+
+
+async def test_the_next_engine_is_asked_where_one_fails(engine: Engine, free_port: int) -> None:
+    gone = f"http://127.0.0.1:{free_port}"
+    for _ in range(8):  # whichever is asked first
+        tokenizer = of_any([gone, engine.url])
+        assert await tokenizer.tokens(HI) == Made(b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff")
+        assert await tokenizer.text([1]) == "Hello"
+        await tokenizer._asker.close()
+
+
+async def test_without_an_engine_that_answers_the_last_is_named(engine: Engine, free_port: int) -> None:
+    engine.says(500, "")
+    tokenizer = of_any([engine.url])
+    with pytest.raises(TokenizerUnavailable, match=f'"m".*{engine.url}.*status 500'):
+        await tokenizer.tokens(HI)
+    with pytest.raises(TokenizerUnavailable, match="registered with an address"):
+        await of_any([]).tokens(HI)
+    await tokenizer._asker.close()
+
+
+async def test_a_refusal_of_one_engine_is_not_asked_of_the_next(engine: Engine) -> None:
+    engine.says(400, json.dumps({"error": "no such role"}))
+    tokenizer = of_any([engine.url, engine.url + "/"])
+    with pytest.raises(InvalidValue, match="no such role"):
+        await tokenizer.tokens(ChatPrompt([]))
+    assert len(engine.asked) == 1
+    await tokenizer._asker.close()
+
+
+async def test_an_address_that_is_not_allowed_is_not_asked(engine: Engine) -> None:
+    async def found(_: GroupName) -> list[str]:
+        return [engine.url]
+
+    asker = Asker(AllowedEndpoints(["10.0.0.0/8"]))
+    tokenizer = EngineTokenizer(GroupName("t", "m"), found, asker, seconds=60, bytes_max=2**20)
+    with pytest.raises(TokenizerUnavailable, match="WAYMARK_ALLOWED_ENDPOINTS"):
+        await tokenizer.tokens(HI)
+    assert engine.asked == []

@@ -253,3 +253,41 @@ def test_a_template_of_texts_gets_texts_and_one_of_parts_gets_parts() -> None:
     arguments = [{"function": {"name": "f", "arguments": '{"a": 1}'}}]
     (called,) = for_template([{"role": "assistant", "content": None, "tool_calls": arguments}], takes_parts=False)
     assert called["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+# ---- images ----------------------------------------------------------------------------------------
+
+PICTURE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "image_url", "image_url": {"url": "x"}}]},
+]
+
+
+def test_a_text_template_gets_images_at_the_beginning_of_the_content() -> None:
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {}, bytes_max=2**20)
+    assert template.render_before_media(ChatPrompt(PICTURE)) == "<system>Be brief.<user>"
+
+
+def test_a_template_of_parts_gets_images_where_they_are() -> None:
+    parts = "{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}"
+    template = ChatTemplate(f"{{% for m in messages %}}<{{{{ m.role }}}}>{parts}{{% endfor %}}", {}, bytes_max=2**20)
+    assert template.takes_parts
+    assert template.render_before_media(ChatPrompt(PICTURE)) == "<system>Be brief.<user>A"
+
+
+def test_a_template_that_begins_otherwise_with_an_image_has_no_certain_beginning() -> None:
+    """As that of a model that leaves out the system message where there is an image."""
+    source = (
+        "{% set ns = namespace(has=false) %}{% for m in messages %}{% for p in m['content'] %}"
+        "{% if p.type == 'image' %}{% set ns.has = true %}{% endif %}{% endfor %}{% endfor %}"
+        "<s>{% if not ns.has %}SYSTEM{% endif %}{% for m in messages %}{% for p in m['content'] %}{{ p.text }}"
+        "{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(source, {}, bytes_max=2**20)
+    assert template.takes_parts
+    assert template.render_before_media(ChatPrompt(PICTURE)) == "<s>"
+
+
+def test_a_template_that_leaves_images_out_has_no_certain_beginning() -> None:
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{% endfor %}", {}, bytes_max=2**20)
+    assert template.render_before_media(ChatPrompt(PICTURE)) == ""

@@ -15,7 +15,7 @@ from tests.tokenization import small
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
 from waymark.tokenization import tokenizers as face
-from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, Tokens
+from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt, Tokens
 from waymark.tokenization.sources import directory_of, found_in
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -146,13 +146,13 @@ class Slow:
         self.may_answer = asyncio.Event()
         self.calls = 0
 
-    def known(self, prompt: Prompt) -> bytes | None:
+    def known(self, prompt: Prompt) -> Made | None:
         return None
 
-    async def tokens(self, prompt: Prompt) -> bytes:
+    async def tokens(self, prompt: Prompt) -> Made:
         self.calls += 1
         await self.may_answer.wait()
-        return b"\1\0\0\0"
+        return Made(b"\1\0\0\0")
 
     async def text(self, ids: Any) -> str:
         return ""

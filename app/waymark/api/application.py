@@ -29,6 +29,7 @@ from waymark.api.dynamo import Dynamo
 from waymark.api.dynamo_select import DynamoSelect
 from waymark.api.dynamo_views import DynamoViews
 from waymark.api.dynamo_workers import DynamoWorkers
+from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
 from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue, Resource
 from waymark.api.probes import Probes
@@ -221,7 +222,7 @@ def create_app(
         store,
         contract,
         dependencies,
-        Texts(tokenizers or Tokenizers.of(settings, metrics), settings),
+        Texts(tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store)), settings),
         Registrations(store, settings, asker or Asker.of(settings)),
     )
     contract.describe(operations)

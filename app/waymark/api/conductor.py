@@ -18,6 +18,7 @@ from waymark.api.texts import ModelPrompt, Texts
 from waymark.domain.block_size import block_size_of
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
+from waymark.domain.multimodal import Items
 from waymark.domain.names import GroupName
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -43,10 +44,12 @@ class Conductor:
         asked = body.asked(_by_prompt)
         if asked.text is not None:
             return Paused(partial(self._texts.tokens, asked.text), partial(self._answer_text, asked, body.format))
-        return await self._answer(asked, self._given.keys_of(QueryRequest, body, asked.namespace), body.format)
+        return await self._answer(
+            asked, self._given.keys_of(QueryRequest, body, asked.namespace, asked.items), body.format
+        )
 
     async def _answer_text(self, asked: _Asked, body_format: Format, tokens: Tokens) -> Answer:
-        return await self._answer(asked, self._given.of_tokens(tokens.ids, asked.namespace), body_format)
+        return await self._answer(asked, self._given.of_tokens(tokens.ids, asked.namespace, tokens.items), body_format)
 
     async def query_by_hash(self, body: Body) -> Answer:
         asked = body.asked(_by_hash)
@@ -84,18 +87,21 @@ class _Asked(NamedTuple):
     """As JSON."""
     text: ModelPrompt | None = None
     """The prompt, if it has no tokens yet."""
+    items: Items = ()
+    """The images and other items among its tokens."""
 
 
-def _validated(request: QueryRequest | QueryByHashRequest, text: ModelPrompt | None) -> _Asked:
+def _validated(
+    request: QueryRequest | QueryByHashRequest, text: ModelPrompt | None = None, items: Items = ()
+) -> _Asked:
     ns = namespace(request.adapter, request.salts)
-    return _Asked(
-        request.group, request.instance_id, request.block_size, ns, orjson.dumps(request.group.tenant_id), text
-    )
+    tenant = orjson.dumps(request.group.tenant_id)
+    return _Asked(request.group, request.instance_id, request.block_size, ns, tenant, text, items)
 
 
 def _by_prompt(fields: dict[str, Any]) -> _Asked:
     request = QueryRequest.of(fields)
-    return _validated(request, text_of(request.model, request))
+    return _validated(request, text_of(request.group, request), request.items)
 
 
 def _by_hash(fields: dict[str, Any]) -> _Asked:
@@ -106,4 +112,4 @@ def _by_hash(fields: dict[str, Any]) -> _Asked:
             f"a request has one prompt, and this has seq_hashes and {other}; send {other} to /query, or leave it out",
             field=other,
         )
-    return _validated(request, None)
+    return _validated(request)

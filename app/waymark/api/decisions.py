@@ -26,6 +26,7 @@ from waymark.api.texts import ModelPrompt, Texts
 from waymark.chat.prefix_key import prefix_key
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace, text_hash
+from waymark.domain.multimodal import Items
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
@@ -54,6 +55,8 @@ class _Read(NamedTuple):
     prefix_key: bytes | None
     text: ModelPrompt | None
     """The prompt, if it has no tokens yet."""
+    items: Items
+    """The images and other items among its tokens."""
     given: Mapping[tuple[str, int], Given] | None
 
 
@@ -159,7 +162,8 @@ class Decisions:
             async def resumed(tokens: Tokens | InvalidValue) -> Answer:
                 if isinstance(tokens, InvalidValue):
                     return await decide(_asked(read, policy, _without_tokens, needs_source=tokens))
-                return await decide(_asked(read, policy, _keys(self._given.of_tokens(tokens.ids, read.namespace))))
+                keys_of = self._given.of_tokens(tokens.ids, read.namespace, tokens.items)
+                return await decide(_asked(read, policy, _keys(keys_of)))
 
             return Paused(partial(self._tokens, text, has_key=read.prefix_key is not None), resumed)
         if text is not None or request.prefix_hash is not None:
@@ -172,7 +176,8 @@ class Decisions:
                     field="prefix_hash",
                 )
             return await decide(_asked(read, policy, _without_tokens, needs_source=needs_source))
-        return await decide(_asked(read, policy, _keys(self._given.keys_of(type(request), body, read.namespace))))
+        given = self._given.keys_of(type(request), body, read.namespace, read.items)
+        return await decide(_asked(read, policy, _keys(given)))
 
     async def _tokens(self, text: ModelPrompt, *, has_key: bool) -> Tokens | InvalidValue:
         """The tokens of a text; the error of a model without a tokenizer, where a prefix key can decide instead."""
@@ -216,7 +221,7 @@ def _asked(read: _Read, policy: Chosen, prompt: PromptOf, *, needs_source: Inval
         prefix_key=read.prefix_key,
         lora_name=request.lora_name,
         session=read.session,
-        is_multimodal=_is_multimodal(request.messages),
+        is_multimodal=bool(read.items) or _is_multimodal(request.messages),
         given=read.given,
         needs_source=needs_source,
     )
@@ -248,8 +253,10 @@ def _read(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> _Read
     given = None
     if isinstance(request, ScoreRequest) and request.candidates is not None:
         given = _given(request.candidates)
-    text = text_of(request.model, request, "prefix_hash")
-    return _Read(request, policy, namespace(request.adapter, request.salts), _session(request), key, text, given)
+    text = text_of(request.group, request, "prefix_hash")
+    return _Read(
+        request, policy, namespace(request.adapter, request.salts), _session(request), key, text, request.items, given
+    )
 
 
 def _session(request: DecisionRequest) -> str | None:

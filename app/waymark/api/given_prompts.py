@@ -6,22 +6,27 @@ from array import array
 from functools import partial
 
 from waymark.api.bodies import Body
+from waymark.api.errors import Unfit
 from waymark.api.fields import Request
 from waymark.api.lookup import KeysOf, PromptKeys
 from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
 from waymark.api.schemas import PromptFields
 from waymark.api.texts import ModelPrompt, prompt_of
+from waymark.domain.multimodal import Items, check_blocks
+from waymark.domain.names import GroupName
 from waymark.settings import Settings
 
 
-def text_of(model: str, request: PromptFields, *others: str) -> ModelPrompt | None:
+def text_of(group: GroupName, request: PromptFields, *others: str) -> ModelPrompt | None:
     """The text or the messages of a body; None if its prompt is of another kind, one of ``others`` too.
 
-    ``Unfit`` if it does not have exactly one prompt.
+    ``Unfit`` if it does not have exactly one prompt, or has ``features`` beside another than ``token_ids``.
     """
     kinds = ("token_ids", "seq_hashes")
     given = [name for name in (*kinds, *others) if getattr(request, name) is not None]
-    return prompt_of(model, request, given, missing=", ".join((*kinds, "messages", *others)) + " or prompt")
+    if request.features is not None and request.token_ids is None:
+        raise Unfit("features are given without token_ids; send both", field="features")
+    return prompt_of(group, request, given, missing=", ".join((*kinds, "messages", *others)) + " or prompt")
 
 
 class GivenPrompts:
@@ -31,8 +36,11 @@ class GivenPrompts:
         self._max_tokens = settings.max_tokens
         self._seed = settings.hash_seed
 
-    def keys_of(self, model: type[Request], body: Body, namespace: int) -> KeysOf:
-        """The keys of the token ids or hashes of a body. ``Unfit`` names the element that is none."""
+    def keys_of(self, model: type[Request], body: Body, namespace: int, items: Items = ()) -> KeysOf:
+        """The keys of the token ids or hashes of a body. ``Unfit`` names the element that is none.
+
+        ``items`` are the images and other items among the tokens.
+        """
         numbers, fields = body.numbers, body.fields
         has_tokens = "token_ids" in model.model_fields and fields.get("token_ids") is not None
         if has_tokens:
@@ -43,7 +51,7 @@ class GivenPrompts:
                     max_tokens=self._max_tokens,
                     may_hold_booleans=body.may_hold_booleans,
                 )
-            return self.of_tokens(numbers, namespace)
+            return self.of_tokens(numbers, namespace, items)
         if numbers is not None:
             return partial(_of_hashes, packed_hashes(numbers), namespace)
         field = model.spelling("seq_hashes", fields)
@@ -52,14 +60,16 @@ class GivenPrompts:
         )
         return partial(_of_hashes, found, namespace)
 
-    def of_tokens(self, tokens: bytes, namespace: int) -> KeysOf:
+    def of_tokens(self, tokens: bytes, namespace: int, items: Items = ()) -> KeysOf:
         """The keys of token ids as little-endian u32."""
-        return partial(_of_tokens, tokens, namespace, self._seed)
+        return partial(_of_tokens, tokens, namespace, self._seed, items)
 
 
-def _of_tokens(tokens: bytes, namespace: int, seed: int, block_size: int) -> PromptKeys:
+def _of_tokens(tokens: bytes, namespace: int, seed: int, items: Items, block_size: int) -> PromptKeys:
     count = len(tokens) // 4
-    return PromptKeys(TokenKeys(tokens, block_size, namespace, seed), count // block_size, count)
+    if items:
+        check_blocks(items, count, block_size)
+    return PromptKeys(TokenKeys(tokens, block_size, namespace, seed, items), count // block_size, count)
 
 
 def _of_hashes(seq_hashes: array[int], namespace: int, block_size: int) -> PromptKeys:

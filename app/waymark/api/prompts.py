@@ -14,6 +14,7 @@ from typing import Any
 from waymark.api.errors import Unfit, is_beyond_64_bits
 from waymark.domain.hashing import block_keys, local_keys, pack_tokens
 from waymark.domain.keys import KEY_BYTES, pack
+from waymark.domain.multimodal import Items, block_keys_with
 from waymark.domain.names import U32_MAX, U64_MASK
 from waymark.errors import InvalidValue
 from waymark.shown import kind, shown
@@ -121,8 +122,9 @@ def _element(element: Any, wanted: str, field: str, index: int, reason: str) -> 
 class TokenKeys:
     """The packed block keys of a prompt, hashed as far as they are asked for."""
 
-    def __init__(self, tokens: bytes, block_size: int, namespace: int, seed: int) -> None:
+    def __init__(self, tokens: bytes, block_size: int, namespace: int, seed: int, items: Items = ()) -> None:
         self._tokens = memoryview(tokens)
+        self._items = items
         self._block_size = block_size
         self._namespace = namespace
         self._seed = seed
@@ -133,7 +135,18 @@ class TokenKeys:
         """The next ``n`` keys; fewer at the end of the complete blocks."""
         end = self._at + 4 * self._block_size * n
         piece = self._tokens[self._at : end]
-        keys = block_keys(self._parent, piece, self._block_size, namespace=self._namespace, seed=self._seed)
+        if self._items:
+            keys = block_keys_with(
+                self._items,
+                self._parent,
+                piece,
+                self._block_size,
+                first=self._at // (4 * self._block_size),
+                namespace=self._namespace,
+                seed=self._seed,
+            )
+        else:
+            keys = block_keys(self._parent, piece, self._block_size, namespace=self._namespace, seed=self._seed)
         self._at = end
         if keys:
             self._parent = int.from_bytes(keys[-KEY_BYTES:], "big") ^ self._namespace

@@ -20,6 +20,7 @@ from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request,
 from waymark.api.text_schemas import TextFields
 from waymark.domain.engines import TRAITS, Copies, EngineKind, Scope, kinds_where
 from waymark.domain.media import UNNAMED
+from waymark.domain.multimodal import Items, items_of
 from waymark.domain.names import (
     DEFAULT_TENANT,
     ENDPOINT,
@@ -336,6 +337,16 @@ class PromptFields(TextFields):
         validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
         description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
     )
+    features: dict[str, Any] | None = Field(
+        default=None,
+        description="an object with mm_hashes and mm_placeholders, as vLLM's render endpoints answer it: the images "
+        "among token_ids",
+    )
+
+    @property
+    def items(self) -> Items:
+        """The images and other items among the tokens; ``InvalidValue`` if ``features`` does not fit."""
+        return () if self.features is None else items_of(self.features)
 
 
 class QueryRequest(_Asked, PromptFields):

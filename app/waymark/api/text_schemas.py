@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from waymark.api.fields import NAME, Name, Request, TokenIds
+from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.domain.names import DEFAULT_TENANT, GroupName
 
 
 def _text_or_list(value: Any) -> Any:
@@ -46,10 +47,19 @@ class TextFields(Request):
     )
 
 
-class TokenizeRequest(TextFields):
-    """A text or messages, as vLLM accepts them."""
+class OfModel(Request):
+    """The model whose tokens they are."""
 
     model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
+    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
+
+    @property
+    def group(self) -> GroupName:
+        return GroupName(self.tenant_id or DEFAULT_TENANT, self.model)
+
+
+class TokenizeRequest(OfModel, TextFields):
+    """A text or messages, as vLLM accepts them."""
 
 
 class TokenizeAnswer(BaseModel):
@@ -61,10 +71,9 @@ class TokenizeAnswer(BaseModel):
     source: Literal["local", "remote"] = Field(description="local for this process, or remote for an engine")
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(OfModel):
     """Token ids of a model."""
 
-    model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
     tokens: TokenIds = Field(
         validation_alias=AliasChoices("tokens", "token_ids"),
         description="a list of token ids, or in msgpack a bin of little-endian u32",

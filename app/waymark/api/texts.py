@@ -11,6 +11,7 @@ from waymark.api.operations import Answer
 from waymark.api.prompts import check_count, token_bytes
 from waymark.api.text_schemas import DetokenizeRequest, TextFields, TokenizeRequest
 from waymark.domain.hashing import unpack_tokens
+from waymark.domain.names import GroupName
 from waymark.settings import Settings
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, Tokens
 from waymark.tokenization.tokenizers import Tokenizers
@@ -19,12 +20,12 @@ from waymark.tokenization.tokenizers import Tokenizers
 class ModelPrompt(NamedTuple):
     """A prompt that has no tokens yet, and the model whose tokens it gets."""
 
-    model: str
+    group: GroupName
     prompt: Prompt
     field: str
 
 
-def prompt_of(model: str, request: TextFields, others: Sequence[str] = (), *, missing: str) -> ModelPrompt | None:
+def prompt_of(group: GroupName, request: TextFields, others: Sequence[str] = (), *, missing: str) -> ModelPrompt | None:
     """The text or the messages of a body; None if it has a prompt of another kind.
 
     ``others`` are the prompts of other kinds that the body has, and ``missing`` is what it lacks if it has none.
@@ -45,9 +46,9 @@ def prompt_of(model: str, request: TextFields, others: Sequence[str] = (), *, mi
             bool(request.add_special_tokens),
             request.system,
         )
-        return ModelPrompt(model, prompt, "messages")
+        return ModelPrompt(group, prompt, "messages")
     if request.prompt is not None:
-        return ModelPrompt(model, TextPrompt(request.prompt, request.add_special_tokens is not False), "prompt")
+        return ModelPrompt(group, TextPrompt(request.prompt, request.add_special_tokens is not False), "prompt")
     return None
 
 
@@ -60,13 +61,13 @@ class Texts:
 
     async def tokens(self, asked: ModelPrompt) -> Tokens:
         """The token ids of a prompt; raises as ``Tokenizers.tokens``, and ``too_large`` above ``max_tokens``."""
-        tokens = await self._tokenizers.tokens(asked.model, asked.prompt)
+        tokens = await self._tokenizers.tokens(asked.group.model_name, asked.prompt, asked.group.tenant_id)
         check_count(len(tokens.ids) // 4, asked.field, self._max_tokens)
         return tokens
 
     async def tokenize(self, body: Body) -> Answer:
         request = TokenizeRequest.of(body.fields)
-        asked = prompt_of(request.model, request, missing="prompt or messages")
+        asked = prompt_of(request.group, request, missing="prompt or messages")
         assert asked is not None  # a prompt of another kind has no field here
         found = await self.tokens(asked)
         ids = unpack_tokens(found.ids)
@@ -78,4 +79,6 @@ class Texts:
         if ids is None:
             field = DetokenizeRequest.spelling("tokens", body.fields)
             ids = token_bytes(body.fields[field], field=field, max_tokens=self._max_tokens)
-        return Answer({"prompt": await self._tokenizers.text(request.model, unpack_tokens(ids))})
+        return Answer(
+            {"prompt": await self._tokenizers.text(request.model, unpack_tokens(ids), request.group.tenant_id)}
+        )

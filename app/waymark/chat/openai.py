@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from waymark.chat.media import kind_of
 from waymark.errors import InvalidValue
 
 #: Types of a content part that are text, and the field in which it stands.
@@ -23,12 +24,17 @@ _TEXT_PARTS = {
 }
 
 
-def for_template(messages: Sequence[Any], system: Any = None, *, takes_parts: bool) -> list[dict[str, Any]]:
+def for_template(
+    messages: Sequence[Any], system: Any = None, *, takes_parts: bool, mark: str | None = None
+) -> list[dict[str, Any]]:
     """The messages as a template gets them, with ``system`` as the first where it is not empty.
+
+    With a ``mark`` images and other media are allowed. The mark stands for each of them as a text; where a content is
+    one text, at its beginning, as the engines' own placeholders do. An empty mark leaves them as parts.
 
     ``InvalidValue`` on ``messages`` with the index of one that is wrong, or on ``system``.
     """
-    shown = [_message(message, index, takes_parts=takes_parts) for index, message in enumerate(messages)]
+    shown = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
     first = [_message(each, None, takes_parts=takes_parts) for each in as_message(system)]
     return first + shown
 
@@ -38,14 +44,23 @@ def as_message(system: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _message(message: Any, index: int | None, *, takes_parts: bool) -> dict[str, Any]:
+def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | None = None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _unfit(index, "is no object", "send role and content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _unfit(index, "has no role", "send a text such as user")
-    texts = list(_texts(message.get("content"), index))
-    content: Any = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
+    found = list(_parts(message.get("content"), index, has_media=mark is not None))
+    if takes_parts:
+        content: Any = [
+            {"type": kind}
+            if kind != "text" and not mark
+            else {"type": "text", "text": text if kind == "text" else mark}
+            for kind, text in found
+        ]
+    else:
+        marks = [mark or "" for kind, _ in found if kind != "text"]
+        content = "\n".join(marks + [text for kind, text in found if kind == "text"])
     shown: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
         calls = message.get("tool_calls")
@@ -61,17 +76,22 @@ def _message(message: Any, index: int | None, *, takes_parts: bool) -> dict[str,
     return shown
 
 
-def _texts(content: Any, index: int | None) -> Iterable[str]:
+def _parts(content: Any, index: int | None, *, has_media: bool) -> Iterable[tuple[str, str]]:
+    """The parts of a content: ``text`` with the text, or what kind of media it is."""
     if content is None:
         return
     if isinstance(content, str):
-        yield content
+        yield "text", content
         return
     if not isinstance(content, list):
         raise _unfit(index, "has a content that is neither a text nor a list of parts", "send one of them")
     for position, part in enumerate(content):
         if isinstance(part, str):
-            yield part
+            yield "text", part
+            continue
+        media = kind_of(part) if has_media else None
+        if media is not None:
+            yield media, ""
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
@@ -82,7 +102,7 @@ def _texts(content: Any, index: int | None) -> Iterable[str]:
             )
         text = part.get(_TEXT_PARTS[kind])
         if isinstance(text, str):
-            yield text
+            yield "text", text
         elif text is not None or kind not in ("text", "refusal"):
             raise _unfit(index, f"has a content[{position}] without a text", "send one")
 

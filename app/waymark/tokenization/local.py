@@ -17,11 +17,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from waymark.chat.media import has_media
 from waymark.domain.hashing import pack_tokens
 from waymark.errors import InvalidValue
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
+from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
 from waymark.tokenization.segments import Segment, SegmentMemo, Splitter
 from waymark.tokenization.templates import ChatTemplate
 
@@ -66,7 +67,7 @@ class LocalTokenizer:
                 extra=fields(source=name),
             )
 
-    def known(self, prompt: Prompt) -> bytes | None:
+    def known(self, prompt: Prompt) -> Made | None:
         """The ids of a short prompt all of whose pieces are known."""
         if not _is_short(prompt):
             return None
@@ -75,9 +76,9 @@ class LocalTokenizer:
         if not all(piece.key in found for piece in pieces if piece.token < 0):
             return None
         self._segments_known.inc(len(found))
-        return self._joined(prompt, pieces, found)
+        return Made(self._joined(prompt, pieces, found))
 
-    async def tokens(self, prompt: Prompt) -> bytes:
+    async def tokens(self, prompt: Prompt) -> Made:
         """The ids of a prompt; ``InvalidValue`` where it is too long or the template refuses it."""
         loop = asyncio.get_running_loop()
         pieces = (
@@ -93,7 +94,7 @@ class LocalTokenizer:
             for key, ids in zip(new, encoded, strict=True):
                 found[key] = ids
                 self._memo.keep(key, ids)
-        return self._joined(prompt, pieces, found)
+        return Made(self._joined(prompt, pieces, found))
 
     async def text(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included; ids that the model does not have are left out."""
@@ -110,12 +111,26 @@ class LocalTokenizer:
     # ---- a prompt in pieces ------------------------------------------------------------------------
 
     def _pieces(self, prompt: Prompt) -> list[Segment]:
+        if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+            return self._pieces_before_media(prompt)
         text = self._text(prompt)
         if self.splits:
             return self._splitter.split(text)
         return [self._splitter.whole(text, b"\1" if prompt.add_special_tokens else b"\0")]
 
-    def _text(self, prompt: Prompt) -> str:
+    def _pieces_before_media(self, prompt: ChatPrompt) -> list[Segment]:
+        """What stands before the first image, up to the last special token: no id of it depends on what follows.
+
+        Nothing, where texts are not split.
+        """
+        if not self.splits:
+            return []
+        pieces = self._splitter.split(self._text(prompt, is_cut=True))
+        while pieces and pieces[-1].token < 0:
+            pieces.pop()
+        return pieces
+
+    def _text(self, prompt: Prompt, *, is_cut: bool = False) -> str:
         if isinstance(prompt, ChatPrompt):
             if self._template is None:
                 raise InvalidValue(
@@ -124,7 +139,8 @@ class LocalTokenizer:
                     reason="no_tokenizer",
                     field="model",
                 )
-            text, field = self._template.of(prompt).render(prompt), "messages"
+            template = self._template.of(prompt)
+            text, field = template.render_before_media(prompt) if is_cut else template.render(prompt), "messages"
         else:
             text, field = prompt.text, "prompt"
         try:
@@ -153,7 +169,8 @@ class LocalTokenizer:
         )
         if self.splits and prompt.add_special_tokens:
             before, behind = self._around
-            return before + joined + behind
+            is_cut = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
+            return before + joined + (b"" if is_cut else behind)
         return joined
 
     # ---- the tokenizer -----------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from waymark.domain.multimodal import Items
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
@@ -34,11 +36,19 @@ class ChatPrompt:
 Prompt: TypeAlias = TextPrompt | ChatPrompt
 
 
+class Made(NamedTuple):
+    """The ids of a prompt as little-endian u32, and the images and other items among them."""
+
+    ids: bytes
+    items: Items = ()
+
+
 class Tokens(NamedTuple):
-    """The ids of a prompt as little-endian u32, and where they are from: ``local`` or ``remote``."""
+    """What a source has made of a prompt, and its kind: ``local`` or ``remote``."""
 
     ids: bytes
     source: str
+    items: Items = ()
 
 
 class Source(Protocol):
@@ -51,11 +61,11 @@ class Source(Protocol):
     name: str
     """Its URL, for a sentence."""
 
-    def known(self, prompt: Prompt) -> bytes | None:
-        """The ids, where they can be had at once."""
+    def known(self, prompt: Prompt) -> Made | None:
+        """The tokens, where they can be had at once."""
 
-    async def tokens(self, prompt: Prompt) -> bytes:
-        """The ids of a prompt as little-endian u32."""
+    async def tokens(self, prompt: Prompt) -> Made:
+        """The tokens of a prompt."""
 
     async def text(self, ids: Sequence[int]) -> str:
         """The text of token ids."""

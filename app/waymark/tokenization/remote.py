@@ -1,19 +1,27 @@
-"""Tokens from an engine: ``POST /tokenize`` as vLLM and SGLang have it."""
+"""Tokens from an engine: ``POST /tokenize`` as vLLM and SGLang have it, or the render endpoints of vLLM.
+
+The render endpoints alone name the images of a prompt, and some servers have nothing else (TensorRT-LLM).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from waymark.asker import Asker
+from waymark.chat.media import has_media
 from waymark.chat.openai import as_message
 from waymark.domain.hashing import pack_tokens
+from waymark.domain.multimodal import items_of
 from waymark.errors import InvalidValue, TokenizerUnavailable, Unanswered
-from waymark.tokenization.prompt import ChatPrompt, Prompt
+from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
 
 #: An answer that is longer is not read. Ids and their commas take about seven bytes each.
 _ANSWER_BYTES_MAX = 32 * 2**20
+_CHAT_RENDER, _COMPLETION_RENDER = "/v1/chat/completions/render", "/v1/completions/render"
+#: A server without a path answers with one of these.
+_NO_PATH = (404, 405, 501)
 
 
 class RemoteTokenizer:
@@ -29,37 +37,36 @@ class RemoteTokenizer:
         self._bytes_max = bytes_max
         self._asker = asker
 
-    def known(self, prompt: Prompt) -> bytes | None:
+    def known(self, prompt: Prompt) -> Made | None:
         """Nothing is: an engine may come back with another tokenizer."""
         return None
 
-    async def tokens(self, prompt: Prompt) -> bytes:
-        """The ids of a prompt, as the engine makes them."""
-        body: dict[str, Any] = {"model": self._model, "add_special_tokens": prompt.add_special_tokens}
-        if isinstance(prompt, ChatPrompt):
-            body |= {
-                "messages": [*as_message(prompt.system), *prompt.messages],
-                "add_generation_prompt": prompt.add_generation_prompt,
-                "continue_final_message": prompt.continue_final_message,
-            }
-            if prompt.tools:
-                body["tools"] = list(prompt.tools)
-            if prompt.template_kwargs:
-                body["chat_template_kwargs"] = dict(prompt.template_kwargs)
-            field = "messages"
-        else:
-            body["prompt"] = prompt.text
-            field = "prompt"
+    async def tokens(self, prompt: Prompt) -> Made:
+        """The tokens of a prompt, as the engine makes them."""
+        if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+            rendered = await self._post(_CHAT_RENDER, self._chat(prompt), "messages")
+            if rendered is None:
+                raise InvalidValue(
+                    f"messages have images or other media, and the tokenizer {self.name} has no {_CHAT_RENDER}; name "
+                    "one that has it, or send token_ids with features",
+                    field="messages",
+                )
+            return self._rendered(rendered)
+        is_chat = isinstance(prompt, ChatPrompt)
+        body = self._chat(prompt) if isinstance(prompt, ChatPrompt) else self._completion(prompt)
+        field = "messages" if is_chat else "prompt"
         answer = await self._post("/tokenize", body, field)
-        try:
-            return pack_tokens(answer["tokens"])
-        except (KeyError, TypeError, OverflowError, ValueError):
-            raise self._unusable("its answer has no list of tokens") from None
+        if answer is not None:
+            return Made(self._ids(answer, "tokens"))
+        answer = await self._post(_CHAT_RENDER if is_chat else _COMPLETION_RENDER, body, field)
+        if answer is None:
+            raise self._unusable("it has neither /tokenize nor render endpoints, or not this model")
+        return self._rendered(answer)
 
     async def text(self, ids: Sequence[int]) -> str:
         """The text of token ids, as the engine makes it."""
         answer = await self._post("/detokenize", {"model": self._model, "tokens": list(ids)}, "tokens")
-        found = answer.get("prompt", answer.get("text"))  # vLLM, SGLang
+        found = answer.get("prompt", answer.get("text")) if isinstance(answer, dict) else None  # vLLM, SGLang
         if not isinstance(found, str):
             raise self._unusable("its answer has no prompt")
         return found
@@ -68,7 +75,44 @@ class RemoteTokenizer:
         """Close its connections."""
         await self._asker.close()
 
-    async def _post(self, path: str, body: dict[str, Any], field: str) -> dict[str, Any]:
+    # ---- bodies and answers ------------------------------------------------------------------------
+
+    def _completion(self, prompt: TextPrompt) -> dict[str, Any]:
+        return {"model": self._model, "prompt": prompt.text, "add_special_tokens": prompt.add_special_tokens}
+
+    def _chat(self, prompt: ChatPrompt) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [*as_message(prompt.system), *prompt.messages],
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "continue_final_message": prompt.continue_final_message,
+            "add_special_tokens": prompt.add_special_tokens,
+        }
+        if prompt.tools:
+            body["tools"] = list(prompt.tools)
+        if prompt.template_kwargs:
+            body["chat_template_kwargs"] = dict(prompt.template_kwargs)
+        return body
+
+    def _ids(self, answer: Any, name: str) -> bytes:
+        found = answer.get(name) if isinstance(answer, Mapping) else None
+        try:
+            return pack_tokens(found)  # type: ignore[arg-type]  # whatever it is, what is no list of ids raises
+        except (TypeError, OverflowError, ValueError):
+            raise self._unusable(f"its answer has no list of {name}") from None
+
+    def _rendered(self, answer: Any) -> Made:
+        if isinstance(answer, list) and len(answer) == 1:
+            (answer,) = answer  # of completions, one for each prompt
+        ids = self._ids(answer, "token_ids")
+        features = answer.get("features")
+        try:
+            return Made(ids, () if features is None else items_of(features))
+        except InvalidValue as error:
+            raise self._unusable(f"of its answer, {error.sentence}") from None
+
+    async def _post(self, path: str, body: dict[str, Any], field: str) -> Any:
+        """The answer; None if the server has no such path."""
         sent = _json(body, field)
         if len(sent) > 2 * self._bytes_max:
             raise InvalidValue(
@@ -88,13 +132,15 @@ class RemoteTokenizer:
                 f"{self.name} refuses the {field} with status {status}: {_told(received)}; send what that engine takes",
                 field=field,
             )
+        if status in _NO_PATH:
+            return None
         if status != 200:
             raise self._unusable(f"it answered with status {status}")
         try:
             answer = json.loads(received)
         except ValueError:
             answer = None
-        if not isinstance(answer, dict):
+        if not isinstance(answer, dict | list):
             raise self._unusable("its answer is no JSON object")
         return answer
 

@@ -84,10 +84,10 @@ def _from_hub(url: str, name: str, revision: str | None, cache: Path | None) -> 
         raise TokenizerUnavailable(f"the tokenizer {url} cannot be fetched: {first}", retry_after_seconds=10) from None
 
 
-def missing(package: str, url: str) -> InvalidValue:
+def missing(package: str, url: str, extra: str = "tokens") -> InvalidValue:
     """The refusal where an optional package is not installed."""
     return InvalidValue(
-        f"the tokenizer {url} needs the package {package}, which is not installed; install waymark[tokens]",
+        f"the tokenizer {url} needs the package {package}, which is not installed; install waymark[{extra}]",
         reason="no_tokenizer",
         field="model",
     )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import threading
 from collections.abc import Mapping
 from datetime import datetime
+from os.path import commonprefix
 from time import monotonic
 from typing import Any
 
@@ -66,10 +68,27 @@ class ChatTemplate:
             raise _lacking(error) from None
 
     def render(self, prompt: ChatPrompt) -> str:
-        """The text of a conversation.
+        """The text of a conversation without media.
 
         Raises ``InvalidValue`` where the template refuses the messages, needs what is not there, or exceeds a ceiling.
         """
+        return self._render(prompt, None)
+
+    def render_before_media(self, prompt: ChatPrompt) -> str:
+        """The text of a conversation up to its first image or other media, which no rendering here can know.
+
+        Raises as ``render``.
+        """
+        # Nobody who writes messages can know it.
+        mark = f"media-{secrets.token_hex(16)}"
+        text = self._render(prompt, mark)
+        before = text[: max(0, text.find(mark))]
+        if self.takes_parts:
+            # A template may write other things where it sees an image; what is the same in both is certain.
+            before = commonprefix([before, self._render(prompt, "")])  # noqa: RUF071  # of texts
+        return before
+
+    def _render(self, prompt: ChatPrompt, mark: str | None) -> str:
         taken = sorted(RESERVED & prompt.template_kwargs.keys())
         if taken:
             raise InvalidValue(
@@ -81,7 +100,7 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt are both true; send one of them as true",
                 field="continue_final_message",
             )
-        messages = for_template(prompt.messages, prompt.system, takes_parts=self.takes_parts)
+        messages = for_template(prompt.messages, prompt.system, takes_parts=self.takes_parts, mark=mark)
         context = {
             **self._special,
             "messages": messages,
@@ -91,7 +110,8 @@ class ChatTemplate:
             **prompt.template_kwargs,
         }
         text = self._rendered(context)
-        return _continued(text, messages) if prompt.continue_final_message else text
+        # What follows an image does not count: where the last message ends is of no interest then.
+        return _continued(text, messages) if prompt.continue_final_message and mark is None else text
 
     def _rendered(self, context: Mapping[str, Any]) -> str:
         try:

@@ -14,12 +14,14 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from waymark.asker import Asker
+from waymark.domain.names import DEFAULT_TENANT, GroupName
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import Settings
+from waymark.tokenization.engines import Addresses, EngineTokenizer
 from waymark.tokenization.prompt import Prompt, Source, TextPrompt, Tokens
 from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.segments import SegmentMemo
@@ -31,6 +33,17 @@ UNDER_WAY_MAX = 32
 SECONDS = 5.0
 #: How long a directory that was searched is not searched again, nor a source tried again that could not be opened.
 _AGAIN_SECONDS = 5.0
+
+
+#: The source that is any registered engine of the model.
+ENGINE = "engine:"
+
+
+class Engines(NamedTuple):
+    """What a source ``engine:`` needs."""
+
+    addresses: Addresses
+    asker: Asker
 
 
 class Tokenizers:
@@ -47,13 +60,16 @@ class Tokenizers:
         text_bytes_max: int = 2 * 2**20,
         seconds: float | None = None,
         new_asker: Callable[[], Asker] = Asker,
+        engines: Engines | None = None,
     ) -> None:
+        """``engines`` finds the engines that a source ``engine:`` asks."""
         self._configured = dict(sources)
         self._directory = directory
         self._metrics = metrics
         self._text_bytes_max = text_bytes_max
         self._seconds = SECONDS if seconds is None else seconds
         self._new_asker = new_asker
+        self._engines = engines
         self._memo = SegmentMemo(cache_bytes)
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
@@ -64,7 +80,8 @@ class Tokenizers:
         self._under_way: dict[bytes, asyncio.Task[Any]] = {}
 
     @classmethod
-    def of(cls, settings: Settings, metrics: Metrics) -> Tokenizers:
+    def of(cls, settings: Settings, metrics: Metrics, addresses: Addresses | None = None) -> Tokenizers:
+        """As the settings say; ``addresses`` finds the engines that a source ``engine:`` asks."""
         return cls(
             settings.tokenizers,
             settings.tokenizers_dir,
@@ -73,10 +90,12 @@ class Tokenizers:
             cache_bytes=settings.tokens_cache_bytes,
             text_bytes_max=settings.text_bytes_max,
             new_asker=partial(Asker.of, settings, is_bounded=False),
+            # Their addresses are from registrations.
+            engines=None if addresses is None else Engines(addresses, Asker.of(settings)),
         )
 
-    async def tokens(self, model: str, prompt: Prompt) -> Tokens:
-        """The ids of a prompt, as the engines of the model make them.
+    async def tokens(self, model: str, prompt: Prompt, tenant_id: str = DEFAULT_TENANT) -> Tokens:
+        """The ids of a prompt, as the engines of the model make them. ``tenant_id`` says whose engines may be asked.
 
         Raises ``InvalidValue``: ``no_tokenizer`` where the model has no source, ``too_large`` for a text that is too
         long, or another reason where the prompt does not fit. Raises ``TokenizerUnavailable`` where the source does
@@ -86,16 +105,18 @@ class Tokenizers:
         source = self._open.get(model)
         known = None if source is None else source.known(prompt)
         if source is None or known is None:
-            tokens = await self._once(_digest(model, prompt), lambda: self._made(model, prompt))
+            tokens = await self._once(
+                _digest(model, prompt, tenant_id), lambda: self._made(GroupName(tenant_id, model), prompt)
+            )
         else:
-            tokens = Tokens(known, source.kind)
+            tokens = Tokens(known.ids, source.kind, known.items)
         self._metrics.tokenize_duration_seconds.labels(source=tokens.source).observe(monotonic() - began)
         return tokens
 
-    async def text(self, model: str, ids: Sequence[int]) -> str:
+    async def text(self, model: str, ids: Sequence[int], tenant_id: str = DEFAULT_TENANT) -> str:
         """The text of token ids; raises as ``tokens`` does."""
-        key = blake2b(repr((model, ids)).encode("utf-8", "replace"), digest_size=32).digest()
-        return await self._once(b"text" + key, lambda: self._text(model, ids))
+        key = blake2b(repr((model, tenant_id, ids)).encode("utf-8", "replace"), digest_size=32).digest()
+        return await self._once(b"text" + key, lambda: self._text(GroupName(tenant_id, model), ids))
 
     async def close(self) -> None:
         """End what is under way, and give back threads and connections."""
@@ -103,6 +124,8 @@ class Tokenizers:
             task.cancel()
         for source in self._open.values():
             await source.close()
+        if self._engines is not None:
+            await self._engines.asker.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- one piece of work -------------------------------------------------------------------------
@@ -130,22 +153,35 @@ class Tokenizers:
         if not task.cancelled():
             task.exception()  # whoever waits for it has it; where nobody does any more, nobody needs it
 
-    async def _made(self, model: str, prompt: Prompt) -> Tokens:
-        source = await self._source(model)
-        return Tokens(await source.tokens(prompt), source.kind)
+    async def _made(self, group: GroupName, prompt: Prompt) -> Tokens:
+        source = await self._source(group)
+        made = await source.tokens(prompt)
+        return Tokens(made.ids, source.kind, made.items)
 
-    async def _text(self, model: str, ids: Sequence[int]) -> str:
-        return await (await self._source(model)).text(ids)
+    async def _text(self, group: GroupName, ids: Sequence[int]) -> str:
+        return await (await self._source(group)).text(ids)
 
     # ---- sources -----------------------------------------------------------------------------------
 
-    async def _source(self, model: str) -> Source:
+    async def _source(self, group: GroupName) -> Source:
+        model = group.model_name
         source = self._open.get(model)
         if source is not None:
             return source
         url = self._configured.get(model) or await self._discover(model)
         if url is None:
             raise no_tokenizer(model)
+        if url == ENGINE:
+            # Two tenants may have other engines of the same model's name.
+            if self._engines is None:
+                raise TokenizerUnavailable("the tokenizer engine: cannot be used: this process knows no registrations")
+            return EngineTokenizer(
+                group,
+                self._engines.addresses,
+                self._engines.asker,
+                seconds=self._seconds,
+                bytes_max=self._text_bytes_max,
+            )
         until, failure = self._failed.get(model, (0.0, None))
         if failure is not None and monotonic() < until:
             raise failure
@@ -172,6 +208,12 @@ class Tokenizers:
         """Runs in a thread: it imports, reads files, and may ask the hub."""
         if url.startswith("http"):
             return RemoteTokenizer(url, model, self._new_asker(), seconds=self._seconds, bytes_max=self._text_bytes_max)
+        if url.startswith("unix:"):
+            try:
+                from waymark.tokenization.uds import UdsTokenizer
+            except ModuleNotFoundError as error:
+                raise missing(str(error.name), url, "epp") from None
+            return UdsTokenizer(url, model, seconds=self._seconds, bytes_max=self._text_bytes_max)
         try:
             from waymark.tokenization.local import LocalTokenizer
         except ModuleNotFoundError as error:
@@ -184,7 +226,7 @@ class Tokenizers:
         return asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _digest(model: str, prompt: Prompt) -> bytes:
+def _digest(model: str, prompt: Prompt, tenant_id: str) -> bytes:
     """The same for the same work."""
     if isinstance(prompt, TextPrompt):
         said: Any = prompt.text, prompt.add_special_tokens
@@ -199,7 +241,7 @@ def _digest(model: str, prompt: Prompt) -> bytes:
             prompt.add_special_tokens,
         )
     try:
-        text = json.dumps([model, type(prompt).__name__, said])
+        text = json.dumps([model, tenant_id, type(prompt).__name__, said])
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidValue(f"messages hold what JSON cannot: {str(error)[:100]}; send JSON", field="messages") from None
     return blake2b(text.encode(), digest_size=32).digest()

@@ -1,0 +1,33 @@
+"""Where the engines of a group take requests: for what is asked of any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+from waymark.domain.names import GroupName
+from waymark.store.store import Store
+
+#: How long the registrations that were read are used, in seconds.
+_SECONDS = 1.0
+
+
+class EngineAddresses:
+    """The addresses of registered instances, at most a second old."""
+
+    def __init__(self, store: Store) -> None:
+        self._directory = store.directory
+        self._until = float("-inf")
+        self._known: dict[GroupName, list[str]] = store.incarnation.cache({})
+
+    async def __call__(self, group: GroupName) -> Sequence[str]:
+        """The addresses of the group's engines, in order of registration. Raises StoreUnavailable."""
+        if monotonic() >= self._until:
+            known: dict[GroupName, list[str]] = {}
+            for registration in await self._directory.registrations():
+                if registration.target.address is not None and registration.scope == "instance":
+                    known.setdefault(registration.group, []).append(registration.target.address)
+            self._known.clear()
+            self._known.update(known)
+            self._until = monotonic() + _SECONDS
+        return self._known.get(group, ())

@@ -1,0 +1,140 @@
+"""Items of a prompt that are no text, such as images, and what they add to the keys of the blocks they stand in.
+
+An engine puts placeholder tokens where an item stands, the same for every image of a size. So a block's key has to
+name the item too: ``[identifier, offset]``, the offset of the item's first placeholder within the block, negative where
+the item began in an earlier block. This is the list that vLLM hashes and publishes as ``extra_keys``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from waymark.domain import keys
+from waymark.domain.hashing import DEFAULT_SEED, extend, extra_digest
+from waymark.errors import InvalidValue
+
+#: Of one prompt.
+ITEMS_MAX = 4096
+#: Blocks of one prompt that items stand in; each costs a few microseconds, where others cost nanoseconds.
+BLOCKS_MAX = 2**15
+_IDENTIFIER_CHARACTERS_MAX = 4096
+_TOKENS_MAX = 2**32 - 1
+
+
+class Item(NamedTuple):
+    """One image, video or sound of a prompt."""
+
+    offset: int
+    """Of its first placeholder token in the prompt."""
+    length: int
+    """In tokens."""
+    identifier: str
+    """What the engine calls it: a hash of its content."""
+
+
+Items = tuple[Item, ...]
+"""In order of their offsets; none overlaps another."""
+
+
+def items_of(features: Any) -> Items:
+    """The items that ``features`` names, in the form of vLLM's render endpoints: ``mm_hashes``, ``mm_placeholders``.
+
+    Raises ``InvalidValue`` on ``features``.
+    """
+    if not isinstance(features, Mapping):
+        raise _unfit("is no object; send mm_hashes and mm_placeholders")
+    hashes, placeholders = features.get("mm_hashes"), features.get("mm_placeholders")
+    if not hashes and not placeholders:
+        return ()
+    if not isinstance(hashes, Mapping) or not isinstance(placeholders, Mapping):
+        raise _unfit("has no mm_hashes or no mm_placeholders by modality; send both")
+    if hashes.keys() != placeholders.keys():
+        raise _unfit("has not the same modalities in mm_hashes and mm_placeholders; send both of each")
+    items: list[Item] = []
+    for modality, identifiers in hashes.items():
+        ranges = placeholders[modality]
+        if not isinstance(identifiers, list) or not isinstance(ranges, list) or len(identifiers) != len(ranges):
+            raise _unfit("has not one placeholder for each hash of a modality; send lists of the same length")
+        if len(items) + len(ranges) > ITEMS_MAX:
+            raise _unfit(f"has more than {ITEMS_MAX} items; send fewer", "out_of_range")
+        items += [_item(identifier, range_) for identifier, range_ in zip(identifiers, ranges, strict=True)]
+    items.sort()
+    if any(after.offset < before.offset + before.length for before, after in pairwise(items)):
+        raise _unfit("has placeholders that overlap; send each token's item once")
+    return tuple(items)
+
+
+def _item(identifier: Any, range_: Any) -> Item:
+    if not isinstance(identifier, str) or not 0 < len(identifier) <= _IDENTIFIER_CHARACTERS_MAX:
+        raise _unfit(f"has a hash that is no text of 1 to {_IDENTIFIER_CHARACTERS_MAX} characters; send one")
+    try:
+        identifier.encode()
+    except UnicodeEncodeError:
+        raise _unfit("has a hash with half of a surrogate pair; send whole characters") from None
+    offset, length = (range_.get("offset"), range_.get("length")) if isinstance(range_, Mapping) else (None, None)
+    if type(offset) is not int or type(length) is not int or not (0 <= offset <= _TOKENS_MAX):
+        raise _unfit("has a placeholder without offset and length; send integers of tokens")
+    if not 0 < length <= _TOKENS_MAX:
+        raise _unfit("has a placeholder whose length is not within 1..2^32-1; send tokens", "out_of_range")
+    return Item(offset, length, identifier)
+
+
+def _unfit(what: str, reason: str = "invalid_value") -> InvalidValue:
+    return InvalidValue(f"features {what}", reason=reason, field="features")
+
+
+def check_blocks(items: Items, tokens: int, block_size: int) -> None:
+    """Raise ``InvalidValue`` if the items stand in more than ``BLOCKS_MAX`` blocks of a prompt of so many tokens."""
+    blocks = sum(
+        (min(item.offset + item.length, tokens) - 1) // block_size - item.offset // block_size + 1
+        for item in items
+        if item.offset < tokens
+    )
+    if blocks > BLOCKS_MAX:
+        raise _unfit(f"stands in {blocks} blocks of {block_size} tokens, and at most {BLOCKS_MAX} are read; send less")
+
+
+def extra_keys(items: Items, block_size: int, blocks: range) -> Iterator[list[list[Any]]]:
+    """For each of some consecutive blocks what the items add to its key; an empty list where none stands in it."""
+    at = 0
+    for block in blocks:
+        start, end = block * block_size, (block + 1) * block_size
+        while at < len(items) and items[at].offset + items[at].length <= start:
+            at += 1
+        found, ahead = [], at
+        while ahead < len(items) and items[ahead].offset < end:
+            found.append([items[ahead].identifier, items[ahead].offset - start])
+            ahead += 1
+        yield found
+
+
+def seq_hashes_with(
+    items: Items,
+    parent: int | None,
+    tokens: bytes | memoryview,
+    block_size: int,
+    *,
+    first: int = 0,
+    seed: int = DEFAULT_SEED,
+) -> list[int]:
+    """As ``hashing.extend``, of a prompt with items; ``first`` is the number of the first block of ``tokens``."""
+    blocks = range(first, first + len(tokens) // (4 * block_size))
+    digests = [extra_digest(each, seed=seed) if each else None for each in extra_keys(items, block_size, blocks)]
+    return extend(parent, tokens, block_size, seed=seed, extras=digests if any(digests) else None)
+
+
+def block_keys_with(
+    items: Items,
+    parent: int | None,
+    tokens: bytes | memoryview,
+    block_size: int,
+    *,
+    first: int,
+    namespace: int,
+    seed: int = DEFAULT_SEED,
+) -> bytes:
+    """As ``hashing.block_keys``, of a prompt with items."""
+    found = seq_hashes_with(items, parent, tokens, block_size, first=first, seed=seed)
+    return keys.pack(found, namespace)

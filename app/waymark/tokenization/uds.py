@@ -1,0 +1,268 @@
+"""Tokens from llm-d's tokenizer service: ``tokenization.TokenizationService``, gRPC over a Unix socket.
+
+Of its interface only what is used here is described, with the names and field numbers that it publishes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from waymark.chat.media import kind_of
+from waymark.chat.openai import as_message
+from waymark.domain.hashing import pack_tokens
+from waymark.domain.multimodal import Items, items_of
+from waymark.errors import InvalidValue, TokenizerUnavailable
+from waymark.tokenization.prompt import ChatPrompt, Made, Prompt
+
+PACKAGE = "tokenization"
+SERVICE = f"{PACKAGE}.TokenizationService"
+_ANSWER_BYTES_MAX = 32 * 2**20
+
+#: Message to its fields in the order of their numbers: ``type name``, with ``*`` for a list and ``?`` for an optional
+#: one; a bare number is the number of the next field.
+_MESSAGES = {
+    "TokenizeRequest": "string input, string model_name, bool add_special_tokens",
+    "TokenizeResponse": "uint32* input_ids, bool success, string error_message",
+    "InitializeTokenizerRequest": "string model_name, bool enable_thinking, bool add_generation_prompt",
+    "InitializeTokenizerResponse": "bool success, string error_message",
+    "ImageUrl": "string url",
+    "ContentPart": "string type, string? text, ImageUrl? image_url",
+    "ChatMessage": "string role, string? content, ContentPart* content_parts",
+    "FunctionDefinition": "string name, string? description, string? parameters_json, bool? strict",
+    "ChatCompletionTool": "string type, FunctionDefinition function",
+    "RenderChatCompletionRequest": "string model_name, ChatMessage* messages, ChatCompletionTool* tools, 5, "
+    "bool add_generation_prompt, bool continue_final_message, string? chat_template_kwargs",
+    "PlaceholderRange": "int32 offset, int32 length",
+    "StringList": "string* values",
+    "PlaceholderRangeList": "PlaceholderRange* ranges",
+    "HashesEntry": "string key, StringList value",
+    "PlaceholdersEntry": "string key, PlaceholderRangeList value",
+    # A map is on the wire a list of entries.
+    "MultiModalFeatures": "HashesEntry* mm_hashes, PlaceholdersEntry* mm_placeholders",
+    "RenderChatCompletionResponse": "string request_id, uint32* token_ids, MultiModalFeatures features, bool success, "
+    "string error_message",
+}
+#: Methods by what they take and answer.
+METHODS = {
+    "Tokenize": ("TokenizeRequest", "TokenizeResponse"),
+    "InitializeTokenizer": ("InitializeTokenizerRequest", "InitializeTokenizerResponse"),
+    "RenderChatCompletion": ("RenderChatCompletionRequest", "RenderChatCompletionResponse"),
+}
+_FIELD = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {
+    "string": _FIELD.TYPE_STRING,
+    "bool": _FIELD.TYPE_BOOL,
+    "uint32": _FIELD.TYPE_UINT32,
+    "int32": _FIELD.TYPE_INT32,
+}
+
+
+def _classes() -> dict[str, Any]:
+    """The messages' classes, in a pool of their own: another package may know the same interface."""
+    file = descriptor_pb2.FileDescriptorProto(name="waymark/tokenizer.proto", package=PACKAGE, syntax="proto3")
+    for name, text in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        number = 1
+        for word in text.split(", "):
+            if word.isdigit():
+                number = int(word)
+                continue
+            kind, _, field_name = word.partition(" ")
+            bare = kind.rstrip("*?")
+            field = message.field.add(name=field_name, number=number)
+            field.label = _FIELD.LABEL_REPEATED if kind.endswith("*") else _FIELD.LABEL_OPTIONAL
+            field.type = _SCALARS.get(bare, _FIELD.TYPE_MESSAGE)
+            if bare not in _SCALARS:
+                field.type_name = f".{PACKAGE}.{bare}"
+            if kind.endswith("?"):
+                field.proto3_optional, field.oneof_index = True, len(message.oneof_decl)
+                message.oneof_decl.add(name=f"_{field_name}")
+            number += 1
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in _MESSAGES
+    }
+
+
+CLASSES = _classes()
+
+
+class UdsTokenizer:
+    """The tokenizer service at ``url`` (``unix:///path``), for ``model`` as it calls it."""
+
+    kind = "remote"
+
+    def __init__(self, url: str, model: str, *, seconds: float, bytes_max: int) -> None:
+        self.name = url
+        self._model = model
+        self._seconds = seconds
+        self._bytes_max = bytes_max
+        self._channel: Any = None
+        self._is_initialized = False
+
+    def known(self, prompt: Prompt) -> Made | None:
+        """Nothing is: the service may come back with another tokenizer."""
+        return None
+
+    async def tokens(self, prompt: Prompt) -> Made:
+        """The tokens of a prompt, as the service makes them."""
+        is_chat = isinstance(prompt, ChatPrompt)
+        field = "messages" if is_chat else "prompt"
+        if isinstance(prompt, ChatPrompt):
+            method, request = "RenderChatCompletion", self._chat(prompt)
+        else:
+            fields = {"input": prompt.text, "add_special_tokens": prompt.add_special_tokens}
+            method, request = "Tokenize", _made("TokenizeRequest", fields | {"model_name": self._model}, field)
+        if request.ByteSize() > 2 * self._bytes_max:
+            raise InvalidValue(
+                f"{field} is {request.ByteSize()} bytes and at most {2 * self._bytes_max} are sent on; send less, or "
+                "raise WAYMARK_TEXT_BYTES_MAX",
+                reason="too_large",
+                field=field,
+            )
+        if not self._is_initialized:
+            first = _made(
+                "InitializeTokenizerRequest", {"model_name": self._model, "add_generation_prompt": True}, field
+            )
+            await self._call("InitializeTokenizer", first, "model")
+            self._is_initialized = True
+        answer = await self._call(method, request, field)
+        if is_chat:
+            return Made(pack_tokens(list(answer.token_ids)), self._items(answer.features))
+        return Made(pack_tokens(list(answer.input_ids)))
+
+    async def text(self, ids: Sequence[int]) -> str:
+        """The service has no way back from tokens to text."""
+        raise InvalidValue(
+            f"the tokenizer {self.name} makes no text of tokens; name another source in WAYMARK_TOKENIZERS",
+            reason="no_tokenizer",
+            field="model",
+        )
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    # ---- requests and answers ----------------------------------------------------------------------
+
+    async def _call(self, method: str, request: Any, field: str) -> Any:
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(
+                self.name.replace("unix://", "unix:", 1),
+                options=[("grpc.max_receive_message_length", _ANSWER_BYTES_MAX), ("grpc.enable_retries", 0)],
+            )
+        call = self._channel.unary_unary(
+            f"/{SERVICE}/{method}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=CLASSES[METHODS[method][1]].FromString,
+        )
+        try:
+            answer = await call(request, timeout=self._seconds)
+        except grpc.aio.AioRpcError as error:
+            self._is_initialized = False  # the service may have been started again, without this model
+            said = str(error.details() or "")[:200]
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise self._refused(field, said) from None
+            raise TokenizerUnavailable(
+                f"the tokenizer {self.name} cannot be used now: {error.code().name}: {said}"
+            ) from None
+        if not answer.success:
+            self._is_initialized = False
+            raise self._refused(field, answer.error_message[:200])
+        return answer
+
+    def _refused(self, field: str, said: str) -> InvalidValue:
+        told = json.dumps(said, ensure_ascii=False)
+        return InvalidValue(f"{self.name} refuses the {field}: {told}; send what that service takes", field=field)
+
+    def _chat(self, prompt: ChatPrompt) -> Any:
+        messages = [*as_message(prompt.system), *prompt.messages]
+        fields: dict[str, Any] = {
+            "model_name": self._model,
+            "messages": [_message(message, index) for index, message in enumerate(messages)],
+            "tools": [_tool(tool) for tool in prompt.tools or ()],
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "continue_final_message": prompt.continue_final_message,
+        }
+        if prompt.add_special_tokens:
+            raise InvalidValue(
+                f"add_special_tokens is true, and {self.name} takes no such field with messages; leave it out",
+                field="add_special_tokens",
+            )
+        if prompt.template_kwargs:
+            fields["chat_template_kwargs"] = json.dumps(dict(prompt.template_kwargs))
+        return _made("RenderChatCompletionRequest", fields, "messages")
+
+    def _items(self, features: Any) -> Items:
+        named = {
+            "mm_hashes": {entry.key: list(entry.value.values) for entry in features.mm_hashes},
+            "mm_placeholders": {
+                entry.key: [{"offset": each.offset, "length": each.length} for each in entry.value.ranges]
+                for entry in features.mm_placeholders
+            },
+        }
+        try:
+            return items_of(named)
+        except InvalidValue as error:
+            raise TokenizerUnavailable(
+                f"the tokenizer {self.name} cannot be used now: of its answer, {error.sentence}"
+            ) from None
+
+
+def _made(name: str, fields: Mapping[str, Any], field: str) -> Any:
+    try:
+        return CLASSES[name](**fields)
+    except (TypeError, ValueError) as error:
+        raise InvalidValue(
+            f"{field} cannot be sent to a tokenizer service: {str(error)[:100]}; send texts", field=field
+        ) from None
+
+
+def _message(message: Any, index: int) -> dict[str, Any]:
+    """A message in the service's form, which has a role, and a text or parts."""
+    if not isinstance(message, Mapping):
+        raise _unfit(index, "is no object; send role and content")
+    lost = sorted(name for name in message.keys() - {"role", "content"} if message[name])
+    if lost:
+        raise _unfit(index, f"has {lost[0]}, for which the interface of the tokenizer service has no field")
+    content = message.get("content")
+    if isinstance(content, list):
+        return {"role": message.get("role"), "content_parts": list(_parts(content, index))}
+    return {"role": message.get("role")} | ({} if content is None else {"content": content})
+
+
+def _parts(content: Sequence[Any], index: int) -> Iterator[dict[str, Any]]:
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") == "text":
+            yield {"type": "text", "text": part.get("text")}
+        elif isinstance(part, Mapping) and part.get("type") == "image_url":
+            image = part.get("image_url")
+            yield {"type": "image_url", "image_url": {"url": image.get("url") if isinstance(image, Mapping) else image}}
+        else:
+            kind = kind_of(part) or "one of another type"
+            raise _unfit(index, f"has a part ({kind}) for which the interface of the tokenizer service has no field")
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidValue("tools has one without a function; send type and function", field="tools")
+    made = {name: function[name] for name in ("name", "description", "strict") if function.get(name) is not None}
+    if function.get("parameters") is not None:
+        made["parameters_json"] = json.dumps(function["parameters"])
+    return {"type": tool.get("type", "function"), "function": made}
+
+
+def _unfit(index: int, what: str) -> InvalidValue:
+    return InvalidValue(
+        f"messages[{index}] {what}; name another source in WAYMARK_TOKENIZERS, or send token_ids",
+        field="messages",
+        index=index,
+    )
