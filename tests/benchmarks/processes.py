@@ -24,7 +24,7 @@ import redis
 
 from tests.ports import unused_port
 
-START_SECONDS = 30.0
+START_SECONDS = 120.0
 SETTLE_SECONDS = 120.0
 
 

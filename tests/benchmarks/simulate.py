@@ -1,6 +1,7 @@
 """What an index is worth: the block hit ratio of a fleet of engines by how requests are routed, over a trace.
 
     waymark bench --simulate [--trace FILE --requests N] [--json FILE] [--plot FILE]
+    waymark bench --simulate --policies least-work,dynamo ...   times to the first token: ``decide``
 
 Engines with prefix caches serve a trace on its own clock, once for each routing: by chance, by prefix stickiness, by
 Waymark's answers, and by the caches themselves, which is the most that the rule can get. Waymark is real: a Redis of
@@ -22,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks import decide
 from tests.benchmarks import simulate_report as report
 from tests.benchmarks.prompts import BLOCK_SIZE
 from tests.benchmarks.simulate_engines import Engine
@@ -114,6 +116,8 @@ async def simulate(options: Simulation, requests: Sequence[Request], kill: Kill)
 
 def main(arguments: Sequence[str]) -> int:
     """Simulate, print and write what was found. 2: an argument does not fit, and nothing was started."""
+    if any(word.partition("=")[0] in ("--policies", "--peer") for word in arguments):
+        return decide.main(arguments)
     parser = _parser()
     given = vars(parser.parse_args(arguments))
     json_path, plot_path, windows = given.pop("json"), given.pop("plot"), given.pop("windows")

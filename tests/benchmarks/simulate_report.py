@@ -33,7 +33,7 @@ def table(courses: Sequence[Course]) -> str:
         )
         computed, first = f"{course.computed_tokens / 1e6:.2f} M", f"{course.first_token_seconds:.2f} s"
         lines.append((course.name, _percent(course.hit_ratio()), computed, first, *asked))
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def kill_table(courses: Sequence[Course], kill: Kill) -> str:
@@ -42,7 +42,7 @@ def kill_table(courses: Sequence[Course], kill: Kill) -> str:
     lines = [("routing", *named)]
     for course in courses:
         lines.append((course.name, *(_percent(course.hit_ratio(*span)) for span in named.values())))
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def spans(courses: Sequence[Course], kill: Kill) -> dict[str, tuple[float, float]]:
@@ -124,7 +124,7 @@ def _percent(ratio: float | None) -> str:
     return "" if ratio is None else f"{100 * ratio:.2f} %"
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
+def aligned(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(

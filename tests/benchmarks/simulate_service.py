@@ -116,6 +116,11 @@ class Waymark:
             )
         await self._until_heard()
 
+    @property
+    def urls(self) -> list[str]:
+        """Of the replicas."""
+        return [f"http://127.0.0.1:{server.port}" for server in self._servers if server.name.endswith("query")]
+
     async def close(self) -> None:
         for client in self._clients:
             await client.close()

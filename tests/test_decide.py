@@ -1,0 +1,170 @@
+"""The simulated decisions: engines and clock by hand, the product's routing, and the same by real processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.benchmarks import __main__ as benchmarks
+from tests.benchmarks.decide import Options, simulate
+from tests.benchmarks.decide_books import Fast, Rules
+from tests.benchmarks.decide_engines import PIECE_TOKENS, Engine, Job
+from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up
+from tests.benchmarks.decide_run import run
+from waymark.routing.presets import preset
+
+
+def job(pieces: int, *, tokens: int | None = None, output: int = 1, at: float = 0.0, name: int = 0) -> Job:
+    numbers = tuple(range(name, name + pieces))
+    return Job(name, at, pieces * PIECE_TOKENS if tokens is None else tokens, output, numbers)
+
+
+def finished(engine: Engine) -> dict[int, Job]:
+    engine.advance(engine.now + 1000)
+    return {each.number: each for each in engine.ended}
+
+
+# ---- engines ---------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_computed_in_chunks_and_an_answer_token_by_token() -> None:
+    engine = Engine(0)
+    engine.take(job(8, output=11))
+    (done,) = finished(engine).values()
+    # Two chunks of 2,048 tokens; then ten tokens with one request running.
+    assert done.first_token_at == pytest.approx(2 * (0.010 + 2048 * 0.000115))
+    assert done.ended_at - done.first_token_at == pytest.approx(10 * (0.010 + 0.00005))
+    assert [change.piece for change in engine.changes if change.is_stored] == [3, 2, 1, 0, 7, 6, 5, 4]
+
+
+def test_what_is_cached_is_not_computed_but_for_the_last_token() -> None:
+    engine = Engine(0)
+    engine.take(job(4))
+    first = finished(engine)[0]
+    began = engine.now
+    engine.take(Job(1, began, 4 * PIECE_TOKENS, 1, (0, 1, 2, 3)))
+    second = finished(engine)[1]
+    assert (first.hits, second.hits) == (0, 4)
+    assert second.first_token_at - began == pytest.approx(0.010 + 0.000115)
+
+
+def test_first_come_first_served_and_running_requests_slow_the_others() -> None:
+    engine = Engine(0)
+    engine.take(job(4, output=1000))
+    engine.take(job(4, name=100))
+    both = finished(engine)
+    alone = 0.010 + 2048 * 0.000115
+    assert both[0].first_token_at == pytest.approx(alone)
+    assert both[100].first_token_at == pytest.approx(2 * alone + 0.00005)
+
+
+def test_a_cache_forgets_what_was_used_longest_ago_and_says_so() -> None:
+    engine = Engine(0, cache_pieces=4)
+    engine.take(job(3))
+    finished(engine)
+    engine.changes.clear()
+    engine.take(job(3, name=10))
+    finished(engine)
+    assert [change.piece for change in engine.changes if not change.is_stored] == [2, 1]
+
+
+def test_advancing_in_small_steps_or_at_once_is_the_same() -> None:
+    ends = []
+    for step in (0.003, 50.0):
+        engine = Engine(0)
+        for number in range(5):
+            engine.take(job(3, name=10 * number, output=20 * number + 1))
+        at = 0.0
+        while not engine.is_idle:
+            at += step
+            engine.advance(at)
+        ends.append([(each.number, each.ended_at) for each in engine.ended])
+    for small, large in zip(*ends, strict=True):
+        assert small == pytest.approx(large)
+
+
+# ---- decisions -------------------------------------------------------------------------------------
+
+
+def fast(name: str = "least-work", engines: int = 2, **rules: float) -> Fast:
+    policy = preset(name)
+    return Fast(policy, policy.values({}), engines, Rules(**rules), 0)  # type: ignore[arg-type]
+
+
+async def test_the_load_of_a_decision_counts_for_the_next_one_until_it_ends() -> None:
+    decider = fast()
+    one, two, three = (job(4, name=name) for name in (0, 10, 20))
+    (first,) = await decider.decide(0.0, [one])
+    (second,) = await decider.decide(0.0, [two])
+    assert {first, second} == {0, 1}
+    await decider.begun(one)
+    await decider.ended(one)
+    assert await decider.decide(0.2, [three]) == [first]
+
+
+async def test_with_own_loads_a_replica_knows_nothing_of_the_others() -> None:
+    arrivals = [Arrival(0.0, 4096, 1, tuple(range(10 * n, 10 * n + 8))) for n in range(40)]
+
+    async def spread(decider: Fast) -> int:
+        found = await decider.decide(
+            0.0, [Job(n, 0.0, each.input_tokens, 1, each.pieces) for n, each in enumerate(arrivals)]
+        )
+        return max(map(found.count, range(8)))
+
+    assert await spread(fast(engines=8, replicas=8)) == 5
+    assert await spread(fast(engines=8, replicas=8, has_own_loads=True)) > 5
+
+
+async def test_speculative_entries_bring_a_burst_together() -> None:
+    arrivals = bursts(Bursts(requests=12), 15.0, 0)
+    apart = await run("", arrivals, 4, fast(engines=4), 0.05)
+    together = await run("", arrivals, 4, fast(engines=4, speculative_seconds=2.0), 0.05)
+    assert together.hit_ratio > apart.hit_ratio
+
+
+async def test_what_is_cached_decides_as_soon_as_it_can_be_seen() -> None:
+    decider = fast(engines=4)
+    prompts = [Arrival(float(n), 64 * PIECE_TOKENS, 1, tuple(range(64))) for n in range(0, 60, 10)]
+    figures = await run("", prompts, 4, decider, 0.05)
+    assert figures.hit_ratio == pytest.approx(5 / 6)
+
+
+# ---- the same by real processes --------------------------------------------------------------------
+
+
+@pytest.mark.outside
+async def test_replicas_over_http_decide_as_this_process_does() -> None:
+    arrivals = made_up(40, 1.0, 0)
+    options = Options(policies=("least-work",), requests=40, engines=3, replicas=(2,))
+    (here,) = await simulate(options)
+    (there,) = await simulate(replace(options, live=True))
+    assert there.requests == here.requests == len(arrivals)
+    # Equal targets are taken by chance, so the two are not one and the same.
+    assert there.hit_ratio == pytest.approx(here.hit_ratio, abs=0.2)
+    assert there.mean_first_token < 2 * here.mean_first_token
+
+
+# ---- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_line_for_each_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--simulate", "--policies", "least-work,sticky", "--requests", "30", "--engines", "2", "--replicas", "1,2"]
+    assert benchmarks.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines[1:]] == ["least-work", "sticky"] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--policies", "least-wrok"], "did you mean least-work"),
+        (["--policies", "least-work", "--peer", "best"], "--peer is 'best'"),
+        (["--policies", "least-work", "--replicas", "0"], "--replicas"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_starts(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmarks.main(["--simulate", *words]) == 2
+    assert sentence in capsys.readouterr().err
