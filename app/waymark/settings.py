@@ -203,6 +203,8 @@ class Settings(BaseSettings):
     """How many HTTP connections are open at once; above it, the connection that is idle longest is closed."""
     api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
     """The bearer token that writing requests need; without this setting every client may write."""
+    api_tokens_file: str | None = None
+    """The path of a JSON file with further tokens, each by its SHA-256 and for some tenants; it protects reads, too."""
     protect_reads: bool = False
     """Whether reading requests need the token, too."""
     allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
@@ -290,7 +292,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
-        if self.protect_reads and self.api_token is None:
+        if self.protect_reads and self.api_token is None and self.api_tokens_file is None:
             raise ValueError(
                 "WAYMARK_PROTECT_READS is true but there is no WAYMARK_API_TOKEN: set one, or leave the former out"
             )

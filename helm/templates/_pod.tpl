@@ -16,6 +16,10 @@ Called with root, role, and values, which are the role's.
 {{- if $redis.tlsSecret.name }}
 {{- $files = append $files (dict "name" "redis-tls" "path" "/etc/waymark/redis-tls" "source" (dict "secret" (dict "secretName" $redis.tlsSecret.name))) }}
 {{- end }}
+{{- $apiTokens := $root.Values.apiTokensSecret }}
+{{- if and $apiTokens.name (eq .role "query") }}
+{{- $files = append $files (dict "name" "api-tokens" "path" "/etc/waymark/api-tokens" "source" (dict "secret" (dict "secretName" $apiTokens.name))) }}
+{{- end }}
 {{- $engineCa := $root.Values.engineCaSecret }}
 {{- if $engineCa.name }}
 {{- $files = append $files (dict "name" "engine-ca" "path" "/etc/waymark/engine-ca" "source" (dict "secret" (dict "secretName" $engineCa.name))) }}
@@ -118,6 +122,10 @@ spec:
             secretKeyRef:
               name: {{ . }}
               key: {{ $root.Values.apiToken.key }}
+        {{- end }}
+        {{- if and $apiTokens.name (eq .role "query") }}
+        - name: WAYMARK_API_TOKENS_FILE
+          value: /etc/waymark/api-tokens/{{ $apiTokens.key }}
         {{- end }}
         {{- with $root.Values.engineApiKey.existingSecret }}
         - name: WAYMARK_ENGINE_API_KEY

@@ -33,6 +33,7 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_REDIS_TLS_CERT_FILE": "redis.tlsSecret.certKey",
     "WAYMARK_REDIS_TLS_KEY_FILE": "redis.tlsSecret.keyKey",
     "WAYMARK_API_TOKEN": "apiToken.existingSecret",
+    "WAYMARK_API_TOKENS_FILE": "apiTokensSecret.name",
     "WAYMARK_ENGINE_API_KEY": "engineApiKey.existingSecret",
     "WAYMARK_ENGINE_CA_FILE": "engineCaSecret.name",
     "WAYMARK_PUBLISHERS_FILE": "publishers",

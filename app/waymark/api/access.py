@@ -1,30 +1,76 @@
-"""Who may call what."""
+"""Who may call what, and which tenants a caller sees."""
 
 from __future__ import annotations
 
 import hmac
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
-from waymark.api.bodies import Headers
-from waymark.api.errors import Unauthorized
+from waymark.api.bodies import Body, Headers
+from waymark.api.errors import Forbidden, Unauthorized
+from waymark.api.tokens_file import EVERYONE, Caller, TokensFile
+from waymark.domain.names import DEFAULT_TENANT
+from waymark.shown import shown
 
 Access: TypeAlias = Literal["open", "read", "write"]
 
+Reach: TypeAlias = Literal["fleet", "body", "filtered", "none"]
+"""What a path shows of tenants, and so what a token of some tenants may do there.
+
+``none``: nothing. ``body``: of the tenant that the body names, which is checked before the handler. ``filtered``: the
+handler leaves out what is not the caller's. ``fleet``: of all; the path is for tokens of all tenants only.
+"""
+
 
 class Gate:
-    """Checks the bearer token: for what writes where a token is set, for what reads where reads are protected."""
+    """Checks the bearer token: for what writes where a token is set, for what reads where reads are protected.
 
-    def __init__(self, token: str | None, *, protect_reads: bool) -> None:
+    A file of tokens protects reads, too: a token of one tenant would mean little beside requests without any.
+    """
+
+    def __init__(self, token: str | None, *, protect_reads: bool, tokens: TokensFile | None = None) -> None:
         self._token = token.encode() if token else None
-        self._protect_reads = protect_reads
+        self._tokens = tokens
+        self._protect_reads = protect_reads or tokens is not None
 
-    def check(self, access: Access, headers: Headers) -> None:
-        """Raise ``Unauthorized`` unless the request may pass."""
-        if self._token is None or access == "open" or (access == "read" and not self._protect_reads):
-            return
+    def check(self, access: Access, headers: Headers) -> Caller:
+        """Who calls. Raises ``Unauthorized`` without a token that is needed, ``Forbidden`` if it may only read."""
+        has_tokens = self._token is not None or self._tokens is not None
+        if not has_tokens or access == "open" or (access == "read" and not self._protect_reads):
+            return EVERYONE
         for name, value in headers:
             if name == b"authorization":
                 scheme, _, given = value.partition(b" ")
-                if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._token):
-                    return
+                caller = self._caller(given.strip()) if scheme.lower() == b"bearer" else None
+                if caller is not None:
+                    if access == "write" and not caller.may_write:
+                        raise Forbidden(f"the token {shown(caller.name)} may read only; use one with access write")
+                    return caller
         raise Unauthorized
+
+    def _caller(self, given: bytes) -> Caller | None:
+        if self._token is not None and hmac.compare_digest(given, self._token):
+            return EVERYONE
+        return None if self._tokens is None else self._tokens.caller(given)
+
+
+def check_reach(caller: Caller, reach: Reach, body: Body, *, is_dynamo: bool) -> None:
+    """Raise ``Forbidden`` where a path, or the tenant that a body names, is beyond a caller."""
+    if caller.tenants is None or reach in ("none", "filtered"):
+        return
+    if reach == "fleet":
+        raise Forbidden(
+            f"this path is about all tenants, and the token {shown(caller.name)} is for some; use a token of all"
+        )
+    for fields in _documents(body):
+        # Of a wrong type, the handler refuses it.
+        named = [fields.get(field) for field in (("routing_group", "tenant_id") if is_dynamo else ("tenant_id",))]
+        tenant = next((each for each in named if each), DEFAULT_TENANT)
+        if isinstance(tenant, str) and not caller.has(tenant):
+            raise Forbidden(f"the token {shown(caller.name)} is not for tenant {shown(tenant)}; use a token of it")
+
+
+def _documents(body: Body) -> Sequence[Mapping[str, Any]]:
+    if body.documents is not None:
+        return [each for each in body.documents if isinstance(each, dict)]
+    return [body.fields if body.text is None else body.text.fields]

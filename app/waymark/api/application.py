@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -36,6 +37,7 @@ from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
 from waymark.api.request_cache import RequestCache
 from waymark.api.texts import Texts
+from waymark.api.tokens_file import TokensFile
 from waymark.api.views import Views
 from waymark.asker import Asker
 from waymark.metrics import Metrics
@@ -54,33 +56,50 @@ _QUERIES = frozenset(
 _PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
 _NOTE = {"X-Waymark-Note": "the reason why a replica needs neither a dump nor peers to recover"}
 
-_HEALTH = Doc("Answers 200 while the process is alive.", answer=answers.HealthAnswer, needs_redis=False)
-_READY = Doc("Answers 200 when the process can answer queries.", answer=answers.ReadyAnswer)
-_DYNAMO_HEALTH = Doc("Answers 200 without a body while the process is alive.", media_type=_TEXT, needs_redis=False)
+_HEALTH = Doc("Answers 200 while the process is alive.", answer=answers.HealthAnswer, needs_redis=False, reach="none")
+_READY = Doc("Answers 200 when the process can answer queries.", answer=answers.ReadyAnswer, reach="none")
+_DYNAMO_HEALTH = Doc(
+    "Answers 200 without a body while the process is alive.",
+    media_type=_TEXT,
+    needs_redis=False,
+    reach="none",
+)
 _METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, needs_redis=False)
-_SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer)
-_WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer)
-_GLOBAL_VIEW = Doc("Lists contexts with their instances and block counts.", answer=answers.GlobalViewAnswer)
+_OPENAPI = Doc("Returns this contract.", needs_redis=False, reach="none")
+_SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer, reach="filtered")
+_WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer, reach="filtered")
+_GLOBAL_VIEW = Doc(
+    "Lists contexts with their instances and block counts.",
+    answer=answers.GlobalViewAnswer,
+    reach="filtered",
+)
 _QUERY = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
     bodies.QueryRequest,
     answers.QueryAnswer,
     headers=_PARTIAL,
+    reach="body",
 )
 _QUERY_BY_HASH = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
     bodies.QueryByHashRequest,
     answers.QueryAnswer,
     headers=_PARTIAL,
+    reach="body",
 )
 _REGISTER = Doc(
     "Registers a publisher, or all ranks of an engine by its URL, and subscribes to its events.",
     bodies.AnyRegisterRequest,
     answers.RegisterAnswer,
     errors=(409,),
+    reach="body",
 )
 _UNREGISTER = Doc(
-    "Removes a publisher and its blocks.", bodies.UnregisterRequest, answers.UnregisterAnswer, errors=(404,)
+    "Removes a publisher and its blocks.",
+    bodies.UnregisterRequest,
+    answers.UnregisterAnswer,
+    errors=(404,),
+    reach="body",
 )
 _EVENTS = Doc(
     "Applies events in the standard format; a publisher without a ZMQ socket sends them here.",
@@ -88,12 +107,14 @@ _EVENTS = Doc(
     answers.EventsAnswer,
     errors=(404, 409),
     may_be_list=True,
+    reach="body",
 )
 _SCORE = Doc(
     "Returns the score of each target for a prompt, under one policy.",
     decision_bodies.ScoreRequest,
     decision_bodies.ScoreAnswer,
     headers=_PARTIAL,
+    reach="body",
 )
 _SELECT = Doc(
     "Picks the target for a prompt, and by default reserves its load.",
@@ -101,12 +122,14 @@ _SELECT = Doc(
     decision_bodies.SelectAnswer,
     errors=(429,),
     queue="decide",
+    reach="body",
 )
 _RELEASE = Doc(
     "Ends or renews reservations, or ends their prefill.",
     decision_bodies.ReleaseRequest,
     decision_bodies.ReleaseAnswer,
     queue="decide",
+    reach="filtered",
 )
 _TOKENIZE = Doc(
     "Returns the token ids of a text or of messages.",
@@ -114,6 +137,7 @@ _TOKENIZE = Doc(
     text_bodies.TokenizeAnswer,
     errors=(503,),
     needs_redis=False,
+    reach="none",
 )
 _DETOKENIZE = Doc(
     "Returns the text of token ids.",
@@ -121,6 +145,7 @@ _DETOKENIZE = Doc(
     text_bodies.DetokenizeAnswer,
     errors=(503,),
     needs_redis=False,
+    reach="none",
 )
 _DYNAMO_QUERY = Doc(
     "Returns how much of a prompt each worker has.",
@@ -128,6 +153,7 @@ _DYNAMO_QUERY = Doc(
     dynamo_bodies.DynamoQueryAnswer,
     errors=(404,),
     headers=_PARTIAL,
+    reach="body",
 )
 _DYNAMO_QUERY_BY_HASH = Doc(
     "Returns how much of a prompt of the base model each worker has; the prompt is given as its local hashes.",
@@ -135,6 +161,7 @@ _DYNAMO_QUERY_BY_HASH = Doc(
     dynamo_bodies.DynamoQueryAnswer,
     errors=(404,),
     headers=_PARTIAL,
+    reach="body",
 )
 _DYNAMO_REGISTER = Doc(
     "Registers an engine and subscribes to its events.",
@@ -142,18 +169,21 @@ _DYNAMO_REGISTER = Doc(
     dynamo_bodies.DynamoStatus,
     201,
     errors=(409,),
+    reach="body",
 )
 _DYNAMO_UNREGISTER = Doc(
     "Removes an instance and its blocks.",
     dynamo_bodies.DynamoUnregisterRequest,
     dynamo_bodies.DynamoStatus,
     errors=(404,),
+    reach="filtered",
 )
-_DYNAMO_WORKERS = Doc("Lists the registered workers.", answer=dynamo_bodies.DynamoWorkers)
+_DYNAMO_WORKERS = Doc("Lists the registered workers.", answer=dynamo_bodies.DynamoWorkers, reach="filtered")
 _DUMP = Doc(
     "Lists the groups. The list contains no events, because the index is in Redis.",
     answer=dynamo_bodies.DynamoDump,
     headers=_NOTE,
+    reach="filtered",
 )
 _REGISTER_PEER = Doc(
     "Adds a peer to the list of this process.",
@@ -215,7 +245,8 @@ def create_app(
 ) -> ASGIApp:
     """The ASGI application over an open store. The caller closes the store, the tokenizers and the asker."""
     token = None if settings.api_token is None else settings.api_token.get_secret_value()
-    gate = Gate(token, protect_reads=settings.protect_reads)
+    tokens = None if settings.api_tokens_file is None else TokensFile(Path(settings.api_tokens_file))
+    gate = Gate(token, protect_reads=settings.protect_reads, tokens=tokens)
     contract = Contract()
     dependencies = _dependencies(settings, metrics, gate)
     operations = _operations(
@@ -304,13 +335,13 @@ def _operations(
         ("GET", "/health", "open", probes.health, _HEALTH),
         ("GET", "/ready", "open", probes.ready, _READY),
         ("GET", "/metrics", "read", probes.metrics, _METRICS),
-        ("GET", "/openapi.json", "read", contract.openapi, Doc("Returns this contract.", needs_redis=False)),
+        ("GET", "/openapi.json", "read", contract.openapi, _OPENAPI),
         (
             "GET",
             "/docs",
             "read",
             contract.docs,
-            Doc("Returns this contract as a page.", media_type=_HTML, needs_redis=False),
+            Doc("Returns this contract as a page.", media_type=_HTML, needs_redis=False, reach="none"),
         ),
         ("POST", "/dynamo/register", "write", dynamo.register, _DYNAMO_REGISTER),
         ("POST", "/dynamo/unregister", "write", dynamo.unregister, _DYNAMO_UNREGISTER),

@@ -19,6 +19,7 @@ from starlette.types import Receive
 from waymark.api.errors import Unfit
 from waymark.api.lists import cut, cut_hashes
 from waymark.api.request_cache import RequestCache, Text
+from waymark.api.tokens_file import EVERYONE, Caller
 from waymark.errors import InvalidValue
 from waymark.shown import kind, shown
 
@@ -66,6 +67,8 @@ class Body(NamedTuple):
     format: Format = Format.JSON
     path: Mapping[str, str] = _NOWHERE
     """The parameters of the path and of the query string, by name."""
+    caller: Caller = EVERYONE
+    """Who sent it."""
 
     def asked(self, read: Callable[[dict[str, Any]], T]) -> T:
         """What ``read`` makes of the fields beside the long list, or has made of them before."""

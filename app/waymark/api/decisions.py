@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.lookup import KeysOf
 from waymark.api.operations import Answer, Paused
 from waymark.api.texts import ModelPrompt, Texts
+from waymark.api.tokens_file import Caller
 from waymark.chat.prefix_key import prefix_key
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace, text_hash
@@ -38,7 +39,7 @@ from waymark.selection.selector import Selector
 from waymark.selection.startup import StartupGate
 from waymark.settings import Settings
 from waymark.shown import shown
-from waymark.store.reservations import Part, parse_reservations
+from waymark.store.reservations import Part, Reservation, parse_reservations
 from waymark.store.store import Store
 from waymark.tokenization.prompt import Tokens
 
@@ -65,6 +66,7 @@ class Decisions:
 
     def __init__(self, store: Store, settings: Settings, metrics: Metrics, texts: Texts, gate: StartupGate) -> None:
         self._gate = gate
+        self._store = store
         self._texts = texts
         self._given = GivenPrompts(settings)
         self.selector = self._selector = Selector(store, SelectionOptions.of(settings), metrics)
@@ -146,8 +148,15 @@ class Decisions:
             field = "reservation" if request.reservation is not None else f"reservations[{index}]"
             found += parse_reservations(text, field)
         part = {"prefill": Part.PREFILL, "renew": Part.RENEW}.get(request.part) or Part(request.outcome)
-        released, gone = await self._selector.release(found, part, milliseconds=int(1000 * request.timeout_seconds))
-        return Answer({"released": released, "gone": gone})
+        own = found if body.caller.tenants is None else await self._own(found, body.caller)
+        released, gone = await self._selector.release(own, part, milliseconds=int(1000 * request.timeout_seconds))
+        return Answer({"released": released, "gone": gone + len(found) - len(own)})
+
+    async def _own(self, reservations: Sequence[Reservation], caller: Caller) -> list[Reservation]:
+        """The reservations in groups of a caller's tenants; to the caller, the others are gone."""
+        groups = await self._store.directory.groups()
+        own = {entry.group_id for group, entry in groups.items() if caller.has(group.tenant_id)}
+        return [each for each in reservations if each.group_id in own]
 
     # ---- from bodies -------------------------------------------------------------------------------
 

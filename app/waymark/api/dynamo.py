@@ -62,7 +62,9 @@ class Dynamo:
             copies="count",
             sequence="publisher",
         )
-        registrations = await self._store.directory.registrations()
+        registrations = [
+            each for each in await self._store.directory.registrations() if body.caller.has(each.tenant_id)
+        ]
         _check_new(registration, registrations, names_others=not self._settings.protect_reads)
         if not await self._store.registry.register(registration):
             raise _already_registered(registration)
@@ -85,6 +87,7 @@ class Dynamo:
             and registration.model_name == request.model_name
             and request.partition in (None, registration.tenant_id)
             and request.dp_rank in (None, registration.dp_rank)
+            and body.caller.has(registration.tenant_id)
         ]
         if not names or not await self._store.registry.unregister(names):
             raise NotFound(f"instance {request.instance_id} not found")

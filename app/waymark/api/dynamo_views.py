@@ -42,9 +42,9 @@ class DynamoViews:
         self._store = store
         self._peers: dict[str, None] = {}
 
-    async def workers(self, _: Body) -> Answer:
+    async def workers(self, body: Body) -> Answer:
         workers: dict[tuple[str, str, str], dict[str, Any]] = {}
-        for state in await publisher_states(self._store):
+        for state in await publisher_states(self._store, body.caller):
             of = state.registration
             if not is_worker_id(of.instance_id) or of.scope == "shared":
                 continue
@@ -71,9 +71,11 @@ class DynamoViews:
             worker["status"] = next((status for status in _PRIORITY if status in found), "active")
         return Answer(list(workers.values()))
 
-    async def dump(self, _: Body) -> Answer:
+    async def dump(self, body: Body) -> Answer:
         groups: dict[str, dict[str, Any]] = {}
         for registration in await self._store.directory.registrations():
+            if not body.caller.has(registration.tenant_id):
+                continue
             name = f"{registration.model_name}:{registration.tenant_id}"
             groups.setdefault(name, {"block_size": registration.block_size, "events": []})
         return Answer(groups, headers=NOTE)

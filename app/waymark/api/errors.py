@@ -61,6 +61,14 @@ class Unauthorized(WaymarkError):
     sentence = "this request needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
 
 
+class Forbidden(WaymarkError):
+    """A token is known, and what it allows is less than what was asked for."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+
 def short(name: str) -> str:
     """A name inside a sentence that clients match on: as it is, quoted and cut only where it is long."""
     return name if len(name) <= SHOWN_MAX else shown(name)
@@ -107,6 +115,8 @@ def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
             return 400
         case Unauthorized():
             return 401
+        case Forbidden():
+            return 403
         case NotFound():
             return 404
         case Conflict():
@@ -124,7 +134,7 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
     match error:
         case InvalidValue(reason=reason, field=field, index=index):
             body |= {"reason": reason, "field": field, "index": index}
-        case Unauthorized():
+        case Unauthorized() | Forbidden():
             body = {"error": error.sentence, "reason": "unauthorized"}
         case NotFound():
             body["reason"] = "not_found"

@@ -76,7 +76,11 @@ class Events:
                 )
             events.append(_decoded(document, i if len(documents) > 1 else None))
             await asyncio.sleep(0)
-        claims = [claim for claim in await self._store.directory.claims() if not claim.is_leaving]
+        claims = [
+            claim
+            for claim in await self._store.directory.claims()
+            if not claim.is_leaving and body.caller.has(claim.registration.tenant_id)
+        ]
         owners = [_owner(claims, event) for event in events]
         progress = _Progress()
         for _, pairs in groupby(zip(owners, events, strict=True), key=lambda pair: pair[0].publisher):

@@ -16,13 +16,14 @@ from urllib.parse import parse_qsl
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from waymark.api.access import Access, Gate
+from waymark.api.access import Access, Gate, Reach, check_reach
 from waymark.api.admission import AdmissionQueue
 from waymark.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, encode, format_of, read_body
 from waymark.api.errors import body_of, headers_of, status_of
 from waymark.api.fields import Request
 from waymark.api.request_cache import RequestCache
 from waymark.api.request_id import request_id_of
+from waymark.api.tokens_file import EVERYONE, Caller
 from waymark.errors import InvalidValue, StoreUnavailable, WaymarkError
 from waymark.logs import failure, fields
 from waymark.metrics import Metrics
@@ -61,6 +62,8 @@ class Doc:
     """Of its success: name to what it says."""
     parameters: tuple[str, ...] = ()
     """Of the query string; all are optional."""
+    reach: Reach = "fleet"
+    """What it shows of tenants. A path that does not say so is closed to tokens of some tenants."""
     queue: Queue | None = None
     """Where its requests wait for each other; None: with all of the same access."""
 
@@ -184,7 +187,7 @@ class Operation:
             except InvalidValue as exc:
                 unreadable = exc
             # A refusal is answered in the request's format, too, but comes before anything else is said of it.
-            self._gate.check(self.access, headers)
+            caller = self._gate.check(self.access, headers)
             if unreadable is not None:
                 raise unreadable
             raw = None
@@ -192,9 +195,9 @@ class Operation:
                 raw = await read_body(headers, receive, self._max_body_bytes)
             path = self._parameters(scope)
             if self._admission is None:
-                return await _resumed(await self._handle(raw, body_format, path)), body_format
+                return await _resumed(await self._handle(raw, body_format, path, caller)), body_format
             try:
-                answer = await self._admitted(self._admission, self._handle, raw, body_format, path)
+                answer = await self._admitted(self._admission, self._handle, raw, body_format, path, caller)
                 if isinstance(answer, Paused):
                     found = await answer.work()
                     answer = await self._admitted(self._admission, answer.resume, found)
@@ -203,7 +206,9 @@ class Operation:
             except StoreUnavailable:
                 if self._without_redis is None:
                     raise
-                return await _resumed(await self._handle(raw, body_format, path, self._without_redis)), body_format
+                return await _resumed(
+                    await self._handle(raw, body_format, path, caller, self._without_redis)
+                ), body_format
         except WaymarkError as exc:
             status = status_of(exc, unfit_status=self._unfit_status)
             return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
@@ -229,6 +234,7 @@ class Operation:
         raw: bytes | None,
         body_format: Format,
         path: Mapping[str, str] | None,
+        caller: Caller,
         handler: Handler | None = None,
     ) -> Awaitable[Answer | Paused]:
         handler = handler or self.handler
@@ -236,6 +242,9 @@ class Operation:
             body = _NO_BODY
         else:
             body = decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list)
+        if caller is not EVERYONE:
+            check_reach(caller, self.doc.reach, body, is_dynamo=self.dialect == "dynamo")
+            body = body._replace(caller=caller)
         return handler(body if path is None else body._replace(path=path))
 
     def _parameters(self, scope: Scope) -> Mapping[str, str] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from waymark.api.bodies import Body
 from waymark.api.operations import Answer
+from waymark.api.tokens_file import Caller
 from waymark.domain.names import Registration
 from waymark.store.records import PublisherState
 from waymark.store.store import Store
@@ -22,27 +23,30 @@ class Views:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def services(self, _: Body) -> Answer:
-        services = [_service(registration) for registration in await self._store.directory.registrations()]
+    async def services(self, body: Body) -> Answer:
+        registrations = await self._store.directory.registrations()
+        services = [_service(each) for each in registrations if body.caller.has(each.tenant_id)]
         return Answer({"count": len(services), "services": services})
 
-    async def workers(self, _: Body) -> Answer:
-        states = await publisher_states(self._store)
+    async def workers(self, body: Body) -> Answer:
+        states = await publisher_states(self._store, body.caller)
         streams = Counter(state.worker for state in states)
         workers = [
             {"id": worker, "streams": streams[worker]}
             for worker in await self._store.records.alive("", keep_seconds=WORKER_SECONDS)
         ]
         await self._store.directory.groups()  # for those that cannot be read
-        unreadable = [asdict(record) for record in self._store.parser.unreadable]
+        # The name of a record that cannot be read may be any tenant's.
+        records = self._store.parser.unreadable if body.caller.tenants is None else ()
+        unreadable = [asdict(record) for record in records]
         return Answer(
             {"publishers": [_publisher(state) for state in states], "workers": workers, "unreadable": unreadable}
         )
 
-    async def global_view(self, _: Body) -> Answer:
+    async def global_view(self, body: Body) -> Answer:
         """Contexts: publishers that agree on model, tenant, block size, adapter and salt."""
         contexts: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for state in await publisher_states(self._store):
+        for state in await publisher_states(self._store, body.caller):
             of = state.registration
             identity = (of.model_name, of.tenant_id, of.block_size, of.lora_name, of.additional_salt)
             context = contexts.setdefault(
@@ -64,9 +68,13 @@ class Views:
         return Answer({"count": len(contexts), "contexts": list(contexts.values())})
 
 
-async def publisher_states(store: Store) -> list[PublisherState]:
-    """The state of every registration, in order of registration."""
-    claims = [claim for claim in await store.directory.claims() if not claim.is_leaving]
+async def publisher_states(store: Store, caller: Caller) -> list[PublisherState]:
+    """The state of every registration that a caller may see, in order of registration."""
+    claims = [
+        claim
+        for claim in await store.directory.claims()
+        if not claim.is_leaving and caller.has(claim.registration.tenant_id)
+    ]
     return await store.records.publisher_states(claims)
 
 

@@ -1,0 +1,136 @@
+"""The file of API tokens: who may call, by the SHA-256 of each token, and for which tenants.
+
+The file is a JSON list. It is read again when it has changed; a change that cannot be read leaves the tokens as they
+were. The tokens themselves are nowhere, neither in the file nor in this process.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from waymark.errors import SettingsError
+from waymark.logs import fields
+from waymark.shown import kind, shown
+
+log = logging.getLogger(__name__)
+
+TOKENS_MAX = 1000
+_FILE_BYTES_MAX = 2**20
+_LOOK_SECONDS = 1.0
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ENTRY = '{"name": "team-a", "sha256": "<64 hex digits>", "tenants": ["a"], "access": "read"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls: what its token allows."""
+
+    name: str = ""
+    tenants: frozenset[str] | None = None
+    """None: all, also those that are not known yet."""
+    may_write: bool = True
+
+    def has(self, tenant_id: str) -> bool:
+        """Whether it may see and change what is of this tenant."""
+        return self.tenants is None or tenant_id in self.tenants
+
+
+EVERYONE: Final = Caller()
+"""A caller without limits."""
+
+
+class TokensFile:
+    """The tokens of a file. ``SettingsError`` where it cannot be read at the start."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._looked = clock()
+        self._version = self._stat()
+        self._tokens = _read(path)
+
+    def caller(self, token: bytes) -> Caller | None:
+        """Whose token it is. The time that this takes does not depend on the token."""
+        self._look()
+        digest = sha256(token).hexdigest()
+        found = None
+        for known, caller in self._tokens:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found
+
+    def _look(self) -> None:
+        """Read the file again where it has changed, at most once a second."""
+        now = self._clock()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        version = self._stat()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._tokens = _read(self._path)
+        except SettingsError as exc:
+            log.error("tokens stay as they were", extra=fields(error=str(exc)))
+        else:
+            log.info("tokens read again", extra=fields(tokens=len(self._tokens)))
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read(path: Path) -> list[tuple[str, Caller]]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_FILE_BYTES_MAX + 1)
+        entries = orjson.loads(raw) if len(raw) <= _FILE_BYTES_MAX else None
+    except (OSError, orjson.JSONDecodeError) as exc:
+        raise SettingsError(f"WAYMARK_API_TOKENS_FILE {shown(str(path))} cannot be read: {exc}") from None
+    if not isinstance(entries, list) or len(entries) > TOKENS_MAX:
+        raise SettingsError(
+            f"WAYMARK_API_TOKENS_FILE {shown(str(path))} is no list of at most {TOKENS_MAX} entries such as {_ENTRY}"
+        )
+    tokens: list[tuple[str, Caller]] = []
+    for number, entry in enumerate(entries, 1):
+        complaint = _complaint(entry, {caller.name for _, caller in tokens}, {digest for digest, _ in tokens})
+        if complaint:
+            raise SettingsError(f"WAYMARK_API_TOKENS_FILE, entry {number}: {complaint}")
+        tenants = None if entry["tenants"] == ["*"] else frozenset(entry["tenants"])
+        tokens.append((entry["sha256"], Caller(entry["name"], tenants, entry["access"] == "write")))
+    return tokens
+
+
+def _complaint(entry: Any, names: set[str], digests: set[str]) -> str:
+    """What is wrong with an entry; empty where it can be used. No digest is shown."""
+    if not isinstance(entry, dict):
+        return f"it is {kind(entry)}; give {_ENTRY}"
+    unknown = entry.keys() - {"name", "sha256", "tenants", "access"}
+    name, digest, tenants, access = (entry.get(field) for field in ("name", "sha256", "tenants", "access"))
+    if unknown:
+        return f"{shown(min(unknown))} is no field of it; give {_ENTRY}"
+    if not isinstance(name, str) or not name or name in names:
+        return f"name is {shown(name)}; give each token a name of its own"
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or digest in digests:
+        return "sha256 is not 64 hex digits in lower case, or is there twice; printf %s TOKEN | sha256sum"
+    is_list = isinstance(tenants, list) and tenants and all(isinstance(each, str) and each for each in tenants)
+    if not is_list or ("*" in tenants and tenants != ["*"]):  # type: ignore[operator]
+        return 'tenants is no list of tenants; give ["*"] for all'
+    if access not in ("read", "write"):
+        return f"access is {shown(access)}; give read or write"
+    return ""
