@@ -61,7 +61,7 @@ LIBRARIES: dict[str, set[str]] = {
     "huggingface_hub": {"tokenization"},
     "minijinja": {"tokenization"},
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
-    "orjson": {"store", "ingest", "api", "serving", *TOP},
+    "orjson": {"store", "discovery", "ingest", "api", "serving", *TOP},
     "prometheus_client": {"instruments", "metrics", "engines.gauges"},
     "pydantic": {"settings", "api", "simulator"},
     "pydantic_core": {"api"},

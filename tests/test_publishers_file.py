@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from waymark import publishers_file
 from waymark.cli import EXIT_USAGE, main
 from waymark.domain.engines import EngineKind
-from waymark.domain.names import Registration
+from waymark.domain.names import BY_CLIENT, Origin, Registration
 from waymark.errors import SettingsError
 from waymark.publishers_file import read_publishers
 
@@ -59,7 +59,8 @@ def test_a_list_holds_what_a_body_of_register_does(tmp_path: Path) -> None:
     more = {"tenant_id": "t", "dp_rank": 2, "replay_endpoint": "ipc:///run/r", "additional_salt": "s", "model": "m"}
     by_http = {"type": "STANDARD", "modelname": "m", "instance_id": "by-http", "block_size": 4}
     pods = read_publishers(written(tmp_path, [POD, POD | more, by_http]))
-    assert pods[0] == Registration(
+    assert pods[0].origin == Origin("file", f"{tmp_path / 'publishers.json'} pod-1|default|0")
+    assert replace(pods[0], origin=BY_CLIENT) == Registration(
         kind=EngineKind.VLLM,
         instance_id="pod-1",
         tenant_id="default",
@@ -90,7 +91,10 @@ def test_yaml_says_the_same_as_json_and_may_share_what_is_equal(tmp_path: Path) 
 """
     expected = read_publishers(written(tmp_path, [POD, POD | {"instance_id": "pod-2"}]))
     for name in ("publishers.yaml", "publishers.yml", "publishers"):
-        assert read_publishers(written(tmp_path, text, name)) == expected
+        found = read_publishers(written(tmp_path, text, name))
+        assert [replace(each, origin=BY_CLIENT) for each in found] == [
+            replace(each, origin=BY_CLIENT) for each in expected
+        ]
 
 
 @pytest.mark.parametrize("name", ["conductor_config.json", "conductor_config.yaml"])

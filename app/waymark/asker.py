@@ -65,9 +65,16 @@ class Asker:
             ca_file=settings.engine_ca_file,
         )
 
-    async def ask(self, url: str, *, seconds: float, bytes_max: int, json: bytes | None = None) -> Reply:
+    async def ask(
+        self,
+        url: str,
+        *,
+        seconds: float,
+        bytes_max: int,
+        json: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
         """GET a URL, or POST ``json`` to it. Raises Unanswered; InvalidValue where the place is not allowed."""
-        headers = {} if json is None else {"Content-Type": "application/json"}
         async with self.stream(url, seconds=seconds, json=json, headers=headers) as response:
             return Reply(response.status, await _read(response, bytes_max))
 
@@ -77,6 +84,7 @@ class Asker:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer while it arrives, ``seconds`` in all. The caller bounds what it reads. Raises as ``ask``."""
         self._allowed.check(url, "url")
+        headers = dict(headers or {}) | ({} if json is None else {"Content-Type": "application/json"})
         if self._session is None:
             self._session = self._open(_CONNECTIONS_MAX)
         session = self._session

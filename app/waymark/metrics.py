@@ -89,6 +89,12 @@ class Metrics:
     decode_errors = counter("How many events or payloads could not be decoded.", "kind")
     events_ignored = counter("How many events were decoded and not applied.", "reason")
 
+    # ---- discovery
+    discovery_leader = gauge("Whether this worker discovers engines: 1 or 0.")
+    discovery_engines = gauge("How many engines discovery knows, by state: registered or waiting.", "state")
+    discovery_requests = counter("How many requests to the API server of Kubernetes ended, by outcome.", "outcome")
+    discovery_unregistered = counter("How many publishers discovery unregistered.")
+
     # ---- order
     gaps = counter("How many times batches were missing before a frame.")
     batches_lost = counter("How many missing batches no replay could recover.")

@@ -1,11 +1,12 @@
-"""The publishers that an operator names in a file, ``WAYMARK_PUBLISHERS_FILE``: read once, at the start of a worker.
+"""The publishers that an operator names in a file, ``WAYMARK_PUBLISHERS_FILE``: read at the start, and as it changes.
 
-Two shapes, as JSON or YAML. A list of what ``POST /register`` takes, one object each:
+Three shapes, as JSON or YAML. A list of what ``POST /register`` takes, one object each, ``url`` included:
 
     - {type: vLLM, modelname: llama, instance_id: pod-1, block_size: 16, endpoint: "tcp://10.0.0.7:5557"}
 
 or the configuration of Mooncake's Conductor, whose ``kvevent_instance`` has the same objects by name; the name is the
-instance_id where an object has none, and ``ip`` and ``port`` may stand for an endpoint. An entry is validated as a body
+instance_id where an object has none, and ``ip`` and ``port`` may stand for an endpoint; or the list of llm-d's file
+discovery, ``endpoints``, with a name, an address, a port and labels each. An entry is validated as a body
 of ``/register`` is. All that is wrong is told at once: the file, the entry, the field, its value, and the way out.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,11 @@ import orjson
 import yaml
 
 from waymark.api.registrations import registration_of
-from waymark.domain.names import PublisherName, Registration
+from waymark.api.schemas import RegisterByUrlRequest
+from waymark.discovery.describe import instance_id_of
+from waymark.discovery.pods import role_in
+from waymark.discovery.wanted import Wanted
+from waymark.domain.names import DEFAULT_TENANT, Origin, Registration
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, SettingsError
 from waymark.shown import kind, shown
@@ -28,7 +34,7 @@ from waymark.shown import kind, shown
 _FILE_BYTES_MAX = 16 * 2**20
 _COMPLAINTS_MAX = 20
 
-_SHAPES = "give a list of registrations, or an object with kvevent_instance"
+_SHAPES = "give a list of registrations, or an object with kvevent_instance or endpoints"
 
 
 class _Unreadable(Exception):
@@ -36,22 +42,40 @@ class _Unreadable(Exception):
 
 
 def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Registration]:
-    """The registrations of the file, in its order; ``SettingsError`` where anything in it is wrong."""
+    """The registrations of the file, in its order, without the engines that have to be asked.
+
+    Raises ``SettingsError`` where anything in the file is wrong.
+    """
+    allowed = AllowedEndpoints(allowed_endpoints)
+    return [
+        replace(registration_of(dict(each.fields), allowed), origin=each.origin)
+        for each in read_wanted(path, allowed_endpoints)
+        if each.url is None
+    ]
+
+
+def read_wanted(
+    path: str, allowed_endpoints: Sequence[str] = (), ports: tuple[int, int, int] = (0, 0, 0)
+) -> list[Wanted]:
+    """The engines and publishers of the file, in its order; ``SettingsError`` where anything in it is wrong.
+
+    ``ports`` are those of an engine that names no sockets: event port and replay port of rank 0, number of ranks.
+    """
     about = f"WAYMARK_PUBLISHERS_FILE {path!r}"
     try:
         entries = _entries(_parsed(Path(path)))
     except (OSError, _Unreadable) as exc:
         raise SettingsError(f"{about} cannot be used: {exc}") from None
     allowed = AllowedEndpoints(allowed_endpoints)
-    found: dict[PublisherName, tuple[str, Registration]] = {}
+    found: dict[tuple[str, str, int], tuple[str, Wanted]] = {}
     complaints: list[str] = []
     for label, entry in entries:
         try:
-            registration = _registration(entry, allowed)
+            name, wanted = _wanted(path, entry, allowed, ports)
         except InvalidValue as exc:
             complaints.append(f"{about}, {label}: {exc.sentence}")
             continue
-        other, _ = found.setdefault(registration.name, (label, registration))
+        other, _ = found.setdefault(name, (label, wanted))
         if other != label:
             complaints.append(
                 f"{about}, {label}: instance_id, tenant_id and dp_rank are those of {other}; give each publisher a "
@@ -61,13 +85,25 @@ def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Re
         complaints[_COMPLAINTS_MAX:] = [f"{about}: {len(complaints) - _COMPLAINTS_MAX} more entries are wrong"]
     if complaints:
         raise SettingsError("\n".join(complaints))
-    return [registration for _, registration in found.values()]
+    return [wanted for _, wanted in found.values()]
 
 
-def _registration(entry: Any, allowed: AllowedEndpoints) -> Registration:
+def _wanted(
+    path: str, entry: Any, allowed: AllowedEndpoints, ports: tuple[int, int, int]
+) -> tuple[tuple[str, str, int], Wanted]:
+    """An entry and its name, which no other entry may have."""
     if not isinstance(entry, dict):
         raise InvalidValue(f"it is {kind(entry)}; give an object with the fields of POST /register")
-    return registration_of(_with_endpoint(entry), allowed)
+    if entry.get("url"):
+        request = RegisterByUrlRequest.of(entry)
+        allowed.check(request.url, "url")
+        name = (request.instance_id or instance_id_of(request.url), request.tenant_id or DEFAULT_TENANT, -1)
+        fields, url = request.fields(), request.url
+    else:
+        fields, url = _with_endpoint(entry), None
+        of = registration_of(fields, allowed).name
+        name = (of.instance_id, of.tenant_id, of.dp_rank)
+    return name, Wanted(Origin("file", f"{path} {'|'.join(map(str, name))}"), fields, url, ports if url else (0, 0, 0))
 
 
 def _with_endpoint(entry: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +125,8 @@ def _entries(content: Any) -> list[tuple[str, Any]]:
     """Every entry with what it is called in a complaint."""
     if isinstance(content, list):
         return [(f"entry {number}", entry) for number, entry in enumerate(content, 1)]
+    if isinstance(content, dict) and isinstance(content.get("endpoints"), list):
+        return [(f"endpoint {number}", _of_endpoint(each)) for number, each in enumerate(content["endpoints"], 1)]
     instances = content.get("kvevent_instance") if isinstance(content, dict) else None
     if not isinstance(instances, dict):
         raise _Unreadable(f"it has no publishers; {_SHAPES}")
@@ -96,6 +134,23 @@ def _entries(content: Any) -> list[tuple[str, Any]]:
         (f"kvevent_instance {shown(name)}", {"instance_id": name} | entry if isinstance(entry, dict) else entry)
         for name, entry in instances.items()
     ]
+
+
+def _of_endpoint(entry: Any) -> Any:
+    """An entry of llm-d's list of endpoints, ``{name, namespace, address, port, labels}``, as one with a URL."""
+    if not isinstance(entry, dict) or "address" not in entry:
+        return entry
+    address, port = entry["address"], entry.get("port", 8000)
+    if not isinstance(address, str) or not str(port).isdecimal():
+        return entry | {"url": f"{address}:{port}"}  # refused, with the field and what it holds
+    fields = {name: value for name, value in entry.items() if name not in ("address", "port", "name", "namespace")}
+    host = f"[{address}]" if ":" in address else address
+    if entry.get("name"):
+        namespace = entry.get("namespace")
+        fields["instance_id"] = f"{namespace}/{entry['name']}" if namespace else entry["name"]
+    labels = fields.get("labels")
+    role = role_in(labels) if isinstance(labels, dict) else None
+    return {"url": f"http://{host}:{port}"} | ({"role": role} if role else {}) | fields
 
 
 # ---- JSON and YAML ---------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -19,22 +21,32 @@ import uvicorn
 from waymark import native
 from waymark.api.application import create_app, create_probes
 from waymark.api.engine_addresses import EngineAddresses
+from waymark.api.registrations import registration_of
 from waymark.apply.options import ApplyOptions
 from waymark.asker import Asker
+from waymark.discovery.describe import Describer
+from waymark.discovery.kubernetes import ApiServer
+from waymark.discovery.pods import PodPorts
+from waymark.discovery.run import Discovery, DiscoveryOptions
+from waymark.domain.targets import URL, is_url
+from waymark.endpoints import AllowedEndpoints
+from waymark.errors import SettingsError
 from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
-from waymark.publishers_file import read_publishers
+from waymark.publishers_file import read_publishers, read_wanted
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Bounds, Connections, files_for
-from waymark.settings import Settings
+from waymark.settings import Settings, hide_password
 from waymark.store.credentials import Credentials
 from waymark.store.hot import HotBlocks
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
+#: Where a pod has the token and the CA of its ServiceAccount.
+_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 #: How long requests that have begun may take to end.
 _SHUTDOWN_SECONDS = 5
 #: How long a connection is kept for a next request: longer than load balancers keep theirs, usually 60 s.
@@ -76,6 +88,48 @@ def worker_options(settings: Settings) -> WorkerOptions:
     )
 
 
+def discovery_options(settings: Settings, environ: Mapping[str, str]) -> DiscoveryOptions:
+    """What discovery needs of the settings and of a pod's environment; ``SettingsError`` if that is too little."""
+    ports = PodPorts(settings.discovery_api_port, settings.discovery_port, settings.discovery_replay_port)
+    path = settings.publishers_file
+    usual = (ports.events, ports.replay, 1)
+    return DiscoveryOptions(
+        worker_id=settings.worker_id,
+        again_seconds=settings.discovery_seconds,
+        api_server=_api_server(settings, environ) if settings.discovery == "kubernetes" else None,
+        ports=ports,
+        file=path or "",
+        read_file=partial(read_wanted, path, settings.allowed_endpoints, usual) if path else None,
+    )
+
+
+def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
+    url, token_file, ca_file = settings.discovery_url, settings.discovery_token_file, settings.discovery_ca_file
+    if url is not None and not is_url(url):
+        raise SettingsError(f"WAYMARK_DISCOVERY_URL is {hide_password(url)!r}: it must be {URL}")
+    if url is None:
+        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host:
+            raise SettingsError(
+                "WAYMARK_DISCOVERY is kubernetes, and this process runs in no pod: set WAYMARK_DISCOVERY_URL to the "
+                "API server, or leave WAYMARK_DISCOVERY out"
+            )
+        url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+        token_file, ca_file = token_file or f"{_ACCOUNT}/token", ca_file or f"{_ACCOUNT}/ca.crt"
+    return ApiServer(url, token_file, ca_file, settings.discovery_namespace or "", settings.discovery_selector)
+
+
+def _discovery(store: Store, settings: Settings, metrics: Metrics, asker: Asker) -> Discovery:
+    allowed = AllowedEndpoints(settings.allowed_endpoints)
+    return Discovery(
+        store,
+        metrics,
+        discovery_options(settings, os.environ),
+        Describer(asker, allowed),
+        partial(registration_of, allowed=allowed),
+    )
+
+
 def freeze_heap() -> None:
     """Take what there is now out of every later garbage collection.
 
@@ -89,6 +143,8 @@ def freeze_heap() -> None:
 async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
     """One process, until a signal ends it; ``SettingsError`` where the file of publishers is wrong."""
     options = worker_options(settings) if has_worker else None
+    if has_worker:
+        discovery_options(settings, os.environ)  # what is wrong ends the process before anything is opened
     worker_files = 0
     if options is not None:
         # Where both are in one process, HTTP connections get the other half.
@@ -147,12 +203,15 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
             tasks.create_task(store.health.look())  # says in the log what is wrong with Redis
             if port:
                 ended.add(tasks.create_task(server.serve()))
-            worker = tasks.create_task(Worker(store, metrics, options, Asker.of(settings)).run()) if options else None
+            workers: list[asyncio.Task[None]] = []
+            if options is not None:
+                workers.append(tasks.create_task(Worker(store, metrics, options, Asker.of(settings)).run()))
+                workers.append(tasks.create_task(_discovery(store, settings, metrics, asker).run()))
             # A server that ends by itself could not open its port.
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             stop.set()
             server.should_exit = True
-            if worker is not None:
+            for worker in workers:
                 worker.cancel()
     finally:
         await tokenizers.close()

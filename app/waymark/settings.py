@@ -257,6 +257,26 @@ class Settings(BaseSettings):
     """After how many seconds blocks on a medium without removal events expire, such as `DISK=3600,CPU=600`."""
     publishers_file: str | None = None
     """A JSON or YAML file of publishers that ingest workers register when they start, or when Redis lost its data."""
+    discovery: Annotated[Literal["off", "kubernetes"], BeforeValidator(_lower)] = "off"
+    """Whether an ingest worker registers the pods that it finds in Kubernetes."""
+    discovery_namespace: str | None = None
+    """The namespace whose pods are found; the default is every namespace that the ServiceAccount may list."""
+    discovery_selector: str = "llm-d.ai/inference-serving=true"
+    """The label selector of the pods of engines."""
+    discovery_api_port: int = Field(8000, ge=1, le=65535)
+    """The port of the HTTP API of an engine, if its pod has no annotation `waymark.dev/api-port`."""
+    discovery_port: int = Field(5557, ge=1, le=65535)
+    """The port on which rank 0 of an engine publishes, if nothing else says it; rank r adds r."""
+    discovery_replay_port: int = Field(5657, ge=0, le=65535)
+    """The port on which rank 0 of an engine answers replays, if nothing else says it; 0 means none."""
+    discovery_seconds: float = Field(300.0, ge=1, le=_DAY)
+    """How often an engine that was found, or registered by its URL, is asked again what it serves."""
+    discovery_url: str | None = None
+    """The URL of the API server of Kubernetes; the default is that of the pod's environment."""
+    discovery_token_file: str | None = None
+    """The file with the token for the API server, which is read for each request; the default is the pod's."""
+    discovery_ca_file: str | None = None
+    """The PEM file with the CA of the API server; the default is the pod's."""
     policy: str = Field("least-work", min_length=1)
     """The policy that ranks targets if a request names none; `docs/routing.md` describes the policies."""
     picker_config: str | None = None

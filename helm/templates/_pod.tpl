@@ -50,7 +50,7 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   serviceAccountName: {{ include "waymark.serviceAccountName" $root }}
-  automountServiceAccountToken: false
+  automountServiceAccountToken: {{ and (eq .role "ingest") $root.Values.discovery.enabled }}
   # A Service called "waymark" would set WAYMARK_PORT to something that is no port of ours.
   enableServiceLinks: false
   securityContext:
@@ -137,6 +137,12 @@ spec:
         {{- if $engineCa.name }}
         - name: WAYMARK_ENGINE_CA_FILE
           value: /etc/waymark/engine-ca/{{ $engineCa.key }}
+        {{- end }}
+        {{- if and (eq .role "ingest") $root.Values.discovery.enabled }}
+        - name: WAYMARK_DISCOVERY
+          value: kubernetes
+        - name: WAYMARK_DISCOVERY_NAMESPACE
+          value: {{ $root.Values.discovery.allNamespaces | ternary "" (default $root.Release.Namespace $root.Values.discovery.namespace) | quote }}
         {{- end }}
         {{- if $hasPublishers }}
         - name: WAYMARK_PUBLISHERS_FILE

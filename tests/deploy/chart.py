@@ -37,6 +37,8 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_ENGINE_API_KEY": "engineApiKey.existingSecret",
     "WAYMARK_ENGINE_CA_FILE": "engineCaSecret.name",
     "WAYMARK_PUBLISHERS_FILE": "publishers",
+    "WAYMARK_DISCOVERY": "discovery.enabled",
+    "WAYMARK_DISCOVERY_NAMESPACE": "discovery.namespace",
     "WAYMARK_PORT": None,
     "WAYMARK_INGEST_PORT": None,
     "WAYMARK_WORKER_ID": None,

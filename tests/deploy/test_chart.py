@@ -136,6 +136,7 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "query.replicas": ("query.autoscaling.enabled", False),
     "query.podDisruptionBudget.maxUnavailable": ("query.podDisruptionBudget.enabled", True),
     "ingest.podDisruptionBudget.maxUnavailable": ("ingest.podDisruptionBudget.enabled", True),
+    "discovery.namespace": ("discovery.allNamespaces", False),
     "serviceAccount.create": ("serviceAccount.create", False),
 }
 

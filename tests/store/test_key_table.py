@@ -21,6 +21,7 @@ from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
 from waymark.store.client import RedisClient, Reply
+from waymark.store.discovery import DiscoveryState
 from waymark.store.leases import Grant
 from waymark.store.lua import SCRIPTS
 from waymark.store.records import Facts
@@ -73,6 +74,12 @@ async def live(client: RedisClient, redis: Redis) -> None:
     one, three = Store(client), Store(client, shards=3)
     await one.records.incarnation()
     await one.records.alive("worker-1", keep_seconds=60)
+    state = DiscoveryState("worker-1", 2, 1, ("pod a: it has no block_size",))
+    assert await one.discovery.hold(state, 60)
+    assert await one.discovery.state() == state
+    assert not await one.discovery.hold(replace(state, worker="worker-10"), 60)
+    assert await one.discovery.hold(state, 0)
+    assert await one.discovery.state() is None
     await publish_and_unregister(await stream_of(one, redis))
     await one.registry.register(registration())
     await publish_and_unregister(await stream_of(three, redis, registration("pod-2", model_name="large")))

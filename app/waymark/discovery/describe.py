@@ -55,6 +55,8 @@ class Description:
     adapters: tuple[str, ...]
     block_size: int | None
     ranks: tuple[RankSockets, ...]
+    names_sockets: bool = True
+    """It answers the path that names its sockets, if it has any."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """By field of a registration: why the engine has not said it."""
 
@@ -134,6 +136,7 @@ class Describer:
             adapters=tuple(name for name, parent in cards or () if parent is not None)[:ADAPTERS_MAX],
             block_size=block_size,
             ranks=tuple(sockets),
+            names_sockets=_names_sockets(kind, server, sources),
             silent=silent,
         )
 
@@ -261,6 +264,12 @@ def _kind(server: Any, sources: Any, cards: Any) -> EngineKind | None:
     return None
 
 
+def _names_sockets(kind: EngineKind | None, server: Any, sources: Any) -> bool:
+    if kind is EngineKind.SGLANG:
+        return isinstance(server, dict) and "kv_events" in server
+    return isinstance(sources, dict | list)
+
+
 def _because(reply: Reply | Unanswered) -> str:
     if isinstance(reply, Unanswered):
         return f" ({reply.sentence})"
@@ -288,6 +297,12 @@ def _unavailable(base: str, why: str) -> RemoteUnavailable:
 def base_of(url: str) -> str:
     """The URL without the slash at its end, and without the ``/v1`` that clients of OpenAI's API have in theirs."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def host_of(url: str) -> str:
+    """The host of a URL as an endpoint has it: an IPv6 address in brackets."""
+    host = urlsplit(url).hostname or ""
+    return f"[{host}]" if ":" in host else host
 
 
 def instance_id_of(url: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from waymark.discovery.describe import Describer, Description, RankSockets, instance_id_of
+from waymark.discovery.describe import Describer, Description, RankSockets, host_of, instance_id_of
 from waymark.domain.engines import EngineKind
-from waymark.domain.names import Origin, Registration
+from waymark.domain.names import BY_CLIENT, Origin, Registration
 from waymark.errors import InvalidValue
 from waymark.shown import shown
 
@@ -21,14 +22,22 @@ class EngineRegistrations:
         self._describer = describer
         self._registration_of = registration_of
 
-    async def of(self, url: str, given: dict[str, Any], origin: Origin) -> list[Registration]:
+    async def of(
+        self,
+        url: str,
+        given: dict[str, Any],
+        origin: Origin,
+        *,
+        ports: tuple[int, int, int] = (0, 0, 0),
+        known: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[Registration]:
         """One registration for each rank of the engine at ``url``, at least one, by rank.
 
-        ``given`` are fields of ``POST /register``; they are not taken from the engine. Raises RemoteUnavailable where
-        the engine does not answer, and InvalidValue that names each field that neither of the two says.
+        ``given`` are fields of ``POST /register``; they are not taken from the engine. ``ports`` and ``known`` count
+        for what the engine does not say. Raises RemoteUnavailable where the engine does not answer, and InvalidValue
+        that names each field that is still missing.
         """
-        kind = given.get("type")
-        description = await self._describer.describe(url, None if kind is None else EngineKind(kind))
+        description = await self._describer.describe(url, _kind_of(given.get("type")))
         _check_given(description, given)
         fields = {
             "instance_id": instance_id_of(description.url),
@@ -37,18 +46,30 @@ class EngineRegistrations:
             "block_size": description.block_size,
             "address": description.url,
         } | given
+        for name, value in known.items():
+            if fields.get(name) is None:
+                fields[name] = value
         missing = [name for name in ("type", "modelname", "block_size") if fields[name] is None]
-        sockets = _sockets(description, given)
+        sockets = _sockets(description, given) or _usual_sockets(description, ports)
         if not sockets:
             missing.append("endpoint")
         if missing:
             raise _unsaid(description, missing)
-        if given.get("endpoint") is not None:
-            origin = Origin()  # the engine is not asked for sockets that a client has named
-        return [_known(self._registration_of(fields | _own(each)), description, origin) for each in sockets]
+        if origin.kind == "url" and (given.get("endpoint") is not None or given.get("dp_rank") is not None):
+            origin = BY_CLIENT  # the client has named the sockets, or the one rank that it wants
+        return [_known(self._registration_of(fields | fields_of(each)), description, origin) for each in sockets]
 
 
-def _own(each: RankSockets | None) -> dict[str, Any]:
+def _kind_of(text: str | None) -> EngineKind | None:
+    if text is None:
+        return None
+    for kind in EngineKind:
+        if kind.lower() == text.lower():
+            return kind
+    raise InvalidValue(f"type is {shown(text)}; it must be one of {', '.join(EngineKind)}", field="type")
+
+
+def fields_of(each: RankSockets | None) -> dict[str, Any]:
     if each is None:
         return {}
     return {"dp_rank": each.dp_rank, "endpoint": each.endpoint, "replay_endpoint": each.replay_endpoint}
@@ -66,13 +87,30 @@ def _aliases(registration: Registration, description: Description) -> tuple[str,
 
 def _sockets(description: Description, given: dict[str, Any]) -> list[RankSockets | None]:
     """The ranks to register; None is one whose sockets are given, or that needs none."""
-    kind = EngineKind(given.get("type") or description.kind or EngineKind.VLLM)
+    kind = _kind_of(given.get("type")) or description.kind or EngineKind.VLLM
     if given.get("endpoint") is not None or not kind.traits.needs_endpoint:
         return [None]
     ranks = description.ranks
     if given.get("dp_rank") is not None:
         ranks = tuple(each for each in ranks if each.dp_rank == given["dp_rank"])
     return list(ranks)
+
+
+def _usual_sockets(description: Description, ports: tuple[int, int, int]) -> list[RankSockets | None]:
+    """The sockets of an engine that has no path to name them, at the ports that its source expects."""
+    return [] if description.names_sockets else list(usual_sockets(description.url, ports))
+
+
+def usual_sockets(url: str, ports: tuple[int, int, int]) -> list[RankSockets]:
+    """The sockets of an engine at ``url``, from event port and replay port of rank 0, and the number of ranks."""
+    port, replay_port, ranks = ports
+    if not port:
+        return []
+    host = host_of(url)
+    return [
+        RankSockets(rank, f"tcp://{host}:{port + rank}", f"tcp://{host}:{replay_port + rank}" if replay_port else None)
+        for rank in range(max(1, ranks))
+    ]
 
 
 def _check_given(description: Description, given: dict[str, Any]) -> None:

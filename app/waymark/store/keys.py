@@ -18,6 +18,7 @@ UNREGISTERED = "wm:unregistered:{wm:publishers}"
 WORKERS = "wm:workers"
 #: Workers as clients of the Dynamo dialect describe them.
 CATALOG = "wm:catalog"
+DISCOVERY = "wm:discovery"
 INCARNATION = "wm:birth"
 #: The channel on which changes of registrations are announced; a hint to read them again.
 CONTROL = "wm:control"

@@ -257,6 +257,9 @@ class Scripts:
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])
         return [lenient_text(name) for name in alive]
 
+    async def hold_discovery(self, discovery: str, worker: str, milliseconds: int, state: str) -> Outcome:
+        return await self._run("hold_discovery", [discovery], [worker, milliseconds, state])
+
     async def name_birth(self, incarnation: str, nonce: str) -> str:
         _, found = await self._call("name_birth", [incarnation], [nonce])
         return lenient_text(found)

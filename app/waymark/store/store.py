@@ -14,6 +14,7 @@ from waymark.store import keys
 from waymark.store.client import RedisClient, Subscription
 from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
+from waymark.store.discovery import DiscoveryLease
 from waymark.store.gauges import EngineGauges
 from waymark.store.health import HealthWatch
 from waymark.store.hot import HotBlocks
@@ -63,6 +64,7 @@ class Store:
         self.leases = Leases(client, self.scripts)
         self.directory = Directory(client, self.parser)
         self.registry = Registry(client, self.scripts, self.leases, self.directory, shards=shards, hash_seed=hash_seed)
+        self.discovery = DiscoveryLease(client, self.scripts)
         self.pacer = Pacer(apply_blocks_max)
         self.index = Index(client, self.scripts, self.parser, self.pacer)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)

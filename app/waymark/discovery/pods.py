@@ -1,0 +1,117 @@
+"""A pod of Kubernetes, and the engine that it wants registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from waymark.discovery.wanted import Wanted
+from waymark.domain.engines import UNNAMED
+from waymark.domain.names import Origin
+from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, Role
+from waymark.errors import InvalidValue
+from waymark.shown import shown
+
+ANNOTATION = "waymark.dev/"
+#: Labels that name a role; the annotation comes first.
+_ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
+#: Annotations that are fields of a registration, by their names there.
+_FIELDS = {"model": "modelname", "type": "type", "role": "role", "tenant": "tenant_id"}
+_RANKS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """The parts of a pod that count here."""
+
+    name: str
+    """``<namespace>/<name>``."""
+    address: str
+    """Its IP address; empty before it has one."""
+    is_ready: bool
+    """Ready, with an address, and not on its way out."""
+    started: str
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PodPorts:
+    """What a pod has that does not say otherwise."""
+
+    api: int
+    events: int
+    replay: int
+    """0: none."""
+
+
+def pod_of(item: Any) -> Pod | None:
+    """The pod of an object of the API; None where it is none."""
+    try:
+        metadata, status = item["metadata"], item.get("status") or {}
+        name = f"{metadata['namespace']}/{metadata['name']}"
+        conditions = status.get("conditions") or []
+        is_ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+        address = str(status.get("podIP") or "")
+        return Pod(
+            name,
+            address,
+            is_ready and bool(address) and not metadata.get("deletionTimestamp"),
+            str(status.get("startTime") or metadata.get("creationTimestamp") or ""),
+            _texts(metadata.get("labels")),
+            {key: text for key, text in _texts(metadata.get("annotations")).items() if key.startswith(ANNOTATION)},
+        )
+    except (KeyError, TypeError, AttributeError):
+        return None
+
+
+def wanted_of(pod: Pod, ports: PodPorts) -> Wanted:
+    """The engine in a pod that is ready. Raises InvalidValue that names an annotation that does not fit."""
+    own = {key.removeprefix(ANNOTATION): text for key, text in pod.annotations.items()}
+    fields: dict[str, Any] = {"instance_id": pod.name, "labels": _fitting(pod.labels)}
+    fields |= {field: own[name] for name, field in _FIELDS.items() if own.get(name)}
+    if "role" not in fields:
+        role = role_in(pod.labels)
+        if role is not None:
+            fields["role"] = role
+    if "block-size" in own:
+        fields["block_size"] = _number(own, "block-size", 65536)
+    ranks = _number(own, "ranks", _RANKS_MAX) if "ranks" in own else 1
+    api = _number(own, "api-port", 65535) if "api-port" in own else ports.api
+    events = _number(own, "port", 65535) if "port" in own else ports.events
+    replay = _number(own, "replay-port", 65535) if "replay-port" in own else ports.replay
+    host = f"[{pod.address}]" if ":" in pod.address else pod.address
+    url = f"http://{host}:{api}"
+    origin, sockets = Origin("discovery", pod.name), (events, replay, ranks)
+    if "modelname" in fields and "block_size" in fields:  # nothing is left to ask
+        fields = {"type": UNNAMED, "address": url} | fields
+        return Wanted(origin, fields, None, sockets, since=pod.started)
+    return Wanted(origin, fields, url, sockets, since=pod.started)
+
+
+def role_in(labels: Mapping[str, Any]) -> str | None:
+    """The role that a label names; None where none does, or it is no role."""
+    role = next((labels[label] for label in _ROLE_LABELS if label in labels), None)
+    return role if role in tuple(Role) else None
+
+
+def _number(own: Mapping[str, str], name: str, most: int) -> int:
+    text = own[name]
+    if not text.isdecimal() or not 0 < int(text[:10]) <= most:
+        raise InvalidValue(f"its annotation {ANNOTATION}{name} is {shown(text)}; it must be an integer of 1..{most}")
+    return int(text)
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return {str(key): text for key, text in (value or {}).items() if isinstance(text, str)}
+
+
+def _fitting(labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels that a registration can have."""
+    fitting = {
+        name: text
+        for name, text in sorted(labels.items())
+        if len(name.encode()) <= LABEL_BYTES_MAX and len(text.encode()) <= LABEL_BYTES_MAX
+    }
+    return dict(list(fitting.items())[:LABELS_MAX])

@@ -1,0 +1,258 @@
+"""Registers what a source names and unregisters what it names no longer; of others' registrations it touches none.
+
+An engine that does not answer is tried again, later and later, and stays registered meanwhile. One that is slow, or
+wrong, holds up no other: a few are asked at a time, each within its own bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+from waymark.discovery.engines import EngineRegistrations, RegistrationOf, fields_of, usual_sockets
+from waymark.discovery.wanted import Key, Wanted
+from waymark.domain.names import Origin, OriginKind, PublisherName, Registration
+from waymark.errors import Conflict, InvalidValue, RecordDamaged, RemoteUnavailable, StoreUnavailable
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+#: Engines that are asked at the same time, and how long a round begins to ask further ones.
+_ASKED_MAX = 32
+_ROUND_SECONDS = 5.0
+_RETRY_SECONDS, _RETRY_SECONDS_MAX = 1.0, 60.0
+#: How long the absence of most engines has to last before they are unregistered.
+CONFIRM_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class _Known:
+    """What became of an engine the last time."""
+
+    wanted: Wanted
+    registrations: tuple[Registration, ...] = ()
+    again_at: float = 0.0
+    """When it is asked again, by the monotonic clock."""
+    failures: int = 0
+    problem: str = ""
+
+
+class Reconciler:
+    """One source's: what it registers has an origin of ``kind``."""
+
+    def __init__(
+        self,
+        kind: OriginKind,
+        store: Store,
+        engines: EngineRegistrations,
+        registration_of: RegistrationOf,
+        metrics: Metrics,
+        *,
+        again_seconds: float,
+        confirm_seconds: float = CONFIRM_SECONDS,
+        is_mine: Callable[[Origin], bool] = lambda _: True,
+    ) -> None:
+        """``is_mine`` tells origins of the same kind apart: another file's, or another namespace's, are left alone."""
+        self._kind = kind
+        self._store = store
+        self._engines = engines
+        self._registration_of = registration_of
+        self._metrics = metrics
+        self._again_seconds = again_seconds
+        self._confirm_seconds = confirm_seconds
+        self._is_mine = is_mine
+        self._known: dict[Key, _Known] = {}
+        self._missing: tuple[float, int] | None = None
+        """Since when, and since which reading of the source, most of what is registered is missing there."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Why engines are not registered as their source wants, a sentence each."""
+        return [f"{each.wanted}: {each.problem}" for each in self._known.values() if each.problem]
+
+    @property
+    def registered(self) -> int:
+        return sum(bool(each.registrations) for each in self._known.values())
+
+    def ask_again(self, origins: Iterable[Origin]) -> None:
+        """Ask these engines at the next chance: they have restarted."""
+        restarted = set(origins)
+        for known in self._known.values():
+            if known.wanted.origin in restarted and not known.failures:
+                known.again_at = 0.0
+
+    @property
+    def wants_another_reading(self) -> bool:
+        """Most engines are missing, and only another reading of the source can confirm it now."""
+        return self._missing is not None and monotonic() - self._missing[0] >= self._confirm_seconds
+
+    async def reconcile(self, wanted: Sequence[Wanted], *, reading: int, gone: Iterable[Origin] = ()) -> None:
+        """Make the registrations those of ``wanted``, which is everything that the source names.
+
+        ``reading`` is the number of times that the source was read completely. What the source itself calls gone is
+        unregistered at once. What is merely absent, and more than half, has to be absent in a reading
+        ``confirm_seconds`` later, too. Raises StoreUnavailable.
+        """
+        there = await self._store.directory.registrations()
+        keys = {each.key for each in wanted}
+        self._known = {key: known for key, known in self._known.items() if key in keys}
+        ghosts = _ghosts(wanted)
+        named = {each.origin for each in wanted if each.key not in ghosts}
+        lost = {key[0] for key in ghosts} - named
+        await self._unregister(there, named, lost.union(gone), reading)
+        names = {each.name for each in there}
+        now = monotonic()
+        due = []
+        for each in wanted:
+            known = self._known.get(each.key)
+            if known is None or known.wanted != each:
+                known = self._known[each.key] = _Known(each)
+            if each.key in ghosts:
+                self._failed(known, f"{ghosts[each.key].source} has the same address, {each.address}, and is newer")
+            elif now >= known.again_at or any(each.name not in names for each in known.registrations):
+                due.append(known)
+        due.sort(key=lambda known: known.again_at)
+        places, until = asyncio.Semaphore(_ASKED_MAX), now + _ROUND_SECONDS
+
+        async def one(known: _Known) -> None:
+            async with places:
+                if monotonic() < until:  # the others come first in the next round
+                    await self._register(known, there)
+
+        # An error of Redis ends the round; all other errors are an engine's own.
+        await asyncio.gather(*(one(known) for known in due))
+
+    # ---- registering -------------------------------------------------------------------------------
+
+    async def _register(self, known: _Known, there: Sequence[Registration]) -> None:
+        wanted = known.wanted
+        try:
+            registrations = await self._registrations(wanted)
+            _check_others(registrations, there, self._kind)
+            for registration in registrations:
+                await self._put(registration)
+            kept = {each.name for each in registrations}
+            await self._take([each.name for each in there if self._is_of(each, wanted) and each.name not in kept])
+        except (InvalidValue, RemoteUnavailable, Conflict, RecordDamaged) as error:
+            self._failed(known, error.sentence)
+            return
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            # A defect met by what one engine says must not stop the others.
+            log.exception("engine cannot be registered", extra=fields(engine=str(wanted)))
+            self._failed(known, repr(error)[:200])
+            return
+        if known.problem:
+            log.info("engine is registered after all", extra=fields(engine=str(wanted)))
+        known.registrations, known.problem, known.failures = tuple(registrations), "", 0
+        known.again_at = monotonic() + self._again_seconds
+
+    def _is_of(self, registration: Registration, wanted: Wanted) -> bool:
+        """Whether it is one of this engine's; a URL may be registered under several names."""
+        is_name = self._kind != "url" or wanted.key[1:] == (registration.instance_id, registration.tenant_id)
+        return is_name and registration.origin == wanted.origin
+
+    async def _registrations(self, wanted: Wanted) -> list[Registration]:
+        if wanted.url is None:
+            return [replace(self._registration_of(each), origin=wanted.origin) for each in _complete(wanted)]
+        return await self._engines.of(
+            wanted.url, dict(wanted.fields), wanted.origin, ports=wanted.ports, known=wanted.known
+        )
+
+    async def _put(self, registration: Registration) -> None:
+        try:
+            is_new = await self._store.registry.register(registration)
+        except Conflict:
+            claim = await self._store.directory.claim(registration.name)
+            if claim is None or claim.registration.origin != registration.origin:
+                raise
+            # It is the same pod or URL with another model or block size: its blocks are others, too.
+            log.warning(
+                "engine came back with another model or block size", extra=fields(engine=str(registration.name))
+            )
+            await self._store.registry.unregister([registration.name])
+            is_new = await self._store.registry.register(registration)
+        if is_new:
+            log.info("engine is registered", extra=fields(publisher=str(registration.name), source=self._kind))
+
+    def _failed(self, known: _Known, problem: str) -> None:
+        if problem != known.problem:
+            log.warning("engine cannot be registered", extra=fields(engine=str(known.wanted), error=problem))
+        known.problem = problem
+        wait = min(_RETRY_SECONDS * 2 ** min(known.failures, 10), _RETRY_SECONDS_MAX)
+        known.failures += 1
+        known.again_at = monotonic() + wait
+
+    # ---- unregistering -----------------------------------------------------------------------------
+
+    async def _unregister(
+        self, there: Sequence[Registration], named: Iterable[Origin], gone: Set[Origin], reading: int
+    ) -> None:
+        own = [each for each in there if each.origin.kind == self._kind and self._is_mine(each.origin)]
+        kept = set(named)
+        absent = [each for each in own if each.origin not in kept]
+        await self._take(each.name for each in absent if each.origin in gone)
+        missing = [each for each in absent if each.origin not in gone]
+        if 2 * len(missing) <= len(own):
+            self._missing = None
+        elif self._missing is None:
+            self._missing = monotonic(), reading
+            log.warning(
+                "most engines are missing in their source, which is asked again",
+                extra=fields(source=self._kind, missing=len(missing), registered=len(own)),
+            )
+            return
+        elif monotonic() - self._missing[0] < self._confirm_seconds or reading <= self._missing[1]:
+            return
+        await self._take(each.name for each in missing)
+        self._missing = None
+
+    async def _take(self, names: Iterable[PublisherName]) -> None:
+        for name in names:
+            claim = await self._store.directory.claim(name)
+            if claim is None or claim.registration.origin.kind != self._kind:
+                continue  # a client has registered it meanwhile
+            await self._store.registry.unregister([name])
+            self._metrics.discovery_unregistered.inc()
+            log.info("engine is unregistered", extra=fields(publisher=str(name), source=self._kind))
+
+
+def _complete(wanted: Wanted) -> list[dict[str, Any]]:
+    """The fields of each rank of an engine that need not be asked."""
+    fields = dict(wanted.fields)
+    if not wanted.ports[0]:
+        return [fields]
+    return [fields | fields_of(each) for each in usual_sockets(str(fields["address"]), wanted.ports)]
+
+
+def _ghosts(wanted: Sequence[Wanted]) -> Mapping[Key, Origin]:
+    """Engines at an address that a newer one has, and that one: the API server may list a pod that is long gone."""
+    newest: dict[str, Wanted] = {}
+    for each in wanted:
+        if each.address is not None:
+            other = newest.get(each.address)
+            if other is None or (other.since, other.origin) < (each.since, each.origin):
+                newest[each.address] = each
+    return {
+        each.key: newest[each.address].origin
+        for each in wanted
+        if each.address is not None and newest[each.address].origin != each.origin
+    }
+
+
+def _check_others(registrations: Sequence[Registration], there: Sequence[Registration], kind: OriginKind) -> None:
+    """Nobody else's registration is changed, and no socket is subscribed to twice."""
+    others = [each for each in there if each.origin.kind != kind]
+    names = {each.name: each.name for each in others}
+    sockets = {(each.endpoint, each.group): each.name for each in others if each.endpoint is not None}
+    for each in registrations:
+        name = names.get(each.name) or sockets.get((each.endpoint or "", each.group))
+        if name is not None:
+            raise Conflict(f"{name} is registered by another source, and only that one changes it")

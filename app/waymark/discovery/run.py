@@ -1,0 +1,270 @@
+"""Discovery in an ingest worker: one worker of all has the lease, and keeps registrations as their sources want them.
+
+The sources: the pods of Kubernetes, the file of publishers, and the engines that clients have registered by their URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from waymark.discovery.describe import Describer
+from waymark.discovery.engines import EngineRegistrations, RegistrationOf
+from waymark.discovery.kubernetes import ApiServer, PodWatch
+from waymark.discovery.pods import PodPorts, wanted_of
+from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
+from waymark.discovery.wanted import Key, Wanted
+from waymark.domain.names import Origin, OriginKind
+from waymark.domain.status import StreamStatus
+from waymark.errors import InvalidValue, SettingsError, StoreUnavailable
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.discovery import DiscoveryState
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 10.0
+#: Between two rounds of a source, and at least so long between two rounds that changes ask for.
+_ROUND_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
+#: Problems that are shown; the metric counts all engines that wait.
+_PROBLEMS_MAX = 20
+#: Statuses of a stream whose engine may publish elsewhere by now.
+_OUT_OF_REACH = frozenset({StreamStatus.PENDING, StreamStatus.LOST, StreamStatus.FAILED})
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryOptions:
+    worker_id: str
+    again_seconds: float
+    api_server: ApiServer | None = None
+    ports: PodPorts = field(default_factory=lambda: PodPorts(8000, 5557, 5657))
+    file: str = ""
+    """The path of the file of publishers."""
+    read_file: Callable[[], Sequence[Wanted]] | None = None
+    """Reads the file of publishers; raises SettingsError where it cannot be used. It blocks."""
+    round_seconds: float = _ROUND_SECONDS
+    confirm_seconds: float = CONFIRM_SECONDS
+
+
+class Discovery:
+    def __init__(
+        self,
+        store: Store,
+        metrics: Metrics,
+        options: DiscoveryOptions,
+        describer: Describer,
+        registration_of: RegistrationOf,
+    ) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._options = options
+        self._engines = EngineRegistrations(describer, registration_of)
+        self._registration_of = registration_of
+        self._reconcilers: list[Reconciler] = []
+        self._problems: dict[OriginKind, list[str]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled: wait for the lease, discover while it holds."""
+        working: asyncio.Task[None] | None = None
+        try:
+            while True:
+                is_mine = await self._hold()
+                if working is not None and (working.done() or not is_mine):
+                    await _end(working)
+                    working = None
+                if is_mine and working is None:
+                    working = asyncio.get_running_loop().create_task(self._work())
+                self._metrics.discovery_leader.set(is_mine)
+                await asyncio.sleep(LEASE_SECONDS / 3)
+        finally:
+            if working is not None:
+                await _end(working)
+                await asyncio.shield(self._give_up())
+
+    async def _hold(self) -> bool:
+        try:
+            return await self._store.discovery.hold(self._state(), LEASE_SECONDS)
+        except StoreUnavailable as error:
+            log.debug("lease of discovery not renewed", extra=fields(error=error.sentence))
+            return False
+
+    async def _give_up(self) -> None:
+        try:
+            await self._store.discovery.hold(self._state(), 0)
+        except StoreUnavailable as error:
+            log.debug("lease of discovery not released", extra=fields(error=error.sentence))
+
+    def _state(self) -> DiscoveryState:
+        registered = sum(each.registered for each in self._reconcilers)
+        problems = [problem for several in self._problems.values() for problem in several]
+        waiting = 0
+        for each in self._reconcilers:
+            problems += each.problems
+            waiting += len(each.problems)
+        self._metrics.discovery_engines.labels(state="registered").set(registered)
+        self._metrics.discovery_engines.labels(state="waiting").set(waiting)
+        return DiscoveryState(self._options.worker_id, registered, waiting, tuple(problems[:_PROBLEMS_MAX]))
+
+    async def _work(self) -> None:
+        """All sources; one that fails is begun again with the next lease."""
+        self._reconcilers, self._problems = [], {}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow_urls(self._new("url")))
+                if self._options.read_file is not None:
+                    tasks.create_task(
+                        self._follow_file(self._new("file", f"{self._options.file} "), self._options.read_file)
+                    )
+                if self._options.api_server is not None:
+                    watch = PodWatch(self._options.api_server, self._metrics)
+                    tasks.create_task(watch.keep())
+                    namespace = self._options.api_server.namespace
+                    beginning = f"{namespace}/" if namespace else ""
+                    tasks.create_task(self._follow_pods(self._new("discovery", beginning), watch))
+        except ExceptionGroup:
+            log.exception("discovery failed, will be restarted")
+
+    def _new(self, kind: OriginKind, beginning: str = "") -> Reconciler:
+        """``beginning``: of the sources of all origins that this reconciler may unregister."""
+        reconciler = Reconciler(
+            kind,
+            self._store,
+            self._engines,
+            self._registration_of,
+            self._metrics,
+            again_seconds=self._options.again_seconds,
+            confirm_seconds=self._options.confirm_seconds,
+            is_mine=lambda origin: origin.source.startswith(beginning),
+        )
+        self._reconcilers.append(reconciler)
+        return reconciler
+
+    # ---- sources -----------------------------------------------------------------------------------
+
+    async def _follow_pods(self, reconciler: Reconciler, watch: PodWatch) -> None:
+        restarts = Restarts(self._store)
+        while True:
+            await _wait(watch.changed, self._options.round_seconds)
+            if watch.lists == 0:
+                self._problems["discovery"] = [watch.problem] if watch.problem else []
+                continue
+            if reconciler.wants_another_reading:
+                await watch.list_again()
+            gone, watch.gone = watch.gone, set()
+            wanted, problems = [], [watch.problem] if watch.problem else []
+            for pod in watch.pods.values():
+                if pod.is_ready:
+                    try:
+                        wanted.append(wanted_of(pod, self._options.ports))
+                    except InvalidValue as error:
+                        problems.append(f"pod {pod.name}: {error.sentence}")
+            self._say("discovery", problems)
+            try:
+                reconciler.ask_again(await restarts.since_last("discovery"))
+                origins = [Origin("discovery", name) for name in gone]
+                await reconciler.reconcile(wanted, reading=watch.lists, gone=origins)
+            except StoreUnavailable as error:
+                log.debug("round of discovery not ended", extra=fields(error=error.sentence))
+                watch.gone |= gone
+
+    async def _follow_file(self, reconciler: Reconciler, read: Callable[[], Sequence[Wanted]]) -> None:
+        restarts = Restarts(self._store)
+        reading = 0
+        while True:
+            try:
+                wanted = await asyncio.to_thread(read)
+                reading += 1
+                self._say("file", [])
+                reconciler.ask_again(await restarts.since_last("file"))
+                await reconciler.reconcile(wanted, reading=reading)
+            except SettingsError as error:
+                self._say("file", str(error).splitlines())
+            except StoreUnavailable as error:
+                log.debug("round of discovery not ended", extra=fields(error=error.sentence))
+            await asyncio.sleep(self._options.round_seconds)
+
+    async def _follow_urls(self, reconciler: Reconciler) -> None:
+        restarts = Restarts(self._store)
+        reading = 0
+        while True:
+            reading += 1
+            try:
+                reconciler.ask_again(await restarts.since_last("url"))
+                await reconciler.reconcile(await self._by_url(), reading=reading)
+            except StoreUnavailable as error:
+                log.debug("round of discovery not ended", extra=fields(error=error.sentence))
+            await asyncio.sleep(self._options.round_seconds)
+
+    async def _by_url(self) -> list[Wanted]:
+        """The engines that clients have registered by URL, with the fields that an engine does not say."""
+        found: dict[Key, Wanted] = {}
+        for each in await self._store.directory.registrations():
+            if each.origin.kind == "url":
+                target = each.target
+                given = {
+                    "instance_id": each.instance_id,
+                    "tenant_id": each.tenant_id,
+                    "lora_name": each.lora_name,
+                    "additionalsalt": each.additional_salt,
+                    "scope": each.scope,
+                    "copies": each.copies,
+                    "sequence": each.sequence,
+                    "address": target.address,
+                    "role": target.role,
+                    "weight": target.weight,
+                    "labels": dict(target.labels),
+                    "metrics_url": target.metrics_url,
+                }
+                given = {name: value for name, value in given.items() if value is not None}
+                known = {"type": each.kind, "modelname": each.model_name, "block_size": each.block_size}
+                wanted = Wanted(each.origin, given, each.origin.source, known=known)
+                found.setdefault(wanted.key, wanted)
+        return list(found.values())
+
+    def _say(self, kind: OriginKind, problems: list[str]) -> None:
+        if problems != self._problems.get(kind, []):
+            for problem in problems[:_PROBLEMS_MAX]:
+                log.warning("engines are not discovered as they are named", extra=fields(source=kind, error=problem))
+        self._problems[kind] = problems
+
+
+class Restarts:
+    """Finds the engines whose streams began a new life, or cannot be reached, since the last look."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lives: dict[int, str] = {}
+
+    async def since_last(self, kind: OriginKind) -> set[Origin]:
+        claims = [
+            claim
+            for claim in await self._store.directory.claims()
+            if not claim.is_leaving and claim.registration.origin.kind == kind and claim.registration.endpoint
+        ]
+        before, self._lives = self._lives, {}
+        found: set[Origin] = set()
+        for claim, (life, status) in zip(claims, await self._store.discovery.lives(claims), strict=True):
+            self._lives[claim.publisher] = life
+            has_restarted = before.get(claim.publisher, life) not in ("", life)
+            if has_restarted or status in _OUT_OF_REACH:
+                found.add(claim.registration.origin)
+        return found
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Until the event, which is then cleared, or so long; several changes at once are one."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+        await asyncio.sleep(_PAUSE_SECONDS)
+    except TimeoutError:
+        pass
+    event.clear()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

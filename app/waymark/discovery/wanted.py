@@ -1,0 +1,42 @@
+"""What a source of engines names: a pod, an entry of a file, or an engine that was registered by its URL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from waymark.domain.names import Origin
+
+Key: TypeAlias = tuple[Origin, str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An engine that should be registered."""
+
+    origin: Origin
+    """Unique in its source; what it registered carries this origin."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of ``POST /register`` that the source knows."""
+    url: str | None = None
+    """Where the engine says the rest; None: the fields are all there is."""
+    ports: tuple[int, int, int] = (0, 0, 0)
+    """Of an engine that names no sockets: event port and replay port of rank 0, and the number of ranks; 0: unknown."""
+    known: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that count where the engine does not say them: what it was registered with."""
+    since: str = ""
+    """When the engine began, as a text that grows; of two at one address the later one has it."""
+
+    def __str__(self) -> str:
+        return f"{self.origin.kind} {self.origin.source}"
+
+    @property
+    def key(self) -> Key:
+        """One URL may be registered several times, under other names."""
+        return self.origin, self.fields.get("instance_id"), self.fields.get("tenant_id")
+
+    @property
+    def address(self) -> str | None:
+        """What no two engines of a source have in common."""
+        return self.url or (self.fields.get("address") if self.ports[0] else None)

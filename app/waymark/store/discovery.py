@@ -1,0 +1,66 @@
+"""Which ingest worker discovers engines, and what it has found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from waymark.store import keys
+from waymark.store.claims import Claim
+from waymark.store.client import RedisClient
+from waymark.store.parsing import lenient_text
+from waymark.store.scripts import Scripts
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryState:
+    """What the worker that discovers reports."""
+
+    worker: str
+    registered: int = 0
+    """Engines that are registered by discovery or by the file."""
+    waiting: int = 0
+    """Engines that were found and cannot be registered now."""
+    problems: tuple[str, ...] = ()
+    """Sentences; the first ones where there are many."""
+
+
+class DiscoveryLease:
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def hold(self, state: DiscoveryState, seconds: float) -> bool:
+        """Take or renew the lease; False if another worker has it. ``seconds`` 0 gives it up."""
+        told = {"registered": state.registered, "waiting": state.waiting, "problems": list(state.problems)}
+        outcome = await self._scripts.hold_discovery(
+            keys.DISCOVERY, state.worker, int(seconds * 1000), orjson.dumps(told).decode()
+        )
+        return outcome.is_applied
+
+    async def state(self) -> DiscoveryState | None:
+        """What the worker that discovers reported last; None if none does."""
+        (raw,) = await self._client.several([("GET", keys.DISCOVERY)])
+        if raw is None:
+            return None
+        worker, _, told = lenient_text(raw).partition(" ")
+        try:
+            fields = orjson.loads(told)
+            problems = tuple(str(each) for each in fields["problems"])
+            return DiscoveryState(worker, int(fields["registered"]), int(fields["waiting"]), problems)
+        except (ValueError, KeyError, TypeError):
+            return DiscoveryState(worker)  # of another release
+
+    async def lives(self, claims: Sequence[Claim]) -> list[tuple[str, str]]:
+        """The life and the status of each stream, in order; empty texts where there is none yet."""
+        records = [keys.record(claim.group_id, claim.publisher) for claim in claims]
+        replies: list[Any] = await self._client.several(
+            (("HMGET", record, "life", "status") for record in records), is_lenient=True
+        )
+        return [
+            ("", "") if reply is None else (lenient_text(reply[0] or b""), lenient_text(reply[1] or b""))
+            for reply in replies
+        ]

@@ -1,0 +1,129 @@
+"""An API server of Kubernetes that a test scripts: pages, resource versions, watches, bookmarks, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+SELECTOR = "llm-d.ai/inference-serving=true"
+
+
+def pod(name: str, address: str = "10.0.0.1", *, ready: bool = True, **more: Any) -> dict[str, Any]:
+    """A pod as the API has it. ``more``: labels, annotations, started, deleted, version."""
+    metadata: dict[str, Any] = {
+        "namespace": "serving",
+        "name": name,
+        "labels": {"llm-d.ai/inference-serving": "true"} | more.get("labels", {}),
+        "annotations": {f"waymark.dev/{key}": text for key, text in more.get("annotations", {}).items()},
+        "resourceVersion": str(more.get("version", 1)),
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+    }
+    if more.get("deleted"):
+        metadata["deletionTimestamp"] = "2026-01-01T01:00:00Z"
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": {},
+        "status": {
+            "phase": "Running",
+            "podIP": address,
+            "startTime": more.get("started", "2026-01-01T00:00:01Z"),
+            "conditions": [
+                {"type": "Initialized", "status": "True"},
+                {"type": "Ready", "status": "True" if ready else "False"},
+            ],
+        },
+    }
+
+
+class ApiServerStub:
+    """``pods`` is what a list answers; ``send`` adds an event to every watch."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.version = 100
+        self.page = 500
+        self.lists: list[dict[str, str]] = []
+        self.watches: list[dict[str, str]] = []
+        self.tokens: list[str | None] = []
+        self.paths: set[str] = set()
+        self.status = 200
+        """Of every answer."""
+        self.watch_status = 200
+        self.body: bytes | None = None
+        """Instead of a list."""
+        self._queues: set[asyncio.Queue[bytes | None]] = set()
+        self._runner: web.AppRunner | None = None
+
+    def put(self, *pods: dict[str, Any]) -> None:
+        for each in pods:
+            self.pods[each["metadata"]["name"]] = each
+
+    def send(self, kind: str, item: dict[str, Any]) -> None:
+        self.version += 1
+        item.setdefault("metadata", {})["resourceVersion"] = str(self.version)
+        self.send_line(json.dumps({"type": kind, "object": item}).encode() + b"\n")
+
+    def send_line(self, line: bytes | None) -> None:
+        """``None`` ends the watches."""
+        for queue in self._queues:
+            queue.put_nowait(line)
+
+    @property
+    def watched(self) -> int:
+        return len(self._queues)
+
+    async def start(self) -> None:
+        application = web.Application()
+        application.router.add_get("/{path:.*}", self._handle)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        assert self._runner is not None
+        self.send_line(None)
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.tokens.append(request.headers.get("Authorization"))
+        self.paths.add(request.path)
+        query = dict(request.query)
+        if self.status != 200:
+            return web.Response(status=self.status)
+        if query.get("watch"):
+            return await self._watch(request, query)
+        self.lists.append(query)
+        if self.body is not None:
+            return web.Response(body=self.body)
+        names = sorted(self.pods)
+        first = int(query.get("continue", "0"))
+        size = min(self.page, int(query["limit"]))
+        items = [self.pods[name] for name in names[first : first + size]]
+        metadata = {"resourceVersion": str(self.version)}
+        if first + size < len(names):
+            metadata["continue"] = str(first + size)
+        return web.json_response({"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": items})
+
+    async def _watch(self, request: web.Request, query: dict[str, str]) -> web.StreamResponse:
+        self.watches.append(query)
+        if self.watch_status != 200:
+            return web.Response(status=self.watch_status)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._queues.add(queue)
+        try:
+            while (line := await queue.get()) is not None:
+                await response.write(line)
+        except ConnectionError:
+            pass
+        finally:
+            self._queues.discard(queue)
+        return response

@@ -1,0 +1,407 @@
+"""Kubernetes discovery: which pods are registered, and that nothing is unregistered by mistake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.discovery.api_server import SELECTOR, ApiServerStub, pod
+from tests.discovery.conftest import Engine
+from waymark.api.registrations import registration_of
+from waymark.asker import Asker
+from waymark.discovery import kubernetes
+from waymark.discovery.describe import Describer
+from waymark.discovery.kubernetes import ApiServer
+from waymark.discovery.pods import PodPorts
+from waymark.discovery.run import Discovery, DiscoveryOptions
+from waymark.domain.names import BY_CLIENT, Registration
+from waymark.endpoints import AllowedEndpoints
+from waymark.metrics import Metrics
+from waymark.store.store import Store
+
+pytestmark = pytest.mark.outside
+
+SAID = {"model": "llama", "block-size": "16", "type": "vLLM"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "_BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(kubernetes, "_BACKOFF_SECONDS_MAX", 0.2)
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[Store]:
+    store = Store.open(redis_url)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServerStub]:
+    server = ApiServerStub()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@asynccontextmanager
+async def discovering(
+    store: Store,
+    url: str,
+    *,
+    worker: str = "w",
+    allowed: AllowedEndpoints | None = None,
+    port: int = 8000,
+    **server: Any,
+) -> AsyncIterator[Metrics]:
+    """Discovery runs inside."""
+    metrics = Metrics()
+    allowed = allowed or AllowedEndpoints()
+    api = ApiServer(
+        **({"url": url, "token_file": None, "ca_file": None, "namespace": "serving", "selector": SELECTOR} | server)
+    )
+    options = DiscoveryOptions(worker, 300, api, PodPorts(port, 5557, 5657), round_seconds=0.1, confirm_seconds=0.2)
+    describer = Describer(Asker(), allowed, seconds=20)
+    discovery = Discovery(store, metrics, options, describer, partial(registration_of, allowed=allowed))
+    task = asyncio.ensure_future(discovery.run())
+    try:
+        yield metrics
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await describer.close()
+
+
+async def names(store: Store) -> list[str]:
+    return sorted(str(each.name) for each in await store.directory.registrations())
+
+
+async def until_named(store: Store, *wanted: str) -> None:
+    async def are_there() -> bool:
+        return await names(store) == sorted(wanted)
+
+    await wait_until(are_there, f"the registrations are {wanted}")
+
+
+async def until(is_so: Callable[[], bool], what: str) -> None:
+    async def look() -> bool:
+        return is_so()
+
+    await wait_until(look, what)
+
+
+async def problems(store: Store) -> tuple[str, ...]:
+    state = await store.discovery.state()
+    return () if state is None else state.problems
+
+
+async def until_said(store: Store, text: str) -> None:
+    async def is_said() -> bool:
+        return any(text in problem for problem in await problems(store))
+
+    await wait_until(is_said, f"a problem names {text}")
+
+
+async def one(store: Store) -> Registration:
+    (registration,) = await store.directory.registrations()
+    return registration
+
+
+async def test_a_pod_with_annotations_is_registered_by_its_engine(
+    store: Store, server: ApiServerStub, engine: Engine, tmp_path: Path
+) -> None:
+    engine.is_vllm("no_replay")
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    port = int(engine.url.rpartition(":")[2])
+    labels = {"llm-d.ai/role": "decode", "zone": "a", "long": "x" * 300}
+    server.put(pod("vllm-0", "127.0.0.1", labels=labels, annotations={"tenant": "t"}))
+    async with discovering(store, server.url, port=port, token_file=str(token)) as metrics:
+        await until_named(store, "serving/vllm-0|t|0")
+        found = await one(store)
+        assert (found.kind, found.model_name, found.block_size) == ("vLLM", "llama", 16)
+        assert (found.endpoint, found.replay_endpoint) == ("tcp://127.0.0.1:5577", None)
+        assert (found.target.address, found.target.role) == (engine.url, "decode")
+        assert found.target.labels == {"llm-d.ai/inference-serving": "true", "llm-d.ai/role": "decode", "zone": "a"}
+        assert found.origin == ("discovery", "serving/vllm-0")
+        await until(lambda: server.watched == 1, "pods are watched")
+        assert server.paths == {"/api/v1/namespaces/serving/pods"}
+        assert server.lists[0]["labelSelector"] == SELECTOR
+        assert server.watches[0] | {"timeoutSeconds": ""} == {
+            "labelSelector": SELECTOR,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": "100",
+            "timeoutSeconds": "",
+        }
+        # The kubelet replaces the token, and a bookmark moves the version.
+        token.write_text("second")
+        server.send("BOOKMARK", {"kind": "Pod"})
+        server.send_line(None)
+        await until(lambda: len(server.watches) == 2, "the watch goes on")
+        assert server.watches[1]["resourceVersion"] == "101"
+        assert {server.tokens[0], server.tokens[-1]} == {"Bearer first", "Bearer second"}
+        assert len(server.lists) == 1
+        assert b"waymark_discovery_leader 1.0" in metrics.render()[0]
+        server.send("MODIFIED", pod("vllm-0", "127.0.0.1", ready=False))
+        await until_named(store)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("DELETED", {}),
+        ("MODIFIED", {"ready": False}),
+        ("MODIFIED", {"deleted": True}),
+        ("MODIFIED", {"address": ""}),
+    ],
+)
+async def test_a_pod_that_goes_is_unregistered_and_may_come_back(
+    store: Store, server: ApiServerStub, engine: Engine, change: tuple[str, dict[str, Any]]
+) -> None:
+    port = int(engine.url.rpartition(":")[2])
+    here = partial(pod, "a", "127.0.0.1", annotations=SAID | {"ranks": "2"})
+    async with discovering(store, server.url, port=port):
+        await until(lambda: server.watched == 1, "pods are watched")
+        server.send("ADDED", here())
+        await until_named(store, "serving/a|default|0", "serving/a|default|1")
+        assert [each.endpoint for each in await store.directory.registrations()] == [
+            "tcp://127.0.0.1:5557",
+            "tcp://127.0.0.1:5558",
+        ]
+        kind, fields = change
+        server.send(kind, pod(**({"name": "a", "address": "127.0.0.1", "annotations": SAID} | fields)))
+        await until_named(store)
+        server.send("ADDED", here())
+        await until_named(store, "serving/a|default|0", "serving/a|default|1")
+
+
+async def test_an_expired_version_lists_again(store: Store, server: ApiServerStub, engine: Engine) -> None:
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    async with discovering(store, server.url, port=port):
+        await until(lambda: server.watched == 1, "pods are watched")
+        server.put(pod("a", "127.0.0.1"))
+        gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+        server.send("ERROR", gone)
+        await until_named(store, "serving/a|default|0")
+        lists = len(server.lists)
+        server.watch_status = 410
+        server.send_line(None)
+        await until(lambda: len(server.lists) > lists + 1, "a status of 410 lists again, too")
+        server.watch_status = 200
+        assert await names(store) == ["serving/a|default|0"]
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda server: setattr(server, "status", 500),
+        lambda server: setattr(server, "status", 403),
+        lambda server: setattr(server, "body", b"no JSON"),
+        lambda server: setattr(server, "body", b'{"items": null, "metadata": {}}'),
+        lambda server: setattr(server, "body", b'{"items": []}'),
+        lambda server: setattr(server, "body", b"[" * 100_000),
+    ],
+)
+async def test_an_api_server_that_fails_unregisters_nothing(
+    store: Store, server: ApiServerStub, engine: Engine, break_it: Callable[[ApiServerStub], None]
+) -> None:
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    server.put(pod("a", "127.0.0.1"))
+    async with discovering(store, server.url, port=port) as metrics:
+        await until_named(store, "serving/a|default|0")
+        await until(lambda: server.watched == 1, "pods are watched")
+        break_it(server)
+        server.send("ERROR", {"kind": "Status", "code": 500, "message": "internal"})
+
+        async def has_failed() -> bool:
+            text = metrics.render()[0].decode()
+            return any(
+                line.startswith('waymark_discovery_requests_total{outcome="failed"}') and float(line.split()[-1]) >= 4
+                for line in text.splitlines()
+            )
+
+        await wait_until(has_failed, "the API server has failed several times")
+        await until_said(store, "the API server")
+        assert await names(store) == ["serving/a|default|0"]
+
+
+async def test_a_list_that_loses_most_pods_is_confirmed_by_another(
+    store: Store, server: ApiServerStub, engine: Engine
+) -> None:
+    port = int(engine.url.rpartition(":")[2])
+    pods = [pod(f"p{i}", f"127.0.0.{i + 1}", annotations=SAID) for i in range(3)]
+    server.put(*pods)
+    async with discovering(store, server.url, port=port):
+        await until_named(store, *(f"serving/p{i}|default|0" for i in range(3)))
+        server.pods.clear()
+        lists = len(server.lists)
+        server.send("ERROR", {"kind": "Status", "code": 410})
+        await until(lambda: len(server.lists) > lists, "pods are listed again")
+        assert len(await names(store)) == 3, "one list is not believed"
+        await until_named(store)
+        assert len(server.lists) >= lists + 2, "another list has confirmed it"
+
+
+async def test_only_what_discovery_registered_is_unregistered(
+    store: Store, server: ApiServerStub, engine: Engine
+) -> None:
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    server.put(pod("a", "127.0.0.1"))
+    body = {"type": "vLLM", "modelname": "m", "block_size": 16, "endpoint": "tcp://127.0.0.1:1"}
+    by_hand = registration_of(body | {"instance_id": "by-hand"}, AllowedEndpoints())
+    await store.registry.register(by_hand)
+    async with discovering(store, server.url, port=port):
+        await until_named(store, "by-hand|default|0", "serving/a|default|0")
+        (discovered,) = [each for each in await store.directory.registrations() if each.origin.kind == "discovery"]
+        await store.registry.register(replace(discovered, origin=BY_CLIENT))
+        server.send("DELETED", pod("a", "127.0.0.1"))
+        server.send("ADDED", pod("b", "127.0.0.1"))
+        await until_said(store, "registered by another source")
+        assert await names(store) == ["by-hand|default|0", "serving/a|default|0"]
+
+
+async def test_of_two_pods_with_one_address_the_newer_has_it(
+    store: Store, server: ApiServerStub, engine: Engine
+) -> None:
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    server.put(pod("ghost", "127.0.0.1", started="2026-01-01T00:00:01Z"))
+    async with discovering(store, server.url, port=port):
+        await until_named(store, "serving/ghost|default|0")
+        server.send("ADDED", pod("new", "127.0.0.1", started="2026-01-02T00:00:01Z"))
+        await until_named(store, "serving/new|default|0")
+        await until_said(store, "ghost: serving/new has the same address")
+
+
+@pytest.mark.parametrize(
+    ("annotations", "named"),
+    [
+        ({"block-size": "sixteen"}, "waymark.dev/block-size"),
+        ({"ranks": "0"}, "waymark.dev/ranks"),
+        ({"ranks": "1025"}, "waymark.dev/ranks"),
+        ({"api-port": "70000"}, "waymark.dev/api-port"),
+        ({"type": "llama.cpp"}, "type"),
+        ({"role": "king"}, "role"),
+    ],
+)
+async def test_a_wrong_annotation_is_named_and_costs_its_pod(
+    store: Store, server: ApiServerStub, engine: Engine, annotations: dict[str, str], named: str
+) -> None:
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    server.put(pod("bad", "127.0.0.1", annotations=annotations), pod("good", "127.0.0.3", annotations=SAID))
+    async with discovering(store, server.url, port=port):
+        await until_named(store, "serving/good|default|0")
+        await until_said(store, named)
+        await until_said(store, "serving/bad")
+
+
+async def test_a_pod_whose_engine_says_no_block_size_is_named(
+    store: Store, server: ApiServerStub, engine: Engine
+) -> None:
+    engine.answers = {"/v1/models": {"data": [{"id": "llama"}]}}
+    port = int(engine.url.rpartition(":")[2])
+    server.put(pod("a", "127.0.0.1", annotations={"type": "vLLM"}))
+    async with discovering(store, server.url, port=port):
+        await until_said(store, "block_size")
+        assert await names(store) == []
+
+
+async def test_engines_that_do_not_answer_hold_up_no_other(
+    store: Store, server: ApiServerStub, engine: Engine, free_port: int
+) -> None:
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    dead = [pod(f"dead-{i}", "127.0.0.1", annotations={"api-port": str(free_port)}, started=str(i)) for i in range(3)]
+    server.put(*dead, pod("z", "127.0.0.1"))
+    async with discovering(store, server.url, port=port):
+        await until_named(store, "serving/z|default|0")
+        await until_said(store, "dead-2: the engine http://127.0.0.1")
+        await until_said(store, "dead-1: serving/dead-2 has the same address")
+
+
+async def test_one_worker_discovers_and_another_takes_over(store: Store, server: ApiServerStub) -> None:
+    async with AsyncExitStack() as first:
+        await first.enter_async_context(discovering(store, server.url, worker="one"))
+
+        async def is_led_by(worker: str) -> bool:
+            state = await store.discovery.state()
+            return state is not None and state.worker == worker
+
+        await wait_until(partial(is_led_by, "one"), "the first worker discovers")
+        async with discovering(store, server.url, worker="two") as metrics:
+            await until(lambda: server.watched == 1, "one worker watches")
+            assert b"waymark_discovery_leader 0.0" in metrics.render()[0]
+            await first.aclose()
+            await wait_until(partial(is_led_by, "two"), "the second worker has taken over")
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b"no JSON\n", b'{"type": "ADDED", "object": 7}\n', b"x" * (5 * 2**20)])
+async def test_an_event_that_is_none_lists_again(
+    store: Store, server: ApiServerStub, engine: Engine, line: bytes
+) -> None:
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    server.put(pod("a", "127.0.0.1"))
+    async with discovering(store, server.url, port=port):
+        await until_named(store, "serving/a|default|0")
+        await until(lambda: server.watched == 1, "pods are watched")
+        lists = len(server.lists)
+        server.send_line(line)
+        await until(lambda: len(server.lists) > lists, "pods are listed again")
+        assert await names(store) == ["serving/a|default|0"]
+
+
+async def test_ten_thousand_pods_are_read_in_pages(server: ApiServerStub) -> None:
+    server.put(*(pod(f"p{i:05}", f"10.0.{i // 250}.{i % 250}") for i in range(10_000)))
+    watch = kubernetes.PodWatch(ApiServer(server.url, None, None, "", SELECTOR), Metrics())
+    task = asyncio.ensure_future(watch.keep())
+    await until(lambda: watch.lists == 1, "all pods are listed")
+    assert len(watch.pods) == 10_000
+    assert len(server.lists) == 100
+    assert server.paths == {"/api/v1/pods"}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_more_pods_than_are_kept_are_a_failure(server: ApiServerStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "PODS_MAX", 5)
+    server.put(*(pod(f"p{i}") for i in range(6)))
+    watch = kubernetes.PodWatch(ApiServer(server.url, None, None, "", SELECTOR), Metrics())
+    task = asyncio.ensure_future(watch.keep())
+    await until(lambda: "narrow the selector" in watch.problem, "the selector is named")
+    assert (watch.lists, watch.pods) == (0, {})
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_server_of_another_make_is_followed(store: Store, engine: Engine) -> None:
+    """kmock's emulator: pods are created, patched and deleted through its own API."""
+    import aiohttp
+    from kmock import KubernetesEmulator, Server
+
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    async with KubernetesEmulator() as emulator, Server(emulator), aiohttp.ClientSession() as client:
+        resources: Any = emulator.resources
+        resources["v1/pods"] = {"namespaced": True, "kind": "Pod", "verbs": {"list", "watch", "create", "delete"}}
+        url = str(emulator.url).rstrip("/")
+        pods = f"{url}/api/v1/namespaces/serving/pods"
+        async with discovering(store, url, port=port):
+            await client.post(pods, json=pod("a", "127.0.0.1"))
+            await until_named(store, "serving/a|default|0")
+            await client.delete(f"{pods}/a")
+            await until_named(store)

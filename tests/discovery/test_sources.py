@@ -1,0 +1,182 @@
+"""The file of publishers that changes, and engines that were registered by their URL and restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.discovery.conftest import Engine, vllm_models
+from tests.discovery.test_kubernetes import names, until_named, until_said
+from waymark.api.registrations import registration_of
+from waymark.asker import Asker
+from waymark.discovery.describe import Describer
+from waymark.discovery.engines import EngineRegistrations
+from waymark.discovery.run import Discovery, DiscoveryOptions, Restarts
+from waymark.domain.names import Origin
+from waymark.endpoints import AllowedEndpoints
+from waymark.metrics import Metrics
+from waymark.publishers_file import read_wanted
+from waymark.store import keys
+from waymark.store.store import Store
+
+pytestmark = pytest.mark.outside
+
+ENTRY = {"type": "vLLM", "modelname": "m", "block_size": 16}
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[Store]:
+    store = Store.open(redis_url)
+    yield store
+    await store.close()
+
+
+@asynccontextmanager
+async def discovering(store: Store, file: Path | None = None, *, again_seconds: float = 3600) -> AsyncIterator[None]:
+    allowed = AllowedEndpoints()
+    read = None if file is None else partial(read_wanted, str(file), (), (5557, 5657, 1))
+    options = DiscoveryOptions(
+        "w", again_seconds, file=str(file), read_file=read, round_seconds=0.1, confirm_seconds=0.3
+    )
+    describer = Describer(Asker(), allowed, seconds=20)
+    discovery = Discovery(store, Metrics(), options, describer, partial(registration_of, allowed=allowed))
+    task = asyncio.ensure_future(discovery.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await describer.close()
+
+
+async def by_url(store: Store, engine: Engine, **given: Any) -> None:
+    """What ``POST /register {"url": ...}`` does."""
+    describer = Describer(Asker(), AllowedEndpoints(), seconds=20)
+    engines = EngineRegistrations(describer, partial(registration_of, allowed=AllowedEndpoints()))
+    for each in await engines.of(engine.url, given, Origin("url", engine.url)):
+        await store.registry.register(each)
+    await describer.close()
+
+
+async def until(store: Store, what: str, *expected: tuple[Any, ...]) -> None:
+    """The registrations are these: name, model, block size, endpoint."""
+    found: list[tuple[Any, ...]] = []
+
+    async def are_so() -> bool:
+        found[:] = [
+            (str(each.name), each.model_name, each.block_size, each.endpoint)
+            for each in await store.directory.registrations()
+        ]
+        return sorted(found) == sorted(expected)
+
+    await wait_until(are_so, lambda: f"{what}: {found}")
+
+
+async def test_an_engine_that_comes_back_otherwise_is_registered_again(store: Store, engine: Engine) -> None:
+    engine.is_vllm()
+    await by_url(store, engine, instance_id="i", tenant_id="t", weight=2.0)
+    await by_url(store, engine, instance_id="i", tenant_id="other")
+    before = await store.directory.registrations()
+    async with discovering(store):
+        engine.is_vllm("no_replay", block_size=32)
+        engine.answers["/v1/models"] = vllm_models("qwen", adapters=("sql",))
+        now = [("qwen", 32, "tcp://127.0.0.1:5577")]
+        await until(store, "one rank, another model", *((f"i|{t}|0", *each) for t in ("t", "other") for each in now))
+        (first, *_) = [each for each in await store.directory.registrations() if each.tenant_id == "t"]
+        assert (first.target.weight, first.target.adapters, first.origin) == (2.0, ("sql",), before[0].origin)
+        engine.is_vllm()
+        ranks = [("llama", 16, "tcp://127.0.0.1:5557"), ("llama", 16, "tcp://127.0.0.1:5558")]
+        both = [(f"i|{t}|{r}", *each) for t in ("t", "other") for r, each in enumerate(ranks)]
+        await until(store, "two ranks again", *both)
+
+
+async def test_an_engine_that_does_not_answer_stays_registered(store: Store, engine: Engine) -> None:
+    engine.is_vllm("no_replay")
+    await by_url(store, engine, instance_id="i")
+    async with discovering(store):
+        engine.answers = {"/v1/models": 503}
+        await until_said(store, "status 503")
+        assert await names(store) == ["i|default|0"]
+
+
+async def test_a_new_life_or_a_lost_stream_asks_the_engine_again(store: Store, engine: Engine) -> None:
+    engine.is_vllm("no_replay")
+    await by_url(store, engine, instance_id="i")
+    (claim,) = await store.directory.claims()
+    restarts = Restarts(store)
+
+    async def found(status: str, life: str) -> bool:
+        """Whether the engine counts as restarted, or as out of reach, after its stream reports this."""
+        record = keys.record(claim.group_id, claim.publisher)
+        await store._client.several([("HSET", record, "life", life, "status", status)])
+        return await restarts.since_last("url") == {Origin("url", engine.url)}
+
+    assert not await found("active", "a" * 16)
+    assert not await found("degraded", "a" * 16)
+    assert await found("active", "b" * 16)
+    assert not await found("active", "b" * 16)
+    assert await found("lost", "b" * 16)
+    assert await restarts.since_last("discovery") == set()
+
+
+async def test_a_file_that_changes_is_followed(store: Store, engine: Engine, tmp_path: Path) -> None:
+    engine.is_vllm("no_replay")
+    file = tmp_path / "publishers.json"
+
+    def write(*entries: dict[str, Any]) -> None:
+        file.write_text(json.dumps(entries))
+
+    def entry(i: int) -> dict[str, Any]:
+        return ENTRY | {"instance_id": f"i{i}", "endpoint": f"tcp://127.0.0.1:{i + 1}"}
+
+    by_hand = registration_of(ENTRY | {"instance_id": "by-hand", "endpoint": "tcp://127.0.0.1:99"}, AllowedEndpoints())
+    await store.registry.register(by_hand)
+    other_file = Origin("file", "/etc/other.json i9|default|0")
+    await store.registry.register(replace(registration_of(entry(9), AllowedEndpoints()), origin=other_file))
+    also = "i9|default|0"
+    always = "by-hand|default|0"
+    write(entry(0), entry(1), {"url": engine.url, "instance_id": "asked"})
+    async with discovering(store, file):
+        await until_named(store, always, also, "i0|default|0", "i1|default|0", "asked|default|0")
+        write(entry(0), entry(2), {"url": engine.url, "instance_id": "asked"})
+        await until_named(store, always, also, "i0|default|0", "i2|default|0", "asked|default|0")
+        file.write_text("{")
+        await until_said(store, "publishers.json")
+        assert len(await names(store)) == 5, "a file that cannot be read unregisters nothing"
+        file.unlink()
+        await until_said(store, "No such file")
+        assert len(await names(store)) == 5
+        write(entry(2))
+        await until_named(store, always, also, "i2|default|0")
+        (mine,) = [each for each in await store.directory.registrations() if each.instance_id == "i2"]
+        assert mine.origin == ("file", f"{file} i2|default|0")
+
+
+async def test_llmds_list_of_endpoints_is_read(store: Store, engine: Engine, tmp_path: Path) -> None:
+    engine.is_vllm("no_replay")
+    file = tmp_path / "endpoints.yaml"
+    host, port = engine.url.removeprefix("http://").split(":")
+    file.write_text(
+        f"""
+endpoints:
+  - name: vllm-0
+    namespace: serving
+    address: {host}
+    port: "{port}"
+    labels: {{llm-d.ai/role: decode}}
+"""
+    )
+    async with discovering(store, file):
+        await until_named(store, "serving/vllm-0|default|0")
+        (found,) = await store.directory.registrations()
+        assert (found.target.address, found.target.role) == (engine.url, "decode")
+        assert found.target.labels == {"llm-d.ai/role": "decode"}
