@@ -47,7 +47,9 @@ async def test_register_query_unregister_against_a_live_service(redis_url: str, 
         assert workers.publishers[0].replay
         assert workers.workers == {workers.publishers[0].worker: 1}
         nothing = Match(0, {"GPU": 0, "CPU": 0, "DISK": 0}, {1: 0})
-        assert await waymark.query("m", range(8), 4) == Matches({"i": nothing})
+        assert await waymark.query("m", range(8), 4) == await waymark.query("m", range(8)) == Matches({"i": nothing})
+        (score,) = await waymark.score("m", range(8))
+        assert (score.instance_id, score.new_tokens, score.score) == ("i", 8, None)
         assert dict(await waymark.query_by_hash("m", [1, 2], 4, instance_id="i")) == {"i": nothing}
         assert dict(await waymark.query("m", [1], 4, tenant_id="nobody")) == {}
 

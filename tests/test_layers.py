@@ -34,9 +34,9 @@ PARTS: dict[str, set[str]] = {
     "ingest": BELOW_ROLES | {"chat"},
     "api": BELOW_ROLES | {"discovery", "selection", "routing", "chat", "tokenization"},
     "simulator": {"client", "domain", "errors"},
-    "client": {"domain", "native"},
+    "client": {"domain", "errors", "native"},
     "serving": LEAVES,
-    "console": LEAVES | {"domain", "store"},
+    "console": LEAVES | {"domain", "store", "tokenization"},
     **{
         top: BELOW_ROLES
         | TOP

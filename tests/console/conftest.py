@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from io import StringIO
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -52,11 +53,11 @@ def look(client: RedisClient) -> Look:
 def waymark(redis_url: str) -> Run:
     """What a command prints: ``await waymark("status", "--json")``; ``seed``, ``width`` and ``url`` by name."""
 
-    async def run(*words: str, seed: int = 1337, width: int | None = None, url: str = redis_url) -> str:
+    async def run(*words: str, seed: int = 1337, width: int | None = None, url: str = redis_url, **more: Any) -> str:
         output = StringIO()
         arguments = cli.parse(words)
         run_command = run_status if arguments.command == "status" else run_inspect
-        settings = Settings(redis_url=url, hash_seed=seed)
+        settings = Settings(redis_url=url, hash_seed=seed, **more)
         await run_command(arguments, settings, Screen(output, width=width))
         return output.getvalue()
 

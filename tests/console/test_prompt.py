@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
@@ -11,6 +13,7 @@ from redis.asyncio import Redis
 from tests.console.conftest import Run, blocks, words
 from tests.patience import patient
 from tests.store.factories import Stream, registration, stored, stream_of
+from tests.tokenization import small
 from waymark.console.cells import Cell, scaled
 from waymark.domain.hashing import namespace
 from waymark.errors import InvalidValue, NotFound
@@ -311,3 +314,29 @@ async def test_the_commands_of_a_prompt_show_what_was_drawn(streams: list[Stream
 def ran(line: str) -> bytes:
     """What a printed command answers, run by a shell."""
     return subprocess.run(line, shell=True, check=True, capture_output=True, timeout=patient(10)).stdout.rstrip(b"\n")
+
+
+async def test_a_text_and_messages_are_made_into_tokens(
+    store: Store, redis: Redis, waymark: Run, tmp_path: Path
+) -> None:
+    small.directory(tmp_path / "m", template=small.CHATML)
+    stream = await stream_of(store, redis, registration("pod-1", block_size=2))
+    (own,) = await stream.begin("0 GPU")
+    tokenizer = small.tokenizer()
+    text = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    await stream.apply(stored(own, blocks(tokens, block_size=2)))
+    messages = [{"role": "user", "content": "Hello there"}]
+    by_tokens = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(tokens))
+    assert f"match {len(tokens) // 2 * 2} tokens" in by_tokens
+    for given in (messages, {"messages": messages, "model": "m", "stream": True}):
+        asked = ("inspect", "prompt", "--model", "m", "--messages", json.dumps(given))
+        assert await waymark(*asked, tokenizers_dir=tmp_path) == by_tokens
+    with_bos = tokenizer.encode(text).ids
+    by_text = await waymark("inspect", "prompt", "--model", "m", "--text", text, tokenizers_dir=tmp_path)
+    assert by_text == await waymark("inspect", "prompt", "--model", "m", "--tokens", words(with_bos))
+    with pytest.raises(InvalidValue, match="WAYMARK_TOKENIZERS"):
+        await waymark("inspect", "prompt", "--model", "m", "--text", text)
+    for wrong in ("{", "1", "{}"):
+        with pytest.raises(InvalidValue, match="--messages"):
+            await waymark("inspect", "prompt", "--model", "m", "--messages", wrong, tokenizers_dir=tmp_path)

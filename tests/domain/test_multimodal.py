@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from waymark.client import block_hashes
 from waymark.domain import keys
 from waymark.domain.hashing import block_keys, extend, pack_tokens
 from waymark.domain.multimodal import (
@@ -145,3 +146,13 @@ def test_items_in_too_many_blocks_are_refused() -> None:
     check_blocks((Item(0, 2**31, "a"),), BLOCKS_MAX, 1)
     with pytest.raises(InvalidValue, match="blocks of 1 tokens"):
         check_blocks((Item(0, 2**31, "a"),), BLOCKS_MAX + 1, 1)
+
+
+def test_the_client_hashes_images_as_the_service_does() -> None:
+    features = {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}
+    tokens = [1, 9, 9, 2, 5, 6]
+    found = block_hashes(tokens, 2, features=features)
+    assert found == seq_hashes_with((Item(1, 2, "a"),), None, pack_tokens(tokens), 2)
+    assert not set(found) & set(block_hashes(tokens, 2))
+    with pytest.raises(ValueError, match="features"):
+        block_hashes(tokens, 2, features={"mm_hashes": 1})

@@ -4,6 +4,7 @@
         waymark.register("engine-0", "tcp://10.0.0.7:5557", model="llama", block_size=16)
         matches = waymark.query("llama", token_ids, block_size=16)
         best = max(matches, key=lambda name: matches[name].longest_matched)
+        matches = waymark.query("llama", messages=[{"role": "user", "content": "Hello"}])
 
 Or Waymark decides, by cache and load, and hears how it ended:
 
@@ -20,11 +21,11 @@ The package needs none of the server's dependencies.
 
 from __future__ import annotations
 
-from waymark.client.answers import Match, Matches, Publisher, Registered, Selection, Service, Workers
+from waymark.client.answers import Match, Matches, Publisher, Registered, Score, Selection, Service, Workers
 from waymark.client.asynchronous import AsyncClient
 from waymark.client.blocking import Client
 from waymark.client.errors import ClientError, Refused, Unavailable
-from waymark.client.hashes import seq_hashes
+from waymark.client.hashes import block_hashes, seq_hashes
 
 __all__ = [
     "AsyncClient",
@@ -35,9 +36,11 @@ __all__ = [
     "Publisher",
     "Refused",
     "Registered",
+    "Score",
     "Selection",
     "Service",
     "Unavailable",
     "Workers",
+    "block_hashes",
     "seq_hashes",
 ]

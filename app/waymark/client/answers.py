@@ -68,6 +68,23 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """One target for a prompt, in tokens."""
+
+    instance_id: str
+    dp_rank: int
+    address: str | None
+    score: float | None
+    """Greater is better; None where the policy has costs."""
+    cost: float | None
+    """Less is better; None where the policy has scores."""
+    device_tokens: int
+    new_tokens: int
+    wait_tokens: int
+    active_requests: int
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """One registration. What was not given is empty."""
 
@@ -155,6 +172,10 @@ def read_selection(answer: httpx.Response) -> Selection:
         reservation=content["reservation"],
         is_degraded=content["degraded"],
     )
+
+
+def read_scores(answer: httpx.Response) -> list[Score]:
+    return [Score(**{name: row[name] for name in Score.__slots__}) for row in answer.json()["scores"]]
 
 
 def read_services(answer: httpx.Response) -> list[Service]:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Registered, Selection, Service, Workers
+from waymark.client.answers import Matches, Registered, Score, Selection, Service, Workers
 from waymark.client.errors import Unavailable
 from waymark.domain.engines import UNNAMED
 
@@ -61,25 +61,33 @@ class AsyncClient:
         """As ``Client.unregister``."""
         return await self._send(calls.unregister(instance_id, tenant_id, dp_rank))
 
-    async def query(self, model: str, token_ids: Iterable[int], block_size: int, **options: Any) -> Matches:
+    async def query(
+        self, model: str, token_ids: Iterable[int] | None = None, block_size: int | None = None, **options: Any
+    ) -> Matches:
         """As ``Client.query``."""
-        return await self._send(calls.query("token_ids", token_ids, model, block_size, options))
+        return await self._send(calls.query(token_ids, model, block_size, options))
 
-    async def query_by_hash(self, model: str, seq_hashes: Iterable[int], block_size: int, **options: Any) -> Matches:
+    async def query_by_hash(
+        self, model: str, seq_hashes: Iterable[int], block_size: int | None = None, **options: Any
+    ) -> Matches:
         """As ``Client.query_by_hash``."""
-        return await self._send(calls.query("seq_hashes", seq_hashes, model, block_size, options))
+        return await self._send(calls.query_by_hash(seq_hashes, model, block_size, options))
 
-    def select(self, model: str, token_ids: Iterable[int], **options: Any) -> AsyncSelecting:
+    async def score(self, model: str, token_ids: Iterable[int] | None = None, **options: Any) -> list[Score]:
+        """As ``Client.score``."""
+        return await self._send(calls.score(token_ids, model, options))
+
+    def select(self, model: str, token_ids: Iterable[int] | None = None, **options: Any) -> AsyncSelecting:
         """A target for a prompt, reserved for as long as the block of ``async with`` takes.
 
         ``options`` are the fields of ``POST /select``, such as ``only``, ``policy`` or ``timeout_seconds``. An error
         that leaves the block counts as one of the target's. Raises Refused and Unavailable without a second try.
         """
-        return AsyncSelecting(self, calls.select("token_ids", token_ids, model, options))
+        return AsyncSelecting(self, calls.select(calls.prompt(token_ids), model, options))
 
     def select_by_hash(self, model: str, seq_hashes: Iterable[int], **options: Any) -> AsyncSelecting:
         """The same, by rolling hashes."""
-        return AsyncSelecting(self, calls.select("seq_hashes", seq_hashes, model, options))
+        return AsyncSelecting(self, calls.select({"seq_hashes": list(seq_hashes)}, model, options))
 
     async def services(self) -> list[Service]:
         """As ``Client.services``."""

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Registered, Selection, Service, Workers
+from waymark.client.answers import Matches, Registered, Score, Selection, Service, Workers
 from waymark.client.errors import Unavailable
 from waymark.domain.engines import UNNAMED
 
@@ -67,25 +67,38 @@ class Client:
         """Take a rank out, or all ranks; ``inst|tenant|rank`` of each. ``Refused`` (404) where there is none."""
         return self._send(calls.unregister(instance_id, tenant_id, dp_rank))
 
-    def query(self, model: str, token_ids: Iterable[int], block_size: int, **options: Any) -> Matches:
-        """How much of a prompt each instance has."""
-        return self._send(calls.query("token_ids", token_ids, model, block_size, options))
+    def query(
+        self, model: str, token_ids: Iterable[int] | None = None, block_size: int | None = None, **options: Any
+    ) -> Matches:
+        """How much of a prompt each instance has.
 
-    def query_by_hash(self, model: str, seq_hashes: Iterable[int], block_size: int, **options: Any) -> Matches:
+        The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left
+        out where the model's engines have one. ``features`` names images among ``token_ids``.
+        """
+        return self._send(calls.query(token_ids, model, block_size, options))
+
+    def query_by_hash(
+        self, model: str, seq_hashes: Iterable[int], block_size: int | None = None, **options: Any
+    ) -> Matches:
         """The same, by rolling hashes."""
-        return self._send(calls.query("seq_hashes", seq_hashes, model, block_size, options))
+        return self._send(calls.query_by_hash(seq_hashes, model, block_size, options))
 
-    def select(self, model: str, token_ids: Iterable[int], **options: Any) -> Selecting:
+    def score(self, model: str, token_ids: Iterable[int] | None = None, **options: Any) -> list[Score]:
+        """All targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
+        return self._send(calls.score(token_ids, model, options))
+
+    def select(self, model: str, token_ids: Iterable[int] | None = None, **options: Any) -> Selecting:
         """A target for a prompt, reserved for as long as the block of ``with`` takes.
 
-        ``options`` are the fields of ``POST /select``, such as ``only``, ``policy`` or ``timeout_seconds``. An error
+        The prompt is given as for ``query``. Other ``options`` are the fields of ``POST /select``, such as ``only``,
+        ``policy`` or ``timeout_seconds``. An error
         that leaves the block counts as one of the target's. Raises Refused and Unavailable without a second try.
         """
-        return Selecting(self, calls.select("token_ids", token_ids, model, options))
+        return Selecting(self, calls.select(calls.prompt(token_ids), model, options))
 
     def select_by_hash(self, model: str, seq_hashes: Iterable[int], **options: Any) -> Selecting:
         """The same, by rolling hashes."""
-        return Selecting(self, calls.select("seq_hashes", seq_hashes, model, options))
+        return Selecting(self, calls.select({"seq_hashes": list(seq_hashes)}, model, options))
 
     def services(self) -> list[Service]:
         """Every registration."""

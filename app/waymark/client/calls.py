@@ -11,11 +11,13 @@ import httpx
 from waymark.client.answers import (
     Matches,
     Registered,
+    Score,
     Selection,
     Service,
     Workers,
     read_matches,
     read_registered,
+    read_scores,
     read_selection,
     read_services,
     read_workers,
@@ -58,16 +60,32 @@ def unregister(instance_id: str, tenant_id: str | None, dp_rank: int | None) -> 
     return Call("POST", "/unregister", lambda answer: list(answer.json()["removed_instances"]), body)
 
 
-def query(field: str, prompt: Iterable[int], model: str, block_size: int, options: dict[str, Any]) -> Call[Matches]:
-    """``field`` is ``token_ids`` or ``seq_hashes``; it decides the path."""
-    body = {"model": model, "block_size": block_size, field: list(prompt)} | options
-    path = "/query" if field == "token_ids" else "/query_by_hash"
-    return Call("POST", path, read_matches, body)
+def prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
+    """The field of token ids; none where the prompt is a text or messages among the options."""
+    return {} if token_ids is None else {"token_ids": list(token_ids)}
 
 
-def select(field: str, prompt: Iterable[int], model: str, options: dict[str, Any]) -> Call[Selection]:
+def query(
+    token_ids: Iterable[int] | None, model: str, block_size: int | None, options: dict[str, Any]
+) -> Call[Matches]:
+    body = {"model": model, "block_size": block_size} | prompt(token_ids) | options
+    return Call("POST", "/query", read_matches, body)
+
+
+def query_by_hash(
+    seq_hashes: Iterable[int], model: str, block_size: int | None, options: dict[str, Any]
+) -> Call[Matches]:
+    body = {"model": model, "block_size": block_size, "seq_hashes": list(seq_hashes)} | options
+    return Call("POST", "/query_by_hash", read_matches, body)
+
+
+def score(token_ids: Iterable[int] | None, model: str, options: dict[str, Any]) -> Call[list[Score]]:
+    return Call("POST", "/score", read_scores, {"model": model} | prompt(token_ids) | options)
+
+
+def select(given: dict[str, Any], model: str, options: dict[str, Any]) -> Call[Selection]:
     """A request waits for its answer, so a second try is its caller's."""
-    return Call("POST", "/select", read_selection, {"model": model, field: list(prompt)} | options, is_retried=False)
+    return Call("POST", "/select", read_selection, {"model": model} | given | options, is_retried=False)
 
 
 def release(reservation: str, part: str, outcome: str = "ok") -> Call[None]:

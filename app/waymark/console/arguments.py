@@ -68,6 +68,8 @@ def _add_inspections(kinds: Commands) -> None:
     given = prompt.add_mutually_exclusive_group(required=True)
     given.add_argument("--tokens", help="token ids, separated by blanks or commas; - reads standard input")
     given.add_argument("--tokens-file", type=Path, help="a file of token ids; - reads standard input")
+    given.add_argument("--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input")
+    given.add_argument("--messages", help="the messages of a chat request as JSON; - reads standard input")
     given.add_argument("--hashes", help="rolling hashes, in 16 hex digits or decimal; - reads standard input")
     _add_space(prompt)
     prompt.add_argument("--top", type=int, default=20, help="the most instances to show (20)")

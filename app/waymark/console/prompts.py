@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import TextIO
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.names import U32_MAX, U64_MASK, Adapter
 from waymark.errors import InvalidValue
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
 
 _HEX = re.compile(r"(0x)?[0-9a-fA-F]{16}")
 _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
@@ -62,6 +64,28 @@ def read_file(path: Path, *, option: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise InvalidValue(f"{option}: {path} cannot be read ({exc}); give a text file of token ids") from None
+
+
+def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.stdin) -> Prompt:
+    """A text, or the messages of a chat request as JSON: a list, or an object with ``messages``; ``-`` reads them."""
+    if messages is None:
+        given = text or ""
+        return TextPrompt(stdin.read() if given == "-" else given)
+    try:
+        found = json.loads(stdin.read() if messages == "-" else messages)
+    except ValueError as error:
+        raise InvalidValue(f"--messages is not JSON: {error}; give a list of messages", field="--messages") from None
+    said = found if isinstance(found, dict) else {"messages": found}
+    if not isinstance(said.get("messages"), list):
+        raise InvalidValue(
+            "--messages is no list of messages, nor a chat request with one; give one", field="--messages"
+        )
+    return ChatPrompt(
+        said["messages"],
+        tools=said.get("tools"),
+        template_kwargs=said.get("chat_template_kwargs") or {},
+        system=said.get("system"),
+    )
 
 
 def read_hashes(given: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:

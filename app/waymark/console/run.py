@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from waymark.console import cells, lookups, status, status_view, why
 from waymark.console.holding import hold
 from waymark.console.look import Group, Look, looking, pick, shown
-from waymark.console.prompts import Asked, read_file, read_hash, read_hashes, read_tokens
+from waymark.console.prompts import Asked, read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.console.redis_cli import RedisCli
 from waymark.console.screen import Part, Screen, joined, text
+from waymark.domain.hashing import unpack_tokens
 from waymark.domain.names import Adapter, GroupName
 from waymark.domain.table import HolderTable
 from waymark.errors import InvalidValue, NotFound, StoreUnavailable
+from waymark.metrics import Metrics
 from waymark.settings import Settings
+from waymark.tokenization.tokenizers import Tokenizers
 
 
 async def run_status(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
@@ -99,21 +102,28 @@ def _adapter(arguments: argparse.Namespace) -> Adapter:
     return arguments.lora if arguments.lora_id is None else int(arguments.lora_id)
 
 
-def _asked(arguments: argparse.Namespace, settings: Settings) -> Asked:
+async def _asked(arguments: argparse.Namespace, settings: Settings) -> Asked:
     tokens, seq_hashes = None, None
     if arguments.hashes is not None:
         seq_hashes = read_hashes(arguments.hashes, option="--hashes")
     elif arguments.tokens_file is not None:
         tokens = read_tokens(read_file(arguments.tokens_file, option="--tokens-file"), option="--tokens-file")
-    else:
+    elif arguments.tokens is not None:
         tokens = read_tokens(arguments.tokens, option="--tokens")
+    else:
+        prompt = read_prompt(arguments.text, arguments.messages)
+        tokenizers = Tokenizers.of(settings, Metrics())
+        try:
+            tokens = tuple(unpack_tokens((await tokenizers.tokens(arguments.model, prompt, arguments.tenant)).ids))
+        finally:
+            await tokenizers.close()
     return Asked(tokens, seq_hashes, _adapter(arguments), tuple(arguments.salt), settings.hash_seed)
 
 
 async def _prompt(
     arguments: argparse.Namespace, settings: Settings, screen: Screen, look: Look, groups: list[Group], cli: RedisCli
 ) -> None:
-    asked = _asked(arguments, settings)
+    asked = await _asked(arguments, settings)
     name = GroupName(arguments.tenant, arguments.model)
     group = next((group for group in groups if group.name == name), None)
     if group is None:
