@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
+from tests.patience import patient
 from waymark.api.application import create_app
 from waymark.asker import Asker
 from waymark.domain.hashing import extend, namespace, token_bytes
@@ -48,7 +49,7 @@ async def make_client() -> AsyncIterator[MakeClient]:
     async with AsyncExitStack() as stack:
 
         async def make(store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient:
-            given = Settings(**settings)
+            given = Settings(**{"query_deadline_ms": int(min(60.0, patient(1.0)) * 1000)} | settings)
             asker = Asker.of(given)
             stack.push_async_callback(asker.close)
             app = create_app(store, given, metrics or Metrics(), asker=asker)

@@ -38,7 +38,7 @@ async def set_back(bench: Bench, pattern: str, before: dict[Any, Any]) -> None:
     """As a failover does it: what was written since is gone."""
     await forget(bench, pattern)
     for name, value in before.items():
-        await bench.redis.restore(name, 0, value)
+        await bench.redis.restore(name, 0, value, replace=True)
 
 
 async def test_registrations_that_redis_has_lost_are_put_back_as_they_were(bench: Bench) -> None:

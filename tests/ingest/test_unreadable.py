@@ -145,6 +145,13 @@ class Scene:
         await self.bench.store.leases.drop(stream.grant)
         return Victim(stream, holder)
 
+    @asynccontextmanager
+    async def without_worker(self) -> AsyncIterator[None]:
+        """Meanwhile nobody takes the lease of what is registered."""
+        await self.hand.stop()
+        yield
+        self.hand = await self.bench.worker("worker-0", WITHOUT_PROBES)
+
     async def rounds(self, hand: Hand, count: int = 2) -> None:
         """The worker polls so often again, and is alive after that."""
 
@@ -237,7 +244,8 @@ async def put(bench: Bench, key: str, field: str | bytes | None, value: bytes) -
 @pytest.mark.parametrize("junk", JUNK)
 async def test_junk_in_one_place_is_nobody_elses_affair(scene: Scene, junk: str, has_socket: bool) -> None:
     bench = scene.bench
-    victims = {name: await scene.victim(name, has_socket=has_socket) for name in PLACES}
+    async with scene.without_worker():
+        victims = {name: await scene.victim(name, has_socket=has_socket) for name in PLACES}
     await scene.rounds(scene.hand)
     await scene.look_around()
     for name, place in PLACES.items():
@@ -258,11 +266,12 @@ async def test_junk_in_one_place_is_nobody_elses_affair(scene: Scene, junk: str,
 
 async def test_a_key_of_another_type_is_nobody_elses_affair(scene: Scene) -> None:
     bench = scene.bench
-    victims = {
-        f"{name}-{has_socket}": await scene.victim(f"{name}-{has_socket}", has_socket=has_socket)
-        for name in KEYS
-        for has_socket in (False, True)
-    }
+    async with scene.without_worker():
+        victims = {
+            f"{name}-{has_socket}": await scene.victim(f"{name}-{has_socket}", has_socket=has_socket)
+            for name in KEYS
+            for has_socket in (False, True)
+        }
     await scene.rounds(scene.hand)
     for name, victim in victims.items():
         key = KEYS[name.partition("-")[0]](victim)
@@ -309,7 +318,7 @@ async def test_what_cannot_be_read_is_shown_counted_and_logged_once(
             "kind": "registration",
             "key": "wm:publishers",
             "field": '["n","z",0]',
-            "reason": "kind is none of vLLM, SGLang, Mooncake, standard, none",
+            "reason": "kind is none of vLLM, SGLang, Mooncake, standard, continuum, none",
         }
     assert scene.hand.metric("records_unreadable", kind="registration") == 1
     seen = await status.gather(scene.look, status.Wanted())
@@ -350,7 +359,8 @@ async def test_a_stream_whose_record_is_damaged_begins_anew_and_is_whole_again(b
 
 
 async def test_a_record_of_a_newer_release_is_left_alone(scene: Scene) -> None:
-    victim = await scene.victim("v", has_socket=True)
+    async with scene.without_worker():
+        victim = await scene.victim("v", has_socket=True)
     held = orjson.loads(await scene.bench.redis.hget(keys.PUBLISHERS, keys.publisher_field(victim.name)) or b"")
     assert held["format"] == 1
     await scene.bench.redis.hset(victim.record, mapping={"format": 2, "watermark": "12:9"})
