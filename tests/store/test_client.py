@@ -13,7 +13,7 @@ from tests.store.factories import GROUP, registration
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient
-from waymark.store.lua import SCRIPTS
+from waymark.store.lua import REPEATABLE, SCRIPTS
 from waymark.store.store import Store
 
 
@@ -123,3 +123,30 @@ async def test_an_error_does_not_tell_the_password(free_port: int) -> None:
     assert "user" not in caught.value.sentence
     assert f"redis://***@127.0.0.1:{free_port}" in caught.value.sentence
     await store.close()
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("name", sorted(REPEATABLE & set(SCRIPTS)))
+async def test_calls_that_may_repeat_share_a_connection_and_outlive_it(redis_url: str, name: str) -> None:
+    client = RedisClient.open(redis_url)
+    words = ["1", "no such token", *[""] * 5, "64", "65536", "0", "0"]
+
+    async def fenced() -> bool:
+        reply = await client.run(name, ["wm:{1}:fence", "wm:{1}:branches"], words)
+        return bool(reply[0] == b"fenced")
+
+    async with Redis.from_url(redis_url) as other:
+        try:
+            await client.load_scripts()
+            assert all(await asyncio.gather(*(fenced() for _ in range(50))))
+            opened = [each for each in await other.client_list() if each["cmd"] == "evalsha"]
+            assert len(opened) == 1
+            assert client.reads is not None
+            assert client.reads.scripts.connection is not None
+            await other.client_kill_filter(_id=opened[0]["id"])
+            assert await fenced()
+            await other.script_flush()
+            assert await fenced()
+        finally:
+            await client.close()
+    assert client.reads.scripts.connection is None

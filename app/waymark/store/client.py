@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
 
+import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import NoScriptError, RedisError
@@ -23,8 +24,8 @@ from waymark.store.cluster import Cluster
 from waymark.store.connect import server
 from waymark.store.credentials import Credentials
 from waymark.store.failures import is_damage, kind_of, unavailable
-from waymark.store.lua import SCRIPTS, Script
-from waymark.store.read_connection import ReplyReader
+from waymark.store.lua import REPEATABLE, SCRIPTS, Script
+from waymark.store.read_connection import Replies, ReplyReader
 from waymark.store.read_pool import Dialer, Find, ReadPool
 from waymark.store.sentinels import behind_sentinels, found_by
 
@@ -35,6 +36,7 @@ EMBEDDED = "memory://"
 
 #: Connections to each server: more than requests run at once, since redis-py does not serve waiting callers in order.
 CONNECTIONS = 80
+_ONE_REPLY = Replies(1)
 
 
 class Subscription:
@@ -119,12 +121,26 @@ class RedisClient:
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         """Run a script by its SHA-1; by its text where Redis does not have the script."""
         script: Script = SCRIPTS[name]
+        words: tuple[Any, ...] = ("EVALSHA", script.sha, len(keys), *keys, *args)
         with self._translated():
+            if self.reads is not None and name in REPEATABLE:
+                try:
+                    return await self._run_packed(hiredis.pack_command(words), self.reads.scripts)
+                except TimeoutError:
+                    raise
+                except (RedisError, OSError) as exc:
+                    if not isinstance(exc, NoScriptError):
+                        self.reads.scripts.retire()  # the library finds out whether it is another server now
             try:
-                reply = await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+                reply = await self._redis.execute_command(*words)
             except NoScriptError:
-                reply = await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *args)
+                reply = await self._redis.execute_command("EVAL", script.text, *words[2:])
             return cast("Reply", reply)
+
+    async def _run_packed(self, packed: bytes, pool: ReadPool) -> Reply:
+        """The reply, over a connection that many calls share."""
+        (reply,) = await pool.ask(packed, _ONE_REPLY, asyncio.get_running_loop().time() + pool.seconds)
+        return cast("Reply", reply)
 
     async def load_scripts(self) -> None:
         """Load all scripts into every primary."""

@@ -102,11 +102,24 @@ class ReadPool:
 
     def __init__(self, dialer: Dialer) -> None:
         self._dialer = dialer
+        self._scripts: ReadPool | None = None
         self._opening = asyncio.Lock()
         self._failures = 0
         self._failure: RedisError | None = None
         self.connection: ReadConnection | None = None
         """The open connection; None before the first, and after one was lost."""
+
+    @property
+    def seconds(self) -> float:
+        """How long a command may take."""
+        return self._dialer.timeout_seconds
+
+    @property
+    def scripts(self) -> ReadPool:
+        """The connection to the same server for scripts, which take longer than a read may wait."""
+        if self._scripts is None:
+            self._scripts = ReadPool(self._dialer)
+        return self._scripts
 
     def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> Awaitable[T]:
         """As ``ReadConnection.ask``, after opening a connection if none is open."""
@@ -145,6 +158,8 @@ class ReadPool:
         """Close the connection at once."""
         if self.connection is not None:
             self.connection.lose(RedisConnectionError("the client was closed"))
+        if self._scripts is not None:
+            self._scripts.close()
 
     def _forget(self, connection: ReadConnection) -> None:
         if self.connection is connection:
