@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -331,3 +332,96 @@ def test_hashes_are_those_of_the_service_and_tokens_are_checked() -> None:
     for wrong in (-1, 2**32, "1", 1.0):
         with pytest.raises(ValueError, match=r"token_ids contains .+; a token id is an integer within 0..4294967295"):
             seq_hashes([1, wrong], 1)  # type: ignore[list-item]
+
+
+# ---- several replicas, and a budget ----------------------------------------------------------------
+
+TARGET: dict[str, object] = {
+    "target": {"instance_id": "pod-1", "dp_rank": 0, "address": "http://pod-1", "device_tokens": 0, "new_tokens": 3},
+    "others": [],
+    "prefill": None,
+    "encode": [],
+    "degraded": False,
+    "headers": {},
+    "reservation": "1.1.3.3.5f0c2a9e11d04b7c",
+}
+
+
+class Replicas:
+    """Answers of several hosts, and what they were asked."""
+
+    def __init__(self, **answers: httpx.Response | Exception) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, str, dict[str, object]]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append((request.url.host, request.url.path, json.loads(request.content or b"{}")))
+        answer = self.answers[request.url.host]
+        if isinstance(answer, Exception):
+            raise answer
+        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+
+
+BROKEN = httpx.ConnectError("refused")
+
+
+@pytest.mark.parametrize("first", [BROKEN, unavailable("1"), httpx.Response(502, text="bad gateway")])
+async def test_another_replica_is_asked_at_once_and_first_from_then_on(
+    pauses: list[float], first: httpx.Response | Exception
+) -> None:
+    replicas = Replicas(a=first, b=httpx.Response(200, json=TARGET))
+    urls, transport = ["http://a", "http://b/"], httpx.MockTransport(replicas)
+    async with AsyncClient(urls, transport=transport) as waymark, waymark.select("m", [1, 2, 3]) as target:
+        assert target.selection.instance_id == "pod-1"
+    with Client(urls, transport=transport) as blocking, blocking.select("m", [1, 2, 3]):
+        pass
+    assert [(host, path) for host, path, _ in replicas.asked] == [
+        ("a", "/select"), ("b", "/select"), ("b", "/release"),
+        ("a", "/select"), ("b", "/select"), ("b", "/release"),
+    ]  # fmt: skip
+    tries = [body.get("request_id") for _, path, body in replicas.asked if path == "/select"]
+    assert tries[0] == tries[1] is not None, "so the second replica gives what the first may have reserved"
+    assert tries[0] != tries[2]
+    assert pauses == []
+
+
+async def test_what_does_not_fit_is_said_by_the_first_replica(pauses: list[float]) -> None:
+    replicas = Replicas(a=httpx.Response(400, json={"error": "no"}), b=FINE)
+    async with AsyncClient(["http://a", "http://b"], transport=httpx.MockTransport(replicas)) as waymark:
+        with pytest.raises(Refused, match="no"):
+            await waymark.services()
+    assert len(replicas.asked) == 1
+
+
+async def test_where_no_replica_answers_the_fallback_names_the_target(pauses: list[float]) -> None:
+    replicas = Replicas(a=BROKEN, b=unavailable("1"))
+    async with AsyncClient(["http://a", "http://b"], transport=httpx.MockTransport(replicas)) as waymark:
+        async with waymark.select("m", [1], fallback=lambda: "http://pod-9:8000") as target:
+            assert (target.selection.address, target.selection.is_local) == ("http://pod-9:8000", True)
+            await target.first_token()
+            await target.renew()
+        with pytest.raises(Unavailable):
+            async with waymark.select("m", [1]):
+                raise AssertionError("nobody has chosen")
+    assert {path for _, path, _ in replicas.asked} == {"/select"}, "there is nothing to release"
+
+
+async def test_a_selection_has_its_answer_within_its_deadline() -> None:
+    forever = asyncio.Event()
+
+    async def silent(_: httpx.Request) -> httpx.Response:
+        await forever.wait()
+        raise AssertionError
+
+    async with AsyncClient("http://a", transport=httpx.MockTransport(silent)) as waymark:
+        async with asyncio.timeout(patient(30)):
+            async with waymark.select("m", [1], deadline=0.05, fallback=lambda: "pod-9") as target:
+                assert (target.selection.instance_id, target.selection.address) == ("pod-9", None)
+            with pytest.raises(Unavailable, match=r"/select was not answered within 0.05 s"):
+                async with waymark.select_by_hash("m", [1], deadline=0.05):
+                    raise AssertionError("nobody has chosen")
+
+
+def test_a_client_needs_a_url() -> None:
+    with pytest.raises(ValueError, match="at least one URL"):
+        Client([])

@@ -137,12 +137,12 @@ class Engine:
 
     def _store(self, pieces: Sequence[int]) -> None:
         kept = pieces[: self.cache_pieces]
-        for at in range(len(kept) - 1, -1, -1):
-            piece = kept[at]
+        for at, piece in enumerate(kept):
             if piece not in self._cache:
-                parent = kept[at - 1] if at else None
-                self.changes.append(Change(self.now, self.number, piece, True, parent))
-                self._cache[piece] = None
+                self.changes.append(Change(self.now, self.number, piece, True, kept[at - 1] if at else None))
+        # From the last to the first, so that a piece never leaves before those behind it.
+        for piece in reversed(kept):
+            self._cache[piece] = None
             self._cache.move_to_end(piece)
         while len(self._cache) > self.cache_pieces:
             gone, _ = self._cache.popitem(last=False)

@@ -13,6 +13,9 @@ Or Waymark decides, by cache and load, and hears how it ended:
             ...  # send the request to target.selection.address
             await target.first_token()
 
+A client may have several URLs, of any replicas: if one fails, the next is asked at once. ``select`` of the asynchronous
+client has a budget: ``deadline`` in seconds, and a ``fallback`` that names the target if nobody has answered by then.
+
 All numbers are in tokens. A request that Waymark rejects raises ``Refused`` with Waymark's own sentence. A request that
 gets no answer within a bounded time raises ``Unavailable``; a router then sends its prompt to any engine.
 

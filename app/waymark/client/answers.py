@@ -65,6 +65,14 @@ class Selection:
     reservation: str | None
     is_degraded: bool = False
     """Redis was unavailable: the target was found by the prefix alone."""
+    is_local: bool = False
+    """No replica answered in time: the caller's ``fallback`` chose."""
+
+    @classmethod
+    def local(cls, target: str) -> Selection:
+        """What the caller has chosen itself, an address or an instance."""
+        address = target if "://" in target else None
+        return cls(target, 0, address, 0, 0, (), None, {}, None, is_local=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -13,6 +13,7 @@ import httpx
 from waymark.client import calls
 from waymark.client.answers import Matches, Registered, Score, Selection, Service, Workers
 from waymark.client.errors import Unavailable
+from waymark.client.places import Places
 from waymark.domain.engines import UNNAMED
 
 T = TypeVar("T")
@@ -22,9 +23,16 @@ class AsyncClient:
     """As ``Client``, for asyncio."""
 
     def __init__(
-        self, url: str, *, api_token: str | None = None, timeout: float = 5.0, retry_seconds: float = 5.0, **httpx_: Any
+        self,
+        url: str | Sequence[str],
+        *,
+        api_token: str | None = None,
+        timeout: float = 5.0,
+        retry_seconds: float = 5.0,
+        **httpx_: Any,
     ) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=timeout, **calls.with_token(api_token, httpx_))
+        self._places = Places(url)
+        self._http = httpx.AsyncClient(timeout=timeout, **calls.with_token(api_token, httpx_))
         self._retry_seconds = retry_seconds
 
     async def __aenter__(self) -> Self:
@@ -77,17 +85,37 @@ class AsyncClient:
         """As ``Client.score``."""
         return await self._send(calls.score(token_ids, model, options))
 
-    def select(self, model: str, token_ids: Iterable[int] | None = None, **options: Any) -> AsyncSelecting:
+    def select(
+        self,
+        model: str,
+        token_ids: Iterable[int] | None = None,
+        *,
+        deadline: float | None = None,
+        fallback: Callable[[], str] | None = None,
+        **options: Any,
+    ) -> AsyncSelecting:
         """A target for a prompt, reserved for as long as the block of ``async with`` takes.
 
         ``options`` are the fields of ``POST /select``, such as ``only``, ``policy`` or ``timeout_seconds``. An error
-        that leaves the block counts as one of the target's. Raises Refused and Unavailable without a second try.
+        that leaves the block counts as one of the target's. Within ``deadline`` seconds, over all URLs, there is an
+        answer, or ``fallback`` names the target, an address or an instance; it is told apart by ``is_local``. Without
+        a fallback it raises Unavailable. Raises Refused without a second try.
         """
-        return AsyncSelecting(self, calls.select(calls.prompt(token_ids), model, options))
+        call = calls.select(calls.prompt(token_ids), model, options, are_several=self._places.are_several)
+        return AsyncSelecting(self, call, deadline, fallback)
 
-    def select_by_hash(self, model: str, seq_hashes: Iterable[int], **options: Any) -> AsyncSelecting:
+    def select_by_hash(
+        self,
+        model: str,
+        seq_hashes: Iterable[int],
+        *,
+        deadline: float | None = None,
+        fallback: Callable[[], str] | None = None,
+        **options: Any,
+    ) -> AsyncSelecting:
         """The same, by rolling hashes."""
-        return AsyncSelecting(self, calls.select({"seq_hashes": list(seq_hashes)}, model, options))
+        call = calls.select({"seq_hashes": list(seq_hashes)}, model, options, are_several=self._places.are_several)
+        return AsyncSelecting(self, call, deadline, fallback)
 
     async def services(self) -> list[Service]:
         """As ``Client.services``."""
@@ -107,15 +135,26 @@ class AsyncClient:
     async def _send(self, call: calls.Call[T]) -> T:
         waited = 0.0
         while True:
-            try:
-                answer = await self._http.request(call.method, call.path, json=call.body)
-            except httpx.TransportError as error:
-                calls.unreachable(call, error)
+            answer = await self._answered(call)
             pause = calls.pause(call, answer, waited, self._retry_seconds)
             if pause is None:
                 return calls.result(call, answer)
             await asyncio.sleep(pause)
             waited += pause
+
+    async def _answered(self, call: calls.Call[T]) -> httpx.Response:
+        """The first answer that no other replica would give; the last one, if there is none."""
+        for url, is_last in self._places.order():
+            try:
+                answer = await self._http.request(call.method, url.rstrip("/") + call.path, json=call.body)
+            except httpx.TransportError as error:
+                self._places.failed(url)
+                if is_last:
+                    calls.unreachable(call, error)
+            else:
+                if self._places.answered(url, answer) or is_last:
+                    return answer
+        raise AssertionError("a client has a URL")
 
 
 class AsyncSelecting:
@@ -124,13 +163,35 @@ class AsyncSelecting:
     selection: Selection
     """From the beginning of the block."""
 
-    def __init__(self, client: AsyncClient, call: calls.Call[Selection]) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        call: calls.Call[Selection],
+        deadline: float | None = None,
+        fallback: Callable[[], str] | None = None,
+    ) -> None:
         self._client = client
         self._call = call
+        self._deadline = deadline
+        self._fallback = fallback
 
     async def __aenter__(self) -> Self:
-        self.selection = await self._client._send(self._call)
+        try:
+            self.selection = await self._selected()
+        except Unavailable:
+            if self._fallback is None:
+                raise
+            self.selection = Selection.local(self._fallback())
         return self
+
+    async def _selected(self) -> Selection:
+        if self._deadline is None:
+            return await self._client._send(self._call)
+        try:
+            async with asyncio.timeout(self._deadline):
+                return await self._client._send(self._call)
+        except TimeoutError:
+            calls.too_late(self._call, self._deadline)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

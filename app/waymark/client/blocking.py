@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -13,6 +13,7 @@ import httpx
 from waymark.client import calls
 from waymark.client.answers import Matches, Registered, Score, Selection, Service, Workers
 from waymark.client.errors import Unavailable
+from waymark.client.places import Places
 from waymark.domain.engines import UNNAMED
 
 T = TypeVar("T")
@@ -21,14 +22,22 @@ T = TypeVar("T")
 class Client:
     """Blocking. ``timeout`` is per try, ``retry_seconds`` what may be spent waiting between tries, both in seconds.
 
+    ``url`` may be several: if one does not answer, or answers that it cannot, the next one is asked at once.
     Further arguments go to ``httpx.Client``. ``query`` and ``query_by_hash`` take ``tenant_id``, ``instance_id``,
     ``lora_name``, ``lora_id``, ``cache_salt`` and ``additional_salt``; ``register`` takes every field of the contract.
     """
 
     def __init__(
-        self, url: str, *, api_token: str | None = None, timeout: float = 5.0, retry_seconds: float = 5.0, **httpx_: Any
+        self,
+        url: str | Sequence[str],
+        *,
+        api_token: str | None = None,
+        timeout: float = 5.0,
+        retry_seconds: float = 5.0,
+        **httpx_: Any,
     ) -> None:
-        self._http = httpx.Client(base_url=url, timeout=timeout, **calls.with_token(api_token, httpx_))
+        self._places = Places(url)
+        self._http = httpx.Client(timeout=timeout, **calls.with_token(api_token, httpx_))
         self._retry_seconds = retry_seconds
 
     def __enter__(self) -> Self:
@@ -94,11 +103,14 @@ class Client:
         ``policy`` or ``timeout_seconds``. An error
         that leaves the block counts as one of the target's. Raises Refused and Unavailable without a second try.
         """
-        return Selecting(self, calls.select(calls.prompt(token_ids), model, options))
+        return Selecting(
+            self, calls.select(calls.prompt(token_ids), model, options, are_several=self._places.are_several)
+        )
 
     def select_by_hash(self, model: str, seq_hashes: Iterable[int], **options: Any) -> Selecting:
         """The same, by rolling hashes."""
-        return Selecting(self, calls.select({"seq_hashes": list(seq_hashes)}, model, options))
+        given = {"seq_hashes": list(seq_hashes)}
+        return Selecting(self, calls.select(given, model, options, are_several=self._places.are_several))
 
     def services(self) -> list[Service]:
         """Every registration."""
@@ -118,15 +130,26 @@ class Client:
     def _send(self, call: calls.Call[T]) -> T:
         waited = 0.0
         while True:
-            try:
-                answer = self._http.request(call.method, call.path, json=call.body)
-            except httpx.TransportError as error:
-                calls.unreachable(call, error)
+            answer = self._answered(call)
             pause = calls.pause(call, answer, waited, self._retry_seconds)
             if pause is None:
                 return calls.result(call, answer)
             time.sleep(pause)
             waited += pause
+
+    def _answered(self, call: calls.Call[T]) -> httpx.Response:
+        """The first answer that no other replica would give; the last one, if there is none."""
+        for url, is_last in self._places.order():
+            try:
+                answer = self._http.request(call.method, url.rstrip("/") + call.path, json=call.body)
+            except httpx.TransportError as error:
+                self._places.failed(url)
+                if is_last:
+                    calls.unreachable(call, error)
+            else:
+                if self._places.answered(url, answer) or is_last:
+                    return answer
+        raise AssertionError("a client has a URL")
 
 
 class Selecting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
+from uuid import uuid4
 
 import httpx
 
@@ -83,9 +84,13 @@ def score(token_ids: Iterable[int] | None, model: str, options: dict[str, Any]) 
     return Call("POST", "/score", read_scores, {"model": model} | prompt(token_ids) | options)
 
 
-def select(given: dict[str, Any], model: str, options: dict[str, Any]) -> Call[Selection]:
-    """A request waits for its answer, so a second try is its caller's."""
-    return Call("POST", "/select", read_selection, {"model": model} | given | options, is_retried=False)
+def select(given: dict[str, Any], model: str, options: dict[str, Any], *, are_several: bool) -> Call[Selection]:
+    """A request waits for its answer, so a second try is its caller's.
+
+    Another replica is asked at once. It gives the same reservation, if the first one has made it.
+    """
+    body = {"model": model} | given | ({"request_id": str(uuid4())} if are_several else {}) | options
+    return Call("POST", "/select", read_selection, body, is_retried=False)
 
 
 def release(reservation: str, part: str, outcome: str = "ok") -> Call[None]:
@@ -128,6 +133,10 @@ def result(call: Call[T], answer: httpx.Response) -> T:
     if answer.is_client_error:
         raise Refused(answer.status_code, sentence, content.get("reason"), content.get("field"))
     raise Unavailable(sentence)
+
+
+def too_late(call: Call[Any], seconds: float) -> NoReturn:
+    raise Unavailable(f"{call.path} was not answered within {seconds:g} s")
 
 
 def unreachable(call: Call[Any], error: httpx.TransportError) -> NoReturn:

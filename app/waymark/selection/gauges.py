@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from waymark.domain.gauges import Gauges
 from waymark.errors import StoreUnavailable
-from waymark.selection.loads import Begin
 from waymark.store.gauges import EngineGauges
+from waymark.store.reservations import Begin
 
 #: Readings that are older are read again, behind the decision; beyond the second the decision waits for it.
 _FRESH_SECONDS = 0.25

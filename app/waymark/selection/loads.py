@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.reservations import OVERDUE_MAX, Load, Reservations
+from waymark.store.reservations import OVERDUE_MAX, Begin, Load, Reservations
 
 log = logging.getLogger(__name__)
-
-Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
-"""Begins work in the background."""
 
 #: How long after the last decision a group is read as often as loads may be old.
 _ASKED_SECONDS = 2.0

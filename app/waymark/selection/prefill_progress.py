@@ -18,10 +18,9 @@ from waymark.domain.table import HolderTable, holder_ids
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.selection.loads import Begin
 from waymark.store.directory import GroupEntry
 from waymark.store.reader import Reader
-from waymark.store.reservations import Part, Reservation, Reservations
+from waymark.store.reservations import Begin, Part, Reservation, Reservations
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from waymark.errors import InvalidValue
+from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
@@ -26,9 +26,15 @@ from waymark.store.scripts import Scripts, Verdict
 CANDIDATES_MAX = 8
 #: Overdue reservations that one refresh of the loads ends.
 OVERDUE_MAX = 64
+#: Between two tries to take back a reservation that nobody knows.
+_TAKE_BACK_SECONDS = 1.0
 #: Releases under way at once, of one list.
 _RELEASES_AT_ONCE = 32
 _TEXT = re.compile(r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})")
+
+
+Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+"""Begins work in the background."""
 
 
 class Part(StrEnum):
@@ -146,15 +152,40 @@ class Reserved(NamedTuple):
 class Reservations:
     """The loads and reservations of all groups. Always on the Redis that takes writes."""
 
-    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
+    def __init__(self, client: RedisClient, scripts: Scripts, begin: Begin | None = None) -> None:
+        """``begin`` begins work in the background, for what a caller does not wait for any more."""
         self._client = client
         self._scripts = scripts
+        self._begin = begin
 
     async def reserve(self, group_id: int, offers: Sequence[Offer], terms: Terms) -> Reserved:
-        """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip."""
+        """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip.
+
+        If no reply comes, nobody knows the reservation. So it is taken back in the background, as soon as Redis
+        answers. The reservation of a ``request_id`` stays for the next try, or ends in its time.
+        """
         if not 1 <= len(offers) <= CANDIDATES_MAX:
             raise ValueError(f"{len(offers)} candidates; reserve ranks 1 to {CANDIDATES_MAX}")
         nonce = secrets.token_hex(8)
+        try:
+            return await self._reserve(group_id, offers, terms, nonce)
+        except (StoreUnavailable, asyncio.CancelledError):
+            if self._begin is not None and terms.request_id is None:
+                self._begin(self._take_back(group_id, offers, terms, nonce))
+            raise
+
+    async def _take_back(self, group_id: int, offers: Sequence[Offer], terms: Terms, nonce: str) -> None:
+        """End the reservation that an unanswered call may have made, of whichever target."""
+        made = [Reservation(group_id, offer.publisher, offer.new, terms.context, nonce) for offer in offers]
+        until = time.monotonic() + terms.milliseconds / 1000
+        while time.monotonic() < until:
+            try:
+                await self.release(made, Part.OK)
+                return
+            except StoreUnavailable:
+                await asyncio.sleep(_TAKE_BACK_SECONDS)
+
+    async def _reserve(self, group_id: int, offers: Sequence[Offer], terms: Terms, nonce: str) -> Reserved:
         verdict, *numbers = await self._scripts.reserve(
             keys.load(group_id),
             keys.reservations(group_id),

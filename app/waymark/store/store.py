@@ -68,7 +68,7 @@ class Store:
         self.pacer = Pacer(apply_blocks_max)
         self.index = Index(client, self.scripts, self.parser, self.pacer)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
-        self.reservations = Reservations(client, self.scripts)
+        self.reservations = Reservations(client, self.scripts, self.begin)
         self.gauges = EngineGauges(client, self.scripts)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)

@@ -1,0 +1,45 @@
+"""The replicas that a client knows: any of them answers anything, so one that fails costs one try."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import httpx
+
+#: For how long a replica that failed comes last.
+_AWAY_SECONDS = 5.0
+#: Answers after which another replica may do better: a proxy's, or those of a process that ends.
+_ELSEWHERE = frozenset({500, 502, 503, 504})
+
+
+class Places:
+    """URLs, in the order in which they are tried."""
+
+    def __init__(self, urls: str | Sequence[str]) -> None:
+        self._urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self._urls:
+            raise ValueError("a client needs at least one URL")
+        self._away: dict[str, float] = {}
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._urls) > 1
+
+    def order(self) -> Iterator[tuple[str, bool]]:
+        """Each URL, and whether it is the last; those that failed a moment ago come last."""
+        now = time.monotonic()
+        urls = sorted(self._urls, key=lambda url: self._away.get(url, 0.0) > now)
+        for number, url in enumerate(urls, start=1):
+            yield url, number == len(urls)
+
+    def failed(self, url: str) -> None:
+        self._away[url] = time.monotonic() + _AWAY_SECONDS
+
+    def answered(self, url: str, answer: httpx.Response) -> bool:
+        """Whether the answer is one that no other replica would give."""
+        if answer.status_code in _ELSEWHERE:
+            self.failed(url)
+            return False
+        self._away.pop(url, None)
+        return True
