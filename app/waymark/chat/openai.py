@@ -123,7 +123,11 @@ def _call(call: Any, index: int | None) -> Any:
             arguments = json.loads(arguments) if arguments else {}
         except (ValueError, RecursionError):
             raise _unfit(index, "has a tool call whose arguments are not JSON", "send an object") from None
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    # In the order in which vLLM has read them: a template may write them as JSON.
+    said = {"arguments": {} if arguments is None else arguments, "name": function.get("name")}
+    shown = {"id": call.get("id"), "function": said | {name: function[name] for name in function if name not in said}}
+    shown = {name: value for name, value in shown.items() if value is not None}
+    return shown | {name: call[name] for name in call if name not in shown}
 
 
 def _unfit(index: int | None, what: str, way_out: str) -> InvalidValue:

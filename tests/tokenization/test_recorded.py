@@ -1,0 +1,75 @@
+"""Our token ids are those that a real vLLM made of the same bodies; ``record`` says how they were recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.tokenization import small
+from tests.tokenization.record import RECORDED, bodies, templates
+from waymark.api.text_schemas import TokenizeRequest
+from waymark.api.texts import prompt_of
+from waymark.domain.hashing import unpack_tokens
+from waymark.domain.names import GroupName
+from waymark.errors import InvalidValue
+from waymark.metrics import Metrics
+from waymark.tokenization.local import LocalTokenizer
+from waymark.tokenization.prompt import Prompt
+from waymark.tokenization.segments import SegmentMemo
+
+SESSION = json.loads(RECORDED.read_text(encoding="utf-8"))
+CASES = [pytest.param(case, id=f"{case['template']}-{number}") for number, case in enumerate(SESSION["cases"])]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def opened(path: Path, pool: ThreadPoolExecutor, template: str | None) -> LocalTokenizer:
+    """The tokenizer that was recorded with, which a newer release of the library may train otherwise."""
+    directory = small.directory(path / "m", template=templates()[template or "chatml"])
+    (directory / "tokenizer.json").write_text(json.dumps(SESSION["tokenizer"]))
+    return LocalTokenizer("file:///m", directory, SegmentMemo(2**20), pool, Metrics(), bytes_max=2**20)
+
+
+def prompt(body: dict[str, Any]) -> Prompt:
+    request = TokenizeRequest.of(body | {"model": "m"})
+    found = prompt_of(GroupName("default", "m"), request, missing="prompt")
+    assert found is not None
+    return found.prompt
+
+
+def test_what_was_recorded_is_what_would_be_asked() -> None:
+    assert [(case["template"], case["body"]) for case in SESSION["cases"]] == bodies()
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_the_ids_are_those_of_the_engine(case: dict[str, Any], tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    local = opened(tmp_path, pool, case["template"])
+    if case["status"] != 200:
+        with pytest.raises(InvalidValue):
+            await local.tokens(prompt(case["body"]))
+        return
+    expected = case["tokenize"]["tokens"]
+    for _ in range(2):  # encoded, and remembered
+        assert unpack_tokens((await local.tokens(prompt(case["body"]))).ids) == expected
+    if case["render"]["status"] == 200:
+        assert case["render"]["token_ids"] == expected
+
+
+async def test_a_tokenizer_that_adds_no_bos_differs_and_is_seen(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """What differs where the directory is not that of the engine: one of them adds a BOS and the other does not."""
+    local = opened(tmp_path, pool, None)
+    other = json.dumps(SESSION["tokenizer"] | {"post_processor": None})
+    case = next(case for case in SESSION["cases"] if case["body"] == {"prompt": "Hello, world!"})
+    whole = Tokenizer.from_str(other).encode("Hello, world!").ids
+    assert case["tokenize"]["tokens"] == [small.tokenizer().token_to_id(small.BOS), *whole]
+    assert unpack_tokens((await local.tokens(prompt(case["body"]))).ids) != whole
