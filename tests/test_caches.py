@@ -76,6 +76,7 @@ ELSEWHERE = {
     "store.chain:_Piece": "one query",
     "store.cluster:Cluster": "nodes, which the map of slots corrects",
     "store.slot_map:SlotMap": "nodes and slots, which MOVED corrects",
+    "store.fleet_counts:FleetCounts": "what this process has counted and not added yet",
     "store.health:Health": "one answer",
     "store.hot:HotBlocks": "made by the incarnation",
     "store.hot_rows:HotRows": "made by the incarnation",

@@ -11,13 +11,14 @@ import pytest
 from pydantic import BaseModel
 
 from tests.api.conftest import Hold
-from waymark.api import answer_schemas, dynamo_schemas, dynamo_select_schemas
+from waymark.api import admin_schemas, answer_schemas, dynamo_schemas, dynamo_select_schemas
 from waymark.api.schemas import QueryRequest, RegisterRequest
 from waymark.domain.runs import Commit
 from waymark.store.store import Store
 
 PATHS = {
     *("/score", "/select", "/release"),
+    *("/admin/prefix-routing/stats", "/admin/kv-index/stats", "/admin/kv-index/backends", "/admin/kv-index/clear"),
     *(
         "/query",
         "/query_by_hash",
@@ -53,6 +54,9 @@ VIEWS: dict[str, type[BaseModel]] = {
     "/dynamo/workers": dynamo_schemas.DynamoWorkers,
     "/dynamo/dump": dynamo_schemas.DynamoDump,
     "/dynamo/peers": dynamo_schemas.DynamoPeers,
+    "/admin/prefix-routing/stats": admin_schemas.PrefixRoutingStats,
+    "/admin/kv-index/stats": admin_schemas.IndexStats,
+    "/admin/kv-index/backends": admin_schemas.IndexBackends,
     "/dynamo/loads": dynamo_select_schemas.DynamoAllLoads,
 }
 

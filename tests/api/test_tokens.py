@@ -286,6 +286,10 @@ BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/dynamo/overlap_scores"): _DYNAMO | {"token_ids": PROMPT},
     ("POST", "/dynamo/potential_loads"): _DYNAMO | {"token_ids": PROMPT},
     ("GET", "/dynamo/loads"): None,
+    ("GET", "/admin/prefix-routing/stats"): None,
+    ("GET", "/admin/kv-index/stats"): None,
+    ("GET", "/admin/kv-index/backends"): None,
+    ("POST", "/admin/kv-index/clear"): {"scope": "all"},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from tests.conftest import wait_until
 from tests.store.factories import GROUP, begins, claim_of, registration, removed, stored
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
@@ -94,6 +95,9 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert await store.prefixes.read(1, prefix_key("a"), until=asyncio.get_running_loop().time() + 60) == {hot: 7}
     assert len(await store.prefixes.oldest(one, hot, warm, 100)) == 1
 
+    store.counts.add("kv_index.kv_aware", b"key")
+    await wait_until(lambda: _is_counted(store), "the count has arrived", 20)
+
     assert await store.leases.renew(one, 60.0)
     assert await store.records.write(one, {"status": "active"}, {"frames": 2})
     assert await store.records.set_lost(one, is_lost=True)
@@ -118,3 +122,7 @@ async def live_and_end(store: Store, shards: int) -> None:
     await swept(store, GroupEntry(1, shards))
     assert await store.sweeper.left(GroupEntry(1, shards)) == 0
     assert await store.directory.registrations() == []
+
+
+async def _is_counted(store: Store) -> bool:
+    return await store.counts.read() == ({"kv_index.kv_aware": 1}, 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from waymark.store import keys
 from waymark.store.lua import LUA_DIR, SCRIPTS
 
 README = LUA_DIR / "README.md"
@@ -84,6 +85,8 @@ class KeyTable:
 def facts(held: Held) -> Iterator[tuple[str, str, bool, str, str]]:
     """Each key, field and value on its own: (key, type, runs out, field or member, value or score)."""
     for key, (kind, runs_out, value) in held.items():
+        if key == keys.SEEN.encode():  # the emulation has a set for a HyperLogLog
+            kind, value = "string", b"HYLL"
         match kind:
             case "string":
                 parts = [(b"", value)]
@@ -94,7 +97,7 @@ def facts(held: Held) -> Iterator[tuple[str, str, bool, str, str]]:
             case _:
                 parts = [(member, b"%d" % score) for member, score in value]
         for field, part in parts:
-            yield key.decode(), kind, runs_out, field.decode(), part.decode()
+            yield key.decode(), kind, runs_out, field.decode(), part.decode(errors="replace")
 
 
 def _quoted(cell: str) -> str:

@@ -115,6 +115,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     for target in (Target(weight=2.0), Target(), Target(role=Role.PREFILL)):
         await store.registry.register(replace(of, target=target))
     await decide(store, redis, grant)
+    await store.scripts.add_counts(keys.COUNTS, keys.SEEN, ["kv_index.kv_aware", 1], ["6b6579"])
     for change in Change:
         await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("a"), change)], ttl_seconds=60)
     await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("b"), Change.WARM)], ttl_seconds=60)

@@ -12,7 +12,8 @@ from waymark.api.tokens_file import EVERYONE, Caller, TokensFile
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.shown import shown
 
-Access: TypeAlias = Literal["open", "read", "write"]
+Access: TypeAlias = Literal["open", "read", "admin", "write"]
+"""``admin`` reads, and needs a token wherever there is one."""
 
 Reach: TypeAlias = Literal["fleet", "body", "filtered", "none"]
 """What a path shows of tenants, and so what a token of some tenants may do there.

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from waymark.api import admin_schemas as admin_bodies
 from waymark.api import answer_schemas as answers
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import dynamo_schemas as dynamo_bodies
@@ -21,6 +22,7 @@ from waymark.api import schemas as bodies
 from waymark.api import text_schemas as text_bodies
 from waymark.api.access import Access, Gate
 from waymark.api.access_log import AccessLog
+from waymark.api.admin import Admin
 from waymark.api.admission import AdmissionQueue
 from waymark.api.bodies import Format, encode
 from waymark.api.conductor import Conductor
@@ -86,6 +88,25 @@ _QUERY_BY_HASH = Doc(
     answers.QueryAnswer,
     headers=_PARTIAL,
     reach="body",
+)
+_PREFIX_STATS = Doc(
+    "Returns the decisions of policy sticky, of all replicas.",
+    answer=admin_bodies.PrefixRoutingStats,
+    queue="read",
+)
+_INDEX_STATS = Doc(
+    "Returns what the index holds, and the decisions by it, of all replicas.",
+    answer=admin_bodies.IndexStats,
+    queue="read",
+)
+_INDEX_BACKENDS = Doc(
+    "Lists the events of each publisher.", answer=admin_bodies.IndexBackends, reach="filtered", queue="read"
+)
+_INDEX_CLEAR = Doc(
+    "Ends what sources of opaque prefixes hold, or what every publisher does.",
+    admin_bodies.ClearRequest,
+    admin_bodies.ClearAnswer,
+    reach="filtered",
 )
 _REGISTER = Doc(
     "Registers a publisher, or all ranks of an engine by its URL, and subscribes to its events.",
@@ -314,6 +335,7 @@ def _operations(
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
     decisions = Decisions(store, settings, metrics, texts, gate)
     select, workers = DynamoSelect(store, settings, decisions.selector), DynamoWorkers(store, settings)
+    admin = Admin(store, settings)
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
     table: list[tuple[Method, str, Access, Handler, Doc]] = [
@@ -370,6 +392,10 @@ def _operations(
         ("POST", "/dynamo/overlap_scores", "read", select.overlap_scores, _OVERLAP_SCORES),
         ("POST", "/dynamo/potential_loads", "read", select.potential_loads, _POTENTIAL_LOADS),
         ("GET", "/dynamo/loads", "read", select.loads, _LOADS),
+        ("GET", "/admin/prefix-routing/stats", "admin", admin.prefix_routing_stats, _PREFIX_STATS),
+        ("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, _INDEX_STATS),
+        ("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, _INDEX_BACKENDS),
+        ("POST", "/admin/kv-index/clear", "write", admin.kv_index_clear, _INDEX_CLEAR),
     ]
     return [
         Operation(

@@ -125,7 +125,7 @@ class Operation:
         self.doc = doc
         self._gate = dependencies.gate
         # A probe is answered beside those that wait.
-        queue = doc.queue or (None if access == "open" else access)
+        queue = doc.queue or (None if access == "open" else "read" if access == "admin" else access)
         self._admission = dependencies.admission[queue] if doc.needs_redis and queue else None
         self._without_redis = without_redis
         self._max_body_bytes = dependencies.settings.max_body_bytes

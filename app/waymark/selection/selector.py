@@ -129,13 +129,16 @@ class Selector:
             raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
         try:
             async with asyncio.timeout(2 * self._options.deadline_seconds):
-                return await self._select(asked, taking)
+                selected = await self._select(asked, taking)
         except (StoreUnavailable, TimeoutError) as exc:
             self._away_until = loop.time() + _AWAY_SECONDS
             if isinstance(exc, TimeoutError):
                 seconds = 2 * self._options.deadline_seconds
                 raise StoreUnavailable(f"Redis did not answer within {seconds:g} s; try again in a moment") from None
             raise
+        tier = "prefix_routing" if selected.policy.name == "sticky" else "kv_index"
+        self._store.counts.add(f"{tier}.{selected.decision}", asked.prefix_key)
+        return selected
 
     async def _select(self, asked: Asked, taking: Taking) -> Selected:
         for _ in range(_LOOKS_MAX):

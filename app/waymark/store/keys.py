@@ -16,6 +16,9 @@ PUBLISHERS = "wm:publishers"
 #: In the slot of the publishers, so that one script writes both.
 UNREGISTERED = "wm:unregistered:{wm:publishers}"
 WORKERS = "wm:workers"
+COUNTS = "wm:counts"
+#: In the slot of the counts, so that one script writes both.
+SEEN = "wm:seen:{wm:counts}"
 #: Workers as clients of the Dynamo dialect describe them.
 CATALOG = "wm:catalog"
 DISCOVERY = "wm:discovery"

@@ -7,6 +7,7 @@ reader knows the time of that Redis from the time that the key has left, and nee
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,13 @@ class Prefixes:
             for name, end in _pairs(reply)
         ]
         return [change for _, change in sorted(found, key=lambda each: each[0])[:few]]
+
+    async def count(self, group_ids: Sequence[int]) -> int:
+        """How many opaque prefixes these groups have."""
+        now = int(1000 * time.time())
+        commands = [("ZCOUNT", keys.opaque_prefixes(group_id), now, "+inf") for group_id in group_ids]
+        replies = await self._client.several(commands, is_lenient=True) if commands else []
+        return sum(reply or 0 for reply in replies)
 
     async def read(self, group_id: int, key: str, *, until: float) -> dict[int, int]:
         """Tokens of a prefix by holder, without entries that have ended. Raises TimeoutError at ``until``."""

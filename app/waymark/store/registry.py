@@ -233,6 +233,37 @@ class Registry:
             claim = marked
         raise _contended(claim.registration.name)
 
+    async def clear(self, claim: Claim) -> bool:
+        """End the life of a publisher: answers count none of its blocks or prefixes any more. False if it is gone.
+
+        The worker that applies its stream loses the lease and takes it again: a stream with a replay endpoint starts
+        over from there, and others go on with what comes.
+        """
+        grant = await self._leases.take(claim, "clear", 5.0, force=True)
+        if grant is None:
+            return False
+        try:
+            above = await self._leases.highest_holder(grant)
+            if above is None:
+                return False
+            nonce = random_nonce()
+            outcome = await self._scripts.new_life(
+                keys.holders(grant.group_id),
+                grant.record,
+                keys.fence(grant.group_id, 0),
+                keys.dead(grant.group_id),
+                grant.token,
+                "",
+                nonce,
+                above,
+                "*",
+                nonce,
+                [],
+            )
+            return outcome.is_applied
+        finally:
+            await self._leases.drop(grant)
+
     async def finish(self, claim: Claim) -> None:
         """End a publisher whose claim is leaving. Then delete the claim, or write its successor in its place."""
         await self._end(claim)

@@ -252,6 +252,9 @@ class Scripts:
     async def keep_catalog(self, catalog: str, worker: str, before: bytes, value: bytes, workers_max: int) -> Outcome:
         return await self._run("keep_catalog", [catalog], [worker, before, value, workers_max])
 
+    async def add_counts(self, counts: str, seen: str, count: Sequence[Arg], prefix: Sequence[str]) -> Outcome:
+        return await self._run("add_counts", [counts, seen], [len(count) // 2, *count, *prefix])
+
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """The workers that are alive, as members of ``wm:workers``."""
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])

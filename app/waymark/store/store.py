@@ -15,6 +15,7 @@ from waymark.store.client import RedisClient, Subscription
 from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
+from waymark.store.fleet_counts import FleetCounts
 from waymark.store.gauges import EngineGauges
 from waymark.store.health import HealthWatch
 from waymark.store.hot import HotBlocks
@@ -73,6 +74,7 @@ class Store:
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)
         self.prefixes = Prefixes(client, self.scripts)
+        self.counts = FleetCounts(client, self.scripts, self.begin)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client
         self.reader = Reader(

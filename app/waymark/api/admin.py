@@ -1,0 +1,174 @@
+"""The admin paths of Continuum Router, with its names: what the index holds, what decided, and a way to clear it.
+
+Counts of decisions are those of all replicas, up to a second ago.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from time import time
+from typing import Any
+
+from waymark.api.admin_schemas import ClearRequest
+from waymark.api.bodies import Body
+from waymark.api.operations import Answer
+from waymark.api.views import publisher_states
+from waymark.domain.prefixes import DEFAULT
+from waymark.domain.status import StreamStatus
+from waymark.routing.presets import PRESETS
+from waymark.settings import Settings
+from waymark.store.records import PublisherState
+from waymark.store.store import Store
+
+_CONNECTED = frozenset({StreamStatus.ACTIVE, StreamStatus.REPLAYING, StreamStatus.DEGRADED})
+_SCORING = ("overlap_weight", "load_weight", "health_weight", "min_overlap_threshold")
+
+
+class Admin:
+    """Handlers of the paths under ``/admin``."""
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self._store = store
+        self._prefix_bytes = settings.prefix_bytes
+
+    async def prefix_routing_stats(self, body: Body) -> Answer:
+        counts, seen = await self._store.counts.read()
+        decided = {name: counts.get(f"prefix_routing.{name}", 0) for name in ("prefix_hash", "overflow", "fallback")}
+        total = sum(decided.values())
+        constants = PRESETS["sticky"].values({})
+        return Answer(
+            {
+                "enabled": True,
+                "config": {
+                    "max_prefix_length": self._prefix_bytes,
+                    "load_factor_epsilon": constants.number("load_factor_epsilon"),
+                    "virtual_nodes": int(constants.number("virtual_nodes")),
+                    "anthropic_cache_control_injection": False,
+                },
+                "routing_decisions": {
+                    "total": total,
+                    **decided,
+                    "overflow_rate": f"{decided['overflow'] / total if total else 0:.4f}",
+                },
+                "backend_distribution": await self._distribution(body),
+                "unique_prefixes": seen,
+            }
+        )
+
+    async def _distribution(self, body: Body) -> list[dict[str, Any]]:
+        """Requests under way by instance, over its ranks and models."""
+        requests: dict[str, int] = {}
+        claims = [each for each in await self._store.directory.claims() if not each.is_leaving]
+        loads = {group: await self._store.reservations.loads(group) for group in {each.group_id for each in claims}}
+        for claim in claims:
+            of = claim.registration
+            if of.scope == "instance" and body.caller.has(of.tenant_id):
+                load = loads[claim.group_id].get(claim.publisher)
+                requests[of.instance_id] = requests.get(of.instance_id, 0) + (0 if load is None else load.requests)
+        return [{"backend": name, "in_flight_requests": n} for name, n in requests.items()]
+
+    async def kv_index_stats(self, body: Body) -> Answer:
+        states = await publisher_states(self._store, body.caller)
+        counts, _ = await self._store.counts.read()
+        decided = {name: counts.get(f"kv_index.{name}", 0) for name in ("kv_aware", "fallback")}
+        total = sum(decided.values())
+        sources = [state.registration.prefixes for state in states if state.registration.kind.traits.is_opaque]
+        constants = PRESETS["composite"].values({})
+        return Answer(
+            {
+                "enabled": True,
+                "config": {
+                    "backend": "redis",
+                    "max_entries": max((each.max_entries for each in sources), default=DEFAULT.max_entries),
+                    "entry_ttl_seconds": max(
+                        (each.entry_ttl_seconds for each in sources), default=DEFAULT.entry_ttl_seconds
+                    ),
+                    "event_sources_count": len(states),
+                    "scoring": {name: constants.number(name) for name in _SCORING},
+                },
+                "index": {
+                    "prefix_count": await self._store.prefixes.count(sorted({state.group_id for state in states})),
+                    "entry_count": sum(map(_entries, states)),
+                    "total_hits": total,
+                    "total_evictions": sum(state.counters.get("evictions", 0) for state in states),
+                },
+                "event_sources": [_source(state) for state in states],
+                "routing_decisions": {**decided, "total": total},
+                "query_latency_count": total,
+                "overlap_score_count": decided["kv_aware"],
+            }
+        )
+
+    async def kv_index_backends(self, body: Body) -> Answer:
+        states = await publisher_states(self._store, body.caller)
+        return Answer({"enabled": True, "backends": [_backend(state) for state in states]})
+
+    async def kv_index_clear(self, body: Body) -> Answer:
+        """End what sources of opaque prefixes hold, or what every publisher does."""
+        scope = ClearRequest.of(body.fields).scope
+        states = await publisher_states(self._store, body.caller)
+        claims = {claim.publisher: claim for claim in await self._store.directory.claims() if not claim.is_leaving}
+        cleared = 0
+        for state in states:
+            is_meant = scope == "all" or state.registration.kind.traits.is_opaque
+            if is_meant and state.id in claims and await self._store.registry.clear(claims[state.id]):
+                cleared += _entries(state)
+        before = sum(map(_entries, states))
+        return Answer({"success": True, "entries_before_clear": before, "cleared_entries": cleared})
+
+
+def _entries(state: PublisherState) -> int:
+    """Entries of one publisher: a block or an opaque prefix at one of its holders."""
+    return sum(state.blocks.values()) + sum(state.prefixes.values())
+
+
+def _name(state: PublisherState) -> str:
+    """The instance; with its rank where that is not the first."""
+    of = state.registration
+    return f"{of.instance_id}|{of.dp_rank}" if of.dp_rank else of.instance_id
+
+
+def _received(state: PublisherState) -> int:
+    events = sum(n for name, n in state.counters.items() if name.startswith("events."))
+    return state.counters.get("events_received", events)
+
+
+def _connection(state: PublisherState) -> dict[str, Any]:
+    last = state.counters.get("last_event_at")
+    if last is None and state.lag_seconds is not None:
+        last = int(time() - state.lag_seconds)
+    return {
+        "connected": state.status in _CONNECTED,
+        "reconnect_count": state.counters.get("reconnects", 0),
+        "last_event_at": None if last is None else datetime.fromtimestamp(last, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def _dropped(state: PublisherState) -> int:
+    return state.counters.get("events_dropped", 0) + state.counters.get("buffer_dropped", 0)
+
+
+def _source(state: PublisherState) -> dict[str, Any]:
+    connection = _connection(state)
+    return {
+        "backend_name": _name(state),
+        "connected": connection["connected"],
+        "events_received": _received(state),
+        "events_dropped": _dropped(state),
+        "last_event_at": connection["last_event_at"],
+        "reconnect_count": connection["reconnect_count"],
+    }
+
+
+def _backend(state: PublisherState) -> dict[str, Any]:
+    counters = state.counters
+    return {
+        "backend_name": _name(state),
+        "connection": _connection(state),
+        "events": {
+            "received": _received(state),
+            "dropped": _dropped(state),
+            "index_created": counters.get("created", counters.get("events.stored", 0)),
+            "index_evicted": counters.get("evicted", counters.get("events.removed", 0)),
+        },
+    }

@@ -1,0 +1,130 @@
+"""The bodies and answers of the paths under ``/admin``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from waymark.api.fields import Request
+
+
+class ClearRequest(Request):
+    """What is cleared from the index."""
+
+    scope: Literal["prefixes", "all"] = Field(
+        default="prefixes", description="prefixes or all: what sources of opaque prefixes hold, or what everybody holds"
+    )
+
+
+class ClearAnswer(BaseModel):
+    """What was cleared."""
+
+    success: bool
+    entries_before_clear: int = Field(description="the entries of all publishers before")
+    cleared_entries: int = Field(description="how many of them are cleared")
+
+
+class PrefixRoutingConfig(BaseModel):
+    max_prefix_length: int
+    load_factor_epsilon: float
+    virtual_nodes: int
+    anthropic_cache_control_injection: bool
+
+
+class PrefixRoutingDecisions(BaseModel):
+    total: int
+    prefix_hash: int
+    overflow: int
+    fallback: int
+    overflow_rate: str = Field(description="a number of 0 to 1 with four digits")
+
+
+class BackendLoad(BaseModel):
+    backend: str = Field(description="the instance_id")
+    in_flight_requests: int
+
+
+class PrefixRoutingStats(BaseModel):
+    """Decisions of policy sticky."""
+
+    enabled: bool
+    config: PrefixRoutingConfig
+    routing_decisions: PrefixRoutingDecisions
+    backend_distribution: list[BackendLoad]
+    unique_prefixes: int = Field(description="about how many different prefix keys there were")
+
+
+class IndexScoring(BaseModel):
+    overlap_weight: float
+    load_weight: float
+    health_weight: float
+    min_overlap_threshold: float
+
+
+class IndexConfig(BaseModel):
+    backend: str
+    max_entries: int
+    entry_ttl_seconds: int
+    event_sources_count: int
+    scoring: IndexScoring
+
+
+class IndexContents(BaseModel):
+    prefix_count: int = Field(description="the opaque prefixes")
+    entry_count: int = Field(description="blocks and opaque prefixes, each counted once for every holder")
+    total_hits: int
+    total_evictions: int
+
+
+class EventSourceState(BaseModel):
+    backend_name: str
+    connected: bool
+    events_received: int
+    events_dropped: int
+    last_event_at: str | None
+    reconnect_count: int
+
+
+class IndexDecisions(BaseModel):
+    kv_aware: int
+    fallback: int
+    total: int
+
+
+class IndexStats(BaseModel):
+    """What the index holds, and the decisions by it."""
+
+    enabled: bool
+    config: IndexConfig
+    index: IndexContents
+    event_sources: list[EventSourceState]
+    routing_decisions: IndexDecisions
+    query_latency_count: int
+    overlap_score_count: int
+
+
+class BackendConnection(BaseModel):
+    connected: bool
+    reconnect_count: int
+    last_event_at: str | None
+
+
+class BackendEvents(BaseModel):
+    received: int
+    dropped: int
+    index_created: int
+    index_evicted: int
+
+
+class BackendState(BaseModel):
+    backend_name: str
+    connection: BackendConnection
+    events: BackendEvents
+
+
+class IndexBackends(BaseModel):
+    """The events of each publisher."""
+
+    enabled: bool
+    backends: list[BackendState]

@@ -1,0 +1,67 @@
+"""Counts of all replicas together: each adds what it has counted, once a second.
+
+The counts are for people. A reply that is lost may count twice, and a replica that ends abruptly loses its last second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from waymark.errors import StoreUnavailable
+from waymark.logs import fields
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.parsing import lenient_text
+from waymark.store.scripts import Scripts
+
+log = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 1.0
+#: Prefix keys that wait to be added; further ones are left out while Redis is unavailable.
+_PREFIXES_MAX = 10_000
+_PREFIXES_PER_CALL = 1_000
+
+Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+class FleetCounts:
+    """Counts of this process on their way to Redis, and the counts of all. ``begin`` runs the flush."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts, begin: Begin) -> None:
+        self._client = client
+        self._scripts = scripts
+        self._begin = begin
+        self._counts: Counter[str] = Counter()
+        self._prefixes: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, name: str, prefix_key: bytes | None = None) -> None:
+        """Count one, and the prefix key that it was about."""
+        self._counts[name] += 1
+        if prefix_key is not None and len(self._prefixes) < _PREFIXES_MAX:
+            self._prefixes.add(prefix_key.hex())
+        if self._task is None or self._task.done():
+            self._task = self._begin(self._flush())
+
+    async def _flush(self) -> None:
+        while self._counts or self._prefixes:
+            await asyncio.sleep(_FLUSH_SECONDS)
+            counts, self._counts = self._counts, Counter()
+            prefixes = [self._prefixes.pop() for _ in range(min(_PREFIXES_PER_CALL, len(self._prefixes)))]
+            try:
+                count = [part for pair in counts.items() for part in pair]
+                await self._scripts.add_counts(keys.COUNTS, keys.SEEN, count, prefixes)
+            except StoreUnavailable as exc:
+                log.debug("counts not added yet", extra=fields(error=exc.sentence))
+                self._counts += counts
+                self._prefixes.update(prefixes)
+
+    async def read(self) -> tuple[Mapping[str, int], int]:
+        """The counts of the fleet by name, and about how many different prefix keys there were."""
+        held, seen = await self._client.several([("HGETALL", keys.COUNTS), ("PFCOUNT", keys.SEEN)], is_lenient=True)
+        pairs = held.items() if isinstance(held, dict) else zip((held or [])[::2], (held or [])[1::2], strict=True)
+        return {lenient_text(name): int(value) for name, value in pairs if value.isdigit()}, seen or 0
