@@ -3,7 +3,7 @@
 -- Write a publisher's registration, if it is still the one that the caller has read.
 --
 -- KEYS  publishers    hash  `["instance","tenant",rank]`: the registration, JSON
---       unregistered  zset  who was unregistered last, by Redis time; in the slot of publishers
+--       unregistered  zset  the publishers that were unregistered last, by Redis time; in the slot of publishers
 -- ARGV  publisher     the field
 --       expected      what the caller has seen there; '' nothing
 --       registration  what shall stand there; '' nothing: it is unregistered

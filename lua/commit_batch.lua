@@ -8,7 +8,7 @@
 --       watermark  seq of the batch; '' where the stream keeps none, and only event_ids move
 --       ts, newest_ts, digest   kept beside it
 --       shards     how many shards have got blocks since the last commit; then for each: its number, and the seq of
---                  the last batch that has blocks there. Who takes over finds by it a shard that has lost writes
+--                  the last batch that has blocks there. A takeover uses it to find a shard that has lost writes
 --       event*     holder id, event_id
 --
 -- {'applied', watermark}  it is there now; 0 where none was given

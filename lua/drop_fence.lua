@@ -3,9 +3,9 @@
 -- Forget an ended publisher on one shard. A fence without a token rejects every caller, as a higher token does: the id
 -- of the publisher is never used again.
 --
--- KEYS  fence      hash  the shard's
+-- KEYS  fence      hash  the fence of the shard
 -- ARGV  publisher  its integer id
---       token      the token under which it was ended; '' whichever stands there, where its record is known to be gone
+--       token      the token under which it was ended; '' for any, if its record is known to be gone
 --
 -- {'applied', 0}  nothing of the publisher is left in the fence
 -- {'fenced', 0}   another token stands there; nothing written

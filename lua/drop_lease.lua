@@ -2,9 +2,9 @@
 --
 -- Give a lease back, if the caller still has it.
 --
--- KEYS  lease   string, PX  the token of who has it
+-- KEYS  lease   string, PX  the token of the worker that has the lease
 --       record  hash        the publisher's record
--- ARGV  token   the caller's
+-- ARGV  token   the caller's token
 --
 -- {'applied', 0}  it is free
 -- {'fenced', 0}   it was somebody else's already; nothing written

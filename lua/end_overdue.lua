@@ -2,9 +2,9 @@
 --
 -- Release overdue reservations, so that the loads of an idle group are right, too.
 --
--- KEYS  load          hash  what each target has to do
+-- KEYS  load          hash  the load of each target
 --       reservations  zset  decisions under way, by the Redis ms at which each is over
--- ARGV  most          how many at most
+-- ARGV  most          the most reservations that one call ends
 --
 -- {'applied', ended}  so many were over; `most` of them: there may be more
 

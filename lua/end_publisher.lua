@@ -4,9 +4,9 @@
 --
 -- KEYS  holders    hash        the group's holder table
 --       record     hash        the publisher's record
---       lease      string, PX  who applies its stream
+--       lease      string, PX  the token of the worker that applies its stream
 --       dead       set         holder ids whose blocks are still to be swept
---       load       hash        what each target has to do
+--       load       hash        the load of each target
 -- ARGV  publisher  its integer id
 --       token      the token under which the fence was raised
 --       version    a random nonce

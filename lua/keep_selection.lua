@@ -2,7 +2,7 @@
 --
 -- Change what one selection of a client has come to, if nobody else has changed it meanwhile.
 --
--- KEYS  selection     string, PX  what it has come to
+-- KEYS  selection     string, PX  the state of the selection
 -- ARGV  before        the value that the caller knows; empty: none
 --       value         the new value; empty: the key is removed
 --       milliseconds  how long the value is kept

@@ -6,7 +6,7 @@
 --       record     hash  the publisher's record
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
---       row        what readers are told of it, JSON
+--       row        what readers need to know of it, JSON
 --       version    a random nonce
 --
 -- {'applied', 0}  readers see it

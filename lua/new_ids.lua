@@ -6,9 +6,9 @@
 --               `hash_seed`: what all blocks here are hashed with
 -- ARGV  group   the field
 --       shards  into how many shards a new group is cut; a known one keeps what it has
---       above   0; else the group is given an id anew, larger than this (its old one turned out to be another's)
+--       above   0; else the group gets a new id, larger than this, because its former id belongs to another group
 --       publisher_above   the publisher's id is larger than this (one at or below turned out to be another's)
---       hash_seed  the caller's; the first one stays
+--       hash_seed  the caller's seed; the first one is kept
 --
 -- {'applied', group id, shards, publisher id}  no id is ever given twice
 -- {'other', 0}  the group's entry is of a form that this release does not know; nothing written

@@ -2,7 +2,7 @@
 --
 -- Reject every older token of a publisher on one shard, before the new lease holder reads anything there.
 --
--- KEYS  fence      hash  the shard's
+-- KEYS  fence      hash  the fence of the shard
 -- ARGV  publisher  its integer id
 --       token      `<counter>.<random>`: the larger counter wins, the same one with another random part loses
 --

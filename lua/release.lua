@@ -2,7 +2,7 @@
 --
 -- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it.
 --
--- KEYS  load          hash  what each target has to do
+-- KEYS  load          hash  the load of each target
 --       reservations  zset  decisions under way, by the Redis ms at which each is over
 -- ARGV  reservation   the member as `reserve` wrote it; found after 'prefill', too, when its tokens are 0
 --       part          'prefill' its tokens are computed; 'ok', 'failed' it is over; 'renew' it goes on

@@ -2,9 +2,9 @@
 --
 -- Extend a lease. A lease that ran out is taken again, if no other worker has taken it meanwhile.
 --
--- KEYS  lease         string, PX  the token of who has it
+-- KEYS  lease         string, PX  the token of the worker that has the lease
 --       record        hash        the publisher's record
--- ARGV  token         the caller's
+-- ARGV  token         the caller's token
 --       milliseconds  how long it holds from now
 --
 -- {'applied', 0}  it holds

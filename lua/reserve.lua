@@ -2,7 +2,7 @@
 --
 -- Choose the best of some targets for a prompt, by their loads at this moment, and add the reservation to its load.
 --
--- KEYS  load              hash        what each target has to do
+-- KEYS  load              hash        the load of each target
 --       reservations      zset        decisions under way, by the Redis ms at which each is over
 --       holders           hash        the group's holder table; a target that is not in it is passed over
 --       request           string, PX  the reservation that this request got before; there only where `repeatable`

@@ -2,14 +2,14 @@
 --
 -- Take the lease of a publisher's stream. The caller may apply the stream once it has raised the fence on every shard.
 --
--- KEYS  lease         string, PX  the token of who has it
---       record        hash        the publisher's record; `token` is the highest given out, `worker` whose it is
+-- KEYS  lease         string, PX  the token of the worker that has the lease
+--       record        hash        the publisher's record; `token` is the highest token so far, `worker` is its owner
 -- ARGV  own           a token the caller has already, to take a larger one; '' where it has none
 --       random        the random part of the new token, `<counter>.<random>`
---       worker        who asks
+--       worker        the worker that asks
 --       milliseconds  how long the lease holds
 --       above         the new counter is larger than this
---       force         '1' takes it from whoever has it (an unregister, a move)
+--       force         '1' takes it from the worker that has it (for an unregister or a move)
 --
 -- {'applied', counter}  the token is `<counter>.<random>`
 -- {'held', 0}           somebody else has it; nothing written

@@ -206,6 +206,28 @@ async def test_a_terminal_has_colours_and_groups(streams: list[Stream], waymark:
 
 
 @pytest.mark.usefixtures("terminal")
+async def test_an_error_of_many_streams_is_shown_once(store: Store, redis: Redis, waymark: Run) -> None:
+    await store.records.alive("worker-1", keep_seconds=60)
+    for number in range(8):
+        stream = await stream_of(store, redis, registration(f"pod-{number}"))
+        await store.records.write(stream.grant, {"status": "degraded", "last_error": "batches_lost: some"}, {})
+    bare = re.sub(r"\x1b\[[0-9;]*m", "", await waymark("status", width=200))
+    (line,) = [line for line in bare.splitlines() if "batches_lost: some" in line]
+    names, _, _ = line.partition(": batches_lost")
+    assert names.count("rank 0") == 5
+    assert names.endswith(" and 3 more")
+
+
+@pytest.mark.parametrize("count", [1, 10, 11, 25])
+async def test_records_that_cannot_be_read_are_named_up_to_a_number(redis: Redis, waymark: Run, count: int) -> None:
+    await redis.hset(keys.PUBLISHERS, mapping={f"junk-{number:02}": "{" for number in range(count)})
+    text = await waymark("status")
+    assert text.count("unreadable ") == min(count, 10)
+    assert (f"and {count - 10} more that cannot be read; --json lists them" in text) is (count > 10)
+    assert len(json.loads(await waymark("status", "--json"))["unreadable"]) == count
+
+
+@pytest.mark.usefixtures("terminal")
 async def test_no_color_is_respected(streams: list[Stream], waymark: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     text = await waymark("status", width=200)
