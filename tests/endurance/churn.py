@@ -41,7 +41,7 @@ GROWTH = 0.03
 GROWTH_BYTES = 2 * 2**20
 SETTINGS = {"lease_seconds": 2, "hash_cache_entries": 2_000}
 #: What is never deleted, whatever is unregistered.
-LASTING = {b"wm:groups", b"wm:birth", b"wm:workers", b"wm:unregistered:{wm:publishers}"}
+LASTING = {b"wm:groups", b"wm:birth", b"wm:workers", b"wm:discovery", b"wm:unregistered:{wm:publishers}"}
 
 
 def resident_bytes(pid: int) -> int:
