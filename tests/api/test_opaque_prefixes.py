@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api.conftest import MakeClient
 from tests.store.factories import begins
 from waymark.chat.prefix_key import prefix_key as key_of_messages
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
@@ -102,3 +103,23 @@ async def test_without_a_source_a_hash_decides_nothing(
         assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
         answer = await client.post(path, json={"model": "m", "messages": MESSAGES, "policy": "composite"})
         assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
+
+
+async def test_a_source_is_read_only_where_endpoints_are_allowed(store: Store, make_client: MakeClient) -> None:
+    api = await make_client(store, allowed_endpoints=("*.engines.svc",))
+    body = {"type": "continuum", "instance_id": "vllm-1", "modelname": "m", "block_size": 2}
+    refused = await api.post("/register", json=body | {"endpoint": "https://elsewhere:8000/v1/kv_events"})
+    assert (refused.status_code, refused.json()["field"]) == (400, "endpoint")
+    taken = await api.post("/register", json=body | {"endpoint": "https://a.engines.svc:8000/v1/kv_events"})
+    assert taken.status_code == 200
+
+
+@pytest.mark.usefixtures("sources")
+async def test_workers_shows_what_a_source_holds(client: httpx.AsyncClient, store: Store) -> None:
+    await report(store, "vllm-2", HASH, Change.WARM, 100)
+    publishers = (await client.get("/workers")).json()["publishers"]
+    assert {each["instance_id"]: each["prefixes"] for each in publishers} == {
+        "vllm-1": {},
+        "vllm-2": {"GPU": 0, "DISK": 1},
+        "vllm-3": {},
+    }

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from aiohttp import web
 
 from tests.conftest import wait_until
@@ -36,12 +39,12 @@ class Source:
         self._over = asyncio.Event()
         self.port = 0
 
-    async def start(self) -> None:
+    async def start(self, context: ssl.SSLContext | None = None) -> None:
         application = web.Application()
         application.router.add_get("/v1/kv_events", self._answer)
         self._runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=context).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -338,6 +341,30 @@ async def test_the_engines_key_is_sent(source: Source) -> None:
     reading.cancel()
     await asyncio.wait([reading])
     await asker.close()
+
+
+async def test_a_source_behind_tls_is_read_where_its_ca_is_trusted(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    source = Source()
+    await source.start(context)
+    url = source.url.replace("http:", "https:")
+    askers = [Asker(), Asker(ca_file=str(tmp_path / "ca.pem"))]
+    stranger, trusting = (event_source.EventSource(asker, url) for asker in askers)
+    reading = [asyncio.create_task(each.run()) for each in (stranger, trusting)]
+    await source.tell("cache_created", HASHES[0], 5)
+    await wait_until(lambda: trusting.received == 1, "the event has arrived", PATIENCE_SECONDS)
+    await wait_until(lambda: stranger.error is not None, "the certificate is refused", PATIENCE_SECONDS)
+    assert "certificate" in (stranger.error or "").lower()
+    assert (stranger.connection, trusting.connection) == (0, 1)
+    for task in reading:
+        task.cancel()
+    await asyncio.wait(reading)
+    for asker in askers:
+        await asker.close()
+    await source.stop()
 
 
 async def test_events_that_find_no_room_are_dropped_and_counted(source: Source) -> None:
