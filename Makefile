@@ -45,9 +45,10 @@ wheel: $(VENV)/.installed-dev ## build wheel and sdist into dist/, and try the w
 publishable: ## fail where a release must not be published: pyproject.toml has no public address of the repository
 	@python="$$(sh scripts/python.sh)" && "$$python" scripts/publishable.py
 
-conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer, which is downloaded; writes docs/conformance.md
+conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer and its selector, which are downloaded; writes docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tests.conformance.compare --output docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tests.conformance.differences --page docs/conformance.md
+	@$(VENV)-conformance/bin/python -m tests.conformance.selector
 
 bench: $(VENV)-conformance/.installed redis-server ## measure everything that is claimed, beside dynamo.indexer; BENCH='--only P1 --trace FILE'
 	@$(VENV)-conformance/bin/python -m tests.benchmarks $(BENCH)
