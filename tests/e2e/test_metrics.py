@@ -31,6 +31,10 @@ COUNTED = "test_what_is_kept_and_what_is_found_is_counted"
 
 #: Moved by a test of its own: file and name.
 ELSEWHERE = {
+    "waymark_index_evictions_total": (
+        "tests/ingest/test_prefix_stream.py",
+        "test_the_number_of_entries_is_bounded_and_the_oldest_go_first",
+    ),
     **dict.fromkeys(
         (
             "waymark_tokenize_duration_seconds",
