@@ -46,6 +46,13 @@ static inline void store_little32(void *at, uint32_t number)
     memcpy(at, &number, sizeof number);
 }
 
+static inline uint64_t load_big64(const void *at)
+{
+    uint64_t number;
+    memcpy(&number, at, sizeof number);
+    return as_big64(number);
+}
+
 static inline void store_big64(void *at, uint64_t number)
 {
     number = as_big64(number);

@@ -5,9 +5,6 @@
  *     digest       bytes  ->  their XXH3-64                                                       hashing.c
  *     hash_blocks  token ids  ->  block keys, as big-endian u64                                   hashing.c
  *     chain        hashes of blocks by themselves  ->  block keys                                 hashing.c
- *     pack_keys    block keys  ->  one MGET command in RESP                                       commands.c
- *     scan         the reply to it  ->  runs of equal values, without an object for each value    replies.c
- *     runs         a list of values  ->  the same                                                 replies.c
  *     read_batch   msgpack of a batch  ->  its plain events                                       events.c
  *     row_runs     block keys and rows  ->  runs of equal holders                                 rows.c
  *     piece_runs   the same for one piece, from all its values                                    rows.c
@@ -30,9 +27,6 @@ static PyMethodDef methods[] = {
     ENTRY(digest, "payload, seed", "XXH3-64 of a payload."),
     ENTRY(hash_blocks, "tokens, block_size, seed, parent, namespace", "The keys of a prompt's blocks."),
     ENTRY(chain, "local_hashes, seed, parent", "The keys of blocks whose tokens are hashed already."),
-    ENTRY(pack_keys, "before, prefix, keys", "Keys as the arguments of a command."),
-    ENTRY(scan, "reply, count, with_version", "Equal neighbours in the reply to an MGET; None where it is unusual."),
-    ENTRY(runs, "values", "Equal neighbours in a list of values, up to the first None."),
     ENTRY(read_batch, "payload, events_max, stored, removed, cleared, medium, zero_is_unknown",
           "The plain events of a batch; None where the batch is unusual."),
     ENTRY(row_runs, "keys, rows", "Runs of equal holders, as far as the row of each piece decides by itself."),

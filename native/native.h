@@ -10,8 +10,6 @@ typedef PyObject *EntryPoint(PyObject *module, PyObject *const *args, Py_ssize_t
 
 EntryPoint cut, cut_hashes;             /* lists.c */
 EntryPoint digest, hash_blocks, chain;  /* hashing.c */
-EntryPoint pack_keys;                   /* commands.c */
-EntryPoint scan, runs;                  /* replies.c */
 EntryPoint read_batch;                  /* events.c */
 EntryPoint row_runs, piece_runs;        /* rows.c */
 int add_known(PyObject *module);        /* known.c */

@@ -41,17 +41,28 @@ static int take_memory(void *memory)
     return memory != NULL;
 }
 
+/* The 8 hex digits of 32 bits, at once. */
+static void write_hex(char *out, uint32_t number)
+{
+    /* Halved until each byte has four bits; the highest are in the lowest byte, which is written first. */
+    uint64_t digits = number >> 16 | (uint64_t)(number & 0xFFFF) << 32;
+    digits = (digits >> 8 & 0x000000FF000000FF) | (digits & 0x000000FF000000FF) << 16;
+    digits = (digits >> 4 & 0x000F000F000F000F) | (digits & 0x000F000F000F000F) << 8;
+    /* 10 and more are letters: 39 characters behind the digits. */
+    const uint64_t letters = (digits + 0x0606060606060606) >> 4 & 0x0101010101010101;
+    store_little64(out, digits + 0x3030303030303030 + letters * 39);
+}
+
 static void open_piece(Piece *piece, const unsigned char *keys, Py_ssize_t count)
 {
     piece->count = count < PIECE ? (int)count : PIECE;
     piece->every = (uint32_t)(((uint64_t)1 << piece->count) - 1);
     char *out = piece->slots;
-    for (int i = 0; i < piece->count; i++) {
-        for (int byte = 0; byte < KEY; byte++) {
-            *out++ = depth_digits[*keys >> 4];
-            *out++ = depth_digits[*keys++ & 15];
-        }
-        *out++ = depth_digits[i];
+    for (int i = 0; i < piece->count; i++, keys += KEY, out += SLOT) {
+        const uint64_t key = load_big64(keys);
+        write_hex(out, (uint32_t)(key >> 32));
+        write_hex(out + KEY, (uint32_t)key);
+        out[KEY_DIGITS] = depth_digits[i];
     }
 }
 

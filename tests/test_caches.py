@@ -17,7 +17,7 @@ from waymark.api.conductor import Conductor
 from waymark.api.texts import Texts
 from waymark.metrics import Metrics
 from waymark.settings import Settings
-from waymark.store.hot import HotBlocks
+from waymark.store.hot import HotRows
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -78,9 +78,8 @@ ELSEWHERE = {
     "store.slot_map:SlotMap": "nodes and slots, which MOVED corrects",
     "store.fleet_counts:FleetCounts": "what this process has counted and not added yet",
     "store.health:Health": "one answer",
-    "store.hot:HotBlocks": "made by the incarnation",
-    "store.hot_rows:HotRows": "made by the incarnation",
-    "store.row_reader:_Query": "one query",
+    "store.hot:HotRows": "made by the incarnation",
+    "store.reader:_Query": "one query",
     "store.incarnation:Incarnation": "the mechanism itself",
     "store.leases:Grant": "under one grant, which a Redis that came back empty does not know",
     "store.pacing:Pacer": "calls under way",
@@ -88,7 +87,6 @@ ELSEWHERE = {
     "store.parsing:RecordParser": "made by the incarnation",
     "store.read_connection:ReadConnection": "questions under way",
     "store.read_connection:_Question": "one answer",
-    "store.reader:_Query": "one query",
     "store.stream_fields:StreamFields": "one record",
     "store.directory:Directory._decoded": "each good for as long as Redis has the same bytes",
     "store.store:Store._background": "work under way",
@@ -184,8 +182,8 @@ def test_a_container_is_found(text: str, names: set[str]) -> None:
     assert set(containers(ast.parse(text), "m")) == names
 
 
-def test_hot_blocks_and_answers_are_emptied_by_it() -> None:
-    hot = HotBlocks(60.0, 1 << 20)
+def test_hot_rows_and_answers_are_emptied_by_it() -> None:
+    hot = HotRows(60.0, 1 << 20)
     store = Store.open("memory://", hot=hot)
     conductor = Conductor(store, Settings(), Metrics(), Texts(Tokenizers({}, None, Metrics()), Settings()))
     emptied = store.incarnation._caches

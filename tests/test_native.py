@@ -56,13 +56,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "digest": ((b"x" * 300, 7), (b"", -1), ("", 1), (memoryview(b"xyz")[::2], 1)),
     "hash_blocks": ((b"x" * 640, 16, 7, 2**64 - 1, 1), (b"", 0, 1, None, 1), ("", 1, 1, None, 1), (b"", 1, 1, -1, 1)),
     "chain": ((b"x" * 64, 7, None), (b"x" * 64, 7, 5), (b"", "", None), ("", 1, None), (b"", 1, 2**64)),
-    "pack_keys": ((b"before", b"prefix", b"x" * 64), ("", b"", b""), (b"", "", b""), (b"", b"", "")),
-    "scan": (
-        (b"*2\r\n$1\r\n1\r\n$-1\r\n$1\r\nv\r\n", 2, True),
-        (b"*2\r\n$1\r\n1\r\n:1\r\n", 2, False),
-        ("", 1, True),
-        (b"", "1", True),
-    ),
     "row_runs": (
         (b"x" * 512, [b"78" * 8 + b"0 17:1", None]),
         (b"x" * 8, [b"78" * 8 + b"0 17:1 5:1"]),
@@ -78,7 +71,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
         (b"x" * 8, [None] * 65),
         (b"", ()),
     ),
-    "runs": (([b"1", b"12"[:1], b"2", None, 5],), ([b"1", 5],), ([5],), ((b"1",),)),
     "read_batch": (
         *((payload, 99, Stored, Removed, Cleared(), normal_medium, True) for payload in BATCHES),
         (BATCHES[0], 99, Stored, Removed, Cleared(), (lambda _: None), False),

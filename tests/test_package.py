@@ -109,7 +109,7 @@ def test_wheel_and_sdist_hold_the_package_and_no_other(built: Path) -> None:
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"waymark"}
-    assert {"waymark/lua/apply_batch.lua", "waymark/py.typed"} <= set(names)
+    assert {"waymark/lua/apply_rows.lua", "waymark/py.typed"} <= set(names)
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert {path.split("/")[1] for path in inside if path.startswith("app/")} == {"waymark"}

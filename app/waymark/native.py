@@ -1,9 +1,14 @@
 """Which implementation of the hot loops runs: the C module, or Python.
 
 The C module is built from ``native/`` where a compiler is; a build without one goes on in Python. Each loop has both
+<<<<<<< HEAD
 implementations behind one function: block keys in ``domain.hashing``, walks in ``domain.match``, what a stream knows in
 ``domain.known``, commands and replies in ``store.wire``, lists in ``api.lists``, events in ``engines.plain``. Both give
 the same for every input, and the same tests run over both.
+=======
+implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, lists in
+``api.lists``, events in ``engines.plain``. Both give the same for every input, and the same tests run over both.
+>>>>>>> 26258f5 (WIP reading half of the switch)
 """
 
 from __future__ import annotations
@@ -34,14 +39,6 @@ class Loops(Protocol):
     ) -> bytes: ...
 
     def chain(self, local_hashes: bytes | memoryview | array[int], seed: int, parent: int | None, /) -> bytes: ...
-
-    def pack_keys(self, before: bytes, prefix: bytes, keys: bytes, /) -> bytes: ...
-
-    def scan(
-        self, reply: bytes, count: int, with_version: bool, /
-    ) -> tuple[bytes | None, list[tuple[bytes, int]], int, int] | None: ...
-
-    def runs(self, values: list[bytes | None], /) -> list[tuple[bytes, int]]: ...
 
     def read_batch(
         self,

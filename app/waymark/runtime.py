@@ -41,7 +41,7 @@ from waymark.serving.connection import protocol
 from waymark.serving.limits import Bounds, Connections, files_for
 from waymark.settings import Settings, hide_password
 from waymark.store.credentials import Credentials
-from waymark.store.hot import HotBlocks
+from waymark.store.hot import HotRows
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -162,7 +162,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         hash_seed=settings.hash_seed,
         timeout_seconds=settings.redis_timeout_seconds,
         credentials=Credentials.of(settings),
-        hot=HotBlocks(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
+        hot=HotRows(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
         metrics=metrics,
         apply_blocks_max=settings.apply_blocks_max,
     )

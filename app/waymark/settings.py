@@ -247,8 +247,8 @@ class Settings(BaseSettings):
     """The most blocks that an event may have; a batch that contains a larger event is lost."""
     rejected_events_max: int = Field(1_000, ge=16, le=16_777_216)
     """How many undecodable events of a batch are counted one by one; the rest counts as one."""
-    hash_cache_entries: int = Field(200_000, ge=1, le=100_000_000)
-    """How many engine hashes an ingest worker caches per stream."""
+    stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
+    """How many blocks of one stream are indexed, because a worker remembers all of them; further stores are counted."""
     waiting_blocks: int = Field(10_000, ge=0, le=10_000_000)
     """How many blocks per stream may wait for a parent that has not arrived yet."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)

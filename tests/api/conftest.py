@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from tests.patience import patient
+from tests.store.factories import Change, apply_changes
 from waymark.api.application import create_app
 from waymark.asker import Asker
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.names import Adapter, Holder, HolderName
-from waymark.domain.runs import Commit, Run
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.records import Begin
@@ -134,10 +134,10 @@ def hold(store: Store) -> Hold:
         assert ids is not None
         ns = namespace(adapter, salts)
         hashes = extend(None, token_bytes(tokens), of.block_size)
-        keys = [hashes[i] ^ ns for i in (range(len(hashes)) if blocks is None else blocks)]
-        seq = next(seqs)
-        runs = [Run("+", ids[0], seq, 1, keys, keys, ns)]
-        verdict = await store.index.apply(grant, runs, {ids[0]: "set"}, Commit(seq, None, None, "0" * 16))
+        path = [each ^ ns for each in hashes]
+        keys = [path[i] for i in (range(len(hashes)) if blocks is None else blocks)]
+        change = Change("+", ids[0], next(seqs), 1, keys, keys, ns, path=path)
+        verdict = await apply_changes(store, grant, change, mode="set")
         assert verdict is Verdict.APPLIED
 
     return hold

@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from tests.api.conftest import Hold
 from waymark.api import admin_schemas, answer_schemas, dynamo_schemas, dynamo_select_schemas
 from waymark.api.schemas import QueryRequest, RegisterRequest
-from waymark.domain.runs import Commit
+from waymark.domain.held import HeldBlocks
+from waymark.domain.moves import Moves
+from waymark.domain.parts import Commit
 from waymark.store.store import Store
 
 PATHS = {
@@ -164,7 +166,7 @@ async def test_views_are_what_the_contract_says(
     (claim, *_) = await store.directory.claims()
     grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
     assert grant is not None
-    await store.index.apply(grant, [], {}, Commit(2, 1.5, 1.5, "0" * 16))
+    await store.index.apply(grant, [], Moves(HeldBlocks()), Commit(2, 1.5, 1.5, "0" * 16))
     assert await store.records.write(grant, {"status": "failed", "last_error": "e"}, {"gaps": 3})
     await store.records.alive("worker-1", keep_seconds=60)
     assert (await client.post("/dynamo/register_peer", json={"url": "http://10.0.0.2:1"})).status_code == 201

@@ -32,6 +32,12 @@ def event(event_id: int, event_type: str = "stored", **fields: Any) -> dict[str,
     return told | fields
 
 
+def one(event_id: int, index: int, **fields: Any) -> dict[str, Any]:
+    """One block of the prompt."""
+    told = event(event_id, seq_hashes=[HASHES[index]], base_block_idx=index, **fields)
+    return told | ({"parent_hash": HASHES[index - 1]} if index else {})
+
+
 @pytest.fixture(autouse=True)
 async def pool(register: Register) -> None:
     """A standard publisher without a socket, blocks of two tokens."""
@@ -112,7 +118,14 @@ async def test_a_publisher_that_tells_no_events_has_none_to_send(client: httpx.A
 
 async def test_a_gap_is_a_conflict_that_says_where_to_go_on(client: httpx.AsyncClient) -> None:
     """Up to the gap all is applied, so the sender goes on from ``expected``."""
-    status, body = await post(client, [event(5, seq_hashes=HASHES[:1]), event(6, seq_hashes=HASHES[1:2]), event(8)])
+    status, body = await post(
+        client,
+        [
+            event(5, seq_hashes=HASHES[:1]),
+            event(6, seq_hashes=HASHES[1:2], base_block_idx=1, parent_hash=HASHES[0]),
+            event(8),
+        ],
+    )
     assert (status, body["reason"], body["applied"], body["expected"]) == (409, "gap", 2, 7)
     assert (await matched(client))["longest_matched"] == 4
     assert await post(client, [event(7), event(8, "removed", seq_hashes=HASHES[3:])]) == (
@@ -149,10 +162,7 @@ async def test_many_events_in_one_request(client: httpx.AsyncClient) -> None:
 async def test_requests_at_the_same_time_lose_nothing(client: httpx.AsyncClient) -> None:
     """Senders of different streams of one publisher take turns on its lease."""
     answers = await asyncio.gather(
-        *(
-            post(client, [event(i, medium=medium, seq_hashes=[HASHES[i]]) for i in range(4)])
-            for medium in ("gpu", "cpu", "disk")
-        )
+        *(post(client, [one(i, i, medium=medium) for i in range(4)]) for medium in ("gpu", "cpu", "disk"))
     )
     assert answers == [(200, {"applied": 4, "stale": 0})] * 3
     row = await matched(client)

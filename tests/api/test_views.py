@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from tests.api.conftest import Hold
-from waymark.domain.runs import Commit
+from waymark.domain.held import HeldBlocks
+from waymark.domain.moves import Moves
+from waymark.domain.parts import Commit
 from waymark.store.claims import Claim
 from waymark.store.records import Facts
 from waymark.store.store import Store
@@ -145,7 +147,7 @@ async def test_workers_tells_what_was_written_of_a_publisher(
     (claim,) = await store.directory.claims()
     grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
     assert grant is not None
-    await store.index.apply(grant, [], {}, Commit(1, 1.0, 1.0, "0" * 16))
+    await store.index.apply(grant, [], Moves(HeldBlocks()), Commit(1, 1.0, 1.0, "0" * 16))
     await store.records.alive("worker-1", keep_seconds=60)
     for status in ("pending", "active", "replaying", "degraded", "lost", "failed"):
         facts: Facts = {"status": status, "last_error": "no_replay: none"}

@@ -14,7 +14,7 @@ from tests.factories import batch, removed, stored
 from tests.store.factories import Stream, registration, stream_of
 from waymark.apply.applier import Applier, Incoming
 from waymark.domain.events import Batch
-from waymark.domain.runs import Commit
+from waymark.domain.parts import Commit
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store.store import Store
@@ -47,6 +47,7 @@ async def test_a_fold_is_counted_in_the_record_and_in_the_metrics(stream: Stream
         "ignored.remote": 2,
         "unresolved": 1,
         "waiting": 1,
+        "blocks.GPU": 1,
     }
     assert value(metrics, "events_total", type="stored") == 2
     assert value(metrics, "decode_errors_total", kind="bad_hash") == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream, stored
+from tests.store.factories import Stream, apart
 from waymark.apply.applier import Fenced, resumed
 from waymark.apply.options import ApplyOptions
 from waymark.metrics import Metrics
@@ -18,7 +18,7 @@ async def test_a_shard_that_is_emptied_between_a_takeover_and_the_first_batch_is
     store: Store, redis: Redis, stream: Stream, emptied: int
 ) -> None:
     (gpu,) = await stream.begin("0 GPU")
-    await stream.apply(stored(gpu, range(1, 13), seq=7))
+    await stream.apply(*apart(gpu, range(1, 13), seq=7))
     await store.leases.drop(stream.grant)
     grant = await store.leases.take(stream.grant.claim, "worker-2", 60.0)
     assert grant is not None

@@ -10,7 +10,7 @@ import asyncio
 import random
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,8 +19,11 @@ from tests.benchmarks.processes import RedisServer, redis_server
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tests.benchmarks.report import Row, against
 from waymark.domain.engines import EngineKind
+from waymark.domain.held import HeldBlocks
+from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Registration
-from waymark.domain.runs import Commit, Run
+from waymark.domain.parts import Commit
+from waymark.domain.placing import Placer
 from waymark.store.leases import Grant
 from waymark.store.records import Begin
 from waymark.store.store import Store
@@ -66,6 +69,7 @@ class Owner:
     store: Store
     grant: Grant
     holders: list[int]
+    memory: HeldBlocks = field(default_factory=HeldBlocks)
 
     async def apply(
         self,
@@ -82,8 +86,17 @@ class Owner:
         for seq, start in enumerate(range(0, len(blocks), store_blocks), first_seq):
             part = list(blocks[start : start + store_blocks])
             hashes = part if is_identity else [~key & (2**64 - 1) for key in part]
-            run = Run("+" if kind == "+" else "-", holder, seq, 1, part, hashes, is_identity=is_identity)
-            await self.store.index.apply(self.grant, [run], {holder: "count"}, Commit(seq, 1.0, 1.0, "0" * 16))
+            self.memory.begin(holder, rank)
+            placer = Placer(self.memory, self.grant.shards)
+            parts = placer.begin_batch(seq)
+            if kind == "+":
+                above = self.memory.held_block(holder, blocks[start - 1]) if start else None
+                placer.chain(parts, holder, 1, 0, above, part, hashes, mode="count", is_identity=is_identity)
+            else:
+                for position, engine_hash in enumerate(hashes, 1):
+                    placer.remove(parts, holder, position, engine_hash, mode="count")
+            commit = Commit(seq, 1.0, 1.0, "0" * 16)
+            await self.store.index.apply(self.grant, parts.parts, Moves(self.memory), commit)
 
 
 async def owner(store: Store, instance_id: str, kind: EngineKind = EngineKind.VLLM, ranks: int = 1) -> Owner:

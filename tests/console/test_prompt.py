@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from tests.console.conftest import Run, blocks, words
 from tests.patience import patient
-from tests.store.factories import Stream, registration, stored, stream_of
+from tests.store.factories import Stream, registration, removed, stored, stream_of
 from tests.tokenization import small
 from waymark.console.cells import Cell, scaled
 from waymark.domain.hashing import namespace
@@ -29,9 +29,9 @@ async def streams(store: Store, redis: Redis) -> list[Stream]:
     made = [await stream_of(store, redis, registration(f"pod-{i}")) for i in (1, 2, 3)]
     chain = blocks(PROMPT)
     gpu, cpu = await made[0].begin("0 GPU", "0 CPU")
-    await made[0].apply(stored(gpu, chain[:6]), stored(cpu, chain[4:8]))
+    await made[0].apply(stored(gpu, chain[:6]), stored(cpu, chain[:8]), removed(cpu, chain[:4]))
     (own,) = await made[1].begin("0 GPU")
-    await made[1].apply(stored(own, chain[:3]), stored(own, chain[5:], first=4))
+    await made[1].apply(stored(own, chain), removed(own, chain[3:5]))
     return made
 
 
@@ -167,7 +167,7 @@ async def of_pod(
     (gpu,) = await stream.begin("0 GPU")
     chain = blocks(PROMPT, block_size=block_size, seed=seed)
     await stream.apply(stored(gpu, [block ^ ns for block in chain], ns=ns, hashes=range(1, len(chain) + 1)))
-    await store.records.write(stream.grant, {"status": "active"}, {})
+    await store.records.write(stream.grant, {"status": "active"}, {"blocks.GPU": len(chain)})
 
 
 def why(text: str) -> list[str]:
@@ -305,7 +305,7 @@ async def test_the_commands_of_a_prompt_show_what_was_drawn(streams: list[Stream
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT), "--keys")
     gets = [line for line in text.splitlines() if " GET " in line]
     answers = [ran(line) for line in gets]
-    values = await streams[0].values(blocks(PROMPT))
+    values = await streams[0].values(blocks(PROMPT)[::32])
     assert answers == [b"" if value is None else value for value in values]
     (table,) = [ran(line) for line in text.splitlines() if line not in gets]
     assert b'"instance_id":"pod-2"' in table

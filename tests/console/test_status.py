@@ -34,6 +34,10 @@ ROOT = Path(__file__).parents[2]
 END_SECONDS = 20.0
 
 
+#: What a worker says that the holders have.
+HELD = {"blocks.GPU": 5, "blocks.CPU": 2}
+
+
 @pytest.fixture
 async def streams(store: Store, redis: Redis) -> list[Stream]:
     """Three publishers of two groups under worker-1, which lives: active, degraded with a loss, and lost."""
@@ -46,7 +50,7 @@ async def streams(store: Store, redis: Redis) -> list[Stream]:
     gpu, cpu = await made[0].begin("0 GPU", "0 CPU")
     await made[0].apply(stored(gpu, range(1, 6)), stored(cpu, [1, 2]), watermark=41)
     facts: list[tuple[str, str, dict[str, int]]] = [
-        ("active", "", {"gaps": 2, "replays.complete": 3, "replays.silent": 1, "restarts": 1}),
+        ("active", "", {"gaps": 2, "replays.complete": 3, "replays.silent": 1, "restarts": 1} | HELD),
         ("degraded", "batches_lost: batches were lost", {"batches_lost": 7}),
         ("lost", "", {}),
     ]

@@ -1,34 +1,51 @@
 """A stream in one process: a resolver, driven as ingest drives it, and blocks as Redis keeps them.
 
-The store's part is small and strict: it refuses what the scripts could not do (a run that names a block twice, a
+The store's part is small and strict: it refuses what the scripts could not do (a part that names a block twice, a
 key beyond 64 bits), skips what its marks say is counted, and knows only what was written to it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from tests.factories import SEED, batch, registration
 from waymark.domain.events import Batch, Event
+from waymark.domain.held import HeldBlocks
 from waymark.domain.names import U64_MASK, HolderName, Registration, Unit
+from waymark.domain.parts import Part
 from waymark.domain.resolver import Plan, Resolver
-from waymark.domain.runs import Run
+from waymark.domain.rows import Place
 from waymark.domain.slices import finish
+
+
+@dataclass
+class _Entry:
+    place: Place
+    namespace: int
+    depth: int
+    hashes: list[int]
+    copies: int = 1
+
+
+def _fill(memory: HeldBlocks, holder: int, entries: dict[int, _Entry]) -> None:
+    for key, entry in entries.items():
+        memory.store(holder, entry.place, entry.namespace, [key], [entry.depth], entry.hashes[:1])
+        if entry.copies > 1 or len(entry.hashes) > 1:
+            memory.restore(holder, key, entry.copies, entry.hashes[1:])
 
 
 class Index:
     def __init__(self, of: Registration | None = None, **options: Any) -> None:
         self.registration = of or registration()
-        self.options: dict[str, Any] = {"memory_entries": 1000, "waiting_blocks": 100} | options
+        self.options: dict[str, Any] = {"blocks_max": 100_000, "waiting_blocks": 100} | options
         self.copies: dict[int, Counter[int]] = {}
         """Per live holder, the copies of each block key."""
-        self.entries: dict[int, dict[int, tuple[int, int]]] = {}
-        """Per live holder, engine hash to (namespace, seq_hash)."""
-        self.runs: list[Run] = []
+        self.entries: dict[int, dict[int, _Entry]] = {}
+        """Per live holder, what is kept of each block, by key."""
+        self.parts: list[Part] = []
         """Of the last fold."""
-        self.asked: dict[int, list[int]] = {}
-        """Engine hashes that the last fold looked up."""
         self.plan = Plan()
         self.waiting_lost = 0
         self.resolver = self._resolver()
@@ -57,19 +74,14 @@ class Index:
             resolver.begin(list(plan.begun), ids)
             for holder in ids:
                 self.copies[holder], self.entries[holder] = Counter(), {}
-        self.asked = finish(resolver.lookups(plan, batches))
-        resolver.learn(
-            {
-                holder: {h: self.entries[holder][h] for h in hashes if h in self.entries[holder]}
-                for holder, hashes in self.asked.items()
-            }
-        )
-        self.runs = []
+        self.parts = []
         for i, each in enumerate(batches):
             self._seq += 1
-            self.runs += finish(resolver.resolve(plan, i, self._seq, each))
-        for run in self.runs:
-            self._apply(run)
+            self.parts += finish(resolver.resolve(plan, i, self._seq, each))
+        for part in self.parts:
+            self._apply(part)
+        for holder in resolver.holders.values():
+            assert resolver.memory.blocks_of(holder) == len(self.copies[holder])
 
     def end(self, unit: Unit) -> None:
         """End the holders of a unit, '*' for a new life."""
@@ -84,31 +96,38 @@ class Index:
         before = self.resolver
         self.resolver = self._resolver()
         self.resolver.resume(before.holders, *self._kept, before.event_ids)
+        for holder, entries in self.entries.items():
+            _fill(self.resolver.memory, holder, entries)
 
     def _resolver(self) -> Resolver:
         return Resolver(self.registration, 1, seed=SEED, **self.options)
 
     # ---- as the store does -------------------------------------------------------------------------
 
-    def _apply(self, run: Run) -> None:
-        holder, mode = run.holder, self.resolver.mode(run.holder)
+    def _apply(self, part: Part) -> None:
+        holder = part.holder
         copies, entries = self.copies[holder], self.entries[holder]
-        assert 0 < len(run.keys) == len(set(run.keys)) == len(run.hashes)
-        for i, (key, engine_hash) in enumerate(zip(run.keys, run.hashes, strict=True)):
+        assert 0 < len(part.keys) == len(set(part.keys)) == len(part.hashes) == len(part.depths)
+        for i, (key, engine_hash) in enumerate(zip(part.keys, part.hashes, strict=True)):
             assert 0 <= key <= U64_MASK
-            at = (run.seq, run.first + i)
+            at = (part.seq, part.first + 2 * i)
             if at <= self._marks.get(holder, (0, 0)):
                 continue
             self._marks[holder] = at
-            if run.kind == "+":
-                copies[key] = 1 if mode == "set" else copies[key] + 1
-                entries[engine_hash] = (run.namespace, key ^ run.namespace)
-                assert not run.is_identity or engine_hash == key ^ run.namespace
-            elif run.kind == "-" and mode == "count" and copies[key] > 1:
-                copies[key] -= 1
-            else:
+            if part.kind == "-":
                 del copies[key]
-                entries.pop(engine_hash, None)
+                del entries[key]
+                continue
+            assert part.is_known == (key in copies)
+            assert not part.is_identity or engine_hash == key ^ part.namespace
+            copies[key] = max(1, copies[key])
+            entry = entries.setdefault(key, _Entry(part.place, part.namespace, part.depths[i], []))
+            text = part.copies[i] if part.copies else b""
+            if text or not entry.hashes:
+                number, *further = (text or b"1").split()
+                copies[key] = int(number) or 1
+                entry.hashes = [engine_hash, *(int(each, 16) for each in further)]
+            entry.copies = copies[key]
 
     # ---- what is there -----------------------------------------------------------------------------
 
@@ -120,6 +139,11 @@ class Index:
             if other.is_of(unit):
                 found.update(self.copies[holder])
         return found
+
+    @property
+    def positions(self) -> list[tuple[str, int, list[int]]]:
+        """Of the last fold: kind, position of the first hash in its batch, hashes of each part."""
+        return [(part.kind, part.first // 2, part.hashes) for part in self.parts]
 
     @property
     def holders(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby, takewhile
 
 from waymark.domain.engines import Scope
 from waymark.domain.match import Walk
@@ -38,8 +39,14 @@ def value(*holders: int) -> bytes | None:
     return b" ".join(b"%d" % number for number in sorted(holders)) or None
 
 
+def runs(values: Sequence[bytes | None]) -> list[tuple[bytes, int]]:
+    """Runs of equal values, up to the first None."""
+    held = takewhile(lambda each: each is not None, values)
+    return [(each or b"", len(list(run))) for each, run in groupby(held)]
+
+
 def walk(of: HolderTable, values: Sequence[bytes | None], block_size: int = BLOCK_SIZE) -> Walk:
     """The walk over a prompt, fed at once."""
     walk = Walk(of.view(block_size))
-    walk.feed(values)
+    walk.feed(runs(values))
     return walk

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
+from tests.domain.prompts import BLOCK_SIZE, holder, publisher, runs, table, value, walk
 from waymark.domain.match import (
     ConductorRow,
     DynamoRank,
@@ -56,14 +56,14 @@ def two() -> HolderTable:
 
 def test_a_walk_ends_at_the_first_block_that_nobody_has(two: HolderTable) -> None:
     followed = Walk(two.view(BLOCK_SIZE))
-    assert not followed.feed([value(1), None, value(1)])
+    assert followed.feed(runs([value(1), None, value(1)])), "the walk does not know what comes behind the runs"
     assert followed.blocks == 1
     assert conductor_rows(followed)["a"].longest == 1
 
 
 def test_a_walk_ends_where_no_single_instance_goes_on(two: HolderTable) -> None:
     followed = Walk(two.view(BLOCK_SIZE))
-    assert not followed.feed([value(1), value(3), value(1)])
+    assert not followed.feed(runs([value(1), value(3), value(1)]))
     assert followed.blocks == 1
     rows = conductor_rows(followed)
     assert (rows["a"].longest, rows["b"].longest) == (1, 0)
@@ -239,12 +239,13 @@ def test_numbers_of_a_rank_never_fall(case: Case) -> None:
 def test_a_prompt_fed_in_pieces_is_the_prompt_fed_at_once(case: Case, sizes: list[int]) -> None:
     values, view = case.values, case.table.view(BLOCK_SIZE)
     whole, pieces = Walk(view), Walk(view)
-    goes_on = whole.feed(values)
+    goes_on = whole.feed(runs(values))
     at, still = 0, True
     for size in [*sizes, len(values)]:
-        still = still and pieces.feed(values[at : at + size])
+        piece = values[at : at + size]
+        still = still and pieces.feed(runs(piece)) and None not in piece
         at += size
-    assert still == goes_on
+    assert still == (goes_on and None not in values)
     assert pieces.blocks == whole.blocks
     assert conductor_rows(pieces) == conductor_rows(whole)
     assert dynamo_rows(pieces) == dynamo_rows(whole)

@@ -133,10 +133,10 @@ def test_what_was_counted_before_a_takeover_changes_nothing() -> None:
 def test_a_refusal_moves_the_rest_and_what_follows_it() -> None:
     to = placer()
     (part,) = store(to, CHAIN[:10])
-    (later,) = store(to, [900], parent=to.memory.find(GPU, CHAIN[9]))
+    (later,) = store(to, [900], parent=to.memory.find(GPU, CHAIN[9]), position=11)
     (removal,) = remove(to, *CHAIN[3:7])
     moves = Moves(to.memory)
-    (rest,) = moves.refused("branch", part, 5)
+    (rest,) = moves.refused(False, part, 5)
     assert (rest.place, rest.keys) == (Place(100, 105), CHAIN[5:10])
     assert [each.place for each in moves.follow(later)] == [Place(100, 105)]
     assert [(each.place.branch, each.keys) for each in moves.follow(removal)] == [(None, [103, 104]), (105, [105, 106])]
@@ -144,7 +144,7 @@ def test_a_refusal_moves_the_rest_and_what_follows_it() -> None:
     assert held is not None
     assert held.place == Place(100, 105)
     assert Place(100) in to.memory.full
-    (back,) = moves.refused("row", rest, 0)
+    (back,) = moves.refused(True, rest, 0)
     assert back.place == Place(100)
     assert Place(100) not in to.memory.full
 
@@ -153,7 +153,7 @@ def test_of_blocks_that_the_holder_has_one_moves_at_a_time() -> None:
     to = placer()
     store(to, CHAIN[:4])
     (part,) = store(to, CHAIN[:4])
-    moved, rest = Moves(to.memory).refused("branch", part, 1)
+    moved, rest = Moves(to.memory).refused(False, part, 1)
     assert (moved.keys, moved.place, rest.keys, rest.place) == ([101], Place(100, 101), CHAIN[2:4], Place(100))
 
 

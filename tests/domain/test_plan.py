@@ -10,7 +10,7 @@ from tests.domain.index import Index
 from tests.factories import batch, cleared, envelope, keys, registration, removed, stored
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import Holder, HolderName
-from waymark.domain.plan import EXTRA_KEYS, MEDIA_MAX, OWN_HASHES
+from waymark.domain.plan import EXTRA_KEYS, MEDIA_MAX
 from waymark.domain.resolver import Plan
 
 
@@ -115,7 +115,7 @@ def test_what_stands_before_the_last_clear_of_its_rank_is_not_written(index: Ind
     )
     assert index.has(*keys("EF"))
     assert index.has(*keys("D"), on="1 GPU")
-    assert {h for run in index.runs for h in run.hashes} == {4, 5, 6}
+    assert {h for part in index.parts for h in part.hashes} == {4, 5, 6}
     assert set(index.begun) == {"0 GPU", "1 GPU"}
 
 
@@ -128,7 +128,7 @@ def test_after_a_clear_the_old_blocks_are_nobodys_parent(index: Index) -> None:
 
 def test_an_event_before_a_clear_keeps_its_positions(index: Index) -> None:
     index.events(stored([1, 2], "AB"), cleared(), stored([3], "C"))
-    assert [(run.first, run.hashes) for run in index.runs] == [(4, [3])]
+    assert index.positions == [("+", 4, [3])]
 
 
 def test_facts_are_learned_from_what_a_clear_undoes_however_it_is_folded() -> None:
@@ -207,13 +207,6 @@ def test_an_engines_clear_ends_the_standard_streams_of_its_rank_too() -> None:
     index = Index(registration(EngineKind.MOONCAKE))
     index.events(stored(keys("A"), is_identity=True, envelope=envelope(1)), cleared(), stored([2], "B"))
     assert index.has(*keys("B"))
-
-
-def test_tokens_of_a_standard_publisher_are_news() -> None:
-    index = standard()
-    index.events(stored([1], "A", envelope=envelope(6)))
-    assert index.plan.facts_changed
-    assert index.resolver.flags == {OWN_HASHES}
 
 
 # ---- ranks and media -------------------------------------------------------------------------------

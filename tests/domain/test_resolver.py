@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.domain.index import Index
-from tests.factories import batch, keys, registration, removed, stored
+from tests.factories import keys, registration, removed, stored
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extra_digest, namespace
 from waymark.domain.names import Adapter
@@ -69,13 +69,7 @@ def test_a_placeholder_says_where_known_blocks_are(index: Index) -> None:
 def test_hashes_that_come_to_nothing_have_their_positions_too(index: Index) -> None:
     index.events(stored([1, 2, 3], "ABC"))
     index.events(removed(9), stored([1, 8, 2, 3], medium="CPU"), removed(3, 7, 1))
-    # Off the GPU a hash has two positions, one to leave another block and one to be stored.
-    assert [(run.kind, run.first, run.hashes) for run in index.runs] == [
-        ("+", 6, [1]),
-        ("+", 8, [2, 3]),
-        ("-", 10, [3]),
-        ("-", 12, [1]),
-    ]
+    assert index.positions == [("+", 2, [1]), ("+", 4, [2, 3]), ("-", 6, [3]), ("-", 8, [1])]
 
 
 def test_a_placeholder_may_name_what_has_just_left_the_gpu(index: Index) -> None:
@@ -183,7 +177,8 @@ def test_off_the_gpu_each_hash_keeps_the_namespace_it_is_known_in(index: Index) 
     index.events(stored([1], "A"), stored([2], "B", salts=("s",)))
     index.events(stored([1, 2], "AB", medium="CPU"))
     assert index.has(*keys("A"), *keys("B", ns=SALTED), on="0 CPU")
-    assert index.entries[index.holders["0 CPU"]] == {1: (0, keys("A")[0]), 2: (SALTED, keys("B")[0])}
+    entries = index.entries[index.holders["0 CPU"]].values()
+    assert [(entry.hashes, entry.namespace) for entry in entries] == [([1], 0), ([2], SALTED)]
 
 
 # ---- extra keys ------------------------------------------------------------------------------------
@@ -340,20 +335,18 @@ def test_another_blocks_hash_is_left_after_a_takeover_too() -> None:
     assert index.has(*keys("AX"))
 
 
-# ---- what only Redis knows -------------------------------------------------------------------------
+# ---- a worker that takes over ----------------------------------------------------------------------
 
 
-def test_after_a_takeover_parents_removals_and_placeholders_are_looked_up(index: Index) -> None:
+def test_after_a_takeover_parents_removals_and_placeholders_are_known(index: Index) -> None:
     index.events(stored([1, 2, 3], "ABC", salts=("s",)))
     index.take_over()
     index.events(stored([4], "D", parent=3), stored([2], medium="CPU"), removed(1))
-    assert sorted(index.asked) == [1]
-    assert set(index.asked[1]) == {1, 2, 3}
     assert index.has(*keys("ABCD", ns=SALTED)[1:])
     assert index.has(keys("ABC", ns=SALTED)[1], on="0 CPU")
 
 
-def test_a_removal_is_looked_up_on_its_medium_though_another_one_knows_the_hash(index: Index) -> None:
+def test_a_removal_concerns_its_medium_though_another_one_knows_the_hash(index: Index) -> None:
     index.events(stored([1], "A"), stored([1], medium="CPU"))
     index.take_over()
     index.events(stored([1], "A"))
@@ -362,27 +355,9 @@ def test_a_removal_is_looked_up_on_its_medium_though_another_one_knows_the_hash(
     assert index.resolver.unresolved == 0
 
 
-def test_a_plain_prefill_asks_nothing(index: Index) -> None:
-    index.events(stored([1, 2], "AB"))
-    assert index.asked == {}
-    index.events(stored([3], "C", parent=2), removed(1), stored([2], medium="CPU"), removed(9))
-    assert index.asked == {}
-
-
-def test_what_the_memory_forgot_is_looked_up() -> None:
-    index = Index(memory_entries=4)
-    index.events(stored([1, 2, 3, 4], "ABCD"), stored([4], "D", parent=3))
-    index.events(stored([5, 6, 7], "XYZ"))
-    index.events(removed(1), stored([8], "E", parent=2))
-    assert set(index.asked[1]) == {1, 2}
-    assert index.has(*keys("ABCD")[1:], *keys("XYZ"), keys("ABE")[2])
-    assert index.resolver.unresolved == 0
-
-
-def test_what_a_fold_was_not_looked_up_for_is_not_forgotten_in_its_midst() -> None:
-    index = Index(memory_entries=4)
-    index.events(stored([1, 2, 3, 4], "ABCD"))
-    index.fold(batch(stored([5, 6, 7], "XYZ")), batch(removed(1), stored([8], "E", parent=2)))
-    assert index.asked == {}
-    assert index.has(*keys("ABCD")[1:], *keys("XYZ"), keys("ABE")[2])
-    assert index.resolver.unresolved == 0
+def test_blocks_beyond_the_ceiling_are_counted_and_not_indexed() -> None:
+    index = Index(blocks_max=4)
+    index.events(stored([1, 2, 3], "ABC"))
+    index.events(stored([4, 5], "XY"), stored([6], "Z"), removed(1))
+    assert index.has(*keys("ABC")[1:], *keys("Z"))
+    assert index.ignored == {"too_many_blocks": 1}

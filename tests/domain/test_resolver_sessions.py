@@ -165,8 +165,8 @@ def test_the_index_holds_what_the_caches_hold_however_batches_are_folded(data: s
 
 @settings(deadline=None, max_examples=120)
 @given(st.data(), st.sampled_from([EngineKind.VLLM, EngineKind.SGLANG]))
-def test_a_small_memory_and_takeovers_lose_nothing(data: st.DataObject, kind: EngineKind) -> None:
-    index, engine = Index(registration(kind), memory_entries=2), Engine(data.draw, keeps_parents=True)
+def test_takeovers_lose_nothing(data: st.DataObject, kind: EngineKind) -> None:
+    index, engine = Index(registration(kind)), Engine(data.draw, keeps_parents=True)
     for _ in range(data.draw(st.integers(1, 8))):
         if data.draw(st.integers(0, 3)) == 0:
             index.take_over()

@@ -11,7 +11,6 @@ from tests.factories import envelope, keys, registration, removed, stored
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Removed, Stored
 from waymark.domain.hashing import namespace
-from waymark.domain.resolver import OWN_HASHES
 
 
 @pytest.fixture
@@ -31,8 +30,7 @@ def gone(event_id: int, *hashes: int, **fields: Any) -> Removed:
 def test_hashes_without_tokens_are_the_blocks_themselves(index: Index) -> None:
     index.events(identity(1, *keys("AB")))
     assert index.has(*keys("AB"))
-    assert index.asked == {}
-    assert index.runs[0].is_identity
+    assert index.parts[0].is_identity
     index.events(gone(2, keys("AB")[0]))
     assert index.has(keys("AB")[1])
 
@@ -72,7 +70,6 @@ def test_own_hashes_are_removed_by_what_they_stand_for(index: Index, take_over: 
     index.events(stored([1, 2], "AB", envelope=envelope(1)))
     if take_over:
         index.take_over()
-    assert index.resolver.flags == {OWN_HASHES}
     index.events(gone(2, 1))
     assert index.has(keys("AB")[1])
 
@@ -86,7 +83,7 @@ def test_beside_own_hashes_a_seq_hash_can_still_be_removed(index: Index) -> None
 def test_a_removal_of_own_hashes_has_the_positions_of_its_hashes(index: Index) -> None:
     index.events(stored([1, 2], "AB", envelope=envelope(1)))
     index.events(gone(2, 7, 2), gone(3, 1))
-    assert [(run.first, run.is_identity) for run in index.runs] == [(1, True), (2, False)]
+    assert index.positions == [("-", 2, [2, 1])]
     assert index.has()
 
 

@@ -16,9 +16,8 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, settle, starting
 from tests.model import Space
-from tests.store.factories import begins
+from tests.store.factories import Change, apply_changes, begins
 from waymark.domain.hashing import extend, token_bytes
-from waymark.domain.runs import Commit, Run
 from waymark.simulator import Prompt
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
@@ -278,8 +277,7 @@ async def test_a_block_with_eight_hundred_holders_has_eight_hundred_right_rows(
             ids = await store.records.new_life(grant, unit="", is_restart=False, begin=begin, above=grant.above)
             assert ids is not None
             held = hashes[: dp_rank + 1]
-            runs = [Run("+", ids[0], 1, 1, held, held)]
-            verdict = await store.index.apply(grant, runs, {ids[0]: "set"}, Commit(1, None, None, "0" * 16))
+            verdict = await apply_changes(store, grant, Change("+", ids[0], 1, 1, held, held), mode="set")
             assert verdict is Verdict.APPLIED
 
     store = Store.open(cluster.redis_url, timeout_seconds=10)

@@ -191,7 +191,7 @@ class Direct:
         state = await self._store.records.read(grant)
         assert state is not None
         resolver = Resolver(
-            claim.registration, claim.publisher, seed=DEFAULT_SEED, memory_entries=self._memory, waiting_blocks=100
+            claim.registration, claim.publisher, seed=DEFAULT_SEED, blocks_max=1_000_000, waiting_blocks=100
         )
         main_group = int(state.main_groups) if state.main_groups else None
         resolver.resume(state.holders, state.flags, main_group, state.event_ids)
@@ -286,7 +286,7 @@ class Sockets:
 
     def _start_worker(self) -> None:
         stream = StreamOptions(fold_batches=3, lease_seconds=1.0)
-        options = WorkerOptions(f"worker-{next(self._clock)}", stream, apply=ApplyOptions(hash_cache_entries=8))
+        options = WorkerOptions(f"worker-{next(self._clock)}", stream, apply=ApplyOptions())
         self._worker = asyncio.create_task(Worker(self._store, Metrics(), options).run())
 
     def _publish(self, name: PublisherName, events: list[WireEvent], rank: int) -> None:

@@ -46,9 +46,7 @@ def hostile() -> list[bytes]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
 async def test_the_memory_of_a_worker_stays_within_its_bound(redis_url: str, start: Start, engines: Engines) -> None:
-    worker = await start(
-        "ingest", redis_url, stream_buffer_bytes=BUFFER, hash_cache_entries=ENTRIES, frame_bytes_max=FRAME
-    )
+    worker = await start("ingest", redis_url, stream_buffer_bytes=BUFFER, frame_bytes_max=FRAME)
     replica = await start("query", redis_url)
     engine = await engines.open(replica, "hostile", fields={"block_size": 10})
 

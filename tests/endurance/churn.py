@@ -39,7 +39,7 @@ SETTLE_SECONDS = 60.0
 #: A last third above the middle one by more than this is growth; less is what an allocator does.
 GROWTH = 0.03
 GROWTH_BYTES = 2 * 2**20
-SETTINGS = {"lease_seconds": 2, "hash_cache_entries": 2_000}
+SETTINGS = {"lease_seconds": 2}
 #: What is never deleted, whatever is unregistered.
 LASTING = {b"wm:groups", b"wm:birth", b"wm:workers", b"wm:discovery", b"wm:unregistered:{wm:publishers}"}
 

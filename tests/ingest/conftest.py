@@ -23,12 +23,12 @@ from redis.asyncio import Redis
 
 from tests.conftest import _wait_for_server, wait_until
 from tests.patience import patient
+from tests.store.factories import blocks_of
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName, PublisherName, Registration
-from waymark.domain.table import holder_ids
 from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
@@ -357,13 +357,9 @@ class Bench:
         fields = await self._client.hgetall(keys.record(state.group_id, state.id))
         return {name.decode(): value.decode() for name, value in fields.items()}
 
-    async def blocks(self) -> dict[int, bytes]:
-        """Every block of the group, by key."""
-        pattern = b"wm:{1*}:" + b"[0-9a-f]" * 16  # of every shard
-        found = [cast("bytes", key) async for key in self.redis.scan_iter(match=pattern, count=1000)]
-        names = [key for key in found if key.startswith((b"wm:{1}", b"wm:{1."))]
-        values = cast("list[bytes | None]", await self.redis.mget(names) if names else [])
-        return {int(key[-16:], 16): value for key, value in zip(names, values, strict=True) if value}
+    async def blocks(self) -> dict[int, set[int]]:
+        """The holder ids of every block of the group, by key."""
+        return await blocks_of(self.redis)
 
     async def held(self, name: PublisherName) -> Held:
         """What the index says of a publisher, block by block, by its live holders."""
@@ -374,8 +370,8 @@ class Bench:
         publisher = claims[0].publisher
         of = {h.id: (h.dp_rank, h.medium) for h in table.holders.values() if h.publisher == publisher}
         held: Held = {}
-        for key, value in (await self.blocks()).items():
-            for holder in holder_ids(value):
+        for key, ids in (await self.blocks()).items():
+            for holder in ids:
                 if holder in of:
                     held.setdefault(of[holder], set()).add(key)
         return held
@@ -398,7 +394,7 @@ class Bench:
         """Ids in blocks that are neither of a live holder nor still to be swept."""
         table = decode_table(await self._client.hgetall(keys.holders(1)), self.store.parser, keys.holders(1))
         assert table is not None
-        ids = {int(word) for value in (await self.blocks()).values() for word in value.split()}
+        ids: set[int] = set().union(*(await self.blocks()).values())
         return ids - set(table.holders) - {int(word) for word in await self.redis.smembers(keys.dead(1))}
 
     async def is_swept(self) -> None:

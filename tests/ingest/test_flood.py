@@ -24,7 +24,7 @@ class Watched:
         run = RedisClient.run
 
         async def watched(client: RedisClient, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Any:
-            if name != "apply_batch":
+            if name != "apply_rows":
                 return await run(client, name, keys, args)
             self._under_way += 1
             self.most = max(self.most, self._under_way)

@@ -54,7 +54,7 @@ def family(name: str) -> str:
 class Stalling(Mortal):
     """A client whose next call of ``script`` that ``passes`` lets through is sent and never answered."""
 
-    script = "apply_batch"
+    script = "apply_rows"
     calls = 0
     stalls_at: int | None = None
     is_stalled = False
@@ -68,7 +68,7 @@ class Stalling(Mortal):
         return await super().run(name, keys, args)
 
 
-def stall(hand: Hand, monkeypatch: pytest.MonkeyPatch, *, after: int, script: str = "apply_batch") -> Stalling:
+def stall(hand: Hand, monkeypatch: pytest.MonkeyPatch, *, after: int, script: str = "apply_rows") -> Stalling:
     """From now on the worker's call number ``after`` of the script gets stuck on its way to Redis."""
     client = hand.client
     client.__class__ = Stalling
@@ -221,7 +221,7 @@ async def test_whoever_sees_a_watermark_sees_that_something_before_it_is_missing
 
     async def noting(self: Mortal, name: str, keys: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         reply = await run(self, name, keys, args)
-        if name == "apply_batch":
+        if name == "apply_rows":
             record = await bench.record(pod.name)
             if "watermark" in record:
                 seen.setdefault(int(record["watermark"]), record["status"])

@@ -41,7 +41,7 @@ async def test_a_publisher_without_a_socket_is_looked_after_too(bench: Bench) ->
     (claim,) = await bench.store.directory.claims()
     grant = await bench.store.leases.take(claim, "", 5.0)
     assert grant is not None
-    options = ApplyOptions(hash_cache_entries=10, waiting_blocks=10, medium_ttl={"DISK": 1})
+    options = ApplyOptions(waiting_blocks=10, medium_ttl={"DISK": 1})
     applier, _ = await resumed(grant, bench.store, Metrics(), options)
     stored = Stored(
         (1,), None, b"", 0, "DISK", is_identity=True, envelope=Envelope(1, "pod-1", "default", None, None, None)

@@ -213,83 +213,6 @@ LENGTHS += [257, 319, 320, 321, 1023, 1024, 1025, 1088, 1089, 2048, 2049]
 CONTENT = bytes(i * i % 251 for i in range(3000))
 
 
-# ---- Redis -----------------------------------------------------------------------------------------
-
-
-def pack_keys(before: bytes, prefix: bytes, keys: bytes) -> object:
-    names = [prefix + keys[at : at + 8].hex().encode() for at in range(0, len(keys) - 7, 8)]
-    return before + b"".join(b"$%d\r\n%b\r\n" % (len(name), name) for name in names)
-
-
-def scan(reply: bytes, count: int, with_version: bool) -> object:
-    at = 0
-    values: list[bytes | None] = []
-    with_version = bool(with_version)
-    if count > 0:
-        head = b"*%d\r\n" % count
-        if not reply.startswith(head):
-            return None
-        at = len(head)
-    # Every bulk string takes five bytes at least: no reply holds more of them than this.
-    for _ in range(min(max(count, 0) + with_version, len(reply) + 1)):
-        length = re.compile(rb"\$(-1|0|[1-9][0-9]{0,9})\r\n").match(reply, at)
-        if length is None:
-            return None
-        at = length.end()
-        if length[1] == b"-1":
-            values.append(None)
-            continue
-        value = reply[at : at + int(length[1])]
-        at += int(length[1]) + 2
-        if reply[at - 2 : at] != b"\r\n":
-            return None
-        values.append(value)
-    version = values.pop() if with_version else None
-    found = runs(values)
-    return version, found, sum(length for _, length in found), at
-
-
-def runs(values: list[Any]) -> list[tuple[bytes, int]]:
-    found: list[tuple[bytes, int]] = []
-    for value, equal in groupby(values):
-        if value is None:
-            break
-        if not isinstance(value, bytes):
-            raise TypeError
-        found.append((value, len(list(equal))))
-    return found
-
-
-def _reply(*values: bytes | None) -> bytes:
-    return b"".join(b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value) for value in values)
-
-
-REPLIES: list[Arguments] = [
-    (b"*2\r\n" + _reply(b"17", b"17", b"v"), 2, True),
-    (b"*4\r\n" + _reply(b"17", b"17", None, b"18"), 4, False),
-    (b"*1\r\n" + _reply(b""), 1, False),
-    (_reply(b"version"), 0, True),
-    (_reply(None), 0, True),
-    (b"", 0, False),
-    (b"*40\r\n" + _reply(*[b"17 18"] * 21, *[b"17"] * 16, *[None] * 3, b"v"), 40, True),
-    (b"*3\r\n" + _reply(b"x" * 300, b"x" * 300, b"$-1\r\n", None), 3, True),
-    (b"*1\r\n$-1\r", 1, False),
-    (b"*1\r\n$-1", 1, False),
-    (b"*1\r\n$1\r\n", 1, False),
-    (b"*1\r\n$01\r\n1\r\n", 1, False),
-    (b"*01\r\n$1\r\n1\r\n", 1, False),
-    (b"*1\r\n$10\r\n0123456789\r\n", 1, False),
-    (b"*1\r\n$9999999999\r\n1\r\n", 1, False),
-]
-VALUES: list[Arguments] = [
-    ([],),
-    ([b"1", b"12"[:1], b"2", None, b"3"],),
-    ([b"x" * 99] * 5 + [bytes(bytearray(b"x" * 99))],),
-    ([b"1", 5],),
-    ([None],),
-]
-
-
 # ---- events ----------------------------------------------------------------------------------------
 
 
@@ -437,31 +360,6 @@ TARGETS: dict[str, Target] = {
     "chain": Target(
         chain, [(CONTENT[: 8 * count + count % 8], 7, None) for count in range(9)], [], {1: [*EDGES], 2: [None, *EDGES]}
     ),
-    "pack_keys": Target(
-        pack_keys,
-        [(b"*3\r\n$4\r\nMGET\r\n", b"wm:{7}:", CONTENT[:24]), (b"", b"", b""), (b"x", b"p" * 300, CONTENT[:17])],
-        [b"\r\n", b"wm:{4294967295.255}:"],
-    ),
-    "scan": Target(
-        scan,
-        REPLIES,
-        [
-            b"$",
-            b"-1",
-            b"\r\n",
-            b"$-1\r\n",
-            b"$0\r\n\r\n",
-            b"*1\r\n",
-            b"*2\r\n",
-            b"0",
-            b"9",
-            b"-ERR no\r\n",
-            b":1\r\n",
-            b"_\r\n",
-        ],
-        {1: [*COUNTS], 2: [0, 1]},
-    ),
-    "runs": Target(runs, VALUES),
     "read_batch": Target(
         batches.read_batch,
         [(each, 99, Stored, Removed, Cleared(), medium_of, zero) for each in batches.BATCHES for zero in (0, 1)],

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 
 from waymark.domain.engines import EngineKind
+from waymark.domain.held import HeldBlocks, Spot
+from waymark.domain.keys import pack
+from waymark.domain.moves import Moves
 from waymark.domain.names import GroupName, Holder, HolderName, Registration
-from waymark.domain.runs import Commit, Mode, Run
+from waymark.domain.parts import Commit, Mode, Part
+from waymark.domain.placing import Placer
+from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.address import parse
@@ -20,15 +27,19 @@ from waymark.store.credentials import Credentials
 from waymark.store.directory import GroupEntry
 from waymark.store.index import Index
 from waymark.store.leases import Grant
+from waymark.store.places import holders_of
 from waymark.store.read_connection import ReplyReader
 from waymark.store.read_pool import Dialer, ReadPool
 from waymark.store.records import Begin
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 from waymark.store.store import Store
+from waymark.store.stream_fields import BLOCKS
+from waymark.store.takeover import parse_row
 
 T = TypeVar("T")
 
 GROUP = GroupName("default", "m")
+_ROW = re.compile(rb"wm:\{[0-9.]+\}:[0-9a-f]{16}(:[bs])?")
 
 _POD = Registration(
     kind=EngineKind.VLLM,
@@ -68,12 +79,86 @@ def stored(
     ns: int = 0,
     hashes: Sequence[int] | None = None,
     is_identity: bool = False,
-) -> Run:
-    return Run("+", holder, seq, first, list(blocks), list(hashes or blocks), ns, is_identity)
+    is_deep: bool = False,
+    after: int | None = None,
+) -> Change:
+    """Block keys of a chain: it goes on from the block before the first, where the holder has that, else from the
+    root; ``after`` names that block. Without ``hashes`` each block is its own engine hash."""
+    parent = blocks[0] - 1 if after is None else after
+    return Change("+", holder, seq, first, list(blocks), list(hashes or blocks), ns, is_identity, is_deep, parent)
 
 
-def removed(holder: int, blocks: Sequence[int], *, seq: int = 2, first: int = 1, is_whole: bool = False) -> Run:
-    return Run("!" if is_whole else "-", holder, seq, first, list(blocks), list(blocks))
+def apart(holder: int, blocks: Sequence[int], *, seq: int = 1, first: int = 1) -> list[Change]:
+    """Blocks that begin a chain each, so that they are on several shards."""
+    return [stored(holder, [block], seq=seq, first=at, after=0) for at, block in enumerate(blocks, first)]
+
+
+def removed(holder: int, blocks: Sequence[int], *, seq: int = 2, first: int = 1) -> Change:
+    """``blocks``: engine hashes."""
+    return Change("-", holder, seq, first, list(blocks), list(blocks))
+
+
+@dataclass
+class Change:
+    """Consecutive blocks of one batch that a holder gets or loses."""
+
+    kind: str
+    holder: int
+    seq: int
+    first: int
+    """Position of the first block in its batch, from 1."""
+    keys: list[int]
+    hashes: list[int]
+    namespace: int = 0
+    is_identity: bool = False
+    is_deep: bool = False
+    parent: int = -1
+    path: Sequence[int] = ()
+    """The keys of the whole chain, where ``keys`` are some of it."""
+
+
+class Resolved:
+    """Turns changes into parts, and remembers what a worker does."""
+
+    def _above(self, change: Change) -> Spot | None:
+        return None if change.parent < 0 else self.memory.held_block(change.holder, change.parent)
+
+    def __init__(self, shards: int, memory: HeldBlocks | None = None) -> None:
+        self.memory = memory or HeldBlocks()
+        self.placer = Placer(self.memory, shards)
+
+    def parts(self, *changes: Change, mode: Mode = "count") -> list[Part]:
+        parts: list[Part] = []
+        for change in changes:
+            self.memory.begin(change.holder, 0)
+            batch = self.placer.begin_batch(change.seq)
+            if change.path:
+                for position, (key, engine_hash) in enumerate(
+                    zip(change.keys, change.hashes, strict=True), change.first
+                ):
+                    depth = change.path.index(key)
+                    place = Place(change.path[depth - depth % PIECE_BLOCKS])
+                    spot = Spot(place, change.namespace, depth % PIECE_BLOCKS, key)
+                    self.placer.block(batch, change.holder, position, engine_hash, spot, mode=mode)
+            elif change.kind == "+":
+                above = self._above(change)
+                self.placer.chain(
+                    batch,
+                    change.holder,
+                    change.first,
+                    change.namespace,
+                    above,
+                    change.keys,
+                    change.hashes,
+                    mode=mode,
+                    is_identity=change.is_identity,
+                    is_deep=change.is_deep,
+                )
+            else:
+                for position, engine_hash in enumerate(change.hashes, change.first):
+                    self.placer.remove(batch, change.holder, position, engine_hash, mode=mode)
+            parts += batch.parts
+        return parts
 
 
 class Recorder(Scripts):
@@ -143,6 +228,8 @@ class Stream:
     store: Store
     redis: Redis
     grant: Grant
+    resolved: Resolved | None = field(default=None, repr=False)
+    """None: what the worker remembers is read from Redis first."""
 
     @property
     def entry(self) -> GroupEntry:
@@ -165,17 +252,23 @@ class Stream:
 
     async def apply(
         self,
-        *runs: Run,
+        *changes: Change,
         watermark: int | None = None,
         mode: Mode = "count",
         event_ids: Mapping[int, int] | None = None,
     ) -> Verdict:
-        """Apply runs; the watermark goes to the last one's seq unless told otherwise."""
+        """Apply changes; the watermark goes to the last one's seq unless told otherwise."""
         if watermark is None:
-            watermark = runs[-1].seq
+            watermark = changes[-1].seq
         commit = Commit(watermark, float(watermark), float(watermark), f"{watermark:016x}")
-        modes: dict[int, Mode] = dict.fromkeys((run.holder for run in runs), mode)
-        return await self.store.index.apply(self.grant, runs, modes, commit, event_ids)
+        resolved = await self.remembered()
+        parts = resolved.parts(*changes, mode=mode)
+        return await self.store.index.apply(self.grant, parts, Moves(resolved.memory), commit, event_ids)
+
+    async def remembered(self) -> Resolved:
+        if self.resolved is None:
+            self.resolved = await resolved_of(self.store, self.grant)
+        return self.resolved
 
     def recorded(self) -> list[tuple[str, Outcome]]:
         """From now on, what the scripts of ``apply`` answer."""
@@ -197,20 +290,73 @@ class Stream:
         shard = block % self.grant.shards
         return keys.block_prefix(self.grant.group_id, shard) + b"%016x" % block
 
+    async def who_has(self, chain: Sequence[int]) -> list[set[int]]:
+        """The holders of each block of a chain that begins at the root."""
+        pieces = [pack(chain[at : at + PIECE_BLOCKS]) for at in range(0, len(chain), PIECE_BLOCKS)]
+        client = RedisClient(self.redis, "redis://test")
+        found = await holders_of(client, self.entry, pieces, has_singles=True)
+        return [holders for piece in found for holders in piece]
+
+    async def row(self, head: int) -> bytes | None:
+        return cast("bytes | None", await self.redis.get(self.key(head)))
+
     async def values(self, blocks: Sequence[int]) -> list[bytes | None]:
         return cast("list[bytes | None]", await self.redis.mget([self.key(block) for block in blocks]))
 
     async def engine(self, holder: int, shard: int = 0) -> dict[bytes, bytes]:
-        """A holder's engine hash, without its mark and the number of its copy counts, which is checked here."""
+        """A holder's engine hash, without its mark."""
         entries = await hgetall(self.redis, keys.engine(self.grant.group_id, shard, holder))
         entries.pop(b"applied", None)
-        copied = int(entries.pop(b"*", 0))
-        assert copied == sum(name.startswith(b"*") for name in entries)
         return entries
 
     async def mark(self, holder: int, shard: int = 0) -> bytes | None:
         entries = await hgetall(self.redis, keys.engine(self.grant.group_id, shard, holder))
         return entries.get(b"applied")
+
+
+async def resolved_of(store: Store, grant: Grant) -> Resolved:
+    """What a worker that takes over reads from Redis."""
+    state = await store.records.read(grant)
+    holders = {} if state is None else {holder: name.dp_rank for name, holder in state.holders.items()}
+    memory = HeldBlocks()
+    counted = await store.takeover.fill(grant, holders, memory)
+    resolved = Resolved(grant.shards, memory)
+    resolved.placer.skip(counted)
+    return resolved
+
+
+async def apply_changes(
+    store: Store, grant: Grant, *changes: Change, commit: Commit | None = None, mode: Mode = "count"
+) -> Verdict:
+    """Apply changes as a worker does that has just taken over; the watermark goes to the last one's seq."""
+    if commit is None and changes:
+        seq = changes[-1].seq
+        commit = Commit(seq, float(seq), float(seq), f"{seq:016x}")
+    resolved = await resolved_of(store, grant)
+    parts = resolved.parts(*changes, mode=mode)
+    verdict = await store.index.apply(grant, parts, Moves(resolved.memory), commit)
+    state = await store.records.read(grant)
+    held = Counter[str]()
+    for name, holder in ({} if state is None else state.holders).items():
+        resolved.memory.begin(holder, name.dp_rank)
+        held[BLOCKS + name.medium] += resolved.memory.blocks_of(holder)
+    await store.records.write(grant, {}, held)
+    return verdict
+
+
+async def blocks_of(redis: Redis, group_id: int = 1) -> dict[int, set[int]]:
+    """By key, the holder ids of every block of a group, on all shards."""
+    names = cast("list[bytes]", [name async for name in redis.scan_iter(match=f"wm:{{{group_id}*}}:*", count=1000)])
+    names = [name for name in names if _ROW.fullmatch(name)]
+    held: dict[int, set[int]] = {}
+    for value in cast("list[bytes | None]", await redis.mget(names) if names else []):
+        row = parse_row(value) if value else None
+        for slot, key in enumerate(row.keys if row else ()):
+            assert row is not None
+            ids = {holder for holder, bitmap in row.holders.items() if bitmap >> slot & 1}
+            if ids:
+                held.setdefault(key, set()).update(ids)
+    return held
 
 
 def begins(claim: Claim, *names: str) -> list[Begin]:

@@ -6,12 +6,22 @@ import asyncio
 from collections.abc import Sequence
 
 from tests.conftest import wait_until
-from tests.store.factories import GROUP, begins, claim_of, registration, removed, stored
+from tests.store.factories import (
+    GROUP,
+    Change,
+    apply_changes,
+    begins,
+    claim_of,
+    registration,
+    removed,
+    resolved_of,
+    stored,
+)
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import HolderName, PublisherName
-from waymark.domain.prefixes import Change, PrefixChange, prefix_key
-from waymark.domain.runs import Commit, Mode, Run
+from waymark.domain.prefixes import Change as Heat
+from waymark.domain.prefixes import PrefixChange, prefix_key
 from waymark.store.directory import GroupEntry
 from waymark.store.leases import Grant
 from waymark.store.scripts import Verdict
@@ -49,12 +59,9 @@ async def begun(store: Store, grant: Grant, *names: str) -> list[int]:
     return ids
 
 
-async def applied(store: Store, grant: Grant, *runs: Run) -> Verdict:
-    """Apply runs; the watermark goes to the last one's seq."""
-    seq = runs[-1].seq
-    modes: dict[int, Mode] = dict.fromkeys((run.holder for run in runs), "count")
-    commit = Commit(seq, float(seq), float(seq), f"{seq:016x}")
-    return await store.index.apply(grant, runs, modes, commit)
+async def applied(store: Store, grant: Grant, *changes: Change) -> Verdict:
+    """Apply changes; the watermark goes to the last one's seq."""
+    return await apply_changes(store, grant, *changes)
 
 
 async def swept(store: Store, entry: GroupEntry) -> None:
@@ -82,16 +89,14 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert await applied(store, one, removed(gpu, BLOCKS[500:], seq=2)) is Verdict.APPLIED
     assert await applied(store, one, removed(gpu, BLOCKS[500:], seq=2)) is Verdict.STALE
     assert await asked(store) == {"pod-1": 500, "pod-2": 100}
-    found = await store.index.entries(one, {gpu: [1, 2, 599]})
-    assert found == {gpu: {1: (0, 1), 2: (0, 2)}}
-    states = await store.records.publisher_states(await store.directory.claims())
-    assert [state.blocks for state in states] == [{"GPU": 500, "CPU": 10}, {"GPU": 100}]
+    memory = (await resolved_of(store, one)).memory
+    assert [memory.held(gpu, block) is not None for block in (1, 2, 599)] == [True, True, False]
 
     hot, warm = gpu, cpu
-    for change in Change:
+    for change in Heat:
         some = [PrefixChange(prefix_key(name), change) for name in ("a", "b")]
         assert await store.prefixes.apply(one, hot, warm, [some[0], *some], ttl_seconds=60) is not None
-    assert await store.prefixes.apply(one, hot, warm, [PrefixChange(prefix_key("a"), Change.HOT, 7)], ttl_seconds=60)
+    assert await store.prefixes.apply(one, hot, warm, [PrefixChange(prefix_key("a"), Heat.HOT, 7)], ttl_seconds=60)
     assert await store.prefixes.read(1, prefix_key("a"), until=asyncio.get_running_loop().time() + 60) == {hot: 7}
     assert len(await store.prefixes.oldest(one, hot, warm, 100)) == 1
 

@@ -20,7 +20,9 @@ PLACEHOLDERS = {
     "16 hex": r"[0-9a-f]{16}",
     "32 hex": r"[0-9a-f]{32}",
     "holder": r"[1-9]\d*",
-    "holders": r"[1-9]\d*( [1-9]\d*)*",
+    "row": r"([0-9a-f]{16}[0-9a-v])+\+?( [1-9]\d*:[1-9a-f][0-9a-f]{0,15})*",
+    "hashes": r"([0-9a-f]{16}:)?(.{8}){0,64}",
+    "copies": r"[1-9]\d*( [0-9a-f]{16})*",
     "publisher": r"[1-9]\d*",
     "number": r"\d+",
     "nonce": r"[0-9a-f]{16}",
@@ -97,7 +99,8 @@ def facts(held: Held) -> Iterator[tuple[str, str, bool, str, str]]:
             case _:
                 parts = [(member, b"%d" % score) for member, score in value]
         for field, part in parts:
-            yield key.decode(), kind, runs_out, field.decode(), part.decode(errors="replace")
+            # Entries have bytes that are no text.
+            yield key.decode(), kind, runs_out, field.decode("latin-1"), part.decode("latin-1")
 
 
 def _quoted(cell: str) -> str:

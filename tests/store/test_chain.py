@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.domain.test_row_runs import runs
-from waymark.domain.keys import KEY_BYTES, pack
+from waymark.domain.keys import KEY_BYTES, pack, unpack
 from waymark.domain.row_runs import Runs
 from waymark.domain.rows import PIECE_BLOCKS, Row, format_row, slots_of
-from waymark.store.chain import Chain, KeySource, Name
+from waymark.store.chain import Asked, Chain, KeySource, Name
 from waymark.store.directory import GroupEntry
-from waymark.store.hot_rows import HotRows
+from waymark.store.hot import HotRows
 
 Values = dict[bytes, bytes]
 Held = Mapping[int, Iterable[int]]
@@ -52,6 +52,11 @@ def source_of(blocks: list[int]) -> KeySource:
     return source
 
 
+def names_of(asked: Asked, shards: int = 1) -> list[Name]:
+    """All that was asked for."""
+    return [(head % shards, name(head)) for head in unpack(asked.heads)] + asked.beside
+
+
 class Followed:
     """A chain that was followed to its end, and what was asked for on the way."""
 
@@ -69,21 +74,23 @@ class Followed:
         self.runs: Runs = []
         self.requests: list[list[bytes]] = []
         self.names: list[Name] = []
+        entry = entry or GroupEntry(1, 1)
+        self.shards = entry.shards
         self.chain = Chain(source_of(blocks), HotRows(0, 0) if hot is None else hot)
-        self.chain.begin(entry or GroupEntry(1, 1))
+        self.chain.begin(entry)
         self.chain.has_singles = has_singles
         sizes = iter(chunks)
         size = 4
         is_over = False
         while not is_over:
             size = next(sizes, size)
-            asked = self.chain.ask(size, now)
+            asked = names_of(self.chain.ask(size, now), self.shards)
             self.names += asked
             if asked:
                 self.requests.append([each for _, each in asked])
                 self.chain.take([values.get(each) for _, each in asked])
-                self.chain.keep_hot(now)
             more, is_over = self.chain.settle()
+            self.chain.keep_hot(now)
             self.runs += more
 
     @property
@@ -136,7 +143,7 @@ def test_a_marked_row_costs_a_request_only_in_the_last_chunk() -> None:
         assert len(followed.requests) == requests
     # Together with the next chunk: the branch rows that may begin with the 28 blocks.
     followed = Followed(prompt, branching(50), [4, 64])
-    assert followed.requests[1] == [*(name(block, ":b") for block in TAIL[:28]), name(TAIL[28])]
+    assert followed.requests[1] == [name(TAIL[28]), *(name(block, ":b") for block in TAIL[:28])]
 
 
 def test_a_row_in_the_cache_names_the_branch_rows_in_the_first_request() -> None:
@@ -146,7 +153,7 @@ def test_a_row_in_the_cache_names_the_branch_rows_in_the_first_request() -> None
     followed = Followed(SHARED + TAIL[:50], values, [16], hot=hot)
     assert followed.holders == [b"1 2"] * 100 + [b"1"] * 50
     (names,) = followed.requests
-    assert names[3:-1] == [name(SHARED[96]), *(name(block, ":b") for block in TAIL[:28])], "the row is asked again"
+    assert names[3:] == [name(SHARED[96]), name(TAIL[28]), *(name(block, ":b") for block in TAIL[:28])], "asked again"
     # What the row says now decides: another block is not in it any more, and it has been unmarked.
     values[name(SHARED[96])] = value(SHARED[96:], 0, {1: SHARED[96:], 2: SHARED[96:99]})
     assert Followed(SHARED + TAIL[:50], values, [16], hot=hot).holders[:100] == [b"1 2"] * 99 + [b"1"]
@@ -182,12 +189,12 @@ def test_what_comes_before_an_open_block_is_certain() -> None:
     chain = Chain(source_of(SHARED + TAIL[:50]), HotRows(0, 0))
     chain.begin(GroupEntry(1, 1))
     values = branching(50)
-    asked = chain.ask(16, 0.0)
+    asked = names_of(chain.ask(16, 0.0))
     chain.take([values.get(each) for _, each in asked])
     certain, is_over = chain.settle()
     assert (per_block(certain), is_over) == ([b"1 2"] * 100, False)
     chain.begin(GroupEntry(1, 1))
-    assert chain.ask(16, 0.0) == asked, "the keys are kept"
+    assert names_of(chain.ask(16, 0.0)) == asked, "the keys are kept"
 
 
 def test_a_value_that_cannot_be_read_ends_the_chain_and_is_named() -> None:
@@ -234,10 +241,10 @@ def test_singles_that_are_known_late_are_asked_for_then() -> None:
     values = {name(block, ":s"): value([block], 0, {9: [block]}) for block in CHAIN[:60]}
     chain = Chain(source_of(CHAIN[:100]), HotRows(0, 0))
     chain.begin(GroupEntry(1, 1))
-    chain.take([None] * len(chain.ask(4, 0.0)))
+    chain.take([None] * len(names_of(chain.ask(4, 0.0))))
     chain.has_singles = True  # as the table says that came with the rows
     assert chain.settle() == ([], False)
-    asked = chain.ask(4, 0.0)
+    asked = names_of(chain.ask(4, 0.0))
     assert len(asked) == 100
     chain.take([values.get(each) for _, each in asked])
     certain, is_over = chain.settle()

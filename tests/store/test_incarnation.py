@@ -1,6 +1,8 @@
-"""Nothing that a process remembers of a Redis outlives it: hot blocks, tables, ids."""
+"""Nothing that a process remembers of a Redis outlives it: hot rows, tables, ids."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -12,7 +14,8 @@ from waymark.domain.names import GroupName
 from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient
-from waymark.store.hot import HotBlocks
+from waymark.store.fetch import Fetched
+from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.store import Store
 
@@ -86,25 +89,25 @@ async def asked(store: Store, tenant_id: str) -> dict[str, int]:
 
 
 @pytest.fixture
-def hot() -> HotBlocks:
-    return HotBlocks(60.0, 1 << 20, Metrics())
+def hot() -> HotRows:
+    return HotRows(60.0, 1 << 20, Metrics())
 
 
 @pytest.fixture
-def replica(client: RedisClient, hot: HotBlocks) -> Store:
+def replica(client: RedisClient, hot: HotRows) -> Store:
     """Another process, that only asks."""
     return Store(RedisClient(client._redis, "redis://test"), hot=hot)
 
 
 @pytest.mark.parametrize("tenant_id", ["a", "b"], ids=["same tenant", "another tenant"])
 @pytest.mark.parametrize("blocks", [100, 600], ids=["fewer blocks", "more blocks"])
-async def test_hot_blocks_end_with_the_redis_they_were_read_from(
-    store: Store, redis: Redis, replica: Store, hot: HotBlocks, tenant_id: str, blocks: int
+async def test_hot_rows_end_with_the_redis_they_were_read_from(
+    store: Store, redis: Redis, replica: Store, hot: HotRows, tenant_id: str, blocks: int
 ) -> None:
     """The group of the new Redis has the same number, and its first holders have the same ids, as in an old release."""
     await crowded(store, redis, "a", 300)
     assert await asked(replica, "a") == {"pod-a": 300}
-    assert len(hot) == 300
+    assert len(hot) == 10
     await redis.flushall()
     stream = await crowded(store, redis, tenant_id, blocks)
     assert stream.grant.group_id == 1
@@ -128,21 +131,19 @@ async def test_an_answer_of_the_redis_before_is_not_kept(
 ) -> None:
     """It was asked before the change, and comes after it."""
     await crowded(store, redis, "a", 300)
-    hot = HotBlocks(60.0, 1 << 20)
+    hot = HotRows(60.0, 1 << 20)
     late = Store(client, hot=hot)
     assert await asked(late, "a") == {"pod-a": 300}
     hot.clear()
-    find = hot.find
+    fetch = late.reader._fetcher.fetch
 
-    def changed(group_id: int, wanted: bytes, now: float) -> dict[int, bytes]:
+    async def changed(*args: Any, **kwargs: Any) -> Fetched:
+        fetched = await fetch(*args, **kwargs)
         late.incarnation.forget()
-        return find(group_id, wanted, now)
+        return fetched
 
-    monkeypatch.setattr(hot, "find", changed)
-    entry = await store.directory.group(GroupName("a", "m"))
-    assert entry is not None
-    fetched, _ = await late.reader._fetcher.fetch(entry, pack(CHAIN[:10]), with_version=False, until=float("inf"))
-    assert fetched.found == 10
+    monkeypatch.setattr(late.reader._fetcher, "fetch", changed)
+    assert await asked(late, "a") == {}
     assert len(hot) == 0
 
 
@@ -159,7 +160,7 @@ async def test_a_group_without_a_table_does_not_make_the_others_forgotten(
 
 @pytest.mark.parametrize("junk", [b"junk", b"[1,2]", None], ids=["no JSON", "no texts", "gone"])
 async def test_a_table_that_cannot_be_read_does_not_make_the_others_forgotten(
-    store: Store, redis: Redis, replica: Store, hot: HotBlocks, junk: bytes | None
+    store: Store, redis: Redis, replica: Store, hot: HotRows, junk: bytes | None
 ) -> None:
     """Query after query, of a group that was read before: other tenants' tables and hot blocks stay."""
     await crowded(store, redis, "a", 300)

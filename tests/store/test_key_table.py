@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from tests.conftest import wait_until
 from tests.store.factories import Stream, registration, removed, snapshot, stored, stream_of
+from tests.store.flow import swept
 from tests.store.key_table import README, KeyTable, Row, facts
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace
@@ -32,6 +33,8 @@ from waymark.store.store import Store
 WORKER = b'{"endpoint":"http://10.0.0.1:8000"}'
 NS = namespace("adapter", ["salt"])
 BLOCKS = list(range(0xA0, 0xB0))
+HEAD, DEEP, ALONE = 0x1000, 0x5000, 0x6000
+TAILS = list(range(0x2000, 0x2000 + 66, 1))
 
 
 class Watched(RedisClient):
@@ -96,7 +99,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     of = grant.claim.registration
     other = await stream_of(store, redis, registration(f"{of.instance_id}-neighbour", model_name=of.model_name))
     (shared,) = await other.begin("0 GPU")
-    await other.apply(stored(shared, BLOCKS[:4]))
+    await other.apply(stored(shared, BLOCKS[:4]), stored(shared, [DEEP], first=9, is_deep=True))
 
     gpu, disk = await stream.begin("0 GPU", "0 DISK 0123456789abcdef")
     await stream.apply(stored(gpu, BLOCKS), stored(disk, BLOCKS[:4], is_identity=True), event_ids={disk: 9})
@@ -108,6 +111,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await select(store, redis)
     await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), 600_000)
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))
+    await branch(store, stream, gpu, other, shared)
     told: Facts = {"flags": "extra", "main_groups": "0", "last_error": "no replay", "last_event_id": "41"}
     await store.records.write(grant, {**told, "status": "degraded"}, {"gaps": 1})
     await store.records.write(grant, {"flags": "", "main_groups": "", "last_error": "", "last_event_id": ""}, {})
@@ -138,6 +142,22 @@ async def publish_and_unregister(stream: Stream) -> None:
     while (holder := await store.sweeper.pick(stream.entry)) is not None:
         async for _ in store.sweeper.steps(stream.entry, holder):
             pass
+    await other.end()
+    await swept(store, other.entry)
+
+
+async def branch(store: Store, stream: Stream, gpu: int, other: Stream, shared: int) -> None:
+    """More blocks than a row has slots, and blocks of unknown depth."""
+    tails = [stored(gpu, [tail], seq=8, first=2 + i, after=HEAD) for i, tail in enumerate(TAILS)]
+    await stream.apply(stored(gpu, [HEAD], seq=8), *tails)
+    await stream.apply(removed(gpu, TAILS[63:], seq=9))
+    again = [stored(gpu, [tail], seq=10, first=1 + i, after=HEAD) for i, tail in enumerate(TAILS[63:])]
+    await stream.apply(*again)
+    await other.apply(stored(shared, [HEAD, TAILS[63]], seq=8))
+    await store.records.keep_singles(stream.grant)
+    await stream.apply(stored(gpu, [DEEP, DEEP + 1], seq=11, is_deep=True))
+    await stream.apply(removed(gpu, [DEEP + 1], seq=12), stored(gpu, [ALONE], seq=13))
+    await stream.apply(removed(gpu, [ALONE], seq=14))
 
 
 async def decide(store: Store, redis: Redis, grant: Grant) -> None:
@@ -190,13 +210,13 @@ def test_what_the_table_does_not_have_is_named(key_table: KeyTable) -> None:
         b"wm:{1}:surprise": ("string", False, b"1"),
         b"wm:{1}:holders": ("hash", False, {b"surprise": b"1"}),
         b"wm:{1}:lease:1": ("string", False, b"1.0123456789abcdef"),
-        b"wm:{1}:00000000000000aa": ("string", False, b"1  2"),
+        b"wm:{1}:00000000000000aa": ("string", False, b"00000000000000aa 1:1"),
     }
     assert key_table.strangers(held) == [
         "wm:{1}:surprise string False  1",
         "wm:{1}:holders hash False surprise 1",
         "wm:{1}:lease:1 string False  1.0123456789abcdef",
-        "wm:{1}:00000000000000aa string False  1  2",
+        "wm:{1}:00000000000000aa string False  00000000000000aa 1:1",
     ]
 
 

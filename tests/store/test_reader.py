@@ -8,20 +8,30 @@ import pytest
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
-from tests.store.factories import GROUP, Meeting, Stream, begins, hgetall, registration, snapshot, stored, stream_of
+from tests.store.factories import (
+    GROUP,
+    Meeting,
+    Stream,
+    begins,
+    hgetall,
+    registration,
+    removed,
+    snapshot,
+    stored,
+    stream_of,
+)
+from tests.store.test_chain import value
 from waymark.domain.hashing import namespace
 from waymark.domain.keys import pack
 from waymark.domain.match import ConductorRow, conductor_rows
 from waymark.domain.names import GroupName
 from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient
-from waymark.store.hot import HotBlocks
 from waymark.store.reader import Reader, Reading
 from waymark.store.store import Store
 
-CHAIN = list(range(1, 2001))
+CHAIN = list(range(1, 3001))
 SHARDS = pytest.mark.parametrize("shards", [1, 3])
 
 
@@ -59,7 +69,7 @@ def longest(reading: Reading) -> dict[str, int]:
 async def held(stream: Stream) -> Stream:
     """pod-1 has the whole chain on its device, and its first ten blocks on the host."""
     gpu, cpu = await stream.begin("0 GPU", "0 CPU")
-    await stream.apply(stored(gpu, CHAIN), stored(cpu, CHAIN[:10], first=2001))
+    await stream.apply(stored(gpu, CHAIN), stored(cpu, CHAIN[:10], first=3001))
     return stream
 
 
@@ -68,52 +78,34 @@ async def test_a_chain_is_walked_in_a_small_chunk_then_in_large_ones(store: Stor
     source = Source(CHAIN)
     reading = await read(store.reader, source)
     # A walk that goes on beyond the first chunk mostly goes on for long: a third size in between costs a round trip.
-    assert source.asked == [32, 512, 512, 512, 512]
-    assert longest(reading) == {"pod-1": 2000}
-    assert rows(reading)["pod-1"].media == {"GPU": 2000, "CPU": 10}
-    assert (reading.blocks, reading.is_partial) == (2000, False)
-    assert reading.round_trips == 5 + 1, "the table, once"
-    assert (await read(store.reader, CHAIN)).round_trips == 5
+    assert source.asked == [128, 2048, 2048]
+    assert longest(reading) == {"pod-1": 3000}
+    assert rows(reading)["pod-1"].media == {"GPU": 3000, "CPU": 10}
+    assert (reading.blocks, reading.is_partial) == (3000, False)
+    assert reading.round_trips == 3 + 1, "the table, once"
+    assert (await read(store.reader, CHAIN)).round_trips == 3
 
 
 @SHARDS
 async def test_a_walk_ends_at_the_first_block_that_nobody_has(client: RedisClient, held: Stream, shards: int) -> None:
-    for hole in (0, 1, 31, 32, 33, 543, 544):
-        prompt = [*CHAIN[:hole], 9999, *CHAIN[hole:]]
+    for hole in (0, 1, 31, 32, 127, 128, 129, 2175, 2176):
+        prompt = [*CHAIN[:hole], 9999, *CHAIN[hole + 1 :]]
         reader, source = Store(client).reader, Source(prompt)
         await read(reader, [])
         reading = await read(reader, source)
         assert longest(reading) == {"pod-1": hole}
-        assert reading.round_trips == len(source.asked) == {0: 1, 1: 1, 31: 1, 32: 2, 33: 2, 543: 2, 544: 3}[hole]
+        assert reading.round_trips == len(source.asked) == (1 if hole < 128 else 2 if hole < 2176 else 3)
 
 
 async def test_a_walk_ends_where_no_instance_goes_on(store: Store, redis: Redis, held: Stream) -> None:
     """Blocks beyond are held, but by one that does not have the beginning."""
     other = await stream_of(store, redis, registration("pod-2"))
     (gpu,) = await other.begin("0 GPU")
-    await other.apply(stored(gpu, [*CHAIN[:40], *range(5000, 5200)]))
+    await other.apply(stored(gpu, [*CHAIN[:64], *range(5000, 5200)]), removed(gpu, CHAIN[40:64]))
     source = Source([*CHAIN[:64], *range(5000, 6000)])
     reading = await read(store.reader, source)
     assert longest(reading) == {"pod-1": 64, "pod-2": 40}
-    assert source.asked == [32, 512]
-
-
-async def test_the_first_chunk_is_as_large_as_what_prompts_lately_had(store: Store, held: Stream) -> None:
-    """One system prompt for all is the usual case; then a small first chunk is a round trip for nothing."""
-    sizes = []
-    for prompt in [CHAIN[:500]] * 16 + [range(5000, 5500)] * 20:
-        source = Source(prompt)
-        await read(store.reader, source)
-        sizes.append(source.asked[0])
-    assert sizes == [32] * 2 + [128] * 9 + [512] * 7 + [128] * 10 + [32] * 8
-
-
-async def test_short_prompts_say_nothing_about_the_first_chunk_of_others(store: Store, held: Stream) -> None:
-    for _ in range(20):
-        await read(store.reader, CHAIN[:20])
-    source = Source(CHAIN[:500])
-    await read(store.reader, source)
-    assert source.asked[0] == 32
+    assert source.asked == [128]
 
 
 @SHARDS
@@ -146,13 +138,13 @@ async def test_a_namespace_finds_its_own_blocks_only(store: Store, stream: Strea
 
 async def test_every_change_of_the_table_is_seen_by_the_next_query(store: Store, held: Stream, redis: Redis) -> None:
     reader = store.reader
-    assert longest(await read(reader, CHAIN)) == {"pod-1": 2000}
+    assert longest(await read(reader, CHAIN)) == {"pod-1": 3000}
     await store.registry.register(registration("pod-2"))
-    assert longest(await read(reader, CHAIN)) == {"pod-1": 2000, "pod-2": 0}
+    assert longest(await read(reader, CHAIN)) == {"pod-1": 3000, "pod-2": 0}
     await store.records.set_lost(held.grant, is_lost=True)
     assert longest(await read(reader, CHAIN)) == {"pod-1": 0, "pod-2": 0}
     await store.records.set_lost(held.grant, is_lost=False)
-    assert longest(await read(reader, CHAIN)) == {"pod-1": 2000, "pod-2": 0}
+    assert longest(await read(reader, CHAIN)) == {"pod-1": 3000, "pod-2": 0}
     await held.end("0 GPU")
     assert longest(await read(reader, CHAIN)) == {"pod-1": 10, "pod-2": 0}
     await store.registry.unregister([registration().name])
@@ -172,19 +164,19 @@ async def test_a_holder_that_began_during_the_query_is_counted(store: Store, cli
     reader = Store(Meeting(client, "ask", begin_and_store, call=3)).reader
     await read(reader, [])  # the table is known, without the new one
     reading = await read(reader, CHAIN)
-    assert longest(reading) == {"pod-1": 2000, "pod-2": 0}, "no holder of pod-2 was in the first chunk's table"
+    assert longest(reading) == {"pod-1": 3000, "pod-2": 0}, "no holder of pod-2 was in the first chunk's table"
 
 
 async def test_a_block_of_an_unknown_holder_makes_the_table_be_read_again_once(store: Store, held: Stream) -> None:
     reader = store.reader
     await read(reader, [])
     assert (await read(reader, CHAIN[:20])).round_trips == 1
-    await held.redis.set(held.key(CHAIN[5]).decode(), "1 77")
-    await held.redis.set(held.key(CHAIN[700]).decode(), "1 77")
+    for head in (CHAIN[0], CHAIN[704]):
+        await held.redis.append(held.key(head).decode(), " 77:20")
     reading = await read(reader, CHAIN[:20])
     assert (longest(reading), reading.round_trips) == ({"pod-1": 20}, 2)
     reading = await read(reader, CHAIN)
-    assert (longest(reading), reading.round_trips) == ({"pod-1": 2000}, 5 + 1)
+    assert (longest(reading), reading.round_trips) == ({"pod-1": 3000}, 3 + 1)
 
 
 async def test_a_table_that_is_behind_its_blocks_catches_up_within_the_query(
@@ -198,7 +190,7 @@ async def test_a_table_that_is_behind_its_blocks_catches_up_within_the_query(
     await held.apply(stored(more, CHAIN[:50], seq=2))
     await held.redis.hset(keys.holders(1), "version", version.decode())
     reading = await read(reader, CHAIN)
-    assert rows(reading)["pod-1"].ranks == {0: 2000, 1: 50}
+    assert rows(reading)["pod-1"].ranks == {0: 3000, 1: 50}
 
 
 async def test_another_redis_never_gives_another_tenants_row(redis: Redis, client: RedisClient) -> None:
@@ -216,7 +208,7 @@ async def test_another_redis_never_gives_another_tenants_row(redis: Redis, clien
 
 
 async def test_a_group_that_is_gone_with_its_redis_is_unknown(store: Store, redis: Redis, held: Stream) -> None:
-    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 2000}
+    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 3000}
     await redis.flushall()
     assert await store.reader.read(GROUP, 16, Source(CHAIN), deadline_seconds=30.0) is None
     await store.registry.register(registration("pod-9", model_name="another"))
@@ -226,17 +218,18 @@ async def test_a_group_that_is_gone_with_its_redis_is_unknown(store: Store, redi
 async def test_800_holders_of_one_prompt(store: Store, redis: Redis) -> None:
     """Ten instances of 80 ranks each; every rank has one block fewer than the one before it."""
     streams = [await stream_of(store, redis, registration(f"pod-{i}")) for i in range(10)]
-    values: list[list[bytes]] = [[] for _ in CHAIN[:800]]
+    held: dict[int, list[int]] = {}
     for i, stream in enumerate(streams):
         names = [f"{rank} GPU" for rank in range(80)]
         ids = await store.records.new_life(
             stream.grant, unit="", is_restart=False, begin=begins(stream.grant.claim, *names), above=0
         )
         assert ids is not None
-        for rank, holder in enumerate(ids):
-            for block in range(800 - 80 * i - rank):
-                values[block].append(b"%d" % holder)
-    await redis.mset({streams[0].key(b): b" ".join(ids) for b, ids in zip(CHAIN, values, strict=False) if ids})
+        held |= {holder: CHAIN[: 800 - 80 * i - rank] for rank, holder in enumerate(ids)}
+    for start in range(0, 800, 32):
+        piece = CHAIN[start : start + 32]
+        owners = {holder: [block for block in piece if block <= len(of)] for holder, of in held.items()}
+        await redis.set(streams[0].key(piece[0]).decode(), value(piece, 0, owners))
     reading = await read(store.reader, CHAIN)
     assert longest(reading) == {f"pod-{i}": 800 - 80 * i for i in range(10)}
     assert rows(reading)["pod-3"].ranks == {rank: 560 - rank for rank in range(80)}
@@ -265,8 +258,8 @@ async def test_what_was_walked_by_the_deadline_is_answered(
     reading = await store.reader.read(GROUP, 16, source, deadline_seconds=0.1)
     assert reading is not None
     assert reading.is_partial
-    assert longest(reading) == {"pod-1": 32 + 512}
-    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 2000}, "and afterwards all is as before"
+    assert longest(reading) == {"pod-1": 128 + 2048}
+    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 3000}, "and afterwards all is as before"
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
@@ -282,47 +275,4 @@ async def test_without_any_answer_by_the_deadline_redis_is_away(
     ):
         with pytest.raises(StoreUnavailable, match=r"within 0\.05 s"):
             await asking
-    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 2000}
-
-
-# ---- values kept for a moment ----------------------------------------------------------------------
-
-
-async def test_long_values_are_not_asked_for_again_and_ended_holders_vanish_at_once(
-    client: RedisClient, redis: Redis, held: Stream
-) -> None:
-    crowd = b"1 " + b" ".join(b"%d" % holder for holder in range(1001, 1101))
-    await redis.mset({held.key(block): crowd for block in CHAIN[:500]})
-    metrics = Metrics()
-    hot = HotBlocks(60.0, 1 << 20, metrics)
-    reader = Store(client, hot=hot).reader
-    assert longest(await read(reader, CHAIN[:600])) == {"pod-1": 600}
-    assert len(hot) == 500
-    await redis.mset({held.key(block): b"1" for block in CHAIN[:500]})
-    assert longest(await read(reader, CHAIN[:600])) == {"pod-1": 600}
-    assert metrics.registry.get_sample_value("waymark_hot_block_hits_total") == 500
-    await held.end("0 GPU")
-    assert longest(await read(reader, CHAIN[:600])) == {"pod-1": 0}
-
-
-def test_what_is_kept_is_bounded_in_time_and_in_bytes() -> None:
-    hot = HotBlocks(10.0, 20_000)
-    value, other = b"1" * 1000, b"2" * 1000
-    hot.keep(1, pack([1, 2, 3]), [(value, 1), (b"short", 1)], now=0.0)
-    assert hot.find(1, pack([1, 2, 3]), now=9.9) == {0: value}
-    assert hot.find(2, pack([1]), now=9.9) == {}
-    assert hot.find(1, pack([1]), now=10.0) == {}
-    assert (len(hot), hot.bytes) == (0, 0)
-    hot.keep(1, pack(range(100)), [(value, 1), (other, 1)] * 50, now=20.0)
-    assert 0 < hot.bytes <= 20_000
-    kept = hot.find(1, pack(range(100)), now=21.0)
-    assert max(kept) == 99
-    assert len(kept) == len(hot) > 50, "equal values are kept once"
-    hot.clear()
-    assert (hot.find(1, pack(range(100)), now=21.0), hot.bytes) == ({}, 0)
-
-
-def test_nothing_is_kept_where_it_is_off() -> None:
-    for hot in (HotBlocks(0.0, 1000), HotBlocks(1.0, 0)):
-        hot.keep(1, pack([1]), [(b"1" * 300, 1)], now=0.0)
-        assert len(hot) == 0
+    assert longest(await read(store.reader, CHAIN)) == {"pod-1": 3000}

@@ -24,7 +24,7 @@ from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
 from waymark.store.client import RedisClient
-from waymark.store.hot import HotBlocks
+from waymark.store.hot import HotRows
 from waymark.store.reader import Reader
 from waymark.store.store import Store
 
@@ -123,7 +123,7 @@ async def pair_behind(path: Path, socket: Path) -> AsyncIterator[Pair]:
     switch = Switch(path)
     server = await asyncio.start_unix_server(switch.serve, str(socket))
     redis = [Redis(unix_socket_path=str(path), db=number, protocol=2) for number in range(2)]
-    reading = Store(RedisClient.open(f"unix://{socket}"), hot=HotBlocks(60.0, 1 << 20))
+    reading = Store(RedisClient.open(f"unix://{socket}"), hot=HotRows(60.0, 1 << 20))
     try:
         yield Pair(redis, [Store(RedisClient(each, "redis://test")) for each in redis], switch, reading.reader)
     finally:

@@ -8,8 +8,10 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
+from waymark.domain.held import HeldBlocks
+from waymark.domain.moves import Moves
 from waymark.domain.names import HolderName
-from waymark.domain.runs import Commit
+from waymark.domain.parts import Commit
 from waymark.store.records import Facts, StreamState
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
@@ -57,7 +59,7 @@ async def test_holders_of_every_form_of_name_are_read(stream: Stream) -> None:
 @pytest.mark.parametrize("ts", [None, 0.0, 1767225600.123456])
 async def test_the_clock_of_a_publisher_comes_back_as_it_was(stream: Stream, ts: float | None) -> None:
     commit = Commit(5, ts, ts, "d" * 16)
-    assert await stream.store.index.apply(stream.grant, [], {}, commit) is Verdict.APPLIED
+    assert await stream.store.index.apply(stream.grant, [], Moves(HeldBlocks()), commit) is Verdict.APPLIED
     state = await state_of(stream)
     assert (state.watermark, state.ts, state.newest_ts, state.digest) == (5, ts, ts, "d" * 16)
 
@@ -88,8 +90,10 @@ async def test_workers_tells_status_watermark_lag_and_blocks_by_medium(
     # Marks are spread over the shards; each engine hash has one.
     await stream.apply(stored(gpu, range(1, 31)), stored(cpu, range(1, 7), first=31))
     an_hour_ago = time.time() - 3600
-    assert await stream.store.index.apply(stream.grant, [], {}, Commit(8, an_hour_ago, an_hour_ago, "d" * 16))
-    await store.records.write(stream.grant, {"status": "degraded", "last_error": "no replay"}, {"gaps": 1})
+    commit = Commit(8, an_hour_ago, an_hour_ago, "d" * 16)
+    assert await stream.store.index.apply(stream.grant, [], Moves(HeldBlocks()), commit)
+    counters = {"gaps": 1, "blocks.GPU": 30, "blocks.CPU": 6}
+    await store.records.write(stream.grant, {"status": "degraded", "last_error": "no replay"}, counters)
     await store.registry.register(registration("pod-2"))
 
     first, second = await store.records.publisher_states(await store.directory.claims())

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.store.factories import begins, registration, stored
+from tests.store.factories import apply_changes, begins, blocks_of, registration, stored
 from waymark.domain.names import PublisherName, Registration
-from waymark.domain.runs import Commit
-from waymark.domain.table import HolderTable, holder_ids
+from waymark.domain.table import HolderTable
 from waymark.errors import Conflict, StoreUnavailable
 from waymark.ingest.keeper import RegistrationKeeper
 from waymark.metrics import Metrics
@@ -145,8 +144,8 @@ class World:
         ids = await store.records.new_life(grant, unit="", is_restart=False, begin=begin, above=grant.above)
         if ids is not None:
             seq = (state.watermark or 0) + 1
-            run = stored(ids[0], sorted(self.chance.sample(BLOCKS, 5)), seq=seq)
-            await store.index.apply(grant, [run], {ids[0]: "set"}, Commit(seq, None, None, "0" * 16))
+            change = stored(ids[0], sorted(self.chance.sample(BLOCKS, 5)), seq=seq)
+            await apply_changes(store, grant, change, mode="set")
         if self.chance.random() < 0.8:
             await store.leases.drop(grant)
 
@@ -189,8 +188,7 @@ class World:
             assert of_record == {holder.id for holder in live.values() if holder.publisher == claim.publisher}
         dead = {int(member) for member in await redis.smembers(keys.dead(group_id))}
         assert not dead & live.keys()
-        for block in BLOCKS:
-            ids = set(holder_ids(await redis.get(keys.block_prefix(group_id, 0) + b"%016x" % block) or b""))
+        for block, ids in (await blocks_of(redis, group_id)).items():
             assert ids <= dead | live.keys(), f"block {block} names {ids - dead - live.keys()}"
 
 

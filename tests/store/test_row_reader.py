@@ -16,10 +16,10 @@ from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.directory import Directory
-from waymark.store.hot_rows import HotRows
+from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordParser
-from waymark.store.row_reader import Reader
+from waymark.store.reader import Reader
 from waymark.store.store import Store
 
 SHARDS = pytest.mark.parametrize("shards", [1, 3])

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Dying, Stream, claim_of, registration, snapshot, stored, stream_of
 from waymark.errors import StoreUnavailable
-from waymark.store import keys
+from waymark.store import keys, sweep
 from waymark.store.client import RedisClient
 from waymark.store.store import Store
-from waymark.store.sweep import STEP_BLOCKS
 
 BLOCKS = list(range(1, 901))
 SALTED = [block ^ 0xFF0000 for block in range(1, 101)]
+MANY = [block << 20 for block in range(1, 601)]
+"""Each begins a chain of its own."""
 SHARDS = pytest.mark.parametrize("shards", [1, 3])
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "STEP_ROWS", 4)
 
 
 @pytest.fixture
 async def neighbour(store: Store, redis: Redis, stream: Stream) -> Stream:
-    """pod-1 has died, with 1,000 blocks; pod-2 has 100 of them, and one of its own."""
+    """pod-1 has died, with 1,000 blocks; pod-2 has 100 of them, and nothing else."""
     (gpu,) = await stream.begin("0 GPU")
     await stream.apply(stored(gpu, BLOCKS), stored(gpu, SALTED, seq=2, ns=0xFF0000), stored(gpu, BLOCKS[:10], seq=3))
     neighbour = await stream_of(store, redis, registration("pod-2"))
     (other,) = await neighbour.begin("0 GPU")
-    await neighbour.apply(stored(other, [*BLOCKS[:100], 5000]))
+    await neighbour.apply(stored(other, BLOCKS[:100]))
     await stream.end()
     return neighbour
 
@@ -36,8 +44,9 @@ async def swept(store: Store, stream: Stream) -> list[int]:
 
 
 async def check_swept(redis: Redis, stream: Stream) -> None:
-    assert await stream.values(BLOCKS) == [b"2"] * 100 + [None] * 800
-    assert await stream.values([*SALTED, 5000]) == [None] * 100 + [b"2"]
+    assert await stream.who_has(BLOCKS) == [{2}] * 100 + [set()] * 800
+    assert await stream.who_has(SALTED) == [set()] * 100
+    assert len(await redis.keys("wm:{*}:????????????????")) == 4
     assert await redis.keys("*:engine:1") == []
     assert not await redis.exists(keys.dead(1))
 
@@ -49,8 +58,7 @@ async def test_a_dead_holder_leaves_every_block_and_takes_nobody_along(
     assert await store.sweeper.left(neighbour.entry) == 1
     steps = await swept(store, neighbour)
     assert sum(steps) == 1000
-    assert max(steps) <= STEP_BLOCKS
-    assert len(steps) >= 4
+    assert max(steps) <= 32 * 4
     await check_swept(redis, neighbour)
     assert await store.sweeper.left(neighbour.entry) == 0
     assert await store.sweeper.pick(neighbour.entry) is None
@@ -58,7 +66,7 @@ async def test_a_dead_holder_leaves_every_block_and_takes_nobody_along(
 
 @SHARDS
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("script", "call"), [("sweep_holder", 1), ("sweep_holder", 3), ("forget_dead", 1)])
+@pytest.mark.parametrize(("script", "call"), [("sweep_rows", 1), ("sweep_rows", 3), ("forget_dead", 1)])
 async def test_a_sweeper_that_died_is_followed_by_another(
     store: Store,
     client: RedisClient,
@@ -89,15 +97,16 @@ async def test_two_sweepers_of_one_holder_are_no_harm(store: Store, redis: Redis
 
 async def test_long_values_make_a_step_smaller(store: Store, redis: Redis, stream: Stream) -> None:
     (gpu,) = await stream.begin("0 GPU")
-    blocks = BLOCKS[:256]
+    blocks = BLOCKS[:512]
     await stream.apply(stored(gpu, blocks))
-    crowd = b" ".join(b"%d" % holder for holder in range(1001, 1801))
-    await redis.mset({stream.key(block): b"1 " + crowd for block in blocks})
+    crowd = b"".join(b" %d:ffffffff" % holder for holder in range(1001, 1801))
+    for head in blocks[::32]:
+        await redis.append(cast("str", stream.key(head)), crowd)
     await stream.end()
     steps = await swept(store, stream)
-    assert sum(steps) == 256
-    assert max(steps) == 16
-    assert await stream.values(blocks) == [crowd] * 256
+    assert sum(steps) == 512
+    assert max(steps) == 128
+    assert await stream.who_has(blocks) == [set(range(1001, 1801))] * 512
 
 
 async def test_an_empty_holder_is_swept(store: Store, redis: Redis, stream: Stream) -> None:
@@ -117,11 +126,14 @@ class OtherCursors(RedisClient):
         return (0, {}) if self.steps == 2 else await super().hscan(key, cursor, count)
 
 
-async def test_a_failover_in_the_middle_of_a_scan_leaves_no_block_behind(redis: Redis, neighbour: Stream) -> None:
+async def test_a_failover_in_the_middle_of_a_scan_leaves_no_block_behind(redis: Redis, stream: Stream) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(*(stored(gpu, [head], first=first) for first, head in enumerate(MANY, 1)))
+    await stream.end()
     client = OtherCursors(redis, "redis://test")
-    await swept(Store(client), neighbour)
+    await swept(Store(client), stream)
     assert client.steps > 2
-    await check_swept(redis, neighbour)
+    assert await redis.keys("wm:{*}:????????????????") == []
 
 
 @SHARDS
@@ -136,9 +148,9 @@ async def test_a_sweep_of_a_redis_that_came_back_empty_ends_and_takes_nothing(
         (dead,) = await old.begin("0 GPU")
         await old.apply(stored(dead, BLOCKS))
         await old.end()
-        sweep = store.sweeper.steps(old.entry, dead)
+        steps = store.sweeper.steps(old.entry, dead)
         for _ in range(step):
-            await anext(sweep)
+            await anext(steps)
         await redis.flushall()
         await store.registry.register(registration())
         new = await taken_over(store, redis)
@@ -146,7 +158,7 @@ async def test_a_sweep_of_a_redis_that_came_back_empty_ends_and_takes_nothing(
         assert gpu > dead
         await new.apply(stored(gpu, BLOCKS))
         before = await snapshot(redis)
-        assert [blocks async for blocks in sweep] == []
+        assert [blocks async for blocks in steps] == []
         assert await snapshot(redis) == before
 
 

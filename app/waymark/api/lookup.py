@@ -10,7 +10,8 @@ from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
 from waymark.metrics import Metrics
 from waymark.settings import Settings
-from waymark.store.reader import KeySource, Reader, Reading
+from waymark.store.chain import KeySource
+from waymark.store.reader import Reader, Reading
 
 #: How often a query starts again because its group has another block size by now.
 _ATTEMPTS = 3

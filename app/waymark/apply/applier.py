@@ -1,4 +1,4 @@
-"""Applies folds of decoded batches to Redis: plan, look up, resolve, apply, count.
+"""Applies folds of decoded batches to Redis: plan, resolve, apply, count.
 
 A fold is a list of consecutive batches that are applied together. An applier is always in one of four states:
 
@@ -27,13 +27,14 @@ from typing import TypeVar
 
 from waymark.apply.counts import Counts
 from waymark.apply.options import ApplyOptions
-from waymark.apply.portions import portions_of_hashes, portions_of_runs
+from waymark.apply.portions import portions_of
 from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
+from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
+from waymark.domain.parts import Commit, Part
 from waymark.domain.plan import Plan, epochs
 from waymark.domain.resolver import Resolver
-from waymark.domain.runs import Commit, Mode, Run
 from waymark.domain.slices import Slices
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
@@ -94,6 +95,7 @@ class Applier:
         self.slices = SliceRunner(between=self._keep_lease if is_patient else None)
         self._counts = Counts(resolver, counters, metrics)
         self._asked = 0
+        self._has_singles = False
         self._held = time.monotonic()
         """When the lease was last taken or renewed."""
         self._changing: str | None = None
@@ -151,33 +153,36 @@ class Applier:
             await self._end(unit, is_restart=False)
         if plan.begun:
             await self.begin(plan.begun)
-        for asked in portions_of_hashes(await self.slices.run(resolver.lookups(plan, batches))):
-            await self._look_up(asked)
-        runs = await self.slices.run(self._resolve(plan, fold))
-        modes = {run.holder: resolver.mode(run.holder) for run in runs}
+        parts = await self.slices.run(self._resolve(plan, fold))
+        if any(part.place.is_single for part in parts):
+            await self._keep_singles()
+        moves = Moves(resolver.memory)
         event_ids = resolver.take_event_ids()
-        *portions, last = portions_of_runs(runs, self.grant.shards)
+        *portions, last = portions_of(parts, self.grant.shards)
         began = time.perf_counter()
         # Until the watermark moves, a worker that takes over applies every portion again.
         for portion in portions:
-            await self._apply(portion, modes, None, {}, commit.before if commit else None)
+            await self._apply(portion, moves, None, {}, commit.before if commit else None)
             await self._keep_lease()
-        await self._apply(last, modes, commit, event_ids, None)
-        self._counts.applied(batches, runs, time.perf_counter() - began)
+        await self._apply(last, moves, commit, event_ids, None)
+        self._counts.applied(batches, parts, time.perf_counter() - began)
 
-    async def _look_up(self, asked: Mapping[int, Sequence[int]]) -> None:
-        self.resolver.learn(await self.answered(lambda: self._store.index.entries(self.grant, asked)))
-
-    def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[list[Run]]:
-        runs: list[Run] = []
+    def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[list[Part]]:
+        parts: list[Part] = []
         for i, incoming in enumerate(fold):
-            runs += yield from self.resolver.resolve(plan, i, incoming.seq, incoming.batch)
-        return runs
+            parts += yield from self.resolver.resolve(plan, i, incoming.seq, incoming.batch)
+        return parts
+
+    async def _keep_singles(self) -> None:
+        """Tell readers that this group has blocks of unknown depth, before there is one."""
+        if not self._has_singles:
+            await self.answered(lambda: self._store.records.keep_singles(self.grant))
+            self._has_singles = True
 
     async def _apply(
         self,
-        runs: Sequence[Run],
-        modes: Mapping[int, Mode],
+        parts: Sequence[Part],
+        moves: Moves,
         commit: Commit | None,
         event_ids: Mapping[int, int],
         before: int | None,
@@ -185,7 +190,7 @@ class Applier:
         index = self._store.index
         hold = self._hold if self._is_patient else None
         verdict = await self.answered(
-            lambda: index.apply(self.grant, runs, modes, commit, event_ids, before=before, hold=hold)
+            lambda: index.apply(self.grant, parts, moves, commit, event_ids, before=before, hold=hold)
         )
         if verdict is Verdict.LOST:
             await self._lost()
@@ -313,12 +318,15 @@ async def resumed(
         grant.claim.registration,
         grant.publisher,
         seed=options.hash_seed,
-        memory_entries=options.hash_cache_entries,
+        blocks_max=options.stream_blocks_max,
+        shards=grant.shards,
         waiting_blocks=options.waiting_blocks,
         foreign_ranks=foreign_ranks,
     )
     main_group = int(state.main_groups) if state.main_groups else None
     resolver.resume(state.holders, state.flags, main_group, state.event_ids)
+    ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
+    resolver.placer.skip(await store.takeover.fill(grant, ranks, resolver.memory))
     counters = Counter(state.counters)
     # Blocks that waited for their parents were only in the memory of the process before.
     counters["waiting_lost"] += counters["waiting"]

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from waymark.domain.events import Batch
+from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
-from waymark.domain.runs import Run
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.store.stream_fields import BLOCKS
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +27,13 @@ class Counts:
         self._model = metrics.model(resolver.registration.model_name)
         self._waiting_dropped = 0
 
-    def applied(self, batches: Sequence[Batch], runs: Iterable[Run], seconds: float) -> None:
-        """Count a fold: its ``batches``, the ``runs`` they were resolved to, and the ``seconds`` that Redis took."""
+    def applied(self, batches: Sequence[Batch], parts: Iterable[Part], seconds: float) -> None:
+        """Count a fold: its ``batches``, the ``parts`` they were resolved to, and the ``seconds`` that Redis took."""
         metrics = self._metrics
         metrics.apply_duration_seconds.observe(seconds)
         blocks = Counter[str]()
-        for run in runs:
-            blocks["stored" if run.kind == "+" else "removed"] += len(run.keys)
+        for part in parts:
+            blocks["stored" if part.kind == "+" else "removed"] += len(part.keys)
         for op, n in blocks.items():
             metrics.blocks_applied.labels(op=op, model=self._model).inc(n)
         metrics.batches.inc(len(batches))
@@ -42,6 +43,15 @@ class Counts:
             metrics.lag_seconds.observe(max(0.0, time.time() - newest))
         self._count_events(batches)
         self._count_resolved()
+        self._count_held()
+
+    def _count_held(self) -> None:
+        """How many blocks the stream has on each medium: only its worker knows."""
+        counters, resolver = self._counters, self._resolver
+        for counter in [counter for counter in counters if counter.startswith(BLOCKS)]:
+            counters[counter] = 0
+        for name, holder in resolver.holders.items():
+            counters[BLOCKS + name.medium] += resolver.memory.blocks_of(holder)
 
     def _count_events(self, batches: Sequence[Batch]) -> None:
         counters, metrics = self._counters, self._metrics

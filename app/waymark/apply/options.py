@@ -14,7 +14,7 @@ class ApplyOptions:
     """Each field has the name, unit and default of the setting in ``waymark.settings``."""
 
     hash_seed: int = 1337
-    hash_cache_entries: int = 200_000
+    stream_blocks_max: int = 4_000_000
     waiting_blocks: int = 10_000
     medium_ttl: Mapping[str, int] = field(default_factory=dict)
     frame_bytes_max: int = 16 * 2**20
@@ -26,7 +26,7 @@ class ApplyOptions:
     def of(cls, settings: Settings) -> Self:
         return cls(
             hash_seed=settings.hash_seed,
-            hash_cache_entries=settings.hash_cache_entries,
+            stream_blocks_max=settings.stream_blocks_max,
             waiting_blocks=settings.waiting_blocks,
             medium_ttl=settings.medium_ttl,
             frame_bytes_max=settings.frame_bytes_max,

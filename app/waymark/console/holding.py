@@ -1,19 +1,20 @@
 """The holders of all blocks of a prompt, also of blocks after the end of every match.
 
-The matches are those of ``/query``: the same walk over the same values.
+The matches are those of ``/query``: the same walk over the same rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, takewhile
 
 from waymark.console.look import Group, Look
 from waymark.console.prompts import Asked
 from waymark.domain.match import Walk, conductor_rows
 from waymark.domain.media import order_of
 from waymark.domain.names import Holder
-from waymark.domain.table import HolderTable, holder_ids
+from waymark.domain.table import HolderTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,6 @@ class Holding:
     group: Group
     block_size: int
     keys: Sequence[int]
-    values: Sequence[bytes | None]
     instances: tuple[InstanceLines, ...]
     """The longest match first, then by name; pools last."""
     ended_ids: int
@@ -74,13 +74,13 @@ def _union(lines: Iterable[HolderLine]) -> frozenset[int]:
 async def hold(look: Look, group: Group, table: HolderTable, asked: Asked, block_size: int) -> Holding:
     """Look up every block of the prompt."""
     block_keys = asked.block_keys(block_size)
-    values = await look.values(group, block_keys)
+    holders = await look.holders(group, block_keys, has_singles=table.has_singles)
     walk = Walk(table.view(block_size))
-    walk.feed(values)
+    walk.feed(_runs(holders))
     rows = conductor_rows(walk)
     positions: dict[int, list[int]] = {}
-    for i, value in enumerate(values):
-        for holder_id in holder_ids(value or b""):
+    for i, ids in enumerate(holders):
+        for holder_id in ids:
             positions.setdefault(holder_id, []).append(i)
     # Every registered instance has a place, also one that holds nothing at all.
     lines: dict[tuple[bool, str], list[HolderLine]] = {
@@ -95,7 +95,13 @@ async def hold(look: Look, group: Group, table: HolderTable, asked: Asked, block
     ]
     instances.sort(key=lambda each: (each.is_pool, -each.match, -each.blocks, each.instance_id))
     ended = positions.keys() - table.holders.keys()
-    return Holding(group, block_size, block_keys, values, tuple(instances), len(ended))
+    return Holding(group, block_size, block_keys, tuple(instances), len(ended))
+
+
+def _runs(holders: Iterable[set[int]]) -> Iterator[tuple[bytes, int]]:
+    """Runs of blocks with the same holders, as the walk takes them, up to the first block without one."""
+    for ids, run in groupby(takewhile(bool, holders)):
+        yield b" ".join(b"%d" % holder for holder in sorted(ids)), len(list(run))
 
 
 def _rank_and_medium(holder: Holder) -> tuple[int, int, str, int]:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from waymark.domain.hashing import DEFAULT_SEED
+from waymark.domain.keys import pack
 from waymark.domain.names import GroupName
+from waymark.domain.row_runs import pieces_of
+from waymark.domain.rows import Entry, Place, parse_entry
 from waymark.domain.table import HolderTable
 from waymark.errors import NotFound, SettingsError
 from waymark.settings import Settings
@@ -17,13 +20,12 @@ from waymark.store.claims import Claim, decode_table
 from waymark.store.client import RedisClient
 from waymark.store.credentials import Credentials
 from waymark.store.directory import GroupEntry
+from waymark.store.places import holders_of, key_of, values_of
 from waymark.store.records import PublisherState
 from waymark.store.store import Store
 
 #: Hash commands in one pipeline, about: Redis answers others between two of them.
 _PIECE_COMMANDS = 512
-#: Block values in one MGET.
-_PIECE_BLOCKS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,9 @@ class Group:
     def id(self) -> int:
         return self.entry.group_id
 
-    def block_key(self, key: int) -> bytes:
-        """The name of a block's key in Redis."""
-        return b"%b%016x" % (keys.block_prefix(self.id, key % self.entry.shards), key)
+    def key_of(self, place: Place) -> str:
+        """The name of the key in Redis."""
+        return key_of(self.entry, place).decode()
 
 
 class Look:
@@ -70,20 +72,22 @@ class Look:
             states += await self.store.records.publisher_states(claims[start : start + size])
         return states
 
-    async def values(self, group: Group, block_keys: Sequence[int]) -> list[bytes | None]:
-        """Values of blocks, in order."""
-        values: list[bytes | None] = [None] * len(block_keys)
-        for start in range(0, len(block_keys), _PIECE_BLOCKS):
-            shards: dict[int, list[int]] = {}
-            for i in range(start, min(start + _PIECE_BLOCKS, len(block_keys))):
-                shards.setdefault(block_keys[i] % group.entry.shards, []).append(i)
-            replies = await self.client.several(
-                ("MGET", *(group.block_key(block_keys[i]) for i in indexes)) for indexes in shards.values()
-            )
-            for indexes, reply in zip(shards.values(), replies, strict=True):
-                for i, value in zip(indexes, reply, strict=True):
-                    values[i] = value
-        return values
+    async def holders(self, group: Group, block_keys: Sequence[int], *, has_singles: bool) -> list[set[int]]:
+        """The holder ids of each block of a chain, from its root on."""
+        found = await holders_of(self.client, group.entry, pieces_of(pack(block_keys)), has_singles=has_singles)
+        return [ids for piece in found for ids in piece]
+
+    async def values(self, group: Group, places: Sequence[Place]) -> list[bytes | None]:
+        """The values at ``places``, in order."""
+        return await values_of(self.client, group.entry, places)
+
+    async def entries(self, group: Group, place: Place, holders: Sequence[int]) -> list[Entry | None]:
+        """The entry of each holder for the row at ``place``; None where there is none, or it cannot be read."""
+        shard = place.shard(group.entry.shards)
+        values = await self.client.several(
+            ("HGET", keys.engine(group.id, shard, holder), place.field) for holder in holders
+        )
+        return [None if value is None else _entry(value) for value in values]
 
     async def table(self, group: Group) -> HolderTable | None:
         """Who is who among the holder ids of a group; None where nobody was registered yet."""
@@ -92,6 +96,18 @@ class Look:
 
     async def several(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
         return await self.client.several(commands)
+
+
+def places_that_begin_with(key: int) -> list[Place]:
+    """Where a block may be that no head is known of: in the row that begins with it, or by itself."""
+    return [Place(key), Place(key, is_single=True)]
+
+
+def _entry(value: bytes) -> Entry | None:
+    try:
+        return parse_entry(value)
+    except ValueError:
+        return None
 
 
 @asynccontextmanager

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from waymark.console.holding import not_counted
 from waymark.console.look import Group, Look, shown
 from waymark.console.screen import Grid, Part, joined, text
+from waymark.console.search import ROWS_MAX, Found, Search
 from waymark.console.status_view import STATUS_STYLE, seconds_text
 from waymark.domain.hashing import namespace
 from waymark.domain.names import Adapter
-from waymark.domain.table import holder_ids
+from waymark.domain.table import HolderTable
 from waymark.errors import NotFound
 from waymark.store import keys
 from waymark.store.parsing import lenient_text
@@ -19,36 +20,52 @@ from waymark.store.parsing import lenient_text
 async def block(look: Look, groups: Sequence[Group], key: int) -> list[Part]:
     """Who has the block with this key, in each of ``groups``; ``NotFound`` where none knows it."""
     drawn: list[Part] = []
+    is_complete = True
     for group in groups:
-        (value,) = await look.values(group, [key])
         table = await look.table(group)
-        if value is None or table is None:
+        if table is None:
             continue
-        name = group.block_key(key).decode()
-        drawn += [joined(text(name, "bold"), f" = {lenient_text(value)!r}, a block of {shown(group.name)}")]
-        rows = []
-        for holder_id in holder_ids(value):
-            holder = table.holders.get(holder_id)
-            if holder is None:
-                state = text("ended, to be swept", "yellow")
-                rows.append((text(holder_id), text(""), text(""), text(""), text(""), state))
-                continue
-            note = not_counted(table, holder)
-            rows.append(
-                (
-                    text(holder_id),
-                    text(holder.instance_id + (" (pool)" if holder.scope == "shared" else "")),
-                    text(holder.dp_rank),
-                    text(holder.medium),
-                    text(holder.block_size),
-                    text(note or "live", "bold red" if note else "green"),
-                )
-            )
-        head = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "STATE")
-        drawn.append(Grid(head, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"})))
+        search = Search(look, group, table, key)
+        for found in await search.run():
+            drawn += await _found(look, group, table, key, found)
+        is_complete = is_complete and search.is_complete
     if not drawn:
         names = ", ".join(shown(group.name) for group in groups[:5])
-        raise NotFound(f"no holder has a block {key:016x} (key seq_hash XOR namespace) in {names}")
+        bound = "" if is_complete else f" among the first {ROWS_MAX} rows; give the first block of its prompt instead"
+        raise NotFound(f"no holder has a block {key:016x} (key seq_hash XOR namespace) in {names}{bound}")
+    return drawn
+
+
+async def _found(look: Look, group: Group, table: HolderTable, key: int, found: Found) -> list[Part]:
+    """One value that lists the block, and its holders."""
+    slot = found.row.keys.index(key)
+    name = group.key_of(found.place)
+    where = f"slot {slot}, depth {found.row.depths[slot]} in its piece"
+    drawn: list[Part] = [joined(text(name, "bold"), f" has the block in {where}, a block of {shown(group.name)}")]
+    rows = []
+    holders = [holder for holder, bitmap in sorted(found.row.holders.items()) if bitmap >> slot & 1]
+    entries = await look.entries(group, found.place, holders)
+    for holder_id, entry in zip(holders, entries, strict=True):
+        hashed = "" if entry is None else f"{entry.hash_of(slot, key):016x}"
+        holder = table.holders.get(holder_id)
+        if holder is None:
+            state = text("ended, to be swept", "yellow")
+            rows.append((text(holder_id), text(""), text(""), text(""), text(""), text(hashed), state))
+            continue
+        note = not_counted(table, holder)
+        rows.append(
+            (
+                text(holder_id),
+                text(holder.instance_id + (" (pool)" if holder.scope == "shared" else "")),
+                text(holder.dp_rank),
+                text(holder.medium),
+                text(holder.block_size),
+                text(hashed),
+                text(note or "live", "bold red" if note else "green"),
+            )
+        )
+    head = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HASH", "STATE")
+    drawn.append(Grid(head, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"})))
     return drawn
 
 
@@ -99,21 +116,16 @@ async def _publisher(look: Look, group: Group, publisher: int) -> list[Part]:
 
 
 async def _entries(look: Look, group: Group, holder_id: int) -> Part:
-    """The holder's engine hashes, shard by shard."""
+    """What the holder has, shard by shard: a field for each row, and one for each block with copies."""
     engines = [keys.engine(group.id, shard, holder_id) for shard in range(group.entry.shards)]
     replies = await look.several(
-        command
-        for engine in engines
-        for command in (("HLEN", engine), ("HGET", engine, "*"), ("HGET", engine, "applied"))
+        command for engine in engines for command in (("HLEN", engine), ("HGET", engine, "applied"))
     )
     rows = []
-    for engine, length, copied, applied in zip(engines, replies[::3], replies[1::3], replies[2::3], strict=True):
-        # Not entries: the mark, the fields that count copies, and the number of these.
-        copies = 0 if copied is None or not copied.isdigit() or len(copied) > 16 else int(copied)
-        others = (applied is not None) + (0 if copied is None else 1 + copies)
+    for engine, length, applied in zip(engines, replies[::2], replies[1::2], strict=True):
         seq, _, ops = ("" if applied is None else lenient_text(applied)).partition(" ")
-        rows.append((text(engine), text(length - others), text(copies), text(seq or "none"), text(ops)))
-    head = ("KEY", "ENTRIES", "WITH COPIES", "APPLIED SEQ", "OPS OF IT")
+        rows.append((text(engine), text(length - (applied is not None)), text(seq or "none"), text(ops)))
+    head = ("KEY", "ROWS AND COPIES", "APPLIED SEQ", "OPS OF IT")
     return Grid(head, rows, frozenset(head[1:]))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from waymark.console.look import Group
+from waymark.console.look import Group, places_that_begin_with
+from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
 from waymark.settings import Settings
 from waymark.store import keys
@@ -70,8 +71,13 @@ class RedisCli:
             self.line("GET", keys.lease(group.id, publisher)),
         ]
 
-    def blocks(self, group: Group, block_keys: Sequence[int]) -> list[str]:
-        return [self.line("GET", group.block_key(key)) for key in block_keys]
+    def rows(self, group: Group, block_keys: Sequence[int]) -> list[str]:
+        """The rows of a chain, from its root on."""
+        return [self.line("GET", group.key_of(Place(key))) for key in block_keys[::PIECE_BLOCKS]]
+
+    def block(self, group: Group, key: int) -> list[str]:
+        """The row that begins with a block, and the block by itself, as one of unknown depth."""
+        return [self.line("GET", group.key_of(place)) for place in places_that_begin_with(key)]
 
     def holder(self, group: Group, holder: int) -> list[str]:
         return [self.line("HGET", keys.holders(group.id), holder), self.line("SISMEMBER", keys.dead(group.id), holder)]

@@ -67,7 +67,7 @@ async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen:
         if arguments.what == "block":
             block_key = read_hash(arguments.key, option="block")
             if arguments.keys:
-                lines = [line for group in picked for line in cli.blocks(group, [block_key]) + cli.table(group)]
+                lines = [line for group in picked for line in cli.block(group, block_key) + cli.table(group)]
                 _write(screen, cli, lines)
             else:
                 screen.show(await lookups.block(look, picked, block_key))
@@ -131,7 +131,7 @@ async def _prompt(
     claims = await look.claims(name)
     block_size = _block_size(arguments.block_size, sorted({claim.registration.block_size for claim in claims}))
     if arguments.keys:
-        _write(screen, cli, cli.blocks(group, asked.block_keys(block_size)) + cli.table(group))
+        _write(screen, cli, cli.rows(group, asked.block_keys(block_size)) + cli.table(group))
         return
     table = await look.table(group) or _nobody(group)
     holding = await hold(look, group, table, asked, block_size)

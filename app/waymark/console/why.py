@@ -18,10 +18,10 @@ from waymark.console.prompts import Asked
 from waymark.console.status import complaint
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import GroupName, Registration
+from waymark.domain.rows import parse_entry, parse_field
 from waymark.domain.status import StreamStatus
-from waymark.domain.table import HolderTable, holder_ids
+from waymark.domain.table import HolderTable
 from waymark.store import keys
-from waymark.store.index import parse_entry
 from waymark.store.records import PublisherState
 
 #: Other readings of a prompt that are tried at most.
@@ -101,10 +101,11 @@ async def of_other_readings(look: Look, asked: Asked, holding: Holding, groups: 
     found: list[str] = []
     for sentence, group, other, block_size in islice(_readings(asked, holding, groups, registered), _TRIES_MAX):
         first = other.block_keys(block_size)[:1]
-        if first and (value := (await look.values(group, first))[0]):
-            table = await look.table(group)
-            live = set() if table is None else table.holders.keys() & set(holder_ids(value))
-            if table is not None and live:
+        table = await look.table(group) if first else None
+        if table is not None:
+            (holders,) = await look.holders(group, first, has_singles=table.has_singles)
+            live = table.holders.keys() & holders
+            if live:
                 owners = _names(sorted({table.holders[holder].instance_id for holder in live}))
                 found.append(f"{sentence} it is held by {owners}")
     return found
@@ -146,7 +147,7 @@ def _readings(
 async def of_other_namespaces(look: Look, asked: Asked, holding: Holding, table: HolderTable) -> str:
     """Whether the first block is held in a namespace that is not the prompt's; '' where it is not seen.
 
-    Entries tell the namespace of their block; a bounded number of them is read.
+    Entries tell the namespace of their row, and their field its head; a bounded number of them is read.
     """
     if not holding.keys:
         return ""
@@ -161,10 +162,10 @@ async def of_other_namespaces(look: Look, asked: Asked, holding: Holding, table:
                 cursor, entries = await look.client.hscan(engine, cursor or 0, _STEP_ENTRIES)
                 for name, value in entries.items():
                     try:
-                        ns, seq_hash = parse_entry(int(name, 16), value) if len(name) == 16 else (0, 0)
+                        head, ns = parse_field(name).head, parse_entry(value).namespace
                     except ValueError:
-                        continue  # not an entry of ours
-                    if ns != asked.namespace and seq_hash == first:
+                        continue  # a mark, or no entry of ours
+                    if ns != asked.namespace and head == first ^ ns:
                         return (
                             f"Its first block is held by {holder.instance_id!r} in namespace {ns:016x}, and this "
                             f"prompt is in namespace {asked.namespace:016x}: its adapter or salts are different; "

@@ -56,6 +56,8 @@ class Stored:
     is_identity: bool = False
     """The hashes are seq_hashes already (standard events without tokens)."""
     envelope: Envelope | None = None
+    is_deep: bool = False
+    """It begins neither at the root nor after a named parent: how deep its blocks are is not known."""
     part: int = 0
     """Of a long event its decoder makes several, one after the other; this is its place among them."""
 

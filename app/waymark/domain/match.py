@@ -1,8 +1,7 @@
-"""The walk: computes from the values of a prompt's blocks what each instance and rank has of the prompt.
+"""The walk: computes from the holders of a prompt's blocks what each instance and rank has of the prompt.
 
-Values are fed in the order of the chain, in pieces as they arrive from Redis. Neighbours in a chain mostly have equal
-values, so the walk works on runs of equal values and costs almost nothing per block. The walk is exact: a block counts
-only if its own value has the holder.
+Runs of equal holders are fed in the order of the chain, as rows arrive from Redis. Neighbours in a chain mostly have
+equal holders, so the walk costs almost nothing per block. The walk is exact: a block counts only if the holder has it.
 
 Both dialects and the decisions use the same walk. ``conductor_rows``, ``dynamo_rows`` and ``target_rows`` define their
 numbers.
@@ -10,28 +9,14 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
-from waymark import native
 from waymark.domain.media import DEVICE, HOST
 from waymark.domain.table import Presence, View
 
 _NOWHERE: frozenset[str] = frozenset()
-
-
-def value_runs(values: list[bytes | None]) -> list[tuple[bytes, int]]:
-    """Runs of equal neighbours, (value, how many), up to the first None."""
-    if native.selected is not None:
-        return native.selected.runs(values)
-    found = []
-    for value, run in groupby(values):
-        if value is None:
-            break
-        found.append((value, len(list(run))))
-    return found
 
 
 class Walk:
@@ -49,12 +34,7 @@ class Walk:
         """The largest holder id in the values read; above ``view.newest`` the table is behind."""
         self._going: set[int] | None = None  # instances that have everything so far; None: all, nothing read yet
 
-    def feed(self, values: Sequence[bytes | None]) -> bool:
-        """Walk on over the next values, None where there is no block; False when no instance goes on."""
-        found = value_runs(list(values))
-        return self.feed_runs(found) and sum(length for _, length in found) == len(values)
-
-    def feed_runs(self, runs: Iterable[tuple[bytes, int]]) -> bool:
+    def feed(self, runs: Iterable[tuple[bytes, int]]) -> bool:
         """Walk on over runs of equal values, (value, how many); False when no instance goes on."""
         for value, length in runs:
             presence = self.view.presence(value)

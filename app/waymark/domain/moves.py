@@ -8,13 +8,10 @@ reply, never a block.
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Literal
 
 from waymark.domain.held import BlockMemory
-from waymark.domain.parts import Part
+from waymark.domain.parts import STEP, Part
 from waymark.domain.rows import Place
-
-Refusal = Literal["branch", "row"]
 
 
 class Moves:
@@ -22,40 +19,48 @@ class Moves:
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
-        self._moved: dict[tuple[int, int], Place] = {}
+        self._moved: dict[tuple[int, int], list[tuple[tuple[int, int], Place]]] = {}
+        """By holder and key, where the block is from which seq and position on."""
         self._heads: set[int] = set()
+        self._sent: set[tuple[int, int, int]] = set()
         self.refusals = 0
 
-    def refused(self, verdict: Refusal, part: Part, offset: int) -> list[Part]:
+    def refused(self, is_row: bool, part: Part, offset: int) -> list[Part]:
         """The parts that take the place of what is left of ``part`` from block ``offset`` on.
 
-        ``branch``: there is no slot. ``row``: the branch row is not there, and the row has the block or room.
+        Its place has no slot for that block; with ``is_row`` its branch row is not there, and the row has the block or
+        room.
         """
         self.refusals += 1
         rest = part.cut(offset, len(part.keys))
         head, full = part.place.head, self._memory.full
-        if verdict == "row":
+        if is_row:
             place = Place(head)
             full.discard(place)
         else:
             full.add(part.place)
             place = Place(head, rest.keys[0])
         # Of blocks that the holder has already, those after the first may be at the old place.
-        count = 1 if verdict == "branch" and part.is_known else len(rest.keys)
-        for key in rest.keys[:count]:
-            self._move(rest.holder, key, place)
+        count = 1 if part.is_known and not is_row else len(rest.keys)
+        for i in range(count):
+            self._move(rest, i, place)
+        if place == part.place:  # nothing of ours refuses that: the value is damaged, and the block has no place
+            return [rest.cut(1, len(rest.keys))] if len(rest.keys) > 1 else []
         parts = [rest.cut(0, count, place)]
         return parts if count == len(rest.keys) else [*parts, rest.cut(count, len(rest.keys))]
 
     def follow(self, part: Part) -> list[Part]:
-        """The part, or several in its place where some of its blocks were moved."""
+        """The part, or several in its place where some of its blocks were moved.
+
+        A part that was sent once goes where it went then: Redis may have applied it.
+        """
+        name = (part.holder, part.seq, part.last)
+        is_sent = name in self._sent
+        self._sent.add(name)
         if part.place.head not in self._heads:
             return [part]
-        targets: list[Place] = []
-        parent = part.parent
-        for key in part.keys:
-            targets.append(self._target(part, parent, key))
-            parent = key
+        is_free = not is_sent and part.kind == "+" and not part.is_known
+        targets = [self._target(part, i, is_free=is_free) for i in range(len(part.keys))]
         parts, start = [], 0
         for place, group in groupby(targets):
             end = start + len(list(group))
@@ -63,18 +68,30 @@ class Moves:
             start = end
         return parts
 
-    def _target(self, part: Part, parent: int | None, key: int) -> Place:
-        moved = self._moved.get((part.holder, key))
+    def _target(self, part: Part, i: int, *, is_free: bool) -> Place:
+        moved = self._place_of(part, i, part.keys[i])
         if moved is not None:
             return moved
-        if part.kind != "+" or part.is_known or part.place not in self._memory.full:
+        if not is_free or part.depths[i] == 0 or part.place not in self._memory.full:
             return part.place
-        above = None if parent is None else self._moved.get((part.holder, parent))
-        place = Place(part.place.head, key) if above is None or above in self._memory.full else above
-        self._move(part.holder, key, place)
+        parent = part.keys[i - 1] if i else part.parent
+        above = None if parent is None else self._place_of(part, i, parent)
+        place = Place(part.place.head, part.keys[i]) if above is None or above in self._memory.full else above
+        self._move(part, i, place)
         return place
 
-    def _move(self, holder: int, key: int, place: Place) -> None:
-        self._moved[holder, key] = place
+    def _place_of(self, part: Part, i: int, key: int) -> Place | None:
+        """Where the block with ``key`` is when the turn of block ``i`` comes; None if it was not moved by then."""
+        found = None
+        for since, place in self._moved.get((part.holder, key), ()):
+            if since <= (part.seq, part.first + STEP * i):
+                found = place
+        return found
+
+    def _move(self, part: Part, i: int, place: Place) -> None:
+        """From its position on, block ``i`` is at ``place``, up to the position at which it is moved again."""
+        moved = self._moved.setdefault((part.holder, part.keys[i]), [])
+        since = part.seq, part.first + STEP * i
+        moved[:] = sorted([*(each for each in moved if each[0] != since), (since, place)])
         self._heads.add(place.head)
-        self._memory.move(holder, key, place)
+        self._memory.move(part.holder, part.keys[i], moved[-1][1])

@@ -55,17 +55,13 @@ class Placer:
 
         ``is_deep``: it begins neither there nor at the root, so its depth is not known.
         """
-        if is_deep or (parent is not None and parent.place.is_single):
-            for i, (key, engine_hash) in enumerate(zip(keys, hashes, strict=True)):
-                spot = Spot(Place(key, is_single=True), namespace, 0, key)
-                self.block(parts, holder, position + i, engine_hash, spot, mode=mode, is_identity=is_identity)
-            return
         start, above = 0, parent
         while start < len(keys):
             depth = 0 if above is None else (above.depth + 1) % self._piece_blocks
             end = min(len(keys), start + self._piece_blocks - depth)
             piece, engine_hashes = keys[start:end], hashes[start:end]
-            if not self._counted and self.memory.are_new(holder, engine_hashes, piece):
+            is_single = is_deep or (above is not None and above.place.is_single)
+            if not is_single and not self._counted and self.memory.are_new(holder, engine_hashes, piece):
                 place = self._next_place(above, depth, piece[0])
                 depths = range(depth, depth + len(piece))
                 self.memory.store(holder, place, namespace, piece, depths, engine_hashes)
@@ -83,17 +79,10 @@ class Placer:
                 )
                 above = Spot(place, namespace, depths[-1], piece[-1])
             else:
-                for i, (key, engine_hash) in enumerate(zip(piece, engine_hashes, strict=True)):
-                    spot = Spot(self._next_place(above, depth + i, key), namespace, depth + i, key)
+                for i, (key, engine_hash) in enumerate(zip(piece, engine_hashes, strict=True), start):
+                    spot = _single(namespace, key) if is_deep else self.next_spot(above, namespace, key)
                     above = self.block(
-                        parts,
-                        holder,
-                        position + start + i,
-                        engine_hash,
-                        spot,
-                        above,
-                        mode=mode,
-                        is_identity=is_identity,
+                        parts, holder, position + i, engine_hash, spot, above, mode=mode, is_identity=is_identity
                     )
             start = end
 
@@ -111,15 +100,14 @@ class Placer:
     ) -> Spot:
         """Store one block, and return where it is. ``spot`` has the place that it gets if it is new to the holder."""
         memory, at = self.memory, STEP * position + 1
-        held = memory.held(holder, engine_hash)
-        if self._is_counted(parts.seq, at, holder, spot.place):
+        held, known = memory.held(holder, engine_hash), memory.held_block(holder, spot.key)
+        if self._is_counted(parts.seq, at, holder, (known or spot).place):
             if held is None:
                 memory.mark_gone(holder, engine_hash, spot)
-            return spot if held is None or held.key != spot.key else held
+            return known or spot
         if held is not None and held.key != spot.key:
             self.aliased += 1
             self._leave(parts, holder, position, engine_hash, mode)
-        known = memory.held_block(holder, spot.key)
         if known is None:
             memory.store(holder, spot.place, spot.namespace, [spot.key], [spot.depth], [engine_hash])
             first, copies = engine_hash, UNCHANGED
@@ -145,7 +133,7 @@ class Placer:
     def next_spot(self, above: Spot | None, namespace: int, key: int) -> Spot:
         """Where a block goes that follows ``above``, or begins at the root, if it is new to its holder."""
         if above is not None and above.place.is_single:
-            return Spot(Place(key, is_single=True), namespace, 0, key)
+            return _single(namespace, key)
         depth = 0 if above is None else (above.depth + 1) % self._piece_blocks
         return Spot(self._next_place(above, depth, key), namespace, depth, key)
 
@@ -235,3 +223,7 @@ class Placer:
             return False
         mark = self._counted.get((holder, place.shard(self._shards)))
         return mark is not None and (seq, at) <= mark
+
+
+def _single(namespace: int, key: int) -> Spot:
+    return Spot(Place(key, is_single=True), namespace, 0, key)

@@ -20,8 +20,6 @@ EXTRA_KEYS = "extra_keys"
 """Flag: this life has reported a salt or an image."""
 UNTRUSTED = "untrusted"
 """Flag: batches were lost, so counts of copies are not what they seem."""
-OWN_HASHES = "own_hashes"
-"""Flag: this standard publisher has sent tokens, so its hashes may be its own and not seq_hashes."""
 
 _EVENTS_AT_ONCE = SLICE_UNITS // EVENT_UNITS
 MEDIA_MAX = 16
@@ -116,8 +114,6 @@ class Planner:
             self.flags.add(EXTRA_KEYS)
         if not event.tokens:
             return
-        if event.envelope is not None:
-            self.flags.add(OWN_HASHES)
         if self.main_group is None:
             self.main_group = event.group
 

@@ -1,9 +1,9 @@
-"""Turns events into runs: finds the block of each engine hash of a batch.
+"""Turns events into parts: finds the block of each engine hash of a batch, and its place.
 
 One resolver follows one life of one stream. ``plan`` looks at folded batches and says what must be known or done before
-they can be resolved: holders to end and begin, hashes to look up, facts to keep. ``resolve`` then turns each batch into
-runs, without waiting for Redis. ``resolve`` changes what the stream remembers, so a batch is resolved once, and its
-runs are applied until Redis has acknowledged them. All of this happens in slices.
+they can be resolved: holders to end and begin, facts to keep. ``resolve`` then turns each batch into parts, without
+waiting for Redis. ``resolve`` changes what the stream remembers, so a batch is resolved once, and its parts are applied
+until Redis has acknowledged them. All of this happens in slices.
 
 The rules are those of the event contract, "From an event to blocks". A block that cannot be placed is counted by
 reason, and never guessed.
@@ -17,18 +17,17 @@ from typing import TypeAlias
 
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.hashing import extend
+from waymark.domain.held import HeldBlocks, Spot
 from waymark.domain.media import DEVICE
-from waymark.domain.memory import HashMemory, namespace_of, place_of, seq_hash_of
 from waymark.domain.names import HolderName, Registration, Unit
-from waymark.domain.plan import EXTRA_KEYS, OWN_HASHES, UNTRUSTED, Plan, Planner
-from waymark.domain.runs import Mode, Run, RunList
+from waymark.domain.parts import Mode, Part, PartList
+from waymark.domain.placing import Placer
+from waymark.domain.plan import EXTRA_KEYS, UNTRUSTED, Plan, Planner
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.waiting import Waiting, WaitingRoom
 
-__all__ = ["EXTRA_KEYS", "OWN_HASHES", "UNTRUSTED", "Plan", "Resolver"]
+__all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
 
-_Piece: TypeAlias = tuple[int, Sequence[int], Sequence[int]]
-"""Consecutive hashes of an event with their places, of one namespace: index of the first, hashes, places."""
 _Placed: TypeAlias = list[tuple[int, Sequence[int]]]
 """Ranks with engine hashes that have a place now; somebody may wait for one."""
 
@@ -40,13 +39,16 @@ class Resolver:
         publisher: int,
         *,
         seed: int,
-        memory_entries: int,
+        blocks_max: int,
         waiting_blocks: int,
+        shards: int = 1,
         foreign_ranks: frozenset[int] = frozenset(),
     ) -> None:
         self.registration = registration
         self._traits = registration.kind.traits
-        self.memory = HashMemory(memory_entries)
+        self.memory = HeldBlocks()
+        self.placer = Placer(self.memory, shards)
+        self._blocks_max = blocks_max
         self.waiting = WaitingRoom(waiting_blocks)
         self.holders: dict[HolderName, int] = {}
         """Live holder ids by name."""
@@ -94,7 +96,7 @@ class Resolver:
         self._planner.flags, self._planner.main_group = set(flags), main_group
         self.event_ids = dict(event_ids)
         for name, holder in holders.items():
-            self._begin(name, holder, is_new=False)
+            self._begin(name, holder)
         for name, holder in holders.items():
             self._inherit(name, holder)
 
@@ -104,7 +106,7 @@ class Resolver:
             self._inherit(name, holder)
             if holder in self.event_ids:
                 self._moved[holder] = self.event_ids[holder]
-            self._begin(name, holder, is_new=True)
+            self._begin(name, holder)
 
     def end(self, unit: Unit) -> int:
         """Forget the holders of a unit ('*': all, and the life with them); blocks that waited are counted."""
@@ -134,9 +136,9 @@ class Resolver:
         """The holders of all epochs of a name, oldest first."""
         return [holder for other, holder in self.holders.items() if other.lasting == name.lasting]
 
-    def _begin(self, name: HolderName, holder: int, *, is_new: bool) -> None:
+    def _begin(self, name: HolderName, holder: int) -> None:
         self.holders[name] = holder
-        self.memory.begin(holder, name.dp_rank, is_new=is_new)
+        self.memory.begin(holder, name.dp_rank)
 
     def mode(self, holder: int) -> Mode:
         """How copies of this holder count now."""
@@ -156,44 +158,11 @@ class Resolver:
         """The name of the event's holder in this stream."""
         return self._planner.name(batch, event)
 
-    def lookups(self, plan: Plan, batches: Sequence[Batch]) -> Slices[dict[int, list[int]]]:
-        """Engine hashes to ask Redis for, per holder, after the plan was carried out."""
-        planner, memory = self._planner, self.memory
-        asked: dict[int, dict[int, None]] = {}
-        units = 0
-        for i, batch in enumerate(batches):
-            for j, event in enumerate(batch.events):
-                units += EVENT_UNITS if isinstance(event, Cleared) else EVENT_UNITS + len(event.engine_hashes)
-                if units > SLICE_UNITS:
-                    units = 0
-                    yield
-                if isinstance(event, Cleared) or self._is_plain(event) or planner.skip_reason(plan, batch, event, i, j):
-                    continue
-                anywhere: list[int] = []  # on any medium of the rank
-                if isinstance(event, Stored):
-                    if event.tokens and event.parent is not None:
-                        anywhere.append(event.parent)
-                    if not event.tokens or self._is_unsalted(event):
-                        anywhere += event.engine_hashes
-                if anywhere:
-                    for holder, missing in memory.unknown(planner.rank(batch, event), anywhere).items():
-                        asked.setdefault(holder, {}).update(dict.fromkeys(missing))
-                if isinstance(event, Removed) or self._may_alias(event):
-                    own = self.holders.get(planner.name(batch, event))
-                    if own is not None and (missing := memory.unknown_own(own, event.engine_hashes)):
-                        asked.setdefault(own, {}).update(dict.fromkeys(missing))
-        return {holder: list(hashes) for holder, hashes in asked.items()}
-
-    def learn(self, entries: Mapping[int, Mapping[int, tuple[int, int]]]) -> None:
-        """What Redis says of looked-up hashes: per holder, engine hash to (namespace, seq_hash)."""
-        for holder, found in entries.items():
-            self.memory.learn(holder, {h: place_of(ns, seq_hash) for h, (ns, seq_hash) in found.items()})
-
     # ---- a batch -----------------------------------------------------------------------------------
 
-    def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> Slices[list[Run]]:
-        """The runs of one batch of the fold, ``index`` its place in it."""
-        runs = RunList(seq)
+    def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> Slices[list[Part]]:
+        """The parts of one batch of the fold, ``index`` its place in it."""
+        parts = self.placer.begin_batch(seq)
         position, units = 1, 0
         placed: _Placed = []
         for j, event in enumerate(batch.events):
@@ -205,28 +174,32 @@ class Resolver:
             if reason is not None:
                 self._ignore(reason, event)
             elif isinstance(event, Stored):
-                self._stored(runs, position, batch, event, placed)
+                self._stored(parts, position, batch, event, placed)
             elif isinstance(event, Removed):
-                self._removed(runs, position, batch, event)
+                self._removed(parts, position, batch, event)
             else:
                 self._cleared(plan, index, j, batch, event)
-            position += self._positions(event)
+            position += _positions(event)
         # What waited for a block of this batch comes after all of its own events: those have their positions
         # whether or not somebody waited, and a removal among them still finds what waits.
         while placed:
             for waiting in self.waiting.take_children(*placed.pop(0)):
                 assert waiting.event.parent is not None
-                place = self.memory.find(waiting.holder, waiting.event.parent)
-                if place is None:
+                parent = self.memory.find(waiting.holder, waiting.event.parent)
+                if parent is None:
                     self.waiting.add(waiting)
                 else:
-                    self._place(runs, position, waiting, place, placed)
-                position += self._positions(waiting.event)
+                    self._place(parts, position, waiting, parent, placed)
+                # Twice as many: what was removed while it waited is taken out after it.
+                position += 2 * _positions(waiting.event)
                 units += EVENT_UNITS + len(waiting.event.engine_hashes)
                 if units > SLICE_UNITS:
                     units = 0
                     yield
-        return runs.runs
+        if self.placer.aliased:
+            self.ignored["hash_stored_as_another_block"] += self.placer.aliased
+            self.placer.aliased = 0
+        return parts.parts
 
     def _ignore(self, reason: str, event: Event) -> None:
         """Count an event that comes to nothing, once whatever its parts."""
@@ -238,65 +211,85 @@ class Resolver:
         moved, self._moved = self._moved, {}
         return moved
 
-    def _stored(self, runs: RunList, position: int, batch: Batch, event: Stored, placed: _Placed) -> None:
+    def _stored(self, parts: PartList, position: int, batch: Batch, event: Stored, placed: _Placed) -> None:
         holder = self.holders.get(self._planner.name(batch, event))
         if holder is None:
             self._ignore("too_many_media", event)
             return
         if self._is_seen(holder, event):
             return
+        if self.memory.blocks + len(event.engine_hashes) > self._blocks_max:
+            self._ignore("too_many_blocks", event)
+            return
         if not (event.tells_salts or event.part) and event.tokens and self._traits.has_saltless_releases:
             self.unsalted += 1
         waiting = Waiting(event, self._planner.rank(batch, event), holder)
         if event.is_identity:
-            ns = self._planner.spaces.at_root(event)
-            places = [place_of(ns, h) for h in event.engine_hashes]
-            runs.add("+", holder, position, places, event.engine_hashes, is_identity=True)
-            self.memory.mark_partial(holder)  # a child with tokens may name one as its parent
+            self._identity(parts, position, holder, event)
         elif not event.tokens:
-            self._placeholder(runs, position, waiting)
+            self._placeholder(parts, position, waiting)
         elif len(event.tokens) > 4 * self.registration.block_size * len(event.engine_hashes):
             self._ignore("sparse", event)
         elif event.parent is None:
-            self._place(runs, position, waiting, None, placed)
+            self._place(parts, position, waiting, None, placed)
         else:
-            place = self.memory.find(holder, event.parent)
-            if place is not None:
-                self._place(runs, position, waiting, place, placed)
+            parent = self.memory.find(holder, event.parent)
+            if parent is not None:
+                self._place(parts, position, waiting, parent, placed)
             elif self._is_unsalted(event) and any(self.memory.find(holder, h) is not None for h in event.engine_hashes):
-                self._place(runs, position, waiting, None, placed)
+                self._place(parts, position, waiting, None, placed)
             else:
                 self.waiting.add(waiting)
 
-    def _place(self, runs: RunList, position: int, waiting: Waiting, parent: int | None, placed: _Placed) -> None:
+    def _identity(self, parts: PartList, position: int, holder: int, event: Stored) -> None:
+        """Hashes that are seq_hashes; where the parent is not known, the blocks have no depth."""
+        ns = self._planner.spaces.at_root(event)
+        parent = None if event.parent is None else self.memory.find(holder, event.parent)
+        self.placer.chain(
+            parts,
+            holder,
+            position,
+            ns,
+            parent,
+            [h ^ ns for h in event.engine_hashes] if ns else event.engine_hashes,
+            event.engine_hashes,
+            mode=self.mode(holder),
+            is_identity=True,
+            is_deep=event.is_deep or (event.parent is not None and parent is None),
+        )
+
+    def _place(self, parts: PartList, position: int, waiting: Waiting, parent: Spot | None, placed: _Placed) -> None:
         """Blocks of a store that goes on from ``parent``, or begins at the root."""
         event = waiting.event
         if parent is None:
             ns = self._planner.spaces.at_root(event)
         else:
-            ns = namespace_of(parent)
+            ns = parent.namespace
             if not self._planner.spaces.has(event, ns):
                 self._ignore("adapter_mismatch", event)
                 return
         hashes = event.engine_hashes
         if self._is_unsalted(event):
-            self._unsalted(runs, position, waiting, ns, parent)
+            self._unsalted(parts, position, waiting, ns, parent)
         else:
             seq_hashes = extend(
-                None if parent is None else seq_hash_of(parent),
+                None if parent is None else parent.seq_hash,
                 event.tokens,
                 self.registration.block_size,
                 seed=self._seed,
                 extras=event.extras,
             )
             hashes = hashes[: len(seq_hashes)]
-            places = [place_of(ns, seq_hash) for seq_hash in seq_hashes] if ns else seq_hashes
-            if places:
-                self._add(runs, position, waiting, [(0, hashes, places)])
+            if hashes:
+                keys = [seq_hash ^ ns for seq_hash in seq_hashes] if ns else seq_hashes
+                self.placer.chain(
+                    parts, waiting.holder, position, ns, parent, keys, hashes, mode=self.mode(waiting.holder)
+                )
+                self._remove_waited(parts, position, waiting, len(hashes))
         if self.waiting.blocks:
             placed.append((waiting.dp_rank, hashes))
 
-    def _unsalted(self, runs: RunList, position: int, waiting: Waiting, ns: int, parent: int | None) -> None:
+    def _unsalted(self, parts: PartList, position: int, waiting: Waiting, ns: int, parent: Spot | None) -> None:
         """A store off the GPU: its tokens are told, but not the salt or image that went into its hashes.
 
         What is known by its hash is that block. The rest goes on from the block before it, unless this life has
@@ -304,65 +297,55 @@ class Resolver:
         """
         event, width = waiting.event, 4 * self.registration.block_size
         may_hash = EXTRA_KEYS not in self.flags
-        is_placed, before = parent is not None or event.parent is None, parent
-        places: list[int | None] = []
-        for i, h in enumerate(event.engine_hashes[: len(event.tokens) // width]):
-            place = self.memory.find(waiting.holder, h)
-            if place is None and is_placed and may_hash:
+        is_placed, above = parent is not None or event.parent is None, parent
+        count = len(event.tokens) // width
+        for i, h in enumerate(event.engine_hashes[:count]):
+            spot = self.memory.find(waiting.holder, h)
+            if spot is None and is_placed and may_hash:
                 tokens = event.tokens[i * width : (i + 1) * width]
-                above = None if before is None else seq_hash_of(before)
-                place = place_of(ns, extend(above, tokens, self.registration.block_size, seed=self._seed)[0])
-            places.append(place)
-            is_placed, before = place is not None, place
-            ns = ns if place is None else namespace_of(place)
-        self._add_known(runs, position, waiting, places)
+                before = None if above is None else above.seq_hash
+                seq_hash = extend(before, tokens, self.registration.block_size, seed=self._seed)[0]
+                spot = self.placer.next_spot(above, ns, seq_hash ^ ns)
+            above = self._known(parts, position + i, waiting, h, spot, above)
+            is_placed = above is not None
+            ns = ns if above is None else above.namespace
+        self._remove_waited(parts, position, waiting, count)
 
-    def _placeholder(self, runs: RunList, position: int, waiting: Waiting) -> None:
+    def _placeholder(self, parts: PartList, position: int, waiting: Waiting) -> None:
         """A store without tokens: says that blocks known by their hash are on its medium, too."""
-        places = [self.memory.find(waiting.holder, h) for h in waiting.event.engine_hashes]
-        self._add_known(runs, position, waiting, places)
+        above: Spot | None = None
+        for i, h in enumerate(waiting.event.engine_hashes):
+            above = self._known(parts, position + i, waiting, h, self.memory.find(waiting.holder, h), above)
 
-    def _add_known(self, runs: RunList, position: int, waiting: Waiting, places: Sequence[int | None]) -> None:
-        """Blocks of an event that were looked up one by one; those without a place are nobody's."""
-        pieces: list[tuple[int, list[int], list[int]]] = []
-        for i, (h, place) in enumerate(zip(waiting.event.engine_hashes, places, strict=False)):
-            if place is None:
-                self.unresolved += 1
-                continue
-            if pieces:
-                start, hashes, known = pieces[-1]
-                if start + len(known) == i and namespace_of(known[0]) == namespace_of(place):
-                    hashes.append(h)
-                    known.append(place)
-                    continue
-            pieces.append((i, [h], [place]))
-        self._add(runs, position, waiting, pieces)
+    def _known(
+        self, parts: PartList, position: int, waiting: Waiting, engine_hash: int, spot: Spot | None, above: Spot | None
+    ) -> Spot | None:
+        """Store a block that was looked up; one without a spot is nobody's."""
+        if spot is None:
+            self.unresolved += 1
+            return None
+        if above is not None and (above.place.head != spot.place.head or above.depth + 1 != spot.depth):
+            above = None
+        return self.placer.block(
+            parts, waiting.holder, position, engine_hash, spot, above, mode=self.mode(waiting.holder)
+        )
 
-    def _add(self, runs: RunList, position: int, waiting: Waiting, pieces: Sequence[_Piece]) -> None:
-        """Store pieces of an event whose first hash has ``position``."""
-        holder, event, memory = waiting.holder, waiting.event, self.memory
-        if self._may_alias(event):
-            # All of them leave before any is stored: positions ascend, and a block that one hash leaves may be
-            # the one that another comes to mean.
-            for start, hashes, places in pieces:
-                for i, (h, place) in enumerate(zip(hashes, places, strict=True), start):
-                    old = memory.own(holder, h)
-                    if old is not None and old != place:
-                        self.ignored["hash_stored_as_another_block"] += 1
-                        runs.add("!", holder, position + i, [old], [h])
-            position += len(event.engine_hashes)
-        for start, hashes, places in pieces:
-            memory.store(holder, hashes, places)
-            if not waiting.removed:
-                runs.add("+", holder, position + start, places, hashes)
-                continue
-            for i, (h, place) in enumerate(zip(hashes, places, strict=True), start):
-                if h in waiting.removed:
-                    memory.remove(holder, h)  # gone, but a child may name it
-                else:
-                    runs.add("+", holder, position + i, [place], [h])
+    def _remove_waited(self, parts: PartList, position: int, waiting: Waiting, count: int) -> None:
+        """Take out what was removed while it waited: it is gone, but a child may name it."""
+        if not waiting.removed:
+            return
+        hashes = waiting.event.engine_hashes[:count]
+        for i, h in enumerate(hashes):
+            if h in waiting.removed:
+                self.placer.remove(
+                    parts,
+                    waiting.holder,
+                    position + len(waiting.event.engine_hashes) + i,
+                    h,
+                    mode=self.mode(waiting.holder),
+                )
 
-    def _removed(self, runs: RunList, position: int, batch: Batch, event: Removed) -> None:
+    def _removed(self, parts: PartList, position: int, batch: Batch, event: Removed) -> None:
         name = self._planner.name(batch, event)
         holders = [self.holders[name]] if name in self.holders else []
         if self._planner.epochs:
@@ -371,23 +354,14 @@ class Resolver:
             self.unresolved += len(event.engine_hashes)
         elif not self._is_seen(holders[-1], event):
             for holder in holders:
-                self._removed_from(runs, position, holder, event)
+                self._removed_from(parts, position, holder, event)
 
-    def _removed_from(self, runs: RunList, position: int, holder: int, event: Removed) -> None:
-        ns = self._planner.spaces.at_root(event) if event.is_identity else 0
-        if self._is_plain(event):
-            places = [place_of(ns, h) for h in event.engine_hashes]
-            runs.add("-", holder, position, places, event.engine_hashes, is_identity=True)
-            return
+    def _removed_from(self, parts: PartList, position: int, holder: int, event: Removed) -> None:
+        mode = self.mode(holder)
         for i, h in enumerate(event.engine_hashes):
             if self.waiting.blocks and self.waiting.remove(holder, h):
                 continue
-            place = self.memory.remove(holder, h)
-            if place is not None:
-                runs.add("-", holder, position + i, [place], [h])
-            elif event.is_identity:
-                runs.add("-", holder, position + i, [place_of(ns, h)], [h], is_identity=True)
-            else:
+            if not self.placer.remove(parts, holder, position + i, h, mode=mode) and not self.memory.is_gone(holder, h):
                 self.unresolved += 1
 
     def _cleared(self, plan: Plan, i: int, j: int, batch: Batch, event: Cleared) -> None:
@@ -414,14 +388,6 @@ class Resolver:
 
     # ---- kinds of events ---------------------------------------------------------------------------
 
-    def _positions(self, event: Event) -> int:
-        """How many positions an event takes in its batch, whatever comes of it."""
-        if isinstance(event, Cleared):
-            return 1
-        if isinstance(event, Stored) and self._may_alias(event):
-            return 2 * len(event.engine_hashes)
-        return len(event.engine_hashes)
-
     def _is_unsalted(self, event: Stored) -> bool:
         """Whether the event may keep silent about a salt or image that went into its hashes."""
         return (
@@ -432,12 +398,7 @@ class Resolver:
             and not event.extras
         )
 
-    def _is_plain(self, event: Stored | Removed) -> bool:
-        """Whether the event's hashes are seq_hashes, with nothing to look up."""
-        return event.is_identity and (isinstance(event, Stored) or OWN_HASHES not in self.flags)
 
-    def _may_alias(self, event: Stored) -> bool:
-        """Whether one engine hash of this publisher can come to mean another block."""
-        if event.is_identity:
-            return False
-        return self._traits.may_alias or event.medium not in DEVICE
+def _positions(event: Event) -> int:
+    """How many positions an event takes in its batch, whatever comes of it."""
+    return 1 if isinstance(event, Cleared) else len(event.engine_hashes)

@@ -80,6 +80,12 @@ def piece_runs(keys: bytes, values: Sequence[bytes | None]) -> tuple[Runs, int, 
     return _runs_of(together, len(keys) // KEY_BYTES), missing, unreadable
 
 
+def pieces_of(keys: bytes) -> list[bytes]:
+    """The packed keys of each piece of a chain; ``keys`` are those of the chain, from its root on."""
+    width = KEY_BYTES * PIECE_BLOCKS
+    return [keys[at : at + width] for at in range(0, len(keys), width)]
+
+
 def own_slots(keys: bytes) -> bytes:
     """The slots of a chain's blocks, as rows have them; ``keys`` are packed, from the beginning of a piece."""
     count = len(keys) // KEY_BYTES

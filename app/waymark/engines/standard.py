@@ -142,6 +142,7 @@ def read_event(event: Any) -> Event | Ignored:
         salts=salts,
         is_identity=not tokens,
         envelope=envelope,
+        is_deep=parent is None and _is_deep(event),
     )
 
 
@@ -212,6 +213,12 @@ def _tokens(value: Any) -> bytes:
     if isinstance(value, bytes) and len(value) % 4 == 0:
         return value
     return wire.tokens(value)
+
+
+def _is_deep(event: Mapping[Any, Any]) -> bool:
+    """Whether an event without a usable parent begins elsewhere than at the root."""
+    index = event.get("base_block_idx")
+    return index != 0 and not (index is None and event.get("parent_hash") is None)
 
 
 def _parent(event: Mapping[Any, Any], *, is_identity: bool) -> int | None:

@@ -12,8 +12,8 @@ from typing import Literal
 
 from waymark.apply.applier import Applier, Incoming
 from waymark.domain.events import Batch
+from waymark.domain.parts import Commit
 from waymark.domain.resolver import UNTRUSTED
-from waymark.domain.runs import Commit
 from waymark.domain.status import StreamStatus
 from waymark.engines import Decoder, OverCeiling
 from waymark.engines.batches import MORE, SHORT_BYTES

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from waymark.domain.names import GroupName
-from waymark.domain.table import HolderTable, holder_ids
+from waymark.domain.table import HolderTable
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -37,8 +37,8 @@ class Watched(NamedTuple):
     reservation: Reservation
     group: GroupName
     entry: GroupEntry
-    block: int | None
-    """Key of the last complete block; None where no event will tell."""
+    piece: bytes | None
+    """Packed keys of the last piece, up to the last complete block; None where no event will tell."""
     done_at: float | None
     """When an estimate says that it is done, by the loop's clock."""
     ends_at: float
@@ -61,7 +61,7 @@ class PrefillProgress:
         return len(self._watched)
 
     def watch(self, watched: Watched) -> None:
-        if watched.block is None and watched.done_at is None:
+        if watched.piece is None and watched.done_at is None:
             return
         if len(self._watched) >= _WATCHED_MAX:
             self._watched.pop(next(iter(self._watched)))
@@ -100,7 +100,7 @@ class PrefillProgress:
                 del self._watched[watched.reservation.nonce]
             elif watched.done_at is not None and watched.done_at <= now:
                 estimated.append(watched)
-            elif watched.block is not None and looked_up < _LOOKED_UP_MAX:
+            elif watched.piece is not None and looked_up < _LOOKED_UP_MAX:
                 looked_up += 1
                 by_group.setdefault(watched.group, []).append(watched)
                 # To the back, so that every one has its turn.
@@ -112,8 +112,7 @@ class PrefillProgress:
     async def _computed(self, group: GroupName, several: list[Watched]) -> list[Watched]:
         """Those whose last block is held by their target."""
         entry = several[0].entry
-        values = await self._reader.values(entry, [each.block or 0 for each in several])
-        ids = [holder_ids(value) if value else [] for value in values]
+        ids = await self._reader.last_holders(entry, [each.piece for each in several if each.piece is not None])
         table = self._reader.table_at_hand(group)
         if table is None or any(number > table.newest for each in ids for number in each):
             table = await self._reader.table(group)

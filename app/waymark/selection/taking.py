@@ -12,6 +12,7 @@ from typing import NamedTuple
 from waymark.domain.hashing import text_hash
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.match import Walk
+from waymark.domain.row_runs import pieces_of
 from waymark.domain.targets import host_and_port
 from waymark.errors import Saturated
 from waymark.metrics import Metrics
@@ -244,13 +245,13 @@ class Taker:
             return
         now = asyncio.get_running_loop().time()
         tells_events = looked.fleet.by_publisher[candidate.publisher].tells_events
-        block = unpack(looked.keys[-KEY_BYTES:])[0] if looked.keys and tells_events else None
+        piece = pieces_of(looked.keys)[-1] if looked.keys and tells_events else None
         done_at = None
-        if block is None and self._options.prefill_tokens_per_second:
+        if piece is None and self._options.prefill_tokens_per_second:
             seconds = (found.tokens + tokens) / candidate.weight / self._options.prefill_tokens_per_second
             done_at = now + seconds
         ends_at = now + taking.milliseconds / 1000
-        self._progress.watch(Watched(reservation, asked.group, looked.entry, block, done_at, ends_at))
+        self._progress.watch(Watched(reservation, asked.group, looked.entry, piece, done_at, ends_at))
 
 
 def _linear(policy: Chosen) -> Linear:

@@ -8,13 +8,13 @@ before an open block is certain.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.row_runs import Runs, piece_runs, row_runs
 from waymark.domain.rows import DEPTHS, PIECE_BLOCKS
 from waymark.store.directory import GroupEntry
-from waymark.store.hot_rows import HotRows
+from waymark.store.hot import HotRows, is_crowd
 
 KeySource: TypeAlias = Callable[[int], bytes]
 """Gives the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at its end."""
@@ -22,8 +22,17 @@ KeySource: TypeAlias = Callable[[int], bytes]
 Name: TypeAlias = tuple[int, bytes]
 """A value to ask for: its shard, and its name after the prefix of group and shard."""
 
+
+class Asked(NamedTuple):
+    """What a chain asks for."""
+
+    heads: bytes
+    """Packed keys of the heads whose rows are wanted."""
+    beside: list[Name]
+    """Branch rows and singles."""
+
+
 _PIECE_BYTES = KEY_BYTES * PIECE_BLOCKS
-_ROW = -1
 
 
 class _Piece:
@@ -60,8 +69,12 @@ class Chain:
         self._rows: list[bytes | None] = []
         """The row of each piece that has been asked for."""
         self._beside: dict[int, _Piece] = {}
-        self._asked: list[tuple[int, int, Name]] = []
-        """(piece, ``_ROW`` or which block's branch row, from ``PIECE_BLOCKS`` on singles, what to ask for)"""
+        self._rows_asked: Sequence[int] = ()
+        """The pieces whose rows were asked for last."""
+        self._beside_asked: list[tuple[int, int, Name]] = []
+        """(piece, which block's branch row, or from ``PIECE_BLOCKS`` on which single, what was asked for)"""
+        self._may_be_hot = False
+        """Some of the last values are marked or have many holders."""
         self._open: list[tuple[int, int]] = []
         """(piece, bitmap of its open blocks), in order."""
         self._is_at_end = False
@@ -72,39 +85,47 @@ class Chain:
         """How many blocks have been looked up."""
         return min(PIECE_BLOCKS * len(self._rows), len(self._keys) // KEY_BYTES)
 
-    def ask(self, pieces: int, now: float) -> list[Name]:
-        """What to ask for next: what is open, and the rows of so many more pieces, unless they are hot."""
-        self._asked = []
+    def ask(self, pieces: int, now: float) -> Asked:
+        """What to ask for next: the rows of so many more pieces, unless they are hot, and what is open."""
+        self._beside_asked = []
         for piece, blocks in self._open:
             self._ask_beside(piece, blocks)
-        if not self._is_at_end:
-            is_hot = self._hot.expire(now)
-            for piece in self._next_pieces(pieces):
-                self._ask_piece(piece, is_hot=is_hot)
-        return [name for _, _, name in self._asked]
+        following = range(0) if self._is_at_end else self._next_pieces(pieces)
+        self._rows += [None] * len(following)
+        self._rows_asked = following
+        if self.has_singles or self._hot.expire(now):
+            self._rows_asked = [piece for piece in following if self._ask_piece(piece)]
+        heads = b"".join([self._head(piece) for piece in self._rows_asked])
+        return Asked(heads, [name for _, _, name in self._beside_asked])
 
     def take(self, values: Sequence[bytes | None]) -> None:
-        """The values of what was asked for."""
-        for (piece, at, name), value in zip(self._asked, values, strict=True):
-            if at == _ROW:
+        """The values of what was asked for: those of the heads first."""
+        rows = self._rows_asked
+        if isinstance(rows, range):
+            self._rows[rows.start : rows.stop] = values[: len(rows)]
+        else:
+            for piece, value in zip(rows, values, strict=False):
                 self._rows[piece] = value
-            elif value is not None:
+        for (piece, at, name), value in zip(self._beside_asked, values[len(rows) :], strict=True):
+            if value is not None:
                 if at >= PIECE_BLOCKS:  # a single does not know its depth
                     value = b"%b%c%b" % (value[:16], DEPTHS[at - PIECE_BLOCKS], value[17:])
                 self._beside[piece].values.append((name, value))
 
     def keep_hot(self, now: float) -> None:
-        """Keep those rows of the last values that are hot."""
-        for piece, at, _ in self._asked:
-            value = self._rows[piece]
-            if at == _ROW and value is not None:
-                self._hot.keep(self._entry.group_id, self._head(piece), value, now)
+        """Keep those rows of the last values that are hot, after ``settle``."""
+        if self._may_be_hot:
+            for piece in self._rows_asked:
+                value = self._rows[piece]
+                if value is not None:
+                    self._hot.keep(self._entry.group_id, self._head(piece), value, now)
 
     def settle(self) -> tuple[Runs, bool]:
         """The runs that are certain now and were not before, and whether the chain is over."""
         certain: Runs = []
         self._open = []
         self._is_at_end = False
+        self._may_be_hot = self.has_singles
         piece = self.found // PIECE_BLOCKS
         while piece < len(self._rows) and not self._is_at_end:
             if self.has_singles:
@@ -113,6 +134,7 @@ class Chain:
                 continue
             runs, count, self._is_at_end = row_runs(self._keys[_PIECE_BYTES * piece :], self._rows[piece:])
             self._add(certain, piece, runs)
+            self._may_be_hot |= any(map(is_crowd, runs))
             piece += count
             if piece < len(self._rows) and not self._is_at_end:
                 self._settle(certain, piece)
@@ -139,17 +161,22 @@ class Chain:
     def _shard(self, key: bytes) -> int:
         return 0 if self._entry.shards == 1 else int.from_bytes(key, "big") % self._entry.shards
 
-    def _ask_piece(self, piece: int, *, is_hot: bool) -> None:
-        """Ask for a row, unless it is hot, and for what is known to be needed beside it."""
+    def _name(self, piece: int) -> Name:
         head = self._head(piece)
-        row = self._hot.find(self._entry.group_id, head) if is_hot else None
-        self._rows.append(row.value if row is not None and row.is_enough else None)
-        if self._rows[-1] is None:
-            self._asked.append((piece, _ROW, (self._shard(head), head.hex().encode())))
-        keys = self._keys_of(piece)
-        missing = piece_runs(keys, [row.value])[1] if row is not None and b"+" in row.value else 0
+        return self._shard(head), head.hex().encode()
+
+    def _ask_piece(self, piece: int) -> bool:
+        """Ask for what is known to be needed beside a row; whether the row is to be asked for, too."""
+        row = self._hot.find(self._entry.group_id, self._head(piece))
+        missing = 0
+        if row is not None:
+            if b"+" in row.value:
+                missing = piece_runs(self._keys_of(piece), [row.value])[1]
+            if row.is_enough:
+                self._rows[piece] = row.value
         if missing or self.has_singles:
             self._ask_beside(piece, missing)
+        return row is None or not row.is_enough
 
     def _ask_beside(self, piece: int, blocks: int) -> None:
         """Ask for the branch rows that may begin with ``blocks``; in a group with singles, for all of them, too."""
@@ -159,10 +186,10 @@ class Chain:
         for at in range(len(keys) // KEY_BYTES):
             key = keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
             if (blocks & ~of.branches) >> at & 1:
-                self._asked.append((piece, at, (shard, b"%b:b" % key.hex().encode())))
+                self._beside_asked.append((piece, at, (shard, b"%b:b" % key.hex().encode())))
             if self.has_singles and not of.has_singles:
                 name = self._shard(key), b"%b:s" % key.hex().encode()
-                self._asked.append((piece, PIECE_BLOCKS + at, name))
+                self._beside_asked.append((piece, PIECE_BLOCKS + at, name))
         of.branches |= blocks
         of.has_singles = self.has_singles
 
@@ -170,6 +197,7 @@ class Chain:
 
     def _settle(self, certain: Runs, piece: int) -> None:
         """Settle a piece whose row does not decide by itself."""
+        self._may_be_hot = True
         keys = self._keys_of(piece)
         of = self._beside.get(piece) or _Piece()
         runs, missing, unreadable = piece_runs(keys, [self._rows[piece], *(value for _, value in of.values)])
@@ -202,8 +230,7 @@ class Chain:
                 self.found += more
 
     def _note(self, piece: int, of: _Piece, unreadable: int) -> None:
-        head = self._head(piece)
-        names = [(self._shard(head), head.hex().encode()), *(name for name, _ in of.values)]
+        names = [self._name(piece), *(name for name, _ in of.values)]
         self.unreadable |= {name for at, name in enumerate(names) if unreadable >> at & 1}
 
 

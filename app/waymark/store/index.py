@@ -1,4 +1,4 @@
-"""The index of blocks: applies runs of a stream to it, and looks up the blocks of engine hashes.
+"""The index of blocks: applies the parts of a stream to it.
 
 The resolver has decided what changes. This module sends the changes to the right shards, in calls that Redis runs
 atomically and that may be repeated.
@@ -7,22 +7,24 @@ atomically and that may be repeated.
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from waymark.domain.runs import Commit, Mode, Run
+from waymark.domain.moves import Moves
+from waymark.domain.parts import Commit, Part
+from waymark.domain.rows import ROW_SLOTS, Place
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
 from waymark.store.pacing import Pacer
-from waymark.store.parsing import Malformed, RecordKind, RecordParser
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 
-_ENTRY = re.compile(rb"[0-9a-f]{16}(?::[0-9a-f]{16})?")
-
-#: Blocks in one call: about 1 ms of Redis if they are new, and every reader waits meanwhile.
-CALL_BLOCKS = 512
+#: Ceilings of one call: with any of them Redis takes about 2 ms, and every reader waits meanwhile.
+CALL_PARTS = 128
+CALL_BLOCKS = 2048
+CALL_BYTES = 65_536
+#: A part in a row of its own costs as much as so many blocks in a long part.
+_PART_COST = 8
 
 
 Hold = Callable[[], Awaitable[None]]
@@ -31,29 +33,38 @@ Hold = Callable[[], Awaitable[None]]
 
 class Index:
     def __init__(
-        self, client: RedisClient, scripts: Scripts, parser: RecordParser | None = None, pacer: Pacer | None = None
+        self,
+        client: RedisClient,
+        scripts: Scripts,
+        pacer: Pacer | None = None,
+        *,
+        row_slots: int = ROW_SLOTS,
+        call_bytes: int = CALL_BYTES,
     ) -> None:
+        """``row_slots`` is a constant of the format, and a parameter for tests."""
         self._client = client
-        self._parser = parser or RecordParser()
         self._scripts = scripts
         self._pacer = pacer or Pacer()
+        self._row_slots = row_slots
+        self._call_bytes = call_bytes
 
     async def apply(
         self,
         grant: Grant,
-        runs: Sequence[Run],
-        modes: Mapping[int, Mode],
+        parts: Sequence[Part],
+        moves: Moves,
         commit: Commit | None,
         event_ids: Mapping[int, int] | None = None,
         *,
         hold: Hold | None = None,
         before: int | None = None,
     ) -> Verdict:
-        """Apply runs in order and then, with ``commit``, move the watermark. ``modes`` has every holder of the runs.
+        """Apply parts in order and then, with ``commit``, move the watermark.
 
-        ``event_ids`` maps holder ids to the last event_id of the batches. The script that moves the watermark writes
-        them, too; without ``commit``, the last script of the call does. ``before`` is the watermark that Redis must
-        have, where the commit follows in a later call.
+        ``moves`` is one for all parts of a fold; blocks that find no slot where they were planned move to another
+        place in it. ``event_ids`` maps holder ids to the last event_id of the batches. The script that moves the
+        watermark writes them, too; without ``commit``, the last script of the call does. ``before`` is the watermark
+        that Redis must have, where the commit follows in a later call.
 
         With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 
@@ -65,24 +76,26 @@ class Index:
             before = commit.before
         events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
         if grant.shards == 1:
-            return await self._apply_shard(grant, 0, [(run, None) for run in runs], modes, commit, before, events, hold)
-        parts = _by_shard(runs, grant.shards)
+            return await self._apply_shard(grant, 0, parts, moves, commit, before, events, hold)
+        by_shard: dict[int, list[Part]] = {}
+        for part in parts:
+            by_shard.setdefault(part.place.shard(grant.shards), []).append(part)
         # The watermark is on shard 0. If it has gone back, no other shard may receive later batches.
         if before is not None:
-            verdict = await self._apply_shard(grant, 0, parts.pop(0, []), modes, None, before, hold=hold)
+            verdict = await self._apply_shard(grant, 0, by_shard.pop(0, []), moves, None, before, hold=hold)
             if verdict is Verdict.FENCED:
                 return verdict
         verdicts = await asyncio.gather(
             *(
-                self._apply_shard(grant, shard, part, modes, None, grant.shard_seqs.get(shard), hold=hold)
-                for shard, part in parts.items()
+                self._apply_shard(grant, shard, some, moves, None, grant.shard_seqs.get(shard), hold=hold)
+                for shard, some in by_shard.items()
             )
         )
         for refusal in (Verdict.FENCED, Verdict.LOST):
             if refusal in verdicts:
                 return refusal
         if grant.claim.registration.sequence == "publisher":  # else its numbers are of several ranks
-            seqs = {shard: part[-1][0].seq for shard, part in parts.items() if shard}
+            seqs = {shard: some[-1].seq for shard, some in by_shard.items() if shard}
             grant.shard_seqs.update(seqs)
             grant.moved_shards.update(seqs)
         if commit is None and not events:
@@ -99,81 +112,70 @@ class Index:
         self,
         grant: Grant,
         shard: int,
-        runs: Sequence[tuple[Run, list[int] | None]],
-        modes: Mapping[int, Mode],
+        parts: Sequence[Part],
+        moves: Moves,
         commit: Commit | None,
         before: int | None,
         events: Sequence[Arg] = (),
         hold: Hold | None = None,
     ) -> Verdict:
-        verdict = Verdict.APPLIED
-        calls = list(_calls(runs)) or [[]]
-        for number, call in enumerate(calls):
-            is_last = number == len(calls) - 1
-            while True:
-                outcome = await self._call(
-                    grant, shard, call, modes, commit if is_last else None, before, events if is_last else (), hold
-                )
-                verdict = outcome.verdict
-                if verdict is not Verdict.APPLIED:
-                    return verdict
-                call = _rest(call, outcome.numbers[0])
-                if not call:
-                    break
-        return verdict
+        waiting = list(parts)
+        while True:
+            call, waiting = _next_call(waiting, moves)
+            is_last = not waiting
+            outcome = await self._call(
+                grant, shard, call, commit if is_last else None, before, events if is_last else (), hold
+            )
+            verdict = outcome.verdict
+            if verdict not in (Verdict.APPLIED, Verdict.BRANCH, Verdict.ROW):
+                return verdict
+            done, offset = outcome.numbers
+            rest = call[done:]
+            if verdict is not Verdict.APPLIED:
+                rest = [*moves.refused(verdict is Verdict.ROW, rest[0], offset), *rest[1:]]
+            waiting = rest + waiting
+            if not waiting:
+                return Verdict.APPLIED
 
     async def _call(
         self,
         grant: Grant,
         shard: int,
-        runs: Sequence[tuple[Run, list[int] | None]],
-        modes: Mapping[int, Mode],
+        parts: Sequence[Part],
         commit: Commit | None,
         before: int | None,
         events: Sequence[Arg],
         hold: Hold | None,
     ) -> Outcome:
         prefix = keys.block_prefix(grant.group_id, shard)
-        holders = {holder: i for i, holder in enumerate(dict.fromkeys(run.holder for run, _ in runs), 1)}
-        blocks: list[bytes] = []
-        args: list[Arg] = []
-        for run, positions in runs:
-            words = [b"%016x" % key for key in run.keys]
-            blocks += [prefix + word for word in words]
-            args += (
-                run.kind,
-                holders[run.holder],
-                run.seq,
-                run.first if positions is None else positions[0],
-                "" if positions is None else ",".join(map(str, positions)),
-            )
-            if run.namespace:
-                ns = run.namespace
-                args += ("value", len(words))
-                args += [b"%016x" % engine_hash for engine_hash in run.hashes]
-                args += [b"%016x:%016x" % (ns, key ^ ns) for key in run.keys]
-            elif run.is_identity:
-                args += ("same", len(words))
-            else:
-                args += ("key", len(words))
-                args += [b"%016x" % engine_hash for engine_hash in run.hashes]
+        holders = {holder: i for i, holder in enumerate(dict.fromkeys(part.holder for part in parts), 1)}
+        rows = {
+            name: i for i, name in enumerate(dict.fromkeys(part.place.name for part in parts if part.kind != "*"), 1)
+        }
+        for part in parts:
+            if part.place.branch is not None and part.kind != "*":
+                rows.setdefault(Place(part.place.head).name, len(rows) + 1)
         call = partial(
-            self._scripts.apply_batch,
+            self._scripts.apply_rows,
             keys.fence(grant.group_id, shard),
             [keys.engine(grant.group_id, shard, holder) for holder in holders],
-            blocks,
+            [prefix + name for name in rows],
+            keys.branches(grant.group_id, shard),
             grant.record if shard == 0 else None,
             grant.publisher,
             grant.token,
             *_watermark(commit),
             "" if before is None else before,
-            [word for holder in holders for word in (holder, modes[holder])],
+            self._row_slots,
+            self._call_bytes,
+            list(holders),
             events,
-            args,
+            [word for part in parts for word in _words(part, holders, rows)],
         )
         if hold is None:
             return await call()
-        async with self._pacer.admit(self._client.place(prefix), len(blocks), hold):
+        blocks = sum(len(part.keys) + _PART_COST for part in parts)
+        async with self._pacer.admit(self._client.place(prefix), blocks, hold):
             return await call()
 
     async def has_lost(self, grant: Grant, shards: Iterable[int]) -> bool:
@@ -190,53 +192,12 @@ class Index:
             for shard, (token, seq) in zip(asked, found, strict=True)
         )
 
-    async def entries(self, grant: Grant, wanted: Mapping[int, Sequence[int]]) -> dict[int, dict[int, tuple[int, int]]]:
-        """Look up engine hashes: by holder id and engine hash, (namespace, seq_hash) of the block.
-
-        ``wanted`` has the engine hashes by holder id. Every shard is asked, because the shard of a block follows from
-        its seq_hash. Unknown engine hashes are absent from the result.
-        """
-        asked = [
-            (holder, shard, hashes[i : i + 1000])
-            for holder, hashes in wanted.items()
-            for shard in range(grant.shards)
-            for i in range(0, len(hashes), 1000)
-        ]
-        found: dict[int, dict[int, tuple[int, int]]] = {holder: {} for holder in wanted}
-        if not asked:
-            return found
-        replies = await self._client.several(
-            ("HMGET", keys.engine(grant.group_id, shard, holder), *(b"%016x" % h for h in hashes))
-            for holder, shard, hashes in asked
-        )
-        for (holder, shard, hashes), values in zip(asked, replies, strict=True):
-            for engine_hash, value in zip(hashes, values, strict=True):
-                if value is not None:
-                    try:
-                        found[holder][engine_hash] = parse_entry(engine_hash, value)
-                    except Malformed as exc:
-                        key = keys.engine(grant.group_id, shard, holder)
-                        self._parser.reject(RecordKind.ENTRY, key, f"{engine_hash:016x}", str(exc))
-        return found
-
 
 def _seq_of(raw: bytes | None) -> int:
     """The seq in a fence; -1 for none, -2 where it cannot be read."""
     if raw is None:
         return -1
     return int(raw) if raw.isdigit() and len(raw) <= 16 else -2
-
-
-def parse_entry(engine_hash: int, value: bytes) -> tuple[int, int]:
-    """(namespace, seq_hash) of an entry: ``seq_hash``, ``ns:seq_hash``, or empty if the hash is its own.
-
-    Raises ``Malformed``.
-    """
-    if not value:
-        return 0, engine_hash
-    if _ENTRY.fullmatch(value) is None:
-        raise Malformed("it is no 16 hex digits, nor two of them with a colon between")
-    return (int(value[:16], 16), int(value[17:], 16)) if len(value) > 16 else (0, int(value, 16))
 
 
 def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:
@@ -247,52 +208,34 @@ def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:
     return commit.watermark, "" if ts is None else repr(ts), "" if newest is None else repr(newest), commit.digest
 
 
-def _calls(runs: Sequence[tuple[Run, list[int] | None]]) -> Iterator[list[tuple[Run, list[int] | None]]]:
-    """Cut runs into calls of at most ``CALL_BLOCKS``."""
-    call: list[tuple[Run, list[int] | None]] = []
-    room = CALL_BLOCKS
-    for run, positions in runs:
-        start = 0
-        while start < len(run.keys):
-            end = min(start + room, len(run.keys))
-            call.append((run.part(start, end), positions and positions[start:end]))
-            room -= end - start
-            start = end
-            if room == 0:
-                yield call
-                call, room = [], CALL_BLOCKS
-    if call:
-        yield call
+def _next_call(waiting: Sequence[Part], moves: Moves) -> tuple[list[Part], list[Part]]:
+    """The parts of the next call, where they are to go by now, and the rest."""
+    call: list[Part] = []
+    blocks = 0
+    for i, part in enumerate(waiting):
+        some = moves.follow(part)
+        if call and (len(call) + len(some) > CALL_PARTS or blocks + len(part.keys) > CALL_BLOCKS):
+            return call, list(waiting[i:])
+        call += some
+        blocks += len(part.keys)
+    return call, []
 
 
-def _rest(call: Sequence[tuple[Run, list[int] | None]], done: int) -> list[tuple[Run, list[int] | None]]:
-    """The runs of a call without its first ``done`` blocks."""
-    rest: list[tuple[Run, list[int] | None]] = []
-    for run, positions in call:
-        size = len(run.keys)
-        if done < size:
-            rest.append((run.part(done, size), positions and positions[done:]))
-        done = max(0, done - size)
-    return rest
-
-
-def _by_shard(runs: Iterable[Run], shards: int) -> dict[int, list[tuple[Run, list[int] | None]]]:
-    """The runs by shard. Blocks of a shard are not consecutive, so each block comes with its position in the batch."""
-    parts: dict[int, list[tuple[Run, list[int] | None]]] = {}
-    for run in runs:
-        picked: dict[int, list[int]] = {}
-        for i, key in enumerate(run.keys):
-            picked.setdefault(key % shards, []).append(i)
-        for shard, indexes in picked.items():
-            part = Run(
-                run.kind,
-                run.holder,
-                run.seq,
-                run.first + indexes[0],
-                [run.keys[i] for i in indexes],
-                [run.hashes[i] for i in indexes],
-                run.namespace,
-                run.is_identity,
-            )
-            parts.setdefault(shard, []).append((part, [run.first + i for i in indexes]))
-    return parts
+def _words(part: Part, holders: Mapping[int, int], rows: Mapping[bytes, int]) -> tuple[bytes, bytes, bytes, bytes]:
+    """A part as the script reads it."""
+    place = part.place
+    row = branch = 0
+    if part.kind != "*":
+        row = rows[place.name] if place.branch is None else rows[Place(place.head).name]
+        branch = 0 if place.branch is None else rows[place.name]
+    namespace = b"%016x" % part.namespace if part.namespace else b""
+    header = b"%b %d %d %d %d %d %b" % (
+        part.kind.encode(),
+        holders[part.holder],
+        part.seq,
+        part.last,
+        row,
+        branch,
+        namespace,
+    )
+    return header, part.slots, part.packed_hashes if part.kind == "+" else b"", b";".join(part.copies)

@@ -55,6 +55,10 @@ def engine(group_id: int, shard: int, holder: int) -> str:
     return f"wm:{_tag(group_id, shard)}:engine:{holder}"
 
 
+def branches(group_id: int, shard: int) -> str:
+    return f"wm:{_tag(group_id, shard)}:branches"
+
+
 def load(group_id: int) -> str:
     return f"wm:{_tag(group_id)}:load"
 
@@ -98,7 +102,7 @@ def opaque_prefixes(group_id: int, holder: int | None = None) -> str:
 
 
 def block_prefix(group_id: int, shard: int) -> bytes:
-    """The key of a block without its last 16 hex digits."""
+    """What stands before the name of a row, a branch row or a single."""
     return f"wm:{_tag(group_id, shard)}:".encode()
 
 

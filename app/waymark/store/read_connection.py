@@ -1,8 +1,7 @@
 """A connection to Redis that sends packed commands and reads their replies, with several questions under way.
 
-Redis answers a connection in the order in which it was asked, so the questions wait in one queue. The
-reader of a question reads complete replies in the receive buffer; the library's parser reads errors and replies that
-arrive in pieces. A question whose caller has been cancelled stays in the queue until its replies have arrived.
+Redis answers a connection in the order in which it was asked, so the questions wait in one queue. The library's parser
+reads the replies. A question whose caller has been cancelled stays in the queue until its replies have arrived.
 """
 
 from __future__ import annotations
@@ -33,9 +32,6 @@ class ReplyReader(Protocol[T_co]):
     def count(self) -> int:
         """How many replies there are."""
 
-    def scan(self, data: bytes) -> tuple[T_co, int] | None:
-        """Read the replies at the beginning of ``data``: the result and their end. None: use ``parsed`` instead."""
-
     def parsed(self, replies: list[Any]) -> T_co:
         """Make the result from replies that the library has parsed, without errors. May raise RedisError."""
 
@@ -45,9 +41,6 @@ class Replies:
 
     def __init__(self, count: int) -> None:
         self.count = count
-
-    def scan(self, data: bytes) -> tuple[list[Any], int] | None:
-        return None
 
     def parsed(self, replies: list[Any]) -> list[Any]:
         return replies
@@ -76,8 +69,6 @@ class ReadConnection(asyncio.Protocol):
         self._parser = hiredis.Reader(
             protocolError=InvalidResponse, replyError=BaseParser.parse_error, notEnoughData=_NOT_YET
         )
-        self._is_parsing = False
-        """The parser has the beginning of what comes next."""
         self._heard = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._is_retired = False
@@ -139,21 +130,12 @@ class ReadConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = self._loop.time()
-        questions = self._questions
         try:
-            while data and questions and not self._is_parsing:
-                scanned = questions[0].reader.scan(data)
-                if scanned is None:
-                    break
-                answer, end = scanned
-                self._end(questions.popleft(), answer)
-                data = data[end:]
-            if data:
-                self._parse(data)
+            self._parse(data)
         except RedisError as exc:  # no RESP, or more than was asked for: nothing behind it can be told apart
             self.lose(exc)
             return
-        if self._is_retired and not questions:
+        if self._is_retired and not self._questions:
             self.retire()
 
     def _parse(self, data: bytes) -> None:
@@ -162,13 +144,11 @@ class ReadConnection(asyncio.Protocol):
             question = self._questions[0]
             reply = self._parser.gets()
             if reply is _NOT_YET:
-                self._is_parsing = True
                 return
             question.replies.append(reply)
             if len(question.replies) == question.reader.count:
                 self._questions.popleft()
                 self._answer_parsed(question)
-        self._is_parsing = False
         if self._parser.has_data():
             raise InvalidResponse("more replies than commands")
 

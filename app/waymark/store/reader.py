@@ -7,40 +7,42 @@ Every query checks both against Redis, and what Redis returns replaces what was 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
+from waymark.domain.row_runs import Runs
+from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
+from waymark.store.chain import Chain, KeySource
 from waymark.store.claims import decode_table
 from waymark.store.client import RedisClient
 from waymark.store.directory import Directory, GroupEntry
 from waymark.store.fetch import Fetcher
-from waymark.store.hot import HotBlocks
+from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordKind, RecordParser
+from waymark.store.places import holders_of
 
-KeySource = Callable[[int], bytes]
-"""Gives the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at its end."""
-
-#: A miss in the first chunk is the common answer to a new prompt, so it is small. Where prompts lately had more of
-#: their blocks (one system prompt for all is the usual case) it is larger: a round trip costs more than keys that turn
-#: out to be missing. (Below how many blocks found on average, how many are asked for.)
-_FIRST_CHUNKS = ((24, 32), (96, 128))
-#: A match that passes the first chunk is mostly long; 512 keys are some 0.15 ms of Redis.
-_CHUNK = 512
+#: Rows in the first chunk. A miss is the common answer to a new prompt, so it is small, unless more than
+#: ``_LONG_SHARE`` of the prompts lately had all that a small one asks for: a round trip costs more than keys that turn
+#: out to be missing.
+_FIRST_CHUNKS = (4, 16)
+_LONG_SHARE = 1 / 3
+#: A match that passes the first chunk is mostly long.
+_CHUNK = 64
 #: The weight of one query in the average.
 _WEIGHT = 1 / 8
 
 #: How often a query starts, at most: it starts again when Redis has come back empty.
 _STARTS_MAX = 3
 
-_JUNK = "the value of a block, or of several, has words that are no holder ids"
+_UNREADABLE = "the row cannot be read: slots of 17 characters, a plus where it is marked, <holder>:<bitmap> ..."
 #: The most groups and tables cached; one more drops the oldest.
 _GROUPS_MAX = 1024
 
@@ -59,42 +61,27 @@ class Reading(NamedTuple):
 class _Query:
     """The progress of one query; after the deadline, or with a newer table, the blocks read so far still count."""
 
-    def __init__(self, block_size: int, source: KeySource) -> None:
+    def __init__(self, block_size: int, chain: Chain) -> None:
         self.block_size = block_size
+        self.chain = chain
         self.walk: Walk | None = None
         self.round_trips = 0
-        self.runs: list[tuple[bytes, int]] = []
-        self.blocks = 0
-        """How many keys have been looked up."""
-        self.found = 0
-        """How many of them have a holder, up to the first without one."""
-        self._source = source
-        self._keys = b""
+        self.runs: Runs = []
 
-    def keys(self, count: int) -> bytes:
-        """The next ``count`` keys that have not been looked up."""
-        if not self._keys:
-            self._keys = self._source(count)
-            return self._keys
-        start = KEY_BYTES * self.blocks
-        missing = self.blocks + count - len(self._keys) // KEY_BYTES
-        if missing > 0:
-            self._keys += self._source(missing)
-        return self._keys[start : start + KEY_BYTES * count]
-
-    def restart(self) -> None:
+    def begin(self, entry: GroupEntry) -> None:
         self.walk = None
         self.runs = []
-        self.blocks = self.found = 0
+        self.chain.begin(entry)
 
-    def begin(self, table: HolderTable) -> Walk:
+    def walk_with(self, table: HolderTable) -> Walk:
+        self.chain.has_singles = table.has_singles
         self.walk = Walk(table.view(self.block_size))
         return self.walk
 
     def reading(self, *, is_partial: bool) -> Reading | None:
         if self.walk is None:
             return None
-        return Reading(self.walk, is_partial, self.round_trips, self.blocks)
+        return Reading(self.walk, is_partial, self.round_trips, self.chain.blocks)
 
 
 class Reader:
@@ -103,19 +90,20 @@ class Reader:
         client: RedisClient,
         directory: Directory,
         incarnation: Incarnation,
-        hot: HotBlocks,
+        hot: HotRows,
         parser: RecordParser,
         metrics: Metrics | None = None,
     ) -> None:
         self._client = client
         self._parser = parser
-        self._fetcher = Fetcher(client, incarnation, hot, metrics or Metrics())
+        self._fetcher = Fetcher(client, metrics or Metrics())
+        self._hot = hot
         self._directory = directory
         self._incarnation = incarnation
         self._groups: dict[GroupName, GroupEntry] = incarnation.cache({})
         self._tables: dict[int, HolderTable] = incarnation.cache({})
-        # By group id: how many blocks queries found lately, on average, of up to 128.
-        self._usual: dict[int, float] = incarnation.cache({})
+        # By group id: the share of queries that lately found all that a small first chunk asks for.
+        self._long: dict[int, float] = incarnation.cache({})
 
     async def read(
         self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
@@ -124,7 +112,7 @@ class Reader:
 
         Raises StoreUnavailable if Redis is unavailable, or sends no reply within the deadline.
         """
-        query = _Query(block_size, source)
+        query = _Query(block_size, Chain(source, self._hot))
         until = asyncio.get_running_loop().time() + deadline_seconds
         try:
             for _ in range(_STARTS_MAX):
@@ -133,16 +121,21 @@ class Reader:
                 entry = known or await self._find(group, until)
                 if entry is None:
                     return None
+                query.begin(entry)
                 if await self._walk(group, entry, query, until, changes):
-                    self._remember(entry, query)
-                    if query.walk is not None and query.walk.view.has_junk:
-                        self._parser.reject(RecordKind.BLOCK, keys.blocks(entry.group_id), "", _JUNK)
+                    self._remember(entry, query.chain)
+                    for shard, name in query.chain.unreadable:
+                        self._parser.reject(
+                            RecordKind.BLOCK,
+                            (keys.block_prefix(entry.group_id, shard) + name).decode(),
+                            "",
+                            _UNREADABLE,
+                        )
                     return query.reading(is_partial=False)
                 if changes == self._incarnation.changes:
                     if known is None:
                         return None
                     await self._doubt(group, known, until)
-                query.restart()
             return None
         except TimeoutError:
             partial = query.reading(is_partial=True)
@@ -175,20 +168,11 @@ class Reader:
         """The group's id and shards in the cache, as the last query used them."""
         return self._groups.get(group)
 
-    async def values(self, entry: GroupEntry, block_keys: Sequence[int]) -> list[bytes | None]:
-        """The values of single blocks, which need not follow each other, in one round trip."""
-        of_shards: dict[int, list[int]] = {}
-        for at, key in enumerate(block_keys):
-            of_shards.setdefault(key % entry.shards, []).append(at)
-        replies = await self._client.several(
-            ("MGET", *(b"%b%016x" % (keys.block_prefix(entry.group_id, shard), block_keys[at]) for at in places))
-            for shard, places in of_shards.items()
-        )
-        values: list[bytes | None] = [None] * len(block_keys)
-        for places, reply in zip(of_shards.values(), replies, strict=True):
-            for at, value in zip(places, reply, strict=True):
-                values[at] = value
-        return values
+    async def last_holders(self, entry: GroupEntry, pieces: Sequence[bytes]) -> list[set[int]]:
+        """The holder ids of the last block of each of ``pieces``, which are packed keys from the piece's head on."""
+        table = self._tables.get(entry.group_id)
+        has_singles = table is not None and table.has_singles
+        return [ids[-1] for ids in await holders_of(self._client, entry, pieces, has_singles=has_singles)]
 
     async def is_tenant_known(self, tenant_id: str, *, deadline_seconds: float | None = None) -> bool:
         """Whether the tenant has a registration, of any model."""
@@ -207,7 +191,7 @@ class Reader:
                 oldest = next(iter(self._groups))
                 group_id = self._groups.pop(oldest).group_id
                 self._tables.pop(group_id, None)
-                self._usual.pop(group_id, None)
+                self._long.pop(group_id, None)
             self._groups[group] = entry
         return entry
 
@@ -224,48 +208,48 @@ class Reader:
 
     async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float, changes: int) -> bool:
         """Walk to the end; False if the cached data of the group are out of date. Raises TimeoutError at ``until``."""
-        usual = self._usual.get(entry.group_id, 0.0)
-        chunk = next((blocks for bound, blocks in _FIRST_CHUNKS if usual < bound), _CHUNK)
+        chain = query.chain
+        cached = self._tables.get(entry.group_id)
+        chain.has_singles = cached is not None and cached.has_singles
+        pieces = _FIRST_CHUNKS[self._long.get(entry.group_id, 0.0) > _LONG_SHARE]
         is_fresh = False
         while True:
-            wanted = query.keys(chunk)
+            asked = chain.ask(pieces, time.monotonic())
             walk = query.walk
-            if walk is not None and not wanted:
-                return True
-            fetched, round_trips = await self._fetcher.fetch(entry, wanted, with_version=walk is None, until=until)
-            query.round_trips += round_trips
-            if walk is None:
-                table = self._tables.get(entry.group_id)
-                if table is None or table.version != fetched.version:
-                    table, is_fresh = await self._read_table(entry.group_id, until), True
-                    query.round_trips += 1
-                if table is None or table.group != group or changes != self._incarnation.changes:
-                    return False
-                walk = query.begin(table)
-            query.runs += fetched.runs
-            query.blocks += len(wanted) // KEY_BYTES
-            query.found += fetched.found
-            is_whole = fetched.found == chunk
-            goes_on = walk.feed_runs(fetched.runs) and is_whole
-            if not goes_on:
+            if asked.heads or asked.beside or walk is None:
+                fetched = await self._fetcher.fetch(entry, asked, with_version=walk is None, until=until)
+                query.round_trips += 1
+                chain.take(fetched.values)
+                if walk is None:
+                    table = self._tables.get(entry.group_id)
+                    if table is None or table.version != fetched.version:
+                        table, is_fresh = await self._read_table(entry.group_id, until), True
+                        query.round_trips += 1
+                    if table is None or table.group != group or changes != self._incarnation.changes:
+                        return False
+                    walk = query.walk_with(table)
+            runs, is_over = chain.settle()
+            if changes == self._incarnation.changes:
+                chain.keep_hot(time.monotonic())
+            query.runs += runs
+            if not walk.feed(runs) or is_over:
                 if is_fresh or walk.newest_seen <= walk.view.newest:
                     return True
-                # A block names a holder that began after the table was read: read it again, once, and walk anew.
+                # A row names a holder that began after the table was read: read it again, once, and walk anew.
                 table, is_fresh = await self._read_table(entry.group_id, until), True
                 query.round_trips += 1
                 if table is None or table.group != group or changes != self._incarnation.changes:
                     return False
-                if not query.begin(table).feed_runs(query.runs) or not is_whole:
+                if not query.walk_with(table).feed(query.runs) or is_over:
                     return True
-            chunk = _CHUNK
+            pieces = _CHUNK
 
-    def _remember(self, entry: GroupEntry, query: _Query) -> None:
+    def _remember(self, entry: GroupEntry, chain: Chain) -> None:
         """Adapt the size of the first chunk to what a query found; a query of a few blocks does not count."""
-        if query.blocks >= _FIRST_CHUNKS[0][1]:
-            # Long matches count as 128 blocks: a few of them should not make every other query ask for 512.
-            found = min(_FIRST_CHUNKS[-1][1], query.found)
-            usual = self._usual.get(entry.group_id, 0.0)
-            self._usual[entry.group_id] = usual + _WEIGHT * (found - usual)
+        small = PIECE_BLOCKS * _FIRST_CHUNKS[0]
+        if chain.blocks >= small:
+            share = self._long.get(entry.group_id, 0.0)
+            self._long[entry.group_id] = share + _WEIGHT * ((chain.found >= small) - share)
 
     async def _read_table(self, group_id: int, until: float | None) -> HolderTable | None:
         changes = self._incarnation.changes

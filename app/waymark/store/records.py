@@ -22,7 +22,7 @@ from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import RecordKind, RecordParser, integer_of
 from waymark.store.scripts import Scripts
-from waymark.store.stream_fields import COUNTER, EVENT, HOLDER, SHARD, StreamFields, holder_id
+from waymark.store.stream_fields import BLOCKS, COUNTER, EVENT, HOLDER, SHARD, StreamFields, holder_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,18 +228,25 @@ class Records:
         )
         return outcome.is_applied
 
+    async def keep_singles(self, grant: Grant) -> None:
+        """Tell readers that the group has blocks of unknown depth."""
+        await self._scripts.keep_singles(keys.holders(grant.group_id), random_nonce())
+
     async def publisher_states(self, claims: Sequence[Claim]) -> list[PublisherState]:
         """One state per claim, in their order; without a readable record, a state has the values of the claim."""
         now = time.time()
         names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
         records = [StreamFields(self._parser, name, _pairs(reply)) for name, reply in zip(names, replies, strict=True)]
-        blocks = await self._blocks(claims, records)
         prefixes = await self._opaque_prefixes(claims, records)
         states: list[PublisherState] = []
-        for claim, fields, held, opaque in zip(claims, records, blocks, prefixes, strict=True):
+        for claim, fields, opaque in zip(claims, records, prefixes, strict=True):
             fields.is_of_this_format()
             ts = fields.number("ts")
+            counters = fields.integers(COUNTER, str)
+            held = {name.medium: 0 for name in fields.integers(HOLDER, HolderName.parse)}
+            for medium in held:
+                held[medium] = counters.pop(BLOCKS + medium, 0)
             states.append(
                 PublisherState(
                     registration=claim.registration,
@@ -248,7 +255,7 @@ class Records:
                     status=fields.status(),
                     watermark=fields.integer("watermark"),
                     lag_seconds=None if ts is None else max(0.0, now - ts),
-                    counters=fields.integers(COUNTER, str),
+                    counters={name: n for name, n in counters.items() if not name.startswith(BLOCKS)},
                     blocks=held,
                     last_error=fields.text("last_error") or None,
                     worker=fields.text("worker") if fields.has("worker") else None,
@@ -273,25 +280,6 @@ class Records:
         ]
         counts = iter(await self._client.several(commands, is_lenient=True) if commands else ())
         return [{name.medium: next(counts) or 0 for name in holders} for holders in held]
-
-    async def _blocks(self, claims: Sequence[Claim], records: Sequence[StreamFields]) -> list[dict[str, int]]:
-        """How many blocks each publisher holds, by medium."""
-        asked: list[tuple[int, str]] = []
-        lengths: list[tuple[str, ...]] = []
-        for i, (claim, fields) in enumerate(zip(claims, records, strict=True)):
-            for name, holder in fields.integers(HOLDER, HolderName.parse).items():
-                for shard in range(claim.shards):
-                    asked.append((i, name.medium))
-                    engine = keys.engine(claim.group_id, shard, holder)
-                    lengths += (("HLEN", engine), ("HGET", engine, "*"))
-        blocks: list[dict[str, int]] = [{} for _ in claims]
-        replies = await self._client.several(lengths, is_lenient=True)
-        for (i, medium), length, copied in zip(asked, replies[::2], replies[1::2], strict=True):
-            # These fields of an engine hash are no blocks: `applied`, `*`, and those that count copies.
-            copies = int(copied) if copied is not None and copied.isdigit() and len(copied) <= 16 else 0
-            others = 1 + (0 if copied is None else 1 + copies)
-            blocks[i][medium] = blocks[i].get(medium, 0) + max(0, (length or 0) - others)
-        return blocks
 
     async def heartbeat(
         self, worker: str, *, keep_seconds: int, streams_max: int | None = None, is_leaving: bool = False

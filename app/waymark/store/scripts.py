@@ -20,7 +20,8 @@ Arg = str | bytes | int
 
 
 class Verdict(StrEnum):
-    """What a script decided. A script writes only where it returns ``APPLIED``."""
+    """What a script decided. A script writes only where it returns ``APPLIED``, or ``BRANCH`` or ``ROW``: it wrote what
+    came before the block that it refuses."""
 
     APPLIED = "applied"
     STALE = "stale"
@@ -32,6 +33,8 @@ class Verdict(StrEnum):
     REPEATED = "repeated"
     FULL = "full"
     SATURATED = "saturated"
+    BRANCH = "branch"
+    ROW = "row"
 
 
 class Outcome(NamedTuple):
@@ -67,11 +70,12 @@ class Scripts:
             self._metrics.script_replies.labels(script=name, verdict=verdict).inc()
         return reply
 
-    async def apply_batch(
+    async def apply_rows(
         self,
         fence: str,
         engine: Sequence[str],
-        block: Sequence[bytes],
+        row: Sequence[bytes],
+        branches: str,
         record: str | None,
         publisher: int,
         token: str,
@@ -80,16 +84,18 @@ class Scripts:
         newest_ts: Arg,
         digest: Arg,
         before: Arg,
+        slots_max: int,
+        bytes_max: int,
         holders: Sequence[Arg],
         events: Sequence[Arg],
-        run: Sequence[Arg],
+        part: Sequence[Arg],
     ) -> Outcome:
-        keys: list[str | bytes] = [fence, *engine, *block]
+        keys: list[str | bytes] = [fence, *engine, *row, branches]
         if record is not None:
             keys.append(record)
-        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, before]
-        args += (len(engine), *holders, len(events) // 2, *events, *run)
-        return await self._run("apply_batch", keys, args)
+        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, before, slots_max, bytes_max]
+        args += (len(engine), *holders, len(events) // 2, *events, *part)
+        return await self._run("apply_rows", keys, args)
 
     async def commit_batch(
         self,
@@ -176,18 +182,29 @@ class Scripts:
     ) -> Outcome:
         return await self._run("mark_publisher", [holders, record], [publisher, token, row, version])
 
+    async def keep_singles(self, holders: str, version: str) -> Outcome:
+        return await self._run("keep_singles", [holders], [version])
+
     async def end_publisher(
         self, holders: str, record: str, lease: str, dead: str, load: str, publisher: int, token: str, version: str
     ) -> Outcome:
         return await self._run("end_publisher", [holders, record, lease, dead, load], [publisher, token, version])
 
-    async def sweep_holder(
-        self, engine: str, block: Sequence[bytes], dead: str | None, holder: int, engine_hash: Sequence[bytes]
+    async def sweep_rows(
+        self,
+        engine: str,
+        row: Sequence[bytes],
+        piece: Sequence[bytes],
+        branches: str,
+        dead: str | None,
+        holder: int,
+        rows: int,
+        field: Sequence[bytes],
     ) -> Outcome:
-        keys: list[str | bytes] = [engine, *block]
+        keys: list[str | bytes] = [engine, *row, *piece, branches]
         if dead is not None:
             keys.append(dead)
-        return await self._run("sweep_holder", keys, [holder, *engine_hash])
+        return await self._run("sweep_rows", keys, [holder, rows, *field])
 
     async def forget_dead(self, dead: str, holder: Arg) -> Outcome:
         return await self._run("forget_dead", [dead], [holder])

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any, cast
 
+import hiredis
 from redis.exceptions import InvalidResponse
 
-from waymark.domain.keys import pack
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.read_connection import Replies
-from waymark.store.wire import mget
 
 _FIRST = 8
 _ID_DIGITS_MAX = 16
@@ -41,15 +41,15 @@ class Speculative:
 
     async def read(self, group_id: int, block_keys: Sequence[int], *, until: float) -> list[int | None]:
         """The publisher at each key, of at least one key. Raises TimeoutError at ``until``, by the loop's clock."""
-        prefix = keys.spec_prefix(group_id)
+        names = [keys.spec(group_id, key) for key in block_keys]
         try:
-            (values,) = await self._client.ask(prefix, mget(prefix, pack(block_keys)), Replies(1), until)
+            packed = hiredis.pack_command(cast("Any", ("MGET", *names)))
+            (values,) = await self._client.ask(keys.spec_prefix(group_id), packed, Replies(1), until)
             if not isinstance(values, list) or len(values) != len(block_keys):
                 raise InvalidResponse(f"no reply to an MGET of {len(block_keys)} keys")
         except (StoreUnavailable, InvalidResponse):
             # A slot that has moved, or the embedded Redis: the library knows.
             async with asyncio.timeout_at(until):
-                names = [keys.spec(group_id, key) for key in block_keys]
                 (values,) = await self._client.several([("MGET", *names)])
         return [_publisher(value) for value in values]
 

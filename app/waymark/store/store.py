@@ -18,7 +18,7 @@ from waymark.store.discovery import DiscoveryLease
 from waymark.store.fleet_counts import FleetCounts
 from waymark.store.gauges import EngineGauges
 from waymark.store.health import HealthWatch
-from waymark.store.hot import HotBlocks
+from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.index import Index
 from waymark.store.leases import Leases
@@ -33,6 +33,7 @@ from waymark.store.scripts import Scripts
 from waymark.store.selections import Selections
 from waymark.store.speculative import Speculative
 from waymark.store.sweep import Sweeper
+from waymark.store.takeover import Takeover
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class Store:
         read_client: RedisClient | None = None,
         *,
         shards: int = 1,
-        hot: HotBlocks | None = None,
+        hot: HotRows | None = None,
         metrics: Metrics | None = None,
         are_shards_set: bool = True,
         hash_seed: int = DEFAULT_SEED,
@@ -67,7 +68,8 @@ class Store:
         self.registry = Registry(client, self.scripts, self.leases, self.directory, shards=shards, hash_seed=hash_seed)
         self.discovery = DiscoveryLease(client, self.scripts)
         self.pacer = Pacer(apply_blocks_max)
-        self.index = Index(client, self.scripts, self.parser, self.pacer)
+        self.index = Index(client, self.scripts, self.pacer)
+        self.takeover = Takeover(client, self.parser)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
         self.reservations = Reservations(client, self.scripts, self.begin)
         self.gauges = EngineGauges(client, self.scripts)
@@ -81,7 +83,7 @@ class Store:
             reading,
             Directory(reading, self.parser),
             self.incarnation,
-            self.incarnation.cache(HotBlocks(0, 0) if hot is None else hot),
+            self.incarnation.cache(HotRows(0, 0) if hot is None else hot),
             self.parser,
             metrics,
         )
@@ -95,7 +97,7 @@ class Store:
         shards: int = 1,
         timeout_seconds: float = 2.0,
         credentials: Credentials | None = None,
-        hot: HotBlocks | None = None,
+        hot: HotRows | None = None,
         metrics: Metrics | None = None,
         are_shards_set: bool = True,
         hash_seed: int = DEFAULT_SEED,

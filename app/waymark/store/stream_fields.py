@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 #: The names of counters begin with this.
 COUNTER = "count:"
+#: The names of the counters of blocks that a stream has, by medium, begin with this.
+BLOCKS = "blocks."
 
 #: The names of fields with the ids of live holders, and with the last event_ids of holders, begin with these.
 HOLDER, EVENT = "holder:", "event:"

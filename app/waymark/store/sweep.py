@@ -1,4 +1,4 @@
-"""Sweeping: removes a dead holder from its blocks, in small steps.
+"""Sweeping: removes a dead holder from its rows, in small steps.
 
 No query waits for a sweep: readers ignore a holder from the end of its life. A step is one bounded call, so it delays
 a reader by little. A crash between two steps loses nothing, because the id stays in ``dead`` until every shard is
@@ -8,23 +8,20 @@ has come back empty, and nothing remains to sweep.
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
+from waymark.domain.rows import Place, parse_field
 from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry
-from waymark.store.index import parse_entry
 from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of
-from waymark.store.scripts import Scripts, Verdict
+from waymark.store.scripts import Outcome, Scripts, Verdict
 
-_ENGINE_HASH = re.compile(rb"[0-9a-f]{16}")
-
-#: Blocks written in one step: some 0.3 ms of Redis, for which readers wait.
-STEP_BLOCKS = 128
+#: Rows written in one step: less than 1 ms of Redis, for which readers wait.
+STEP_ROWS = 64
 #: Entries read at once, for several steps.
-SCAN_ENTRIES = 512
+SCAN_ENTRIES = 256
 
 
 class Sweeper:
@@ -58,63 +55,65 @@ class Sweeper:
         """
         for shard in range(entry.shards):
             cursor, has_found = 0, False
-            entries: list[tuple[bytes, bytes]] = []
+            places: list[Place] = []
             while True:
                 cursor, found = await self._scan(entry, shard, holder, cursor)
                 has_found = has_found or bool(found)
-                entries += found
-                while len(entries) >= STEP_BLOCKS or (entries and cursor == 0):
-                    done = await self._step(entry, shard, holder, entries[:STEP_BLOCKS])
-                    if done is None:
+                places += found
+                while len(places) >= STEP_ROWS or (places and cursor == 0):
+                    outcome = await self._step(entry, shard, holder, places[:STEP_ROWS])
+                    if outcome.verdict is Verdict.GONE:
                         return
-                    entries = entries[done:]
-                    self._metrics.sweep_blocks.inc(done)
-                    yield done
+                    rows, blocks = outcome.numbers
+                    places = places[rows:]
+                    self._metrics.sweep_blocks.inc(blocks)
+                    yield blocks
                 if cursor == 0:
                     # After a failover the cursor is invalid, so entries can be missed. A shard is done when a whole
                     # scan finds no entry.
                     if not has_found:
                         break
                     has_found = False
-            if await self._step(entry, shard, holder, []) is None:
+            if (await self._step(entry, shard, holder, [])).verdict is Verdict.GONE:
                 return
             self._parser.forget(keys.engine(entry.group_id, shard, holder))
         forgotten = await self._scripts.forget_dead(keys.dead(entry.group_id), holder)
         self._metrics.sweeps.inc(forgotten.numbers[0])
 
-    async def _scan(
-        self, entry: GroupEntry, shard: int, holder: int, cursor: int
-    ) -> tuple[int, list[tuple[bytes, bytes]]]:
-        """The next cursor; engine hashes of the holder, each with the key of its block."""
-        engine, prefix = keys.engine(entry.group_id, shard, holder), keys.block_prefix(entry.group_id, shard)
+    async def _scan(self, entry: GroupEntry, shard: int, holder: int, cursor: int) -> tuple[int, list[Place]]:
+        """The next cursor, and the places that the fields name."""
+        engine = keys.engine(entry.group_id, shard, holder)
         cursor, fields = await self._client.hscan(engine, cursor, SCAN_ENTRIES)
-        entries = [
-            (name, prefix + b"%016x" % block)
-            for name, value in fields.items()
+        places = [
+            place
+            for name in fields
             if name != b"applied"
             and not name.startswith(b"*")
-            and (block := self._parser.parse(RecordKind.ENTRY, engine, name, _block_key, name, value)) is not None
+            and (place := self._parser.parse(RecordKind.ENTRY, engine, name, _place, name)) is not None
         ]
-        return cursor, entries
+        return cursor, places
 
-    async def _step(self, entry: GroupEntry, shard: int, holder: int, entries: list[tuple[bytes, bytes]]) -> int | None:
-        """Remove the holder from the first blocks, and return their number; None if it is not in ``dead``."""
+    async def _step(self, entry: GroupEntry, shard: int, holder: int, places: Sequence[Place]) -> Outcome:
+        """Remove the holder from the first places."""
         dead = keys.dead(entry.group_id)
         # On shard 0, which has `dead`, the script checks. No id is used again, so a check before the script is enough.
         if shard and not await self._client.sismember(dead, holder):
-            return None
-        outcome = await self._scripts.sweep_holder(
+            return Outcome(Verdict.GONE, (0, 0))
+        prefix = keys.block_prefix(entry.group_id, shard)
+        return await self._scripts.sweep_rows(
             keys.engine(entry.group_id, shard, holder),
-            [block for _, block in entries],
+            [prefix + place.name for place in places],
+            [prefix + Place(place.head).name for place in places if place.branch is not None],
+            keys.branches(entry.group_id, shard),
             None if shard else dead,
             holder,
-            [name for name, _ in entries],
+            len(places),
+            [place.field for place in places],
         )
-        return None if outcome.verdict is Verdict.GONE else outcome.numbers[0]
 
 
-def _block_key(engine_hash: bytes, entry: bytes) -> int:
-    if _ENGINE_HASH.fullmatch(engine_hash) is None:
-        raise Malformed("the engine hash is no 16 hex digits")
-    namespace, seq_hash = parse_entry(int(engine_hash, 16), entry)
-    return namespace ^ seq_hash
+def _place(field: bytes) -> Place:
+    try:
+        return parse_field(field)
+    except ValueError as exc:
+        raise Malformed(str(exc)) from None

@@ -1,0 +1,82 @@
+"""Who holds each of some blocks, also behind blocks that nobody has: for inspection, not for queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from waymark.domain.keys import unpack
+from waymark.domain.rows import Place, Row, parse
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.directory import GroupEntry
+
+Holders: TypeAlias = list[set[int]]
+"""The holder ids of each block of a piece."""
+
+#: Values in one MGET.
+_VALUES = 512
+
+
+async def holders_of(
+    client: RedisClient, entry: GroupEntry, pieces: Sequence[bytes], *, has_singles: bool
+) -> list[Holders]:
+    """The holders of each block of ``pieces``, each of them the packed keys of one piece, from its head on.
+
+    A value that cannot be read counts for nobody. Two round trips at most for each 512 values.
+    """
+    blocks = [unpack(piece) for piece in pieces]
+    found: list[Holders] = [[set() for _ in of] for of in blocks]
+    more: list[tuple[int, Place]] = []
+    rows = await values_of(client, entry, [Place(of[0]) for of in blocks])
+    for at, (of, value) in enumerate(zip(blocks, rows, strict=True)):
+        row = read_row(value)
+        if row is not None:
+            _add(found[at], of, row)
+        if row is not None and row.is_marked:
+            more += [(at, Place(of[0], key)) for key in of if key not in row.keys]
+        if has_singles:
+            more += [(at, Place(key, is_single=True)) for key in of]
+    values = await values_of(client, entry, [place for _, place in more])
+    for (at, _), value in zip(more, values, strict=True):
+        row = read_row(value)
+        if row is not None:
+            _add(found[at], blocks[at], row)
+    return found
+
+
+async def values_of(client: RedisClient, entry: GroupEntry, places: Sequence[Place]) -> list[bytes | None]:
+    """The values at ``places``, in their order."""
+    values: list[bytes | None] = [None] * len(places)
+    for start in range(0, len(places), _VALUES):
+        shards: dict[int, list[int]] = {}
+        for i in range(start, min(start + _VALUES, len(places))):
+            shards.setdefault(places[i].shard(entry.shards), []).append(i)
+        replies = await client.several(
+            ("MGET", *(key_of(entry, places[i]) for i in indexes)) for indexes in shards.values()
+        )
+        for indexes, reply in zip(shards.values(), replies, strict=True):
+            for i, value in zip(indexes, reply, strict=True):
+                values[i] = value
+    return values
+
+
+def key_of(entry: GroupEntry, place: Place) -> bytes:
+    """The name of the key in Redis."""
+    return keys.block_prefix(entry.group_id, place.shard(entry.shards)) + place.name
+
+
+def read_row(value: bytes | None) -> Row | None:
+    """None if there is no value, or it cannot be read."""
+    try:
+        return None if value is None else parse(value)
+    except ValueError:
+        return None
+
+
+def _add(found: Holders, blocks: Sequence[int], row: Row) -> None:
+    slots = {key: slot for slot, key in enumerate(row.keys)}
+    for ids, key in zip(found, blocks, strict=True):
+        slot = slots.get(key)
+        if slot is not None:
+            ids |= {holder for holder, bitmap in row.holders.items() if bitmap >> slot & 1}

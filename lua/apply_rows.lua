@@ -1,0 +1,510 @@
+-- apply_rows(fence, engine*, row*, branches, record; publisher, token, watermark, ts, newest_ts, digest, before, slots_max, bytes_max, holders, events, part*) -> {verdict, parts, offset}
+--
+-- Apply folded batches of one stream to the rows of one shard, exactly once and in order. `app/waymark/domain/rows.py`
+-- says what a row is.
+--
+-- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id;
+--                          `seq:<publisher>`, where there is no record: of the last batch that has blocks here
+--       engine*    hash    one per holder in the call: an entry for each row that the holder is in, `*<key>`, `applied`
+--       row*       string  rows, branch rows and singles, in the order in which the parts need them; after them the
+--                          rows that are only the row of a branch row
+--       branches   hash    head to number of branch rows
+--       record     hash    the publisher's record; only on the shard that has it (shard 0), else absent
+-- ARGV  publisher  its integer id
+--       token      the lease token the caller believes is the highest
+--       watermark  seq to move the watermark to when all is done; '' where another call does that
+--       ts, newest_ts, digest   of that batch, kept beside the watermark
+--       before     the watermark that the caller has seen acknowledged, '' for none. A record that has less is that of
+--                  a Redis that has lost writes. Where the call has no record, the seq that this shard must have
+--       slots_max  how many slots a row has at most
+--       bytes_max  how many bytes of rows a call may read; it stops before the part that needs more
+--       holders    how many there are in the call; then the id of each
+--       events     how many event_ids move with this call; then for each: holder id, event_id. They are written when
+--                  all is done, and only into a record
+--       part*      four words each: header, slots, engine hashes, copies. The blocks of a part are consecutive blocks
+--                  of one batch, for one holder, with one place, and none is there twice
+--                    header  `<kind> <holder> <seq> <last> <row> <branch> <namespace>`
+--                            kind       + store, - remove, * only write copies
+--                            holder     1..holders
+--                            last       position of the last block in its batch; positions go up by two
+--                            row        its number in row*; of a part in a branch row, the row of its piece
+--                            branch     the number of the branch row; 0 for none
+--                            namespace  '' or 16 hex
+--                    slots   17 characters each: 16 hex of the block's key, its depth in the piece
+--                    engine hashes  8 bytes each, or '' where they are the seq_hashes
+--                    copies  '' or, for each block, what `*<key>` says from now on ('' as before, 0 nothing), joined
+--                            by semicolons
+--
+-- {'applied', parts, 0}      so many parts are done, from the first; fewer than all where `bytes_max` were read: call again
+--                            with the rest
+-- {'branch', parts, offset}  these parts are done, and `offset` blocks of the next one. The block after them has no slot
+--                            at its place: send it and what follows it with a branch row that begins with it
+-- {'row', parts, 0}          these parts are done. The branch row of the next one does not exist, and the row of its
+--                            piece has its first block, or room: send it with the row
+-- {'stale', watermark}       the watermark is there already; nothing written
+-- {'fenced', 0}              somebody else has the stream, it is gone, or has lost writes; nothing written
+-- {'lost', 0}                this shard, which has no record, has lost writes, or cannot tell how far a holder is
+--                            counted; nothing written
+--
+-- What a part says is absolute: a block is there or not, `*<key>` has this value. `applied` in an engine hash is
+-- `<seq> <position>`: everything of this holder on this shard up to there is written. It is written in this same call,
+-- so that a call that comes late, after later ones, changes nothing, and that who takes over knows what is counted.
+
+local LONG = 4096 -- bytes of a row from which on a holder is appended, and looked for in its entry
+local DEAD = 2048 -- bytes of holders up to which slots that nobody has are looked for
+local KEYS, ARGV = KEYS, ARGV -- a local is cheaper than a global
+
+-- ---- check -------------------------------------------------------------------------------------------
+
+local fence, publisher, token, commit, before = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[7]
+local slots_max, bytes_max, holders = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+local first_event = 12 + holders
+local first_part = first_event + 2 * tonumber(ARGV[first_event - 1])
+
+local seen = redis.call('HMGET', fence, publisher, 'holder', 'seq:' .. publisher)
+if seen[1] ~= token then return {'fenced', 0} end
+
+local parts, first_row, last_row = {}, 1 + holders, 0
+for at = first_part, #ARGV, 4 do
+  local kind, holder, seq, last, row, branch, namespace =
+    ARGV[at]:match('^(.) (%d+) (%d+) (%d+) (%d+) (%d+) (%x*)$')
+  local part = {
+    kind = kind, holder = tonumber(holder), seq = tonumber(seq), last = tonumber(last), row = tonumber(row),
+    branch = tonumber(branch), namespace = namespace, slots = ARGV[at + 1], hashes = ARGV[at + 2],
+    copies = ARGV[at + 3], n = #ARGV[at + 1] / 17,
+  }
+  part.place = part.branch > 0 and part.branch or part.row
+  if part.place > last_row then last_row = part.place end
+  parts[#parts + 1] = part
+end
+
+-- `branches` and the record are the last two keys, or the record is absent.
+local record = KEYS[#KEYS]:sub(-9) ~= ':branches' and KEYS[#KEYS] or nil
+local branches = record and KEYS[#KEYS - 1] or KEYS[#KEYS]
+local prefix = #branches - 7 -- a key's name begins there
+
+local watermark = nil
+if record then
+  local state = redis.call('HMGET', record, 'token', 'watermark')
+  if state[1] ~= token then return {'fenced', 0} end
+  watermark = tonumber(state[2] or '')
+  if before ~= '' and (watermark or -1) < tonumber(before) then return {'fenced', 0} end
+  if commit ~= '' and watermark and watermark >= tonumber(commit) then return {'stale', watermark} end
+elseif before ~= '' and (tonumber(seen[3] or -1) or -1) < tonumber(before) then
+  return {'lost', 0}
+end
+
+local marks, highest = {}, tonumber(seen[2] or 0) or 0
+for h = 1, holders do
+  local applied = redis.call('HGET', KEYS[1 + h], 'applied')
+  local seq, position = (applied or '-1 0'):match('^(-?%d+) (%d+)$')
+  if not seq then return {'lost', 0} end
+  marks[h] = {seq = tonumber(seq), position = tonumber(position)}
+  local id = tonumber(ARGV[10 + h])
+  if not applied and id > highest then highest = id end
+end
+
+-- ---- read --------------------------------------------------------------------------------------------
+
+-- Rows in growing portions: where they are long, the call stops after few of them.
+local values, bytes_read, rows_read, portion = {}, 0, 0, 4
+while rows_read < last_row and bytes_read <= bytes_max do
+  local to = math.min(rows_read + portion, last_row)
+  for i, value in ipairs(redis.call('MGET', unpack(KEYS, first_row + rows_read + 1, first_row + to))) do
+    values[rows_read + i] = value
+    bytes_read = bytes_read + (value and #value or 0)
+  end
+  portion = bytes_read < 1024 * to and 2 * portion or 4
+  rows_read = to
+end
+
+local fields, asked = {}, {} -- of each engine hash: name to value, false where there is none
+for h = 1, holders do fields[h], asked[h] = {}, {} end
+
+-- The field of an entry: the row's name, and before that of a branch row the head.
+local function field_of(part)
+  local name = KEYS[first_row + part.place]:sub(prefix)
+  if part.branch > 0 then name = KEYS[first_row + part.row]:sub(prefix) .. ':' .. name:sub(1, 16) end
+  return name
+end
+
+for _, part in ipairs(parts) do
+  local mark = marks[part.holder]
+  part.is_done = watermark and part.seq <= watermark
+    or part.seq < mark.seq
+    or part.seq == mark.seq and part.last <= mark.position
+  if part.kind ~= '*' and not part.is_done then
+    part.field = field_of(part)
+    if values[part.place] and fields[part.holder][part.field] == nil then
+      fields[part.holder][part.field] = false
+      asked[part.holder][#asked[part.holder] + 1] = part.field
+    end
+  end
+end
+for h = 1, holders do
+  if #asked[h] > 0 then
+    for i, entry in ipairs(redis.call('HMGET', KEYS[1 + h], unpack(asked[h]))) do fields[h][asked[h][i]] = entry end
+  end
+end
+
+-- ---- rows --------------------------------------------------------------------------------------------
+
+-- A row while the parts are decided: its slots, its mark, the holders in `text` from `at` on, those that came in
+-- `tail`. A value that nothing of ours can have written is no row.
+local function cut(value)
+  local row = {slots = '', mark = '', text = '', at = 1, tail = '', is_there = false}
+  if not value then return row end
+  local slots = (value:find(' ', 1, true) or #value + 1) - 1
+  local mark = value:byte(slots) == 43 and '+' or ''
+  slots = slots - #mark
+  if slots % 17 == 0 and slots > 0 and slots <= 17 * slots_max then
+    row.slots, row.mark, row.text, row.at, row.is_there = value:sub(1, slots), mark, value, slots + #mark + 1, true
+  end
+  return row
+end
+
+local rows = {}
+local function open(i)
+  if not rows[i] then rows[i] = cut(values[i]) end
+  return rows[i]
+end
+
+-- The row of a branch row's piece. Of a long one only the slots are read, unless the row is to be changed.
+local heads = {}
+local function open_piece(i, is_whole)
+  if rows[i] or i <= rows_read then return open(i) end
+  if not is_whole then
+    if not heads[i] then
+      local key = KEYS[first_row + i]
+      -- What is no string is not ours; the next write takes its place.
+      heads[i] = cut(redis.call('TYPE', key).ok == 'string' and redis.call('GETRANGE', key, 0, 17 * slots_max))
+    end
+    if heads[i].mark ~= '' then return heads[i] end
+  end
+  values[i] = redis.call('MGET', KEYS[first_row + i])[1]
+  return open(i)
+end
+
+local function is_empty(row) return row.tail == '' and #row.text < row.at end
+
+local function delete(row)
+  row.slots, row.mark, row.text, row.at, row.tail, row.index = '', '', '', 1, '', nil
+  row.is_there, row.is_changed, row.has_new_head = false, true, true
+end
+
+-- The slot of a block, from 0. Keys are compared where slots begin: digits across two slots may be the same.
+local function slot_of(row, key)
+  if row.index then return row.index[key] end
+  local at = row.slots:find(key, 1, true)
+  while at and at % 17 ~= 1 do at = row.slots:find(key, at + 1, true) end
+  return at and (at - 1) / 17
+end
+
+local function make_index(row)
+  if row.index then return end
+  local index, at = {}, 0
+  for key in row.slots:gmatch('(................).') do
+    index[key] = at
+    at = at + 1
+  end
+  row.index = index
+end
+
+-- The place of a holder in the text of a row, and its bitmap as two words of 32 bits.
+local function bits_of(row, id, entry)
+  if row.tail == '' and #row.text > LONG and not entry then return nil, nil, 0, 0 end
+  local name = ' ' .. id .. ':'
+  local first, last = row.text:find(name, row.at, true)
+  if not first and row.tail:find(name, 1, true) then
+    row.text, row.at, row.tail, row.has_new_head = row.text:sub(row.at) .. row.tail, 1, '', true
+    first, last = row.text:find(name, 1, true)
+  end
+  if not first then return nil, nil, 0, 0 end
+  local hex = row.text:match('^%x*', last + 1)
+  return first, last + #hex, tonumber(hex:sub(-8), 16) or 0, tonumber(hex:sub(-16, -9), 16) or 0
+end
+
+local function write_bits(row, id, first, last, low, high)
+  local bits = ''
+  if high > 0 then
+    bits = string.format(' %s:%x%08x', id, high, low)
+  elseif low > 0 then
+    bits = string.format(' %s:%x', id, low)
+  end
+  if first then
+    row.text, row.at = row.text:sub(row.at, first - 1) .. bits .. row.text:sub(last + 1), 1
+    row.has_new_head = true
+  else
+    row.tail = row.tail .. bits
+  end
+  row.is_changed = true
+end
+
+local POWER = {}
+for i = 0, 32 do POWER[i] = 2 ^ i end
+local function has_bit(word, at) return math.floor(word / POWER[at]) % 2 == 1 end
+
+-- Slots that no holder has and no block of the part has `taken`, the lowest last. The first slot names the value, and is
+-- never given away.
+local function dead_slots(row, taken)
+  local dead, used, count = {}, {}, #row.slots / 17
+  if #row.text - row.at + #row.tail > DEAD then return dead end
+  for hex in (row.text:sub(row.at) .. row.tail):gmatch(':(%x+)') do
+    local low, high = tonumber(hex:sub(-8), 16) or 0, tonumber(hex:sub(-16, -9), 16) or 0
+    for slot = 0, count - 1 do
+      if slot < 32 and has_bit(low, slot) or slot > 31 and has_bit(high, slot - 32) then used[slot] = true end
+    end
+  end
+  for slot = count - 1, 1, -1 do
+    if not used[slot] and not taken[slot] then dead[#dead + 1] = slot end
+  end
+  return dead
+end
+
+local function has_room(row)
+  return row.mark == '' and (#row.slots < 17 * slots_max or #dead_slots(row, {}) > 0)
+end
+
+-- A slot for a block that has none; nil where the row has no room. `text` is the slot.
+local function new_slot(row, part, text, taken)
+  if row.mark ~= '' then return nil end
+  local name = KEYS[first_row + part.place]:sub(prefix, prefix + 15)
+  if row.slots == '' and text:sub(1, 16) ~= name then
+    row.slots = name .. '0' -- a row begins with its head, also where nobody has that
+    if row.index then row.index[name] = 0 end
+  end
+  local slot = #row.slots / 17
+  if slot < slots_max then
+    row.slots = row.slots .. text
+  else
+    slot = table.remove(dead_slots(row, taken))
+    if not slot then return nil end
+    if row.index then row.index[row.slots:sub(17 * slot + 1, 17 * slot + 16)] = nil end
+    row.slots = row.slots:sub(1, 17 * slot) .. text .. row.slots:sub(17 * slot + 18)
+  end
+  if row.index then row.index[text:sub(1, 16)] = slot end
+  row.is_there, row.is_changed, row.has_new_head = true, true, true
+  return slot
+end
+
+-- The slots of a part's blocks. To store, a block that has none gets one, and the list ends at the first that gets
+-- none; else it is false.
+local function slots_of(row, part, is_store)
+  local found, taken = {}, {}
+  local at = row.slots:find(part.slots, 1, true)
+  if at and at % 17 == 1 then -- mostly a row has its blocks in their order
+    for i = 1, part.n do found[i] = (at - 1) / 17 + i - 1 end
+    return found
+  end
+  if part.n > 3 then make_index(row) end
+  for i = 1, part.n do
+    local text = part.slots:sub(17 * i - 16, 17 * i)
+    local slot = slot_of(row, text:sub(1, 16))
+    if is_store then slot = slot or new_slot(row, part, text, taken) end
+    if is_store and not slot then return found end
+    found[i] = slot or false
+    if slot then taken[slot] = true end
+  end
+  return found
+end
+
+-- ---- decide ------------------------------------------------------------------------------------------
+
+local UNKNOWN = ('\255'):rep(8) -- in an entry: the engine hash is the seq_hash
+local changed = {} -- of each engine hash: the fields that are written
+for h = 1, holders do changed[h] = {} end
+
+local function set_field(h, name, value)
+  if fields[h][name] ~= value then
+    fields[h][name] = value
+    changed[h][name] = true
+  end
+end
+
+-- The entry with the engine hashes of the first n blocks of a part in their slots.
+local function merged(entry, part, found, n)
+  local body = entry or ''
+  if #body % 8 == 1 then body = body:sub(18) elseif #body % 8 > 1 then body = '' end
+  local i = 1
+  while i <= n and (part.hashes ~= '' or body ~= '') do
+    local from, slot = i, found[i]
+    while i < n and found[i + 1] == found[i] + 1 do i = i + 1 end
+    if #body < 8 * slot then body = body .. UNKNOWN:rep(slot - #body / 8) end
+    local hashes = part.hashes ~= '' and part.hashes:sub(8 * from - 7, 8 * i) or UNKNOWN:rep(i - from + 1)
+    body = body:sub(1, 8 * slot) .. hashes .. body:sub(8 * (slot + i - from + 1) + 1)
+    i = i + 1
+  end
+  return (part.namespace ~= '' and part.namespace .. ':' or '') .. body
+end
+
+local counts = {} -- head to number of branch rows, where it changes
+local function count_branches(head, change)
+  counts[head] = math.max(0, (counts[head] or tonumber(redis.call('HGET', branches, head) or 0) or 0) + change)
+  return counts[head]
+end
+
+local function mark_piece(piece, mark)
+  if piece.mark ~= mark then piece.mark, piece.is_changed, piece.has_new_head = mark, true, true end
+  if mark == '' and is_empty(piece) then delete(piece) end
+end
+
+-- nil where the branch row of the part is there or may be made; else the verdict.
+local function refused(part)
+  if part.branch == 0 or open(part.branch).is_there then return nil end
+  local key, piece = part.slots:sub(1, 16), open_piece(part.row)
+  if slot_of(piece, key) or has_room(piece) then return 'row' end
+  local name = KEYS[first_row + part.branch]:sub(prefix)
+  if name:sub(1, 16) ~= key then return 'branch' end
+  count_branches(KEYS[first_row + part.row]:sub(prefix), 1)
+  mark_piece(open_piece(part.row, true), '+')
+  return nil
+end
+
+-- Verdict, and how many blocks of the part are stored.
+local function store(part)
+  local verdict = refused(part)
+  if verdict then return verdict, 0 end
+  local row, id, entry = open(part.place), ARGV[10 + part.holder], fields[part.holder][part.field]
+  local found = slots_of(row, part, true)
+  local n = #found
+  if n > 0 then
+    local first, last, low, high = bits_of(row, id, entry)
+    local low_before, high_before = low, high
+    for i = 1, n do
+      local slot = found[i]
+      if slot < 32 then
+        if not has_bit(low, slot) then low = low + POWER[slot] end
+      elseif not has_bit(high, slot - 32) then
+        high = high + POWER[slot - 32]
+      end
+    end
+    if low ~= low_before or high ~= high_before then write_bits(row, id, first, last, low, high) end
+    set_field(part.holder, part.field, merged(first and entry, part, found, n))
+  end
+  return n < part.n and 'branch' or 'applied', n
+end
+
+local function remove(part)
+  local row, id, entry = open(part.place), ARGV[10 + part.holder], fields[part.holder][part.field]
+  local first, last, low, high = bits_of(row, id, entry)
+  if not first then return set_field(part.holder, part.field, false) end
+  for _, slot in ipairs(slots_of(row, part, false)) do
+    if slot and slot < 32 then
+      if has_bit(low, slot) then low = low - POWER[slot] end
+    elseif slot and has_bit(high, slot - 32) then
+      high = high - POWER[slot - 32]
+    end
+  end
+  write_bits(row, id, first, last, low, high)
+  if low > 0 or high > 0 then return end
+  set_field(part.holder, part.field, false)
+  if not is_empty(row) then return end
+  if part.branch == 0 then
+    if row.mark == '' then delete(row) end
+  else
+    delete(row)
+    if count_branches(KEYS[first_row + part.row]:sub(prefix), -1) == 0 then mark_piece(open_piece(part.row, true), '') end
+  end
+end
+
+local function write_copies(part, n)
+  if part.copies == '' then return end
+  local i = 0
+  for value in (part.copies .. ';'):gmatch('([^;]*);') do
+    i = i + 1
+    if i > n then return end
+    if value ~= '' then
+      set_field(part.holder, '*' .. part.slots:sub(17 * i - 16, 17 * i - 1), value ~= '0' and value)
+    end
+  end
+end
+
+local verdict, done, offset, moved = 'applied', 0, 0, {}
+for _, part in ipairs(parts) do
+  if not part.is_done then
+    local n = part.n
+    if part.kind ~= '*' and part.place > rows_read then break end
+    if part.kind == '+' then verdict, n = store(part) elseif part.kind == '-' then remove(part) end
+    write_copies(part, n)
+    if n > 0 then
+      moved[part.holder] = string.format('%.0f %.0f', part.seq, part.last - 2 * (part.n - n))
+    end
+    if verdict ~= 'applied' then
+      offset = n
+      break
+    end
+  end
+  done = done + 1
+end
+
+-- ---- write -------------------------------------------------------------------------------------------
+
+-- First a write that changes next to nothing: where Redis refuses writes (out of memory, read-only), it refuses this
+-- one, and nothing has been done by halves.
+if highest > (tonumber(seen[2] or 0) or 0) then
+  redis.call('HSET', fence, publisher, token, 'holder', string.format('%.0f', highest))
+else
+  redis.call('HSET', fence, publisher, token)
+end
+
+-- Lists for commands that take many names; a long one goes in several calls.
+local function call_all(command, key, list)
+  for from = 1, #list, 4000 do
+    local to = math.min(from + 3999, #list)
+    if key then redis.call(command, key, unpack(list, from, to)) else redis.call(command, unpack(list, from, to)) end
+  end
+end
+
+for head, count in pairs(counts) do
+  if count > 0 then redis.call('HSET', branches, head, string.format('%.0f', count)) else redis.call('HDEL', branches, head) end
+end
+
+local pairs_, gone = {}, {}
+for i, row in pairs(rows) do
+  local key = KEYS[first_row + i]
+  if row.is_changed and not row.is_there then
+    gone[#gone + 1] = key
+  elseif row.is_changed and not row.has_new_head and #row.text > LONG then
+    redis.call('APPEND', key, row.tail)
+  elseif row.is_changed then
+    pairs_[#pairs_ + 1] = key
+    pairs_[#pairs_ + 1] = row.slots .. row.mark .. row.text:sub(row.at) .. row.tail
+  end
+end
+call_all('MSET', nil, pairs_)
+call_all('DEL', nil, gone)
+
+for h = 1, holders do
+  local kept, dropped = {}, {}
+  for name in pairs(changed[h]) do
+    local value = fields[h][name]
+    if value then
+      kept[#kept + 1] = name
+      kept[#kept + 1] = value
+    else
+      dropped[#dropped + 1] = name
+    end
+  end
+  if moved[h] then
+    kept[#kept + 1] = 'applied'
+    kept[#kept + 1] = moved[h]
+  end
+  call_all('HDEL', KEYS[1 + h], dropped)
+  call_all('HSET', KEYS[1 + h], kept)
+end
+
+if verdict == 'branch' then return {'branch', done, offset} end
+if verdict == 'row' then return {'row', done, 0} end
+if done < #parts then return {'applied', done, 0} end
+if record then
+  for i = first_event, first_part - 1, 2 do redis.call('HSET', record, 'event:' .. ARGV[i], ARGV[i + 1]) end
+  if commit ~= '' then
+    redis.call('HSET', record, 'watermark', commit, 'ts', ARGV[4], 'newest_ts', ARGV[5], 'digest', ARGV[6])
+  end
+elseif next(moved) then -- else the call came late, after others
+  -- Where none of this life is acknowledged, what stands there may be of the one before, whose numbers were larger.
+  local is_first = before == '' or tonumber(before) < 0
+  local last = math.max(parts[#parts].seq, not is_first and tonumber(seen[3]) or 0)
+  redis.call('HSET', fence, 'seq:' .. publisher, string.format('%.0f', last))
+end
+return {'applied', done, 0}
