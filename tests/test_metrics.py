@@ -96,6 +96,7 @@ EXPORTED = [
     "waymark_text_cache_hits_total",
     "waymark_tokenize_duration_seconds{source}",
     "waymark_tokenize_segments_total{known}",
+    "waymark_tokenizers_whole",
     "waymark_tokens_cache_bytes",
     "waymark_unresolved_total",
     "waymark_waiting_blocks",

@@ -114,6 +114,9 @@ class Metrics:
         "How long it took to tokenize a text or messages, by kind of source.", _REQUEST_BUCKETS, "source"
     )
     tokenize_segments = counter("How many segments of texts were known, or had to be encoded.", "known")
+    tokenizers_whole = gauge(
+        "How many open tokenizers encode each text whole, so a known part costs as much as a new one."
+    )
     tokens_cache_bytes = gauge("How many bytes the token cache holds.")
 
     # ---- the index

@@ -411,3 +411,20 @@ async def test_a_text_goes_to_an_engine_of_its_own_tenant_and_model(memory_store
     await runner.cleanup()
     await tokenizers.close()
     await api.aclose()
+
+
+async def test_ready_and_a_metric_name_a_tokenizer_whose_texts_are_not_split(
+    memory_store: Store, make_client: MakeClient, models: Path
+) -> None:
+    small.directory(models / "whole", "metaspace-first", template=small.CHATML)
+    client = await make_client(memory_store, tokenizers_dir=models)
+    for model, number in (("m", "0.0"), ("whole", "1.0")):
+        answer = await client.post("/tokenize", json={"model": model, "messages": MESSAGES})
+        assert answer.status_code == 200, answer.text
+        warnings = (await client.get("/ready")).json().get("warnings", [])
+        named = [
+            each for each in warnings if each.startswith("the tokenizer file:") and "encodes each text whole" in each
+        ]
+        assert len(named) == int(float(number))
+        assert all('of the model "whole"' in each and str(models / "whole") in each for each in named)
+        assert f"waymark_tokenizers_whole {number}" in (await client.get("/metrics")).text

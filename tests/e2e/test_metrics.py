@@ -31,10 +31,6 @@ COUNTED = "test_what_is_kept_and_what_is_found_is_counted"
 
 #: Moved by a test of its own: file and name.
 ELSEWHERE = {
-    "waymark_index_evictions_total": (
-        "tests/ingest/test_prefix_stream.py",
-        "test_the_number_of_entries_is_bounded_and_the_oldest_go_first",
-    ),
     **dict.fromkeys(
         (
             "waymark_tokenize_duration_seconds",
@@ -42,6 +38,14 @@ ELSEWHERE = {
             "waymark_tokens_cache_bytes",
         ),
         ("tests/tokenization/test_tokenizers.py", "test_what_was_made_is_counted"),
+    ),
+    "waymark_index_evictions_total": (
+        "tests/ingest/test_prefix_stream.py",
+        "test_the_number_of_entries_is_bounded_and_the_oldest_go_first",
+    ),
+    "waymark_tokenizers_whole": (
+        "tests/api/test_texts.py",
+        "test_ready_and_a_metric_name_a_tokenizer_whose_texts_are_not_split",
     ),
     "waymark_batches_over_ceiling_total": (
         "tests/ingest/test_large_frames.py",

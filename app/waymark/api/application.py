@@ -331,7 +331,7 @@ def _operations(
 ) -> list[Operation]:
     settings, metrics = dependencies.settings, dependencies.metrics
     gate = StartupGate(store.directory, settings.min_initial_workers)
-    root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics, gate)
+    root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics, gate, texts)
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
     decisions = Decisions(store, settings, metrics, texts, gate)
     select, workers = DynamoSelect(store, settings, decisions.selector), DynamoWorkers(store, settings)

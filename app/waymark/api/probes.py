@@ -10,6 +10,7 @@ import asyncio
 
 from waymark.api.bodies import Body
 from waymark.api.operations import Answer
+from waymark.api.texts import Texts
 from waymark.metrics import Metrics
 from waymark.selection.startup import StartupGate
 from waymark.store.health import Health, Reason
@@ -21,9 +22,12 @@ _READY_SECONDS = 0.9
 class Probes:
     """Handlers of ``/health``, ``/ready`` and ``/metrics``."""
 
-    def __init__(self, store: Store, metrics: Metrics, gate: StartupGate | None = None) -> None:
-        """``gate``: of a process that decides."""
+    def __init__(
+        self, store: Store, metrics: Metrics, gate: StartupGate | None = None, texts: Texts | None = None
+    ) -> None:
+        """``gate``: of a process that decides. ``texts``: of one that accepts text."""
         self._store = store
+        self._texts = texts
         self._gate = gate
         self._metrics = metrics
 
@@ -43,8 +47,8 @@ class Probes:
         waiting = None if self._gate is None else await self._gate.waiting()
         if waiting is not None:
             return Answer({"error": f"not ready: {waiting}", "reason": "starting"}, 503, {"Retry-After": "1"})
-        warnings = (await self._look()).warnings
-        return Answer({"status": "ready"} | ({"warnings": list(warnings.values())} if warnings else {}))
+        warnings = [*(await self._look()).warnings.values(), *(self._texts.warnings() if self._texts else ())]
+        return Answer({"status": "ready"} | ({"warnings": warnings} if warnings else {}))
 
     async def metrics(self, _: Body) -> Answer:
         await self._look()

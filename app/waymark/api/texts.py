@@ -65,6 +65,10 @@ class Texts:
         check_count(len(tokens.ids) // 4, asked.field, self._max_tokens)
         return tokens
 
+    def warnings(self) -> list[str]:
+        """A sentence for each open tokenizer that costs more than it could."""
+        return self._tokenizers.warnings()
+
     async def tokenize(self, body: Body) -> Answer:
         request = TokenizeRequest.of(body.fields)
         asked = prompt_of(request.group, request, missing="prompt or messages")

@@ -27,6 +27,7 @@ class EngineTokenizer:
     """The tokenizers of the engines of one group. It holds nothing open."""
 
     kind = "remote"
+    encodes_whole = False
 
     def __init__(self, group: GroupName, addresses: Addresses, asker: Asker, *, seconds: float, bytes_max: int) -> None:
         self.name = "engine:"

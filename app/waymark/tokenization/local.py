@@ -61,6 +61,7 @@ class LocalTokenizer:
         self._splitter = _splitter(self._tokenizer)
         self._around = self._added_around()
         self.splits = self._are_samples_equal()
+        self.encodes_whole = not self.splits
         if not self.splits:
             log.warning(
                 "texts of this tokenizer are encoded whole: the pieces between its special tokens depend on each other",

@@ -60,6 +60,8 @@ class Source(Protocol):
     kind: str
     name: str
     """Its URL, for a sentence."""
+    encodes_whole: bool
+    """Each text costs all of its tokens again, because its pieces cannot be encoded one by one."""
 
     def known(self, prompt: Prompt) -> Made | None:
         """The tokens, where they can be had at once."""

@@ -28,6 +28,7 @@ class RemoteTokenizer:
     """The tokenizer of an engine at ``url``, for ``model`` as the engine calls it."""
 
     kind = "remote"
+    encodes_whole = False
 
     def __init__(self, url: str, model: str, asker: Asker, *, seconds: float, bytes_max: int) -> None:
         self.name = url

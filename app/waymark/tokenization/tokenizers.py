@@ -21,6 +21,7 @@ from waymark.domain.names import DEFAULT_TENANT, GroupName
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import Settings
+from waymark.shown import shown
 from waymark.tokenization.engines import Addresses, EngineTokenizer
 from waymark.tokenization.prompt import Prompt, Source, TextPrompt, Tokens
 from waymark.tokenization.remote import RemoteTokenizer
@@ -72,6 +73,7 @@ class Tokenizers:
         self._engines = engines
         self._memo = SegmentMemo(cache_bytes)
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes)
+        metrics.tokenizers_whole.set_function(lambda: len(self._whole()))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
         self._discovered: dict[str, str] = {}
         self._search_again = 0.0
@@ -117,6 +119,18 @@ class Tokenizers:
         """The text of token ids; raises as ``tokens`` does."""
         key = blake2b(repr((model, tenant_id, ids)).encode("utf-8", "replace"), digest_size=32).digest()
         return await self._once(b"text" + key, lambda: self._text(GroupName(tenant_id, model), ids))
+
+    def warnings(self) -> list[str]:
+        """A sentence for each open source that costs more than it could."""
+        return [
+            f"the tokenizer {source.name} of the model {shown(model)} encodes each text whole, because the pieces "
+            "between its special tokens depend on each other"
+            for model, source in self._whole()
+        ]
+
+    def _whole(self) -> list[tuple[str, Source]]:
+        # A copy: a scrape may come from another thread.
+        return [(model, source) for model, source in list(self._open.items()) if source.encodes_whole]
 
     async def close(self) -> None:
         """End what is under way, and give back threads and connections."""

@@ -97,6 +97,7 @@ class UdsTokenizer:
     """The tokenizer service at ``url`` (``unix:///path``), for ``model`` as it calls it."""
 
     kind = "remote"
+    encodes_whole = False
 
     def __init__(self, url: str, model: str, *, seconds: float, bytes_max: int) -> None:
         self.name = url
