@@ -66,6 +66,7 @@ class Stream:
             for h in hashes
             for holder in (GPU, CPU)
         ]
+        assert memory.blocks == memory.blocks_of(GPU) + memory.blocks_of(CPU)
         return found, len(memory), memory.blocks, memory.places
 
 

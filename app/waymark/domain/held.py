@@ -45,11 +45,8 @@ class BlockMemory(Protocol):
     """
 
     full: FullPlaces
-
-    @property
-    def blocks(self) -> int:
-        """Of all live holders."""
-        ...
+    blocks: int
+    """Of all live holders."""
 
     @property
     def is_over(self) -> bool: ...
@@ -186,6 +183,8 @@ class HeldBlocks:
         self._gone: dict[int, _Gone] = {}
         self._ranks: dict[int, list[int]] = {}
         self._places = new_places()
+        self.blocks = 0
+        """Blocks of all live holders."""
 
     # ---- holders -----------------------------------------------------------------------------------
 
@@ -202,14 +201,10 @@ class HeldBlocks:
         held = self._held.pop(holder, None)
         if held is None:
             return
+        self.blocks -= held.blocks
         self._ranks[held.dp_rank].remove(holder)
         if not self._ranks[held.dp_rank]:
             del self._ranks[held.dp_rank], self._gone[held.dp_rank]
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of all live holders."""
-        return sum(held.blocks for held in self._held.values())
 
     def blocks_of(self, holder: int) -> int:
         return self._held[holder].blocks
@@ -257,6 +252,7 @@ class HeldBlocks:
         """Blocks that are new to the holder, all at one place."""
         held = self._held[holder]
         held.known.store(place, namespace, keys, depths, hashes)
+        self.blocks += len(keys)
         self._gone[held.dp_rank].discard(hashes)
 
     def extend(
@@ -277,13 +273,17 @@ class HeldBlocks:
         )
         if pieces:
             _, keys, _, start, _ = pieces[-1]
+            self.blocks += start + len(keys)
             self._gone[held.dp_rank].discard(engine_hashes[: start + len(keys)])
         return pieces
 
     def take(self, holder: int, engine_hashes: Sequence[int]) -> list[Group] | None:
         """Remove the blocks of a plain removal; see ``KnownBlocks``."""
         held = self._held[holder]
-        return self._gone[held.dp_rank].take(held, engine_hashes)
+        groups = self._gone[held.dp_rank].take(held, engine_hashes)
+        if groups is not None:
+            self.blocks -= len(engine_hashes)
+        return groups
 
     def store_again(self, holder: int, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]:
         """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes."""
@@ -332,6 +332,7 @@ class HeldBlocks:
             held.known.pop(each)
             gone.add(each, spot)
         held.several.pop(spot.key, None)
+        self.blocks -= 1
         return Left(spot, UNCHANGED if several is None else NO_COPIES, False, hashes[0])
 
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> Left:
@@ -342,6 +343,7 @@ class HeldBlocks:
         several = held.several.get(spot.key)
         if several is None or len(several.hashes) == 1:
             held.several.pop(spot.key, None)
+            self.blocks -= 1
             return Left(spot, UNCHANGED if several is None else NO_COPIES, False, engine_hash)
         several.hashes.remove(engine_hash)
         several.copies = max(1, several.copies - counts)
