@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from sys import getsizeof
 from typing import NamedTuple, Protocol
 
 from waymark.domain.known import Group, KnownBlocks, Piece, Places, Spot, new_known, new_places
@@ -19,7 +20,7 @@ from waymark.domain.slices import Slices
 
 __all__ = ["FULL_MAX", "GONE_MAX", "BlockMemory", "FullPlaces", "HeldBlocks", "Left", "Spot"]
 
-GONE_MAX = 65_536
+GONE_MAX = 32_768
 """Hashes that are gone, of one rank. At least half as many are remembered: the last ones."""
 FULL_MAX = 8_192
 """Places that are known to be full."""
@@ -145,6 +146,10 @@ class _Gone:
 
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
+
+    @property
+    def bytes(self) -> int:
+        return getsizeof(self._new) + getsizeof(self._old)
 
     def get(self, engine_hash: int) -> Spot | None:
         return self._new.get(engine_hash) or self._old.get(engine_hash)
@@ -382,6 +387,12 @@ class HeldBlocks:
             if gone.is_over(self._gone_max):
                 gone.trim()
                 yield
+
+    @property
+    def bytes(self) -> int:
+        """What the tables take; in Python it is an estimate."""
+        tables = [self._places, *(held.known for held in self._held.values())]
+        return sum(map(getsizeof, tables)) + sum(gone.bytes for gone in self._gone.values())
 
     def __len__(self) -> int:
         """Hashes, those that are gone included."""
