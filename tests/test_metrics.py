@@ -56,6 +56,8 @@ EXPORTED = [
     "waymark_http_trailer_fields_dropped_total",
     "waymark_index_evictions_total{reason}",
     "waymark_instances",
+    "waymark_known_blocks",
+    "waymark_known_bytes",
     "waymark_lag_seconds",
     "waymark_last_batch_timestamp_seconds",
     "waymark_leases_lost_total",

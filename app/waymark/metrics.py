@@ -131,6 +131,8 @@ class Metrics:
     script_replies = counter("How many script calls were answered, by script and verdict.", "script", "verdict")
     calls_waiting = gauge("How many calls wait because too many blocks are under way to Redis.")
     index_evictions = counter("How many entries left the index because of a bound, by bound.", "reason")
+    known_blocks = gauge("How many blocks the streams of this worker have in memory.")
+    known_bytes = gauge("How many bytes of memory these blocks take, with those that were removed lately.")
     waiting_blocks = gauge("How many blocks wait for their parent.")
     waiting_dropped = counter("How many blocks were dropped because their parent did not arrive.")
     unresolved = counter("How many engine hashes in events named an unknown block.")

@@ -173,6 +173,7 @@ async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis,
     await honest.prefill(first)
     await engines.agree([service], first.tokens)
     await watched.sees("streams", "publishers", "instances", "groups", "workers", "holders")
+    await watched.sees("known_blocks", "known_bytes")
     await watched.sees("leases_taken_total")
     await ask(service, engines, first)
 

@@ -223,6 +223,10 @@ class Resolver:
             return
         if not (event.tells_salts or event.part) and event.tokens and self._traits.has_saltless_releases:
             self.unsalted += 1
+        if self._is_plain(event) and self._extend(parts, position, holder, event):
+            if self.waiting.blocks:
+                placed.append((self._planner.rank(batch, event), event.engine_hashes))
+            return
         waiting = Waiting(event, self._planner.rank(batch, event), holder)
         if event.is_identity:
             self._identity(parts, position, holder, event)
@@ -240,6 +244,12 @@ class Resolver:
                 self._place(parts, position, waiting, None, placed)
             else:
                 self.waiting.add(waiting)
+
+    def _extend(self, parts: PartList, position: int, holder: int, event: Stored) -> bool:
+        """Store the blocks of a plain event in one step; whether that was possible."""
+        ns, block_size = self._planner.spaces.at_root(event), self.registration.block_size
+        hashes, tokens = event.engine_hashes, event.tokens
+        return self.placer.extend(parts, holder, position, ns, event.parent, hashes, tokens, block_size, self._seed)
 
     def _identity(self, parts: PartList, position: int, holder: int, event: Stored) -> None:
         """Hashes that are seq_hashes; where the parent is not known, the blocks have no depth."""
@@ -357,6 +367,8 @@ class Resolver:
                 self._removed_from(parts, position, holder, event)
 
     def _removed_from(self, parts: PartList, position: int, holder: int, event: Removed) -> None:
+        if not self.waiting.blocks and self.placer.take(parts, holder, position, event.engine_hashes):
+            return
         mode = self.mode(holder)
         for i, h in enumerate(event.engine_hashes):
             if self.waiting.blocks and self.waiting.remove(holder, h):
@@ -387,6 +399,11 @@ class Resolver:
         return False
 
     # ---- kinds of events ---------------------------------------------------------------------------
+
+    def _is_plain(self, event: Stored) -> bool:
+        """Whether the event has the tokens of all of its blocks, and nothing else went into their hashes."""
+        dense = 4 * self.registration.block_size * len(event.engine_hashes)
+        return len(event.tokens) == dense and event.extras is None and not self._is_unsalted(event)
 
     def _is_unsalted(self, event: Stored) -> bool:
         """Whether the event may keep silent about a salt or image that went into its hashes."""

@@ -53,6 +53,8 @@ class Gauges:
         metrics.buffer_bytes.set_function(partial(self._sum, lambda stream, _: stream.buffered[0]))
         metrics.buffer_frames.set_function(partial(self._sum, lambda stream, _: stream.buffered[1]))
         metrics.waiting_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.waiting.blocks))
+        metrics.known_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.memory.blocks))
+        metrics.known_bytes.set_function(partial(self._sum, lambda _, resolver: resolver.memory.bytes))
         metrics.holders.set_function(partial(self._sum, lambda _, resolver: len(resolver.holders)))
         metrics.streams_max.set(streams_max)
         metrics.calls_waiting.set_function(lambda: pacer.waiting)
