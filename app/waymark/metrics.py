@@ -54,9 +54,9 @@ class Metrics:
     queries = counter("How many queries were answered, by registered model and result.", "model", "result")
     query_blocks = histogram("How many complete blocks the prompt of a query had.", _BLOCK_BUCKETS)
     query_matched_blocks = histogram("How many blocks the best instance of a query already had.", _BLOCK_BUCKETS)
-    query_looked_up_blocks = counter("How many blocks queries looked up, in Redis or in the cache of hot blocks.")
-    hot_block_hits = counter("How many block lookups the cache of hot blocks answered.")
-    hot_block_bytes = gauge("How many bytes the cache of hot blocks holds.")
+    query_looked_up_blocks = counter("How many blocks queries looked up, in Redis or in the cache of hot rows.")
+    hot_block_hits = counter("How many rows were found in the cache of hot rows.")
+    hot_block_bytes = gauge("How many bytes the cache of hot rows holds.")
     answer_cache_hits = counter("How many answers came from the answer cache.")
     answer_cache_bytes = gauge("How many bytes the answer cache holds.")
     text_cache_hits = counter(

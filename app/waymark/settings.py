@@ -172,9 +172,9 @@ class Settings(BaseSettings):
     native: bool = True
     """Whether the native module is used if it was built; `false` selects the pure-Python path."""
     hot_block_ms: int = Field(200, ge=0, le=60_000)
-    """How long a replica keeps a block value that many holders share; 0 disables this cache."""
+    """How long a replica keeps a row of the index that many holders share; 0 disables this cache."""
     hot_block_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """How many bytes of such block values a replica keeps at most."""
+    """How many bytes of such rows a replica keeps at most."""
     answer_cache_bytes: int = Field(8 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """The size of the answer cache of a replica, which reuses an answer for the same blocks; 0 disables it."""
     text_cache_bytes: int = Field(1 * _MIB, ge=0, le=64 * 1024 * _MIB)
