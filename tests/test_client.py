@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.live import start
-from tests.patience import patient
+from tests.patience import patient, within
 from tests.ports import unused_port
 from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers, seq_hashes
 from waymark.domain.hashing import extend, token_bytes
@@ -413,13 +413,12 @@ async def test_a_selection_has_its_answer_within_its_deadline() -> None:
         await forever.wait()
         raise AssertionError
 
-    async with AsyncClient("http://a", transport=httpx.MockTransport(silent)) as waymark:
-        async with asyncio.timeout(patient(30)):
-            async with waymark.select("m", [1], deadline=0.05, fallback=lambda: "pod-9") as target:
-                assert (target.selection.instance_id, target.selection.address) == ("pod-9", None)
-            with pytest.raises(Unavailable, match=r"/select was not answered within 0.05 s"):
-                async with waymark.select_by_hash("m", [1], deadline=0.05):
-                    raise AssertionError("nobody has chosen")
+    async with AsyncClient("http://a", transport=httpx.MockTransport(silent)) as waymark, within(30):
+        async with waymark.select("m", [1], deadline=0.05, fallback=lambda: "pod-9") as target:
+            assert (target.selection.instance_id, target.selection.address) == ("pod-9", None)
+        with pytest.raises(Unavailable, match=r"/select was not answered within 0.05 s"):
+            async with waymark.select_by_hash("m", [1], deadline=0.05):
+                raise AssertionError("nobody has chosen")
 
 
 def test_a_client_needs_a_url() -> None:

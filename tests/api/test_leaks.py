@@ -46,6 +46,15 @@ BODIES: dict[str, dict[str, Any]] = {
     "/release": {"reservation": MARK},
     "/tokenize": {"model": "m", "prompt": MARK},
     "/detokenize": {"model": "m", "tokens": TOKENS},
+    "/admin/kv-index/clear": {"backend_id": MARK},
+    "/dynamo/workers": {"worker_id": 3, "model_name": "m", "block_size": 2, "endpoint": f"http://user:{PASSWORD}@w"},
+    "/dynamo/select": PROMPT | {"cache_salt": SALT, "selection_id": MARK},
+    "/dynamo/select_and_reserve": PROMPT | {"cache_salt": SALT, "selection_id": MARK},
+    "/dynamo/reservations": PROMPT | {"cache_salt": SALT, "selection_id": MARK, "worker_id": 3},
+    "/dynamo/reservations/{reservation_id}/prefill_complete": {},
+    "/dynamo/reservations/{reservation_id}/output_block": {},
+    "/dynamo/overlap_scores": PROMPT | {"cache_salt": SALT},
+    "/dynamo/potential_loads": PROMPT | {"cache_salt": SALT},
     "/events": {"event_type": "stored", "backend_id": "1", "seq_hashes": TOKENS, "additional_salt": SALT},
 }
 #: What must be nowhere in a log.

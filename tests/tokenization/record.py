@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from tests.patience import patient
 from tests.tokenization import small
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "tokens" / "vllm_0.33.0.json"
@@ -120,7 +121,7 @@ def record(vllm: str) -> None:
 
 def _asked(url: str, server: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
     until = time.monotonic() + _STARTS_WITHIN
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=patient(60)) as client:
         while True:
             if server.poll() is not None or time.monotonic() > until:
                 raise SystemExit("the render server has not started; its output says why")

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from waymark.asker import Asker, Reply
 from waymark.discovery.sockets import HostNames, UnusableSocket
-from waymark.domain.engines import EngineKind
+from waymark.domain.engines import EngineKind, naming_sockets_at
 from waymark.domain.targets import ADAPTERS_MAX
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, RemoteUnavailable, Unanswered
@@ -102,7 +102,7 @@ class Describer:
             raise _no_engine(base, replies[_MODELS])
         kind = kind or _kind(server, sources, cards)
         silent: dict[str, str] = {}
-        if kind is EngineKind.SGLANG:
+        if kind is not None and kind.traits.sockets_path == _SERVER:
             stated, ranks_text = server if isinstance(server, dict) else {}, _SERVER
             ranks, block_size = _ranks_of_sglang(stated, silent, replies[_SERVER])
             names = [stated["served_model_name"]] if isinstance(stated.get("served_model_name"), str) else []
@@ -258,14 +258,14 @@ _NAME_MAX = 256
 
 def _kind(server: Any, sources: Any, cards: Any) -> EngineKind | None:
     if isinstance(sources, dict | list):
-        return EngineKind.VLLM
+        return naming_sockets_at(_SOURCES)
     if isinstance(server, dict) and ("kv_events" in server or "page_size" in server):
-        return EngineKind.SGLANG
+        return naming_sockets_at(_SERVER)
     return None
 
 
 def _names_sockets(kind: EngineKind | None, server: Any, sources: Any) -> bool:
-    if kind is EngineKind.SGLANG:
+    if kind is not None and kind.traits.sockets_path == _SERVER:
         return isinstance(server, dict) and "kv_events" in server
     return isinstance(sources, dict | list)
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from waymark.discovery.describe import Describer, Description, RankSockets, host_of, instance_id_of
-from waymark.domain.engines import EngineKind
+from waymark.domain.engines import UNNAMED, EngineKind
 from waymark.domain.names import BY_CLIENT, Origin, Registration
 from waymark.errors import InvalidValue
 from waymark.shown import shown
@@ -87,7 +87,7 @@ def _aliases(registration: Registration, description: Description) -> tuple[str,
 
 def _sockets(description: Description, given: dict[str, Any]) -> list[RankSockets | None]:
     """The ranks to register; None is one whose sockets are given, or that needs none."""
-    kind = _kind_of(given.get("type")) or description.kind or EngineKind.VLLM
+    kind = _kind_of(given.get("type")) or description.kind or UNNAMED
     if given.get("endpoint") is not None or not kind.traits.needs_endpoint:
         return [None]
     ranks = description.ranks

@@ -53,6 +53,8 @@ class EngineTraits:
     """On a device, too, one of its hashes can come to mean another block."""
     names_salts_off_device: bool = False
     """Stores off the device name their salt; with others one that names none may have one."""
+    sockets_path: str = ""
+    """The path of its HTTP API that names its event sockets."""
     has_saltless_releases: bool = False
     """Some releases cannot name a salt or an image at all; their stores are counted."""
 
@@ -64,8 +66,19 @@ class EngineTraits:
 
 TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
     {
-        EngineKind.VLLM: EngineTraits("vllm", copies="count", may_alias=False, has_saltless_releases=True),
-        EngineKind.SGLANG: EngineTraits("sglang", copies="count", names_salts_off_device=True),
+        EngineKind.VLLM: EngineTraits(
+            "vllm",
+            copies="count",
+            may_alias=False,
+            sockets_path="/kv_event_sources",
+            has_saltless_releases=True,
+        ),
+        EngineKind.SGLANG: EngineTraits(
+            "sglang",
+            copies="count",
+            names_salts_off_device=True,
+            sockets_path="/server_info",
+        ),
         EngineKind.MOONCAKE: EngineTraits("mooncake", first_seq=1, scope="shared"),
         EngineKind.STANDARD: EngineTraits("standard", needs_endpoint=False),
         EngineKind.CONTINUUM: EngineTraits("standard", aliases=frozenset({"sse"}), is_opaque=True),
@@ -78,6 +91,11 @@ UNNAMED: Final = EngineKind.VLLM
 """The kind of a registration in a dialect that does not name kinds."""
 OVER_HTTP: Final = next(kind for kind, traits in TRAITS.items() if traits.tells_events and not traits.needs_endpoint)
 """The kind whose events come by ``POST /events``."""
+
+
+def naming_sockets_at(path: str) -> EngineKind:
+    """The kind whose HTTP API names its event sockets at this path; ``StopIteration`` where there is none."""
+    return next(kind for kind, traits in TRAITS.items() if traits.sockets_path == path)
 
 
 def kinds_where(trait: str, value: object) -> str:
