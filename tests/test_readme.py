@@ -39,10 +39,10 @@ async def test_what_is_tried_by_hand_answers_as_printed(redis_url: str, tmp_path
             assert answer.text == printed
         redis = Redis.from_url(redis_url)
         # Redis' clock says where holder ids begin.
-        (block, printed_id), *_ = [(key, json.loads(text)) for command, key, _, text in lookups if command == "GET"]
-        value = await redis.get(block)
+        (head, printed_row), *_ = [(key, json.loads(text)) for command, key, _, text in lookups if command == "GET"]
+        value = await redis.get(head)
         assert isinstance(value, bytes)
-        holder = value.decode()
+        holder, printed_id = (re.findall(r" ([0-9]+):", row)[0] for row in (value.decode(), printed_row))
         for command, key, field, printed in lookups:
             value = await (redis.hget(key, field.replace(printed_id, holder)) if command == "HGET" else redis.get(key))
             assert value == json.loads(printed).replace(printed_id, holder).encode()
