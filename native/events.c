@@ -51,10 +51,11 @@ static const Name stored_tag = NAME("BlockStored"), removed_tag = NAME("BlockRem
 static const Name main_attention[] = {NAME("full_attention"), NAME("mla_attention"), NAME("sink_full_attention")};
 
 /* The attributes of Stored and of Removed, in the order in which they are built here. */
-enum { STORED_ATTRIBUTES = 14, REMOVED_ATTRIBUTES = 8 };
+enum { STORED_ATTRIBUTES = 16, REMOVED_ATTRIBUTES = 8 };
 static const char *const stored_names[STORED_ATTRIBUTES] = {
     "engine_hashes", "parent", "tokens", "block_size",        "medium",      "adapter",     "salts",
     "extras",        "group",  "part",   "is_main_attention", "tells_salts", "is_identity", "envelope",
+    "is_deep",       "may_begin",
 };
 static const char *const removed_names[REMOVED_ATTRIBUTES] = {
     "engine_hashes", "medium", "group", "adapter", "salts", "is_identity", "envelope", "part",
@@ -402,6 +403,7 @@ static Outcome read_stored(Batch *batch, const Event *event, PyObject **found)
         values[11] = event->elements == 0 || event->elements >= TELLS_SALTS_FROM ? Py_True : Py_False;
         values[12] = Py_False;
         values[13] = Py_None;
+        values[14] = values[15] = Py_False;
         *found = values[0] == NULL ? NULL : build(batch->stored, stored_attributes, values, STORED_ATTRIBUTES);
         outcome = *found == NULL ? FAILED : READ;
     }

@@ -36,6 +36,15 @@ def test_a_store_goes_on_from_its_parent(index: Index) -> None:
     assert index.has(*keys("ABC"), keys("AD")[1])
 
 
+@pytest.mark.parametrize("has_block_0", [False, True])
+def test_a_parent_of_zero_is_the_root_where_no_block_has_that_hash(index: Index, has_block_0: bool) -> None:
+    if has_block_0:
+        index.events(stored([0], "Z"))
+    index.events(stored([1, 2], "AB", parent=0, may_begin=True), stored([3], "C", parent=0))
+    assert index.has(*(keys("ZAB") + keys("ZC") if has_block_0 else keys("AB")))
+    assert index.resolver.waiting.blocks == (not has_block_0)
+
+
 @pytest.mark.parametrize(
     ("blocks", "complete"), [("AB", 2), ("AB2", 1), ("ABC1", 2), ("A3", 0)], ids=["two", "and-a-half", "most", "none"]
 )

@@ -48,7 +48,8 @@ def number(wire_hash: int | bytes) -> int:
 def stores(draw: st.DrawFn) -> list[Any]:
     """The ten values of a store that this index reads, in the order of the list."""
     hashes = draw(st.lists(wire_hashes, min_size=1, max_size=5, unique_by=number))
-    parents = st.none() | wire_hashes.filter(lambda wire_hash: number(wire_hash) not in map(number, hashes))
+    # A parent of 0 is another thing in a list than in a map.
+    parents = st.none() | wire_hashes.filter(lambda each: each != 0 and number(each) not in map(number, hashes))
     images = st.tuples(st.text("0123456789abcdef", min_size=4, max_size=4), st.integers(-8, 8)).map(list)
     return [
         hashes,
@@ -225,6 +226,16 @@ def test_the_tokens_of_pairs_are_their_firsts(one: Callable[..., Event]) -> None
 
 def test_a_parent_of_zero_names_a_block_of_vllm(one: Callable[..., Event]) -> None:
     assert one(stored(parent_block_hash=0)) == Stored((11, 12), 0, packed(1, 2, 3, 4), 2, "GPU")
+
+
+def test_in_a_list_a_parent_of_zero_may_be_the_root(one: Callable[..., Event]) -> None:
+    """llm-d's simulator writes it so."""
+    event = one(["BlockStored", [11, 12], 0, [1, 2, 3, 4], 2, None, "GPU", None, [["salt"], None]])
+    assert isinstance(event, Stored)
+    assert (event.parent, event.may_begin, event.salts) == (0, True, ("salt",))
+    bytes_of_zero = one(["BlockStored", [11, 12], bytes(8), [1, 2, 3, 4], 2])
+    assert isinstance(bytes_of_zero, Stored)
+    assert (bytes_of_zero.parent, bytes_of_zero.may_begin) == (0, False)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ class Stored:
     envelope: Envelope | None = None
     is_deep: bool = False
     """It begins neither at the root nor after a named parent: how deep its blocks are is not known."""
+    may_begin: bool = False
+    """It begins at the root where its parent, 0, is no block of its publisher: a nil was written as 0."""
     part: int = 0
     """Of a long event its decoder makes several, one after the other; this is its place among them."""
 

@@ -240,7 +240,7 @@ class Resolver:
             parent = self.memory.find(holder, event.parent)
             if parent is not None:
                 self._place(parts, position, waiting, parent, placed)
-            elif self._is_unsalted(event) and any(self.memory.find(holder, h) is not None for h in event.engine_hashes):
+            elif self._needs_no_parent(holder, event):
                 self._place(parts, position, waiting, None, placed)
             else:
                 self.waiting.add(waiting)
@@ -399,6 +399,12 @@ class Resolver:
         return False
 
     # ---- kinds of events ---------------------------------------------------------------------------
+
+    def _needs_no_parent(self, holder: int, event: Stored) -> bool:
+        """Whether a store whose parent is not known can be placed: at the root, or by hashes that are known."""
+        if event.parent == 0 and event.may_begin:
+            return True
+        return self._is_unsalted(event) and any(self.memory.find(holder, h) is not None for h in event.engine_hashes)
 
     def _is_plain(self, event: Stored) -> bool:
         """Whether the event has the tokens of all of its blocks, and nothing else went into their hashes."""

@@ -31,14 +31,10 @@ ReadPlain: TypeAlias = Callable[[bytes, int], PlainBatch | None]
 """Of a payload of at most so many events; None where its batch is not plain, or the C module is not selected."""
 
 
-def reader(*, zero_is_unknown: bool = False) -> ReadPlain:
-    """``zero_is_unknown``: an event whose parent is 0 is not plain."""
-
-    def read(payload: bytes, events_max: int) -> PlainBatch | None:
-        loops = native.selected
-        if loops is None:
-            return None
-        found = loops.read_batch(payload, events_max, Stored, Removed, _CLEARED, normal_medium, zero_is_unknown)
-        return None if found is None else PlainBatch(*found)
-
-    return read
+def read(payload: bytes, events_max: int) -> PlainBatch | None:
+    """Read a batch. An event whose parent is 0 is not plain: what 0 says depends on the dialect."""
+    loops = native.selected
+    if loops is None:
+        return None
+    found = loops.read_batch(payload, events_max, Stored, Removed, _CLEARED, normal_medium, True)
+    return None if found is None else PlainBatch(*found)

@@ -21,8 +21,7 @@ _NAME: Final = 1 + vllm.STORED_FIELDS.index("lora_name")
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
     """Of its batches."""
-    read_plain = plain.reader(zero_is_unknown=True)
-    return Decoder(partial(read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings, read_plain=read_plain)
+    return Decoder(partial(read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings, read_plain=plain.read)
 
 
 def read_event(event: Any, *, seed: int) -> Event | Ignored:

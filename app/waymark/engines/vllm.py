@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 from waymark.domain.events import Cleared, Event, Removed, Stored
 from waymark.domain.hashing import extra_digest
@@ -35,17 +35,24 @@ _EXTRA_KEYS_AT: Final = 1 + STORED_FIELDS.index("extra_keys")
 REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 FIELDS: Final = {"BlockStored": STORED_FIELDS, "BlockRemoved": REMOVED_FIELDS}
 
+_Zero: TypeAlias = Literal["block", "root", "unknown"]
+"""What a parent of 0 says. ``root``: the root, unless the publisher has a block 0."""
+
 _MAIN_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _SALT_PREFIX: Final = "dynamo-cache-salt:"
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
     """Of its batches."""
-    return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings, read_plain=plain.reader())
+    return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings, read_plain=plain.read)
 
 
 def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event | Ignored:
-    """One event of a batch. ``zero_is_unknown``: parent 0 does not name a block but says that it is not known."""
+    """One event of a batch.
+
+    ``zero_is_unknown``: parent 0 does not name a block but says that it is not known. Otherwise a list's parent 0 is
+    the root unless it names a block: llm-d's simulator writes 0 for a missing parent there.
+    """
     named: Mapping[Any, Any]
     if isinstance(event, list) and event:
         tag, listed, named = event[0], event, {}
@@ -61,7 +68,9 @@ def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event
         return Ignored.REMOTE
     if tag == "BlockStored":
         tells_salts = listed is None or len(listed) > _EXTRA_KEYS_AT
-        return _stored(_values(listed, named, STORED_FIELDS), named, seed, zero_is_unknown, tells_salts)
+        values = _values(listed, named, STORED_FIELDS)
+        zero: _Zero = "unknown" if zero_is_unknown else "block" if listed is None else "root"
+        return _stored(values, named, seed, zero, tells_salts)
     if tag == "BlockRemoved":
         block_hashes, medium, group = _values(listed, named, REMOVED_FIELDS)
         removed = wire.hashes(block_hashes, "block_hashes")
@@ -76,9 +85,7 @@ def _values(listed: list[Any] | None, named: Mapping[Any, Any], fields: tuple[st
     return values + [None] * (len(fields) - len(values))
 
 
-def _stored(
-    values: list[Any], named: Mapping[Any, Any], seed: int, zero_is_unknown: bool, tells_salts: bool
-) -> Event | Ignored:
+def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: _Zero, tells_salts: bool) -> Event | Ignored:
     block_hashes, above, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group, kind = values
     engine_hashes = wire.hashes(block_hashes, "block_hashes")
     if not engine_hashes:
@@ -86,7 +93,8 @@ def _stored(
     is_paired = isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list)
     tokens = wire.tokens_of_pairs(token_ids) if is_paired else wire.tokens(token_ids)
     parent = None if above is None else wire.u64(above, "parent_block_hash")
-    if zero_is_unknown and type(above) is int and above == 0:
+    is_zero = type(above) is int and above == 0
+    if is_zero and zero == "unknown":
         if tokens:
             raise Rejected("parent_unknown", "a parent_block_hash of 0 says that the parent is not known")
         parent = None
@@ -94,12 +102,13 @@ def _stored(
         raise Rejected("own_parent", "a block is its own parent")
 
     adapter = _adapter(lora_name, lora_id)
+    may_begin = is_zero and zero == "root"
     keys = _per_block(extra_keys, len(engine_hashes), "extra_keys", list)
     images = _per_block(named.get("block_mm_infos"), len(engine_hashes), "block_mm_infos", list, dict)
     salt = _salt(named.get("cache_salt"))
     extras = None
     if keys is not None:
-        keys, salt = _without_names(keys, adapter, salt, at_root=above is None)
+        keys, salt = _without_names(keys, adapter, salt, at_root=above is None or may_begin)
     if keys is not None or images is not None:
         extras = _digests(keys, images, seed)
     return Stored(
@@ -114,6 +123,7 @@ def _stored(
         group=_group(group),
         is_main_attention=_is_main(kind),
         tells_salts=tells_salts,
+        may_begin=may_begin,
     )
 
 
