@@ -63,53 +63,97 @@ def test_the_module_is_the_command() -> None:
     assert done.stdout == f"waymark {__version__} ({'native' if native.is_built else 'pure'})\n"
 
 
-def test_help_ends_in_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
+        cli.main([*command, "--help"])
     assert ended.value.code == cli.EXIT_OK
-    text = capsys.readouterr().out
-    commands, _, examples = text.partition("examples:\n")
-    assert all(re.search(rf"\n    {name}\s", commands) for name in COMMANDS)
-    shown = [line for line in examples.splitlines() if line.startswith("  $ ")]
-    assert len(shown) >= 5
+    return capsys.readouterr().out
+
+
+def test_help_lists_every_command_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys).partition("examples:\n")[0]
+    groups = re.findall(r"^(\w[^\n]*):\n((?:    .+\n)+)", text, re.MULTILINE)
+    listed = [line.split()[0] for _, lines in groups for line in lines.splitlines()]
+    assert sorted(listed) == sorted(COMMANDS)
+    assert len(groups) >= 4
+
+
+def test_no_words_are_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == cli.EXIT_OK
+    assert capsys.readouterr().out == help_of(capsys)
+
+
+@pytest.mark.parametrize(
+    "command", [(), *((name,) for name in COMMANDS if name != "bench"), *(("inspect", what) for what in INSPECTIONS)]
+)
+def test_every_help_has_examples_that_can_be_typed(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples = help_of(capsys, *command).partition("\nexamples")[2]
+    shown = re.findall(r"^  \$ (.+)$", examples, re.MULTILINE)
+    assert shown
     for line in shown:
-        arguments = shlex.split(line.split("waymark ")[1])
-        cli.parse(arguments)
+        words = re.split(r"   +|\|(?= jq)", line)[0].rpartition("waymark ")[2]
+        assert tuple(shlex.split(words))[: len(command)] == command
+        cli.parse(shlex.split(words))
 
 
-@pytest.mark.parametrize("command", ["serve", "query", "ingest", "demo", "simulate", "status", "inspect"])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
 def test_the_help_of_a_command_says_what_it_is_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    listed = " ".join(capsys.readouterr().out.split())
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    description = " ".join(capsys.readouterr().out.split("\n\n")[1].split())
+    listed = " ".join(help_of(capsys).split())
+    description = " ".join(help_of(capsys, command).split("\n\n")[1].split())
     assert f"{command} {description}" in listed
 
 
 def test_help_tells_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    text = capsys.readouterr().out.partition("exit codes:\n")[2]
+    text = help_of(capsys).partition("exit codes:\n")[2]
     codes = {value for name, value in vars(cli).items() if name.startswith("EXIT_")}
-    assert [int(code) for code in re.findall(r"^  (\d)  ", text, re.MULTILINE)] == sorted(codes)
+    assert [int(code) for code in re.findall(r"^  (\d+)  ", text, re.MULTILINE)] == sorted(codes)
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["statsu"], "status"),
+        (["inspect", "promt"], "prompt"),
+        (["status", "--wtach"], "--watch"),
+        (["status", "--status", "failedd"], "failed"),
+        (["inspect", "keys", "--modle", "x"], "--model"),
+        (["simulate", "--fault-drop-evry", "3"], "--fault-drop-every"),
+    ],
+)
+def test_a_misspelt_word_gets_the_nearest_one(words: list[str], near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == cli.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert f"; did you mean '{near}'?" in error
+    command = " ".join(word for word in words if word in (*COMMANDS, *INSPECTIONS))
+    assert f"usage: waymark {command}" in error
+
+
+def test_a_word_like_no_other_gets_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["zzzzzz"])
+    error = capsys.readouterr().err
+    assert all(name in error for name in COMMANDS)
+
+
+def test_a_command_that_ctrl_c_ends_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("waymark.cli.registrations.run", interrupted)
+    assert cli.main(["register", "http://127.0.0.1:1"]) == cli.EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize("command", [["status"], ["inspect"], *(["inspect", what] for what in INSPECTIONS)])
-def test_every_flag_of_the_console_has_words_and_every_example_fits(
+def test_every_flag_of_the_console_has_words(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command, "--help"])
-    assert ended.value.code == cli.EXIT_OK
-    text = capsys.readouterr().out
-    flags = re.findall(r"^  (--\S+)(.*)$", text, re.MULTILINE)
+    flags = re.findall(r"^  (--\S+)(.*)$", help_of(capsys, *command), re.MULTILINE)
     assert [flag for flag, rest in flags if not re.search(r"  \S|^ \S+$", rest)] == []
-    for line in re.findall(r"^  \$ (.+)$", text, re.MULTILINE):
-        example = re.split(r"  +|\|(?= jq)", line)[0].rpartition("waymark ")[2]
-        cli.parse(shlex.split(example))
 
 
 # ---- bench -----------------------------------------------------------------------------------------
@@ -130,7 +174,7 @@ def test_bench_gives_all_its_words_to_the_benchmarks(monkeypatch: pytest.MonkeyP
 def test_bench_needs_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "app" / "waymark" / "cli.py"))
+    monkeypatch.setattr("waymark.cli.bench.__file__", str(tmp_path / "app" / "waymark" / "cli" / "bench.py"))
     assert cli.main(["bench"]) == cli.EXIT_USAGE
     assert "run it in a checkout" in capsys.readouterr().err
 
@@ -138,7 +182,6 @@ def test_bench_needs_a_checkout(
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["unknown"],
         ["query", "--unknown"],
         ["ingest", "--port", "1"],

@@ -70,7 +70,7 @@ LIBRARIES: dict[str, set[str]] = {
     "rich": {"console"},
     "starlette": {"api"},
     "tokenizers": {"tokenization"},
-    "uvicorn": {"cli", "serving", "runtime"},
+    "uvicorn": {"serving", "runtime"},
     "uvloop": {"cli", "runtime"},
     "xxhash": {"domain.hashing", "ingest", "tokenization"},
     "yaml": {"publishers_file", "routing.picker_config"},

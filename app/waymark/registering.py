@@ -10,47 +10,11 @@ from time import monotonic
 
 from waymark.client import AsyncClient, Publisher, Refused, Unavailable
 
-DEFAULT_URL = "http://127.0.0.1:13333"
 _PAUSE_SECONDS = 0.1
-#: Fields of ``POST /register`` that have a flag.
-_FIELDS = {
-    "instance_id": "the name that a router picks; the default is host:port of the URL",
-    "type": "the type of the engine, if it does not say it",
-    "model": "the model, if the engine serves several names",
-    "block_size": "the tokens per block, if the engine does not say it",
-    "endpoint": "the event socket, if the engine does not say it",
-    "replay_endpoint": "the replay socket, if the engine does not say it",
-    "dp_rank": "register this rank only",
-    "role": "the role: prefill, decode or both",
-}
-_NUMBERS = {"block_size", "dp_rank"}
 
 
 class NotRegistered(Exception):
     """The sentence that says why."""
-
-
-def add_register(parser: argparse.ArgumentParser) -> None:
-    _add_service(parser)
-    parser.add_argument("engine", metavar="URL", help="the HTTP API of the engine, such as http://127.0.0.1:8000")
-    for name, sentence in _FIELDS.items():
-        kind = int if name in _NUMBERS else str
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=sentence)
-    parser.add_argument(
-        "--wait-seconds", type=float, default=10.0, help="how long to wait for the streams of the engine (10)"
-    )
-
-
-def add_unregister(parser: argparse.ArgumentParser) -> None:
-    _add_service(parser)
-    parser.add_argument("engine", metavar="NAME", help="the instance_id, or the URL that the engine was registered by")
-    parser.add_argument("--dp-rank", type=int, help="unregister this rank only")
-
-
-def _add_service(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the URL of Waymark ({DEFAULT_URL})")
-    parser.add_argument("--tenant-id", help="the tenant; the default is 'default'")
-    parser.add_argument("--api-token", help="the bearer token; the default is WAYMARK_API_TOKEN")
 
 
 async def register(arguments: argparse.Namespace) -> AsyncIterator[str]:

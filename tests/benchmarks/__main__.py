@@ -27,6 +27,12 @@ from tests.benchmarks.processes import redis_server
 from tests.benchmarks.report import Row, beside, table, write_json, write_markdown
 from waymark import __version__, native
 
+_EXAMPLES = """\
+examples:
+  $ waymark bench --quick                        a tenth of the work: to see that it runs
+  $ waymark bench --only P5,P6 --json rows.json
+"""
+
 #: Names a part answers to, and what measures it; it gets the rows that are there already.
 PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], list[Row]]]] = [
     (("P1", "P2", "P3", "P4"), lambda options, _: queries.measure(options)),
@@ -130,7 +136,12 @@ def _has_peer(python: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="waymark bench",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     names = list(dict.fromkeys(name for part, _ in PARTS for name in part))
 
     def chosen(text: str) -> list[str]:

@@ -11,7 +11,8 @@ from redis.asyncio import Redis
 
 from waymark import cli
 from waymark.console.look import Look
-from waymark.console.run import run_inspect, run_status
+from waymark.console.run_inspect import run_inspect
+from waymark.console.run_status import run_status
 from waymark.console.screen import Screen
 from waymark.domain.hashing import extend, token_bytes
 from waymark.settings import Settings

@@ -4,5 +4,5 @@ It reads Redis itself, so it tells the truth also where no replica runs, and it 
 ``screen`` is where text goes (colours and boxes on a terminal, plain lines elsewhere); ``status`` gathers and
 ``status_view`` draws; ``prompts``, ``holding``, ``cells`` and ``why`` are ``inspect prompt``; ``lookups`` the other
 inspections; ``redis_cli`` the commands that show the same by hand; ``arguments`` the flags of all of it, and
-``run`` what they do.
+``run_status`` and ``run_inspect`` what they do.
 """

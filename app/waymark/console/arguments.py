@@ -1,4 +1,4 @@
-"""The flags of ``waymark status`` and ``waymark inspect``, in words; ``run`` is what they do."""
+"""The flags of ``waymark status`` and ``waymark inspect``, in words; ``run_status``, ``run_inspect`` act on them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,26 @@ examples:
   $ waymark status --json | jq '.publishers[] | select(.lag_seconds > 60)'
 """
 
-_INSPECT_EXAMPLES = """\
-examples:
+#: What is inspected -> its examples.
+_INSPECT_EXAMPLES = {
+    "prompt": """\
   $ waymark inspect prompt --model llama --tokens "1 2 3 4 5 6 7 8"     which instances have it, or why none has
   $ tokenize prompt.txt | waymark inspect prompt --model llama --tokens -
+""",
+    "block": """\
   $ waymark inspect block cb38e4d7fb2dca5c --model llama               which holders have this block
+""",
+    "holder": """\
   $ waymark inspect holder 17                                          what holder id 17 in a block means
+""",
+    "namespace": """\
   $ waymark inspect namespace --lora sql --salt tenant-7               the number that is XORed into a block's key
+""",
+    "keys": """\
   $ waymark inspect keys --model llama                                 redis-cli commands that show everything
-With --keys, each of them except namespace prints the redis-cli commands that show the same.
-"""
+""",
+}
+_INSPECT_ENDING = "With --keys, each of them except namespace prints the redis-cli commands that show the same.\n"
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +52,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
         "--status",
         action="append",
         default=[],
-        choices=tuple(StreamStatus),
+        choices=[status.value for status in StreamStatus],
         help="show only streams with this status; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -54,7 +64,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
     """The kinds of ``inspect``, and their flags."""
-    parser.epilog = _INSPECT_EXAMPLES
+    parser.epilog = f"examples:\n{''.join(_INSPECT_EXAMPLES.values())}{_INSPECT_ENDING}"
     _add_inspections(parser.add_subparsers(dest="what", required=True, metavar="what"))
 
 
@@ -84,13 +94,16 @@ def _add_inspections(kinds: Commands) -> None:
     )
     _add_group(every)
     sentence = "compute the namespace of an adapter and salts, and the key of a block"
-    space = kinds.add_parser("namespace", help=sentence, description=sentence)
+    space = kinds.add_parser(
+        "namespace", help=sentence, description=sentence, epilog=f"examples:\n{_INSPECT_EXAMPLES['namespace']}"
+    )
     _add_space(space)
     space.add_argument("--seq-hash", help="the rolling hash of a block, whose key is printed")
 
 
 def _inspection(kinds: Commands, name: str, sentence: str, *, has_keys: bool = True) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = kinds.add_parser(name, help=sentence, description=sentence)
+    examples = f"examples:\n{_INSPECT_EXAMPLES[name]}"
+    parser: argparse.ArgumentParser = kinds.add_parser(name, help=sentence, description=sentence, epilog=examples)
     _add_redis(parser)
     if has_keys:
         parser.add_argument(

@@ -1,54 +1,21 @@
-"""Runs ``waymark status`` and ``waymark inspect`` once their flags are parsed."""
+"""Runs ``waymark inspect`` once its flags are parsed."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 from collections.abc import Sequence
 
-from waymark.console import cells, lookups, status, status_view, why
+from waymark.console import cells, lookups, why
 from waymark.console.holding import hold
 from waymark.console.look import Group, Look, looking, pick, shown
 from waymark.console.prompts import Asked, read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.console.redis_cli import RedisCli
-from waymark.console.screen import Part, Screen, joined, text
+from waymark.console.screen import Screen, joined, text
 from waymark.domain.hashing import unpack_tokens
 from waymark.domain.names import Adapter, GroupName
 from waymark.domain.table import HolderTable
-from waymark.errors import InvalidValue, NotFound, StoreUnavailable
-from waymark.metrics import Metrics
+from waymark.errors import InvalidValue, NotFound
 from waymark.settings import Settings
-from waymark.tokenization.tokenizers import Tokenizers
-
-
-async def run_status(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
-    """Draw it once, or until cancelled."""
-    wanted = status.Wanted(arguments.tenant, arguments.model, tuple(arguments.status))
-    async with looking(settings) as look:
-
-        async def draw() -> Sequence[Part]:
-            try:
-                return status_view.parts(await status.gather(look, wanted), is_plain=screen.is_plain)
-            except StoreUnavailable as exc:
-                if not arguments.watch:
-                    raise
-                return [text(exc.sentence, "bold red")]  # it may come back; whoever watches waits for that
-
-        if arguments.json:
-            while True:
-                gathered = status.as_json(await status.gather(look, wanted))
-                screen.write(json.dumps(gathered, indent=None if arguments.watch else 2))
-                if not arguments.watch:
-                    return
-                await asyncio.sleep(arguments.watch)
-        elif arguments.watch:
-            await screen.watch(arguments.watch, draw)
-        else:
-            screen.show(await draw())
-
-
-# ---- inspect ---------------------------------------------------------------------------------------
 
 
 async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
@@ -111,6 +78,10 @@ async def _asked(arguments: argparse.Namespace, settings: Settings) -> Asked:
     elif arguments.tokens is not None:
         tokens = read_tokens(arguments.tokens, option="--tokens")
     else:
+        # Only a prompt in words needs tokenizers.
+        from waymark.metrics import Metrics
+        from waymark.tokenization.tokenizers import Tokenizers
+
         prompt = read_prompt(arguments.text, arguments.messages)
         tokenizers = Tokenizers.of(settings, Metrics())
         try:

@@ -1,0 +1,30 @@
+"""The ``waymark`` command: arguments and environment to one role. Beside ``console``, the only package that prints.
+
+Settings come from the environment, once; the few flags are for what one changes by hand. ``entry`` runs a command,
+``commands`` lists them, ``parser`` reads their words, ``exits`` has the exit codes, ``loop`` the event loop and the
+settings; each other module is a command, or several.
+"""
+
+from __future__ import annotations
+
+from waymark.cli.entry import main
+from waymark.cli.exits import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_NO_PORT,
+    EXIT_NO_REDIS,
+    EXIT_OK,
+    EXIT_USAGE,
+)
+from waymark.cli.parser import parse
+
+__all__ = [
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "EXIT_NO_PORT",
+    "EXIT_NO_REDIS",
+    "EXIT_OK",
+    "EXIT_USAGE",
+    "main",
+    "parse",
+]

@@ -1,0 +1,87 @@
+"""The words after ``waymark``, in groups, and the help that lists them.
+
+A command is a module of this package with ``add_flags(parser, command)`` and ``run(arguments)``, the exit code. Only
+the module of the chosen command is imported, and it imports the rest of Waymark in ``run``: ``--help`` and
+``--version`` need none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+from waymark.cli.exits import MEANINGS
+
+
+class Command(NamedTuple):
+    """One word after ``waymark``."""
+
+    module: str
+    sentence: str
+    extra: str = "server"
+    """The extra of the package that has what the command needs."""
+
+    def load(self) -> Any:
+        """Its module."""
+        return importlib.import_module(f"waymark.cli.{self.module}")
+
+
+GROUPS: dict[str, dict[str, Command]] = {
+    "run Waymark": {
+        "serve": Command("roles", "run the HTTP API and an ingest worker in one process"),
+        "query": Command("roles", "run a query replica, which serves the HTTP API"),
+        "ingest": Command("roles", "run an ingest worker, which applies the events of publishers"),
+    },
+    "engines of a running Waymark": {
+        "register": Command("registrations", "register an engine by its URL, and show its streams"),
+        "unregister": Command("registrations", "unregister an engine by its name or URL"),
+    },
+    "look at a running Waymark": {
+        "status": Command("looking", "show publishers, streams, ingest workers and the state of Redis"),
+        "inspect": Command("looking", "show which instances have the blocks of a prompt, and what Redis contains"),
+    },
+    "try and measure": {
+        "demo": Command("demo", "run the whole service with simulated engines and show a table", extra="demo"),
+        "simulate": Command("simulate", "run simulated engines that publish events as real ones do"),
+        "bench": Command("bench", "run the benchmarks in a checkout; 'waymark bench --help' lists them"),
+    },
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+_EXAMPLES = """\
+examples:
+  # run everything in one process on an embedded Redis, for a trial
+  $ waymark serve
+
+  # run the same on a real Redis
+  $ WAYMARK_REDIS_URL=redis://127.0.0.1:6379/0 waymark serve
+
+  # register an engine by its URL with a running Waymark
+  $ waymark register http://127.0.0.1:8000
+
+  # watch the whole service work
+  $ waymark demo
+
+  # look at a running installation through its Redis
+  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark status
+  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark inspect prompt --model llama --tokens "1 2 3 4 5 6 7 8"
+
+'waymark COMMAND --help' has the flags of a command, and more examples.
+"""
+
+
+def listed() -> str:
+    """The commands by group, a line each."""
+    width = max(map(len, COMMANDS))
+    groups = [
+        "\n".join([f"{title}:", *(f"    {name:{width}}  {command.sentence}" for name, command in commands.items())])
+        for title, commands in GROUPS.items()
+    ]
+    return "\n\n".join(groups)
+
+
+def ending() -> str:
+    """What stands below the commands: examples, exit codes, and where settings are."""
+    codes = "\n".join(f"  {code:<3}  {meaning}" for code, meaning in MEANINGS.items())
+    settings = "Settings are environment variables; docs/configuration.md lists them all."
+    return f"{_EXAMPLES}\nexit codes:\n{codes}\n\n{settings}\n"

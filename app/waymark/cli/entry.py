@@ -1,0 +1,55 @@
+"""One command, from its words to its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from waymark.cli.commands import COMMANDS
+from waymark.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_REDIS, EXIT_OK, EXIT_USAGE
+from waymark.cli.parser import parse, parser_of
+from waymark.errors import NotFound, StoreUnavailable, WaymarkError
+
+#: A package that only a trial needs.
+_TRIAL_PACKAGES = {"fakeredis", "lupa"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # `| head`: what is left in the buffer has nowhere to go, and the interpreter would complain of that at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _run(words: Sequence[str]) -> int:
+    if not words:
+        parser_of("").print_help()
+        return EXIT_OK
+    command = words[0]
+    if command == "bench":  # all its words, options too, are the benchmarks' own
+        return int(COMMANDS[command].load().run_words(words[1:]))
+    try:
+        arguments = parse(words)
+        return int(COMMANDS[command].load().run(arguments))
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package in ("", "waymark"):
+            raise
+        extra = "demo" if package in _TRIAL_PACKAGES else COMMANDS[command].extra
+        print(f"waymark {command}: {package} is not installed; pip install 'waymark[{extra}]'", file=sys.stderr)
+        return EXIT_USAGE
+    except WaymarkError as exc:
+        print(f"waymark {command}: {exc}", file=sys.stderr)
+        if isinstance(exc, StoreUnavailable):
+            return EXIT_NO_REDIS
+        return EXIT_FAILED if isinstance(exc, NotFound) else EXIT_USAGE

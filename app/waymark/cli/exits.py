@@ -1,0 +1,21 @@
+"""How a command ends."""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NO_PORT = 3
+"""uvicorn ends the process with it, after a log line that names the port."""
+EXIT_NO_REDIS = 4
+EXIT_INTERRUPTED = 130
+"""As shells count it: 128 and the number of SIGINT."""
+
+MEANINGS = {
+    EXIT_OK: "the command succeeded",
+    EXIT_FAILED: "the command failed, or what it looked for does not exist",
+    EXIT_USAGE: "an argument or a setting is wrong, and nothing was started",
+    EXIT_NO_PORT: "the port could not be opened",
+    EXIT_NO_REDIS: "Redis cannot be reached, does not answer in time, or refuses the command",
+    EXIT_INTERRUPTED: "Ctrl-C ended the command before it had a result",
+}

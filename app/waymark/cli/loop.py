@@ -1,0 +1,24 @@
+"""The event loop of commands that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import uvloop
+
+from waymark.settings import PREFIX, Settings
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    """Run it to its end on a loop of its own; its result."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+def settings_with(flags: Mapping[str, str | None]) -> Settings:
+    """The settings of the environment; a flag that was given wins. Raises SettingsError."""
+    given = {PREFIX + name.upper(): value for name, value in flags.items() if value is not None}
+    return Settings.from_env(dict(os.environ) | given)

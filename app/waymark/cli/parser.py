@@ -1,0 +1,67 @@
+"""Words to arguments. What does not fit gets the usage, and the nearest word that does."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from waymark import __version__, native
+from waymark.cli.commands import COMMANDS, ending, listed
+
+_CHOICE = re.compile(r"(?P<head>.*)invalid choice: '(?P<word>[^']*)' \(choose from (?P<known>.*)\)", re.DOTALL)
+_FLAG = re.compile(r"(?P<head>)unrecognized arguments: (?P<word>--[\w-]+)")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser, also of each command, that suggests a word where one is misspelt."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; but a word too many is an error of the command that was given it."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with the usage and the message."""
+        super().error(_with_nearest(message, self.format_help()))
+
+
+def _with_nearest(message: str, text: str) -> str:
+    choice = _CHOICE.match(message)
+    misspelt = choice or _FLAG.match(message)
+    if misspelt is None:
+        return message
+    known = re.findall(r"[\w-]+", choice["known"]) if choice else re.findall(r"(?<!\S)--[a-z][\w-]*", text)
+    near = get_close_matches(misspelt["word"], known, n=1)
+    return f"{misspelt['head']}there is no '{misspelt['word']}'; did you mean '{near[0]}'?" if near else message
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command's arguments; ends the process with the usage where they do not fit."""
+    return parser_of(words[0] if words else "").parse_args(words)
+
+
+def parser_of(command: str) -> Parser:
+    """The parser, with the flags of one command; the others have none."""
+    parser = Parser(
+        prog="waymark",
+        usage="waymark COMMAND [options]",
+        description=f"Waymark reports which inference engine already holds the KV cache of a prompt.\n\n{listed()}",
+        epilog=ending(),
+    )
+    parser.add_argument("--version", action="version", version=f"waymark {__version__} ({native.implementation()})")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="waymark", help=argparse.SUPPRESS
+    )
+    for name, each in COMMANDS.items():
+        of_command = commands.add_parser(name, description=each.sentence)
+        if name == command:
+            each.load().add_flags(of_command, name)
+    return parser

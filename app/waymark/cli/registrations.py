@@ -1,0 +1,83 @@
+"""``waymark register`` and ``waymark unregister``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from waymark.cli.exits import EXIT_FAILED, EXIT_OK
+
+DEFAULT_URL = "http://127.0.0.1:13333"
+#: Fields of ``POST /register`` that have a flag.
+_FIELDS = {
+    "instance_id": "the name that a router picks; the default is host:port of the URL",
+    "type": "the type of the engine, if it does not say it",
+    "model": "the model, if the engine serves several names",
+    "block_size": "the tokens per block, if the engine does not say it",
+    "endpoint": "the event socket, if the engine does not say it",
+    "replay_endpoint": "the replay socket, if the engine does not say it",
+    "dp_rank": "register this rank only",
+    "role": "the role: prefill, decode or both",
+}
+_NUMBERS = {"block_size", "dp_rank"}
+
+_EXAMPLES = {
+    "register": """\
+examples:
+  $ waymark register http://127.0.0.1:8000
+  $ waymark register http://10.0.0.7:8000 --instance-id vllm-0 --url http://waymark:13333
+  $ waymark register http://10.0.0.7:8000 --endpoint tcp://10.0.0.7:5557 --replay-endpoint tcp://10.0.0.7:5558
+""",
+    "unregister": """\
+examples:
+  $ waymark unregister http://127.0.0.1:8000
+  $ waymark unregister vllm-0 --dp-rank 1 --url http://waymark:13333
+""",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = _EXAMPLES[command]
+    {"register": _add_register, "unregister": _add_unregister}[command](parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from waymark import registering
+
+    lines = {"register": registering.register, "unregister": registering.unregister}[arguments.command]
+
+    async def show() -> None:
+        async for line in lines(arguments):
+            print(line, flush=True)
+
+    try:
+        asyncio.run(show())
+    except registering.NotRegistered as exc:
+        print(f"waymark {arguments.command}: {exc}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def _add_register(parser: argparse.ArgumentParser) -> None:
+    _add_service(parser)
+    parser.add_argument("engine", metavar="URL", help="the HTTP API of the engine, such as http://127.0.0.1:8000")
+    for name, sentence in _FIELDS.items():
+        kind = int if name in _NUMBERS else str
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=sentence)
+    parser.add_argument(
+        "--wait-seconds", type=float, default=10.0, help="how long to wait for the streams of the engine (10)"
+    )
+
+
+def _add_unregister(parser: argparse.ArgumentParser) -> None:
+    _add_service(parser)
+    parser.add_argument("engine", metavar="NAME", help="the instance_id, or the URL that the engine was registered by")
+    parser.add_argument("--dp-rank", type=int, help="unregister this rank only")
+
+
+def _add_service(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the URL of Waymark ({DEFAULT_URL})")
+    parser.add_argument("--tenant-id", help="the tenant; the default is 'default'")
+    parser.add_argument("--api-token", help="the bearer token; the default is WAYMARK_API_TOKEN")

@@ -1,0 +1,63 @@
+"""``waymark serve``, ``query`` and ``ingest``: the processes of the service."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from waymark import __version__
+from waymark.cli.exits import EXIT_OK, EXIT_USAGE
+
+#: A role -> whether it has the HTTP API, whether it has an ingest worker.
+_ROLES = {"serve": (True, True), "query": (True, False), "ingest": (False, True)}
+
+_EXAMPLES = {
+    "serve": """\
+examples:
+  $ waymark serve                                                  on an embedded Redis, for a trial
+  $ waymark serve --redis-url redis://127.0.0.1:6379/0             on a real Redis
+  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark serve --port 8080
+""",
+    "query": """\
+examples, of which any number may run:
+  $ waymark query --redis-url redis://redis:6379/0
+  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark query --host 127.0.0.1 --port 8080
+""",
+    "ingest": """\
+examples, of which any number may run:
+  $ waymark ingest --redis-url redis://redis:6379/0
+  $ WAYMARK_REDIS_URL=redis://redis:6379/0 WAYMARK_DISCOVERY=kubernetes waymark ingest
+""",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = _EXAMPLES[command]
+    parser.add_argument("--redis-url", help="the URL of Redis, in place of WAYMARK_REDIS_URL")
+    if _ROLES[command][0]:
+        parser.add_argument("--host", help="the address to listen on, in place of WAYMARK_HOST")
+        parser.add_argument("--port", help="the port to listen on, in place of WAYMARK_PORT")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from waymark import logs, runtime
+    from waymark.cli import loop
+
+    has_api, has_worker = _ROLES[arguments.command]
+    settings = loop.settings_with({name: getattr(arguments, name, None) for name in ("redis_url", "host", "port")})
+    logs.configure(settings.log_level, settings.log_format)
+    if settings.redis_url == "memory://":
+        if not (has_api and has_worker):
+            print(
+                f"waymark {arguments.command}: WAYMARK_REDIS_URL is memory://, which other processes cannot reach; "
+                "give a redis:// URL, or run 'waymark serve'",
+                file=sys.stderr,
+            )
+            return EXIT_USAGE
+        print(
+            f"waymark {__version__} runs on an embedded, emulated Redis, for a trial. The index is lost when the "
+            f"process ends, and it is about nine times slower than a real Redis. Listening on port {settings.port}.",
+            file=sys.stderr,
+        )
+    loop.run(runtime.run(settings, has_api=has_api, has_worker=has_worker))
+    return EXIT_OK

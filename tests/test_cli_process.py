@@ -1,0 +1,106 @@
+"""The command as a process: what it imports, and what becomes of it where its output has no reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import patient
+from waymark import cli
+
+pytestmark = pytest.mark.outside
+
+ROOT = Path(__file__).parents[1]
+#: What is slow to import. ``httpx`` imports some of the others where they are installed.
+HEAVY = {
+    "aiohttp", "asyncio", "fakeredis", "httpx", "msgpack", "orjson", "prometheus_client", "pydantic", "redis", "rich",
+    "starlette", "uvicorn", "uvloop", "yaml", "zmq",
+}  # fmt: skip
+
+_COUNT = """
+import json, sys
+before = set(sys.modules)
+from waymark import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit:
+    pass
+print(json.dumps(sorted(set(sys.modules) - before)), file=sys.stderr)
+"""
+
+
+def imported(*words: str) -> set[str]:
+    """The modules that a command imported."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WAYMARK_", "COVERAGE_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT, *words],
+        cwd=ROOT / "app",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=patient(60),
+    )
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--version",),
+        ("--help",),
+        *((name, "--help") for name in ("serve", "query", "ingest", "register", "unregister", "demo")),
+        ("status", "--help"),
+        ("inspect", "--help"),
+        ("inspect", "prompt", "--help"),
+        ("statsu",),
+    ],
+)
+def test_help_and_version_import_next_to_nothing(words: tuple[str, ...]) -> None:
+    """Time depends on the machine; a module costs about half a millisecond anywhere."""
+    modules = imported(*words)
+    assert "waymark.cli" in modules
+    assert modules & HEAVY == set()
+    assert len(modules) <= 90
+
+
+@pytest.mark.parametrize(
+    ("words", "needless"),
+    [
+        ("status", {"aiohttp", "fakeredis", "httpx", "uvicorn", "zmq"}),
+        ("inspect prompt --model m --tokens 1", {"aiohttp", "httpx", "tokenizers", "uvicorn", "zmq"}),
+        ("inspect namespace --lora sql", {"aiohttp", "httpx", "uvicorn", "zmq"}),
+        ("register http://127.0.0.1:1 --url http://127.0.0.1:1", {"aiohttp", "pydantic", "redis", "uvicorn", "zmq"}),
+    ],
+)
+def test_a_command_imports_what_it_needs(words: str, needless: set[str]) -> None:
+    redis = [] if needless & {"redis"} or "namespace" in words else ["--redis-url", "redis://127.0.0.1:1"]
+    assert imported(*words.split(), *redis) & needless == set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--help",), ("inspect", "namespace", "--lora", "sql"), ("simulate", "--prompts", "1", "--base-port", "0")],
+)
+def test_an_output_without_a_reader_is_no_traceback(words: tuple[str, ...]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does, only sooner
+    with os.fdopen(writing, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "waymark", *words],
+            cwd=ROOT / "app",
+            env=environment,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=patient(60),
+        )
+    assert done.stderr == ""
+    assert done.returncode == cli.EXIT_OK
