@@ -21,6 +21,6 @@ def _read(path: Path) -> Script:
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-REPEATABLE = frozenset({"apply_batch", "apply_rows"})
+REPEATABLE = frozenset({"apply_rows"})
 """Scripts that Redis may run twice for one call: a part that is done is skipped."""
 SCRIPTS: dict[str, Script] = {path.stem: _read(path) for path in sorted(LUA_DIR.glob("*.lua"))}
