@@ -113,7 +113,9 @@ class Metrics:
     tokenize_duration_seconds = histogram(
         "How long it took to tokenize a text or messages, by kind of source.", _REQUEST_BUCKETS, "source"
     )
-    tokenize_segments = counter("How many segments of texts were known, or had to be encoded.", "known")
+    tokenize_segments = counter(
+        "How many segments of texts were known, or had to be encoded; a known text counts as one.", "known"
+    )
     tokenizers_whole = gauge(
         "How many open tokenizers encode each text whole, so a known part costs as much as a new one."
     )

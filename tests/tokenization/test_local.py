@@ -6,8 +6,9 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, tzinfo
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from tests.tokenization import small
-from waymark.domain.hashing import pack_tokens
+from waymark.domain.hashing import pack_tokens, unpack_tokens
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
+from waymark.tokenization import templates
 from waymark.tokenization.local import LocalTokenizer
 from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
 from waymark.tokenization.segments import SegmentMemo, Splitter
+from waymark.tokenization.templates import ChatTemplate
 
 MAX = 2**20
 PECULIAR = (
@@ -51,7 +54,10 @@ def opened(tmp_path: Path, pool: ThreadPoolExecutor) -> Open:
     ) -> LocalTokenizer:
         directory = small.directory(tmp_path / kind, kind, **files)
         memo = SegmentMemo(MAX) if memo is None else memo
-        return LocalTokenizer("file:///m", directory, memo, pool, metrics or Metrics(), bytes_max=bytes_max)
+        prompts = SegmentMemo(20_000)
+        return LocalTokenizer(
+            "file:///m", directory, memo, pool, metrics or Metrics(), prompts=prompts, bytes_max=bytes_max
+        )
 
     return opened
 
@@ -248,18 +254,18 @@ async def test_templates_are_read_where_models_have_them(opened: Open, tmp_path:
     (directory / "chat_template.jinja").write_text("from the file\n")
     memo, pool = SegmentMemo(0), ThreadPoolExecutor(1)
     with pool:
-        local = LocalTokenizer("file:///m", directory, memo, pool, Metrics(), bytes_max=MAX)
+        local = LocalTokenizer("file:///m", directory, memo, pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX)
         assert await said(local, user) == "from the file"
         (directory / "chat_template.jinja").unlink()
         (directory / "tokenizer_config.json").write_text("{}")
         (directory / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
-        local = LocalTokenizer("file:///m", directory, memo, pool, Metrics(), bytes_max=MAX)
+        local = LocalTokenizer("file:///m", directory, memo, pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX)
         assert await said(local, user) == "of a processor"
 
 
 def test_files_that_cannot_be_read_are_named(opened: Open, tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     def reopened() -> None:
-        LocalTokenizer("file:///m", directory, SegmentMemo(0), pool, Metrics(), bytes_max=MAX)
+        LocalTokenizer("file:///m", directory, SegmentMemo(0), pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX)
 
     opened()
     directory = tmp_path / "byte-level"
@@ -280,6 +286,83 @@ async def test_a_tokenizer_that_cuts_and_fills_texts_by_itself_does_not(opened: 
     cutting.enable_padding(length=64)
     cutting.save(str(path))
     with ThreadPoolExecutor(1) as pool:
-        local = LocalTokenizer("file:///m", path.parent, SegmentMemo(0), pool, Metrics(), bytes_max=MAX)
+        local = LocalTokenizer(
+            "file:///m", path.parent, SegmentMemo(0), pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX
+        )
         prompt = TextPrompt("The quick brown fox jumps over the lazy dog")
         assert await local.tokens(prompt) == Made(whole(small.tokenizer(), prompt))
+
+
+async def test_a_known_prompt_is_not_rendered_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics()
+    local = opened(metrics=metrics, template=small.CHATML)
+    messages = [{"role": "user", "content": "Hello"}]
+    first = await local.tokens(ChatPrompt(messages))
+
+    def render(*_: object) -> str:
+        raise AssertionError("rendered again")
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    assert local.known(ChatPrompt([{"role": "user", "content": "Hello"}])) == first
+
+
+_HELLO = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ChatPrompt([{"role": "user", "content": "Hello "}]),
+        ChatPrompt([{"role": "user", "content": "Hello", "name": "a"}]),
+        ChatPrompt([_HELLO, _HELLO]),
+        ChatPrompt([_HELLO], tools=[{"function": {"name": "f"}}]),
+        ChatPrompt([_HELLO], system="Be brief."),
+        ChatPrompt([_HELLO], template_kwargs={"a": True}),
+        ChatPrompt([_HELLO], template_kwargs={"a": 1}),
+        ChatPrompt([_HELLO], add_generation_prompt=False),
+        ChatPrompt([_HELLO], add_generation_prompt=False, continue_final_message=True),
+        ChatPrompt([_HELLO], add_special_tokens=True),
+        TextPrompt("Hello"),
+    ],
+    ids=str,
+)
+async def test_a_prompt_that_differs_in_anything_is_another_one(opened: Open, other: TextPrompt | ChatPrompt) -> None:
+    local = opened(template=small.CHATML)
+    await local.tokens(ChatPrompt([_HELLO]))
+    assert local.known(ChatPrompt([_HELLO])) is not None
+    assert local.known(other) is None
+
+
+async def test_tokenizers_that_share_a_memo_do_not_share_its_prompts(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    memo, prompts = SegmentMemo(MAX), SegmentMemo(MAX)
+    one, other = (
+        LocalTokenizer(
+            "file:///m", small.directory(tmp_path / kind, kind), memo, pool, Metrics(), prompts=prompts, bytes_max=MAX
+        )
+        for kind in ("byte-level", "wordpiece")
+    )
+    await one.tokens(TextPrompt("Hello"))
+    assert one.known(TextPrompt("Hello")) is not None
+    assert other.known(TextPrompt("Hello")) is None
+
+
+async def test_a_prompt_with_another_date_is_another_one(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = opened(template="{{ strftime_now('%d %b %Y') if strftime_now is defined }}" + small.CHATML)
+    for day in (21, 22):
+
+        class Then(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> Self:
+                return cls(2026, 11, day, tzinfo=tz)  # noqa: B023  # used before the next
+
+        monkeypatch.setattr(templates, "datetime", Then)
+        assert local.known(ChatPrompt([_HELLO])) is None
+        made = await local.tokens(ChatPrompt([_HELLO]))
+        assert local.known(ChatPrompt([_HELLO])) == made
+        assert (await local.text(unpack_tokens(made.ids))).startswith(f"{day} Nov 2026")
+
+
+async def test_a_prompt_whose_template_asks_the_clock_in_its_own_way_is_not_remembered(opened: Open) -> None:
+    local = opened(template="{% set form = '%d' %}{{ strftime_now(form) }}" + small.CHATML)
+    await local.tokens(ChatPrompt([_HELLO]))
+    assert local.known(ChatPrompt([_HELLO])) is None

@@ -37,7 +37,9 @@ def opened(path: Path, pool: ThreadPoolExecutor, template: str | None) -> LocalT
     """The tokenizer that was recorded with, which a newer release of the library may train otherwise."""
     directory = small.directory(path / "m", template=templates()[template or "chatml"])
     (directory / "tokenizer.json").write_text(json.dumps(SESSION["tokenizer"]))
-    return LocalTokenizer("file:///m", directory, SegmentMemo(2**20), pool, Metrics(), bytes_max=2**20)
+    return LocalTokenizer(
+        "file:///m", directory, SegmentMemo(2**20), pool, Metrics(), prompts=SegmentMemo(2**20), bytes_max=2**20
+    )
 
 
 def prompt(body: dict[str, Any]) -> Prompt:

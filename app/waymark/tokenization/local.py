@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import marshal
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from xxhash import xxh3_128_digest
 
 from waymark.chat.media import has_media
 from waymark.domain.hashing import pack_tokens
@@ -48,10 +50,21 @@ class LocalTokenizer:
     kind = "local"
 
     def __init__(
-        self, name: str, directory: Path, memo: SegmentMemo, pool: Executor, metrics: Metrics, *, bytes_max: int
+        self,
+        name: str,
+        directory: Path,
+        memo: SegmentMemo,
+        pool: Executor,
+        metrics: Metrics,
+        *,
+        prompts: SegmentMemo,
+        bytes_max: int,
     ) -> None:
+        """``memo`` remembers pieces, ``prompts`` whole prompts."""
         self.name = name
         self._memo = memo
+        self._prompts = prompts
+        self._seed = SegmentMemo.seed()
         self._pool = pool
         self._segments_known = metrics.tokenize_segments.labels(known="true")
         self._segments_new = metrics.tokenize_segments.labels(known="false")
@@ -69,18 +82,18 @@ class LocalTokenizer:
             )
 
     def known(self, prompt: Prompt) -> Made | None:
-        """The ids of a short prompt all of whose pieces are known."""
-        if not _is_short(prompt):
+        """The ids of a short prompt that came before."""
+        key = self._key(prompt)
+        ids = None if key is None else self._prompts.find(key)
+        if ids is None:
             return None
-        pieces = self._pieces(prompt)
-        found = self._find(pieces)
-        if not all(piece.key in found for piece in pieces if piece.token < 0):
-            return None
-        self._segments_known.inc(len(found))
-        return Made(self._joined(prompt, pieces, found))
+        self._segments_known.inc()
+        return Made(ids)
 
     async def tokens(self, prompt: Prompt) -> Made:
         """The ids of a prompt; ``InvalidValue`` where it is too long or the template refuses it."""
+        # Before the template is rendered: the day may end meanwhile.
+        key = self._key(prompt)
         loop = asyncio.get_running_loop()
         pieces = (
             self._pieces(prompt) if _is_short(prompt) else await loop.run_in_executor(self._pool, self._pieces, prompt)
@@ -92,10 +105,13 @@ class LocalTokenizer:
             adds = not self.splits and prompt.add_special_tokens
             self._segments_new.inc(len(new))
             encoded = await loop.run_in_executor(self._pool, self._encoded, list(new.values()), adds)
-            for key, ids in zip(new, encoded, strict=True):
-                found[key] = ids
-                self._memo.keep(key, ids)
-        return Made(self._joined(prompt, pieces, found))
+            for piece, ids in zip(new, encoded, strict=True):
+                found[piece] = ids
+                self._memo.keep(piece, ids)
+        joined = self._joined(prompt, pieces, found)
+        if key is not None:
+            self._prompts.keep(key, joined)
+        return Made(joined)
 
     async def text(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included; ids that the model does not have are left out."""
@@ -108,6 +124,33 @@ class LocalTokenizer:
 
     async def close(self) -> None:
         """Nothing is open."""
+
+    def _key(self, prompt: Prompt) -> bytes | None:
+        """Of all that the ids of a short prompt depend on; None where that cannot be told."""
+        if not _is_short(prompt):
+            return None
+        said: Any
+        if isinstance(prompt, TextPrompt):
+            said = prompt.text, prompt.add_special_tokens
+        else:
+            dates = None if self._template is None else self._template.of(prompt).dates()
+            if dates is None:
+                return None
+            said = (
+                prompt.messages,
+                prompt.system,
+                prompt.tools,
+                dict(prompt.template_kwargs),
+                prompt.add_generation_prompt,
+                prompt.continue_final_message,
+                prompt.add_special_tokens,
+                dates,
+            )
+        try:
+            # Exact, and fast. From version 3 on one value may be written in two ways.
+            return xxh3_128_digest(marshal.dumps(said, 2), self._seed)
+        except ValueError:
+            return None  # too deep, or no JSON
 
     # ---- a prompt in pieces ------------------------------------------------------------------------
 

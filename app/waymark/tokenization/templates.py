@@ -35,6 +35,8 @@ RESERVED = frozenset(
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _CONTENT = r"""(?:\.content|\[\s*['"]content['"]\s*\])"""
 _CONTENT_SET = re.compile(rf"\{{%[-+]?\s*set\s+(\w+)\s*=\s*\w+{_CONTENT}")
+#: A call with the form of a date, or a look whether it can be asked. What another use gives cannot be foreseen.
+_CLOCK = re.compile(r"""strftime_now(?:\s*\(\s*(['"])(?P<form>[^'"\\]*)\1\s*\)|\s+is\s+(?:not\s+)?defined)""")
 _LOOP = re.compile(rf"\{{%[-+]?\s*for\s+\w+\s+in\s+(\w+)({_CONTENT})?\s*(?:\||if\b|-?%\}})")
 
 
@@ -61,6 +63,7 @@ class ChatTemplate:
         self._bytes_max = bytes_max
         self._source = _GENERATION.sub(_as_if, source)
         self.takes_parts = takes_parts(source)
+        self._dates = _dates(source)
         self._of_thread = threading.local()
         try:
             self._compiled()
@@ -73,6 +76,10 @@ class ChatTemplate:
         Raises ``InvalidValue`` where the template refuses the messages, needs what is not there, or exceeds a ceiling.
         """
         return self._render(prompt, None)
+
+    def dates(self) -> tuple[str, ...] | None:
+        """What the clock says to the template now; None where that cannot be foreseen."""
+        return None if self._dates is None else tuple(_strftime_now(form) for form in self._dates)
 
     def render_before_media(self, prompt: ChatPrompt) -> str:
         """The text of a conversation up to its first image or other media, which no rendering here can know.
@@ -187,6 +194,14 @@ def takes_parts(source: str) -> bool:
     """Whether a template goes through the parts of a content; otherwise it takes contents as texts."""
     contents = set(_CONTENT_SET.findall(source))
     return any(of_message or name in contents for name, of_message in _LOOP.findall(source))
+
+
+def _dates(source: str) -> tuple[str, ...] | None:
+    """The forms in which a template asks for the date; None where it asks in other ways."""
+    found = list(_CLOCK.finditer(source))
+    if len(found) != source.count("strftime_now"):
+        return None
+    return tuple(dict.fromkeys(each["form"] for each in found if each["form"] is not None))
 
 
 def _continued(text: str, messages: list[dict[str, Any]]) -> str:

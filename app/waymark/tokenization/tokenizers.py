@@ -71,8 +71,10 @@ class Tokenizers:
         self._seconds = SECONDS if seconds is None else seconds
         self._new_asker = new_asker
         self._engines = engines
-        self._memo = SegmentMemo(cache_bytes)
-        metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes)
+        # Each turn of a conversation is a prompt with all tokens of those before, so pieces get the most of it.
+        self._prompts = SegmentMemo(cache_bytes // 4)
+        self._memo = SegmentMemo(cache_bytes - cache_bytes // 4)
+        metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes + self._prompts.bytes)
         metrics.tokenizers_whole.set_function(lambda: len(self._whole()))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
         self._discovered: dict[str, str] = {}
@@ -233,7 +235,13 @@ class Tokenizers:
         except ModuleNotFoundError as error:
             raise missing(str(error.name), url) from None
         return LocalTokenizer(
-            url, directory_of(url), self._memo, self._pool, self._metrics, bytes_max=self._text_bytes_max
+            url,
+            directory_of(url),
+            self._memo,
+            self._pool,
+            self._metrics,
+            prompts=self._prompts,
+            bytes_max=self._text_bytes_max,
         )
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
