@@ -22,7 +22,7 @@ from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit, Mode, Part
 from waymark.domain.placing import Placer
 from waymark.domain.rows import DEPTHS, Place, Row, parse, parse_entry, parse_field
-from waymark.errors import StoreUnavailable
+from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.store import index as index_module
 from waymark.store import keys
 from waymark.store.claims import Claim
@@ -341,6 +341,8 @@ class Worker:
             while True:
                 try:
                     verdict = await self.history.index.apply(self.grant, parts, moves, commit, before=before)
+                except RecordDamaged:
+                    raise
                 except StoreUnavailable:
                     continue
                 assert verdict in (Verdict.APPLIED, Verdict.STALE)

@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from tests.store import rows_model
 from tests.store.rows_model import run_histories
+from waymark.domain import moves
 from waymark.store.lua import SCRIPTS, Script
 
 HISTORIES = {"real": 500, "emulated": 8}
@@ -58,6 +59,7 @@ async def test_a_defect_of_a_script_is_caught(
     text = SCRIPTS[name].text
     assert right in text
     text = text.replace(right, wrong)
+    monkeypatch.setattr(moves, "REFUSALS_MAX", 1000)
     monkeypatch.setitem(SCRIPTS, name, Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest()))
     with pytest.raises(Exception) as caught:  # noqa: PT011
         await run_histories(redis, range(200))

@@ -12,6 +12,10 @@ from itertools import groupby
 from waymark.domain.held import BlockMemory
 from waymark.domain.parts import STEP, Part
 from waymark.domain.rows import Place
+from waymark.errors import RecordDamaged
+
+REFUSALS_MAX = 65_536
+"""Of one fold; each refusal places a block, unless a row is damaged."""
 
 
 class Moves:
@@ -32,6 +36,8 @@ class Moves:
         room.
         """
         self.refusals += 1
+        if self.refusals > REFUSALS_MAX:
+            raise RecordDamaged(f"the rows of block {part.keys[offset]:016x} refuse it again and again; delete them")
         rest = part.cut(offset, len(part.keys))
         head, full = part.place.head, self._memory.full
         if is_row:
