@@ -59,11 +59,12 @@ def test_what_is_missing_is_named_before_anything_starts(
 
 def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--only", "P1,P11"])
+        main(["--only", "P1,P99"])
 
     assert ended.value.code == 2
     assert (
-        "'P11' is none of P1, P2, P3, P4, P5, P6, P5b, P6b, P7, P8, P9, P10, long, capacity" in capsys.readouterr().err
+        "'P99' is none of P1, P2, P3, P4, P5, P6, P5b, P6b, P7, P8, P9, P10, P11, P12, long, capacity"
+        in capsys.readouterr().err
     )
 
 
