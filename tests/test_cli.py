@@ -19,7 +19,8 @@ from waymark import __version__, cli, native
 from waymark.simulator import Faults, SimulateOptions
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("serve", "query", "ingest", "register", "unregister", "demo", "status", "inspect", "simulate", "bench")
+RUNNING = ("serve", "query", "ingest", "register", "unregister", "demo", "status", "inspect", "simulate")
+COMMANDS = (*RUNNING, "bench", "completion")
 INSPECTIONS = ("prompt", "block", "holder", "keys", "namespace")
 
 
@@ -93,7 +94,7 @@ def test_every_help_has_examples_that_can_be_typed(
     shown = re.findall(r"^  \$ (.+)$", examples, re.MULTILINE)
     assert shown
     for line in shown:
-        words = re.split(r"   +|\|(?= jq)", line)[0].rpartition("waymark ")[2]
+        words = re.split(r"   +| > |\|(?= jq)", line)[0].rpartition("waymark ")[2]
         assert tuple(shlex.split(words))[: len(command)] == command
         cli.parse(shlex.split(words))
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 #: What is slow to import. ``httpx`` imports some of the others where they are installed.
 HEAVY = {
     "aiohttp", "asyncio", "fakeredis", "httpx", "msgpack", "orjson", "prometheus_client", "pydantic", "redis", "rich",
-    "starlette", "uvicorn", "uvloop", "yaml", "zmq",
+    "argcomplete", "starlette", "uvicorn", "uvloop", "yaml", "zmq",
 }  # fmt: skip
 
 _COUNT = """
@@ -55,7 +55,7 @@ def imported(*words: str) -> set[str]:
         (),
         ("--version",),
         ("--help",),
-        *((name, "--help") for name in ("serve", "query", "ingest", "register", "unregister", "demo")),
+        *((name, "--help") for name in ("serve", "query", "ingest", "register", "unregister", "demo", "completion")),
         ("status", "--help"),
         ("inspect", "--help"),
         ("inspect", "prompt", "--help"),

@@ -51,6 +51,7 @@ ON_THE_WIRE = {"store", "serving"}
 # Third-party package -> the parts or modules that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "aiohttp": {"asker", "simulator"},
+    "argcomplete": {"cli"},
     "annotated_types": {"settings"},
     "fakeredis": {"store"},
     "google": {"tokenization.uds"},

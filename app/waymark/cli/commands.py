@@ -45,6 +45,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         "simulate": Command("simulate", "run simulated engines that publish events as real ones do"),
         "bench": Command("bench", "run the benchmarks in a checkout; 'waymark bench --help' lists them"),
     },
+    "your shell": {
+        "completion": Command("completion", "print what makes a shell complete the words of waymark"),
+    },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 

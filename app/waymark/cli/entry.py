@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from waymark.cli import completion
 from waymark.cli.commands import COMMANDS
 from waymark.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_REDIS, EXIT_OK, EXIT_USAGE
 from waymark.cli.parser import parse, parser_of
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    if completion.ASKED in os.environ:
+        completion.answer()
     if not words:
         parser_of("").print_help()
         return EXIT_OK

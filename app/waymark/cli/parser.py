@@ -61,7 +61,7 @@ def parser_of(command: str) -> Parser:
         dest="command", required=True, metavar="COMMAND", prog="waymark", help=argparse.SUPPRESS
     )
     for name, each in COMMANDS.items():
-        of_command = commands.add_parser(name, description=each.sentence)
+        of_command = commands.add_parser(name, help=each.sentence, description=each.sentence)
         if name == command:
             each.load().add_flags(of_command, name)
     return parser

@@ -1,0 +1,45 @@
+"""``waymark completion``: what a shell runs to complete the words of ``waymark``, and the answers to it.
+
+A shell asks the command itself, by variables that ``argcomplete`` defines, so that its words are those of this
+release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from waymark.cli.exits import EXIT_OK
+
+SHELLS = ("bash", "zsh", "fish")
+#: Is set where a shell asks for words.
+ASKED = "_ARGCOMPLETE"
+
+_EXAMPLES = """\
+examples:
+  $ waymark completion bash > ~/.local/share/bash-completion/completions/waymark
+  $ waymark completion zsh > "${fpath[1]}/_waymark"
+  $ waymark completion fish > ~/.config/fish/completions/waymark.fish
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = _EXAMPLES
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["waymark"], shell=arguments.shell))
+    return EXIT_OK
+
+
+def answer() -> None:
+    """Give the shell the words that fit, and end the process."""
+    import argcomplete
+
+    from waymark.cli.parser import parser_of
+
+    before = os.environ.get("COMP_LINE", "").split()
+    argcomplete.autocomplete(parser_of(before[1] if len(before) > 1 else ""))
