@@ -222,3 +222,11 @@ async def test_tokens_become_text_again(make: Make, tmp_path: Path) -> None:
     assert await tokenizers.text("a", expected()) == small.BOS + HI.text
     with pytest.raises(InvalidValue, match="no tokenizer"):
         await tokenizers.text("b", [1])
+
+
+async def test_whoever_asks_while_a_directory_is_searched_is_not_refused(make: Make, tmp_path: Path) -> None:
+    small.directory(tmp_path / "a")
+    tokenizers = make({}, tmp_path)
+    prompts = [TextPrompt(str(number)) for number in range(8)]
+    found = await asyncio.gather(*(tokenizers.tokens("a", prompt) for prompt in prompts))
+    assert [each.source for each in found] == ["local"] * 8

@@ -79,6 +79,7 @@ class Tokenizers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
         self._discovered: dict[str, str] = {}
         self._search_again = 0.0
+        self._search = asyncio.Lock()
         self._open: dict[str, Source] = {}
         self._failed: dict[str, tuple[float, InvalidValue | TokenizerUnavailable]] = {}
         self._under_way: dict[bytes, asyncio.Task[Any]] = {}
@@ -208,9 +209,11 @@ class Tokenizers:
     async def _discover(self, model: str) -> str | None:
         if self._directory is None:
             return None
-        if model not in self._discovered and monotonic() >= self._search_again:
-            self._search_again = monotonic() + _AGAIN_SECONDS
-            self._discovered = await self._in_thread(partial(found_in, self._directory))
+        if model not in self._discovered:
+            async with self._search:  # whoever asks meanwhile waits for what it finds
+                if monotonic() >= self._search_again:
+                    self._discovered = await self._in_thread(partial(found_in, self._directory))
+                    self._search_again = monotonic() + _AGAIN_SECONDS
         return self._discovered.get(model)
 
     async def _try_to_open(self, model: str, url: str) -> Source:
