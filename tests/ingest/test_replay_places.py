@@ -64,7 +64,7 @@ def test_a_replay_makes_room_once_another_has_waited_for_its_patience() -> None:
     hall.now += PATIENCE_SECONDS - 0.1
     assert holder.yield_reason(is_slow=False) is None
     hall.now += 0.2
-    assert holder.yield_reason(is_slow=False) is YieldReason.TURN
+    assert holder.yield_reason(is_slow=False) is YieldReason.FAIRNESS
     holder.release()
     assert waiting.is_held
     # Whoever has just begun is left alone for the same time.
@@ -72,7 +72,7 @@ def test_a_replay_makes_room_once_another_has_waited_for_its_patience() -> None:
     hall.now += PATIENCE_SECONDS - 0.1
     assert waiting.yield_reason(is_slow=False) is None
     hall.now += 0.2
-    assert waiting.yield_reason(is_slow=False) is YieldReason.TURN
+    assert waiting.yield_reason(is_slow=False) is YieldReason.FAIRNESS
 
 
 def test_no_more_replays_make_room_than_streams_wait() -> None:
@@ -83,10 +83,10 @@ def test_no_more_replays_make_room_than_streams_wait() -> None:
         hall.now += 1.0
     hall.request("e")
     hall.now += PATIENCE_SECONDS
-    assert [place.yield_reason(is_slow=False) for place in holders] == [YieldReason.TURN, None, None, None]
+    assert [place.yield_reason(is_slow=False) for place in holders] == [YieldReason.FAIRNESS, None, None, None]
     hall.request("f")
     hall.now += PATIENCE_SECONDS
-    assert [place.yield_reason(is_slow=False) for place in holders] == [YieldReason.TURN] * 2 + [None] * 2
+    assert [place.yield_reason(is_slow=False) for place in holders] == [YieldReason.FAIRNESS] * 2 + [None] * 2
 
 
 def test_a_slow_replay_makes_room_at_once_and_comes_after_the_others() -> None:
@@ -108,7 +108,7 @@ def test_those_that_were_slow_make_room_for_each_other_only() -> None:
     quick, slow = hall.request("quick"), hall.request("slow", is_slow=True)
     hall.request("other", is_slow=True)
     hall.now += 2 * PATIENCE_SECONDS
-    assert slow.yield_reason(is_slow=True) is YieldReason.TURN
+    assert slow.yield_reason(is_slow=True) is YieldReason.FAIRNESS
     assert quick.yield_reason(is_slow=False) is None
 
 
@@ -118,7 +118,7 @@ def test_the_slow_make_room_before_the_others() -> None:
     hall.request("other")
     hall.now += 2 * PATIENCE_SECONDS
     assert quick.yield_reason(is_slow=False) is None
-    assert slow.yield_reason(is_slow=False) is YieldReason.TURN
+    assert slow.yield_reason(is_slow=False) is YieldReason.FAIRNESS
 
 
 @pytest.mark.parametrize("seed", range(20))

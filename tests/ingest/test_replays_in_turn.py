@@ -55,7 +55,7 @@ async def test_publishers_that_trickle_their_replays_hold_up_nobody(bench: Bench
     await honest.has_status("active")
     await honest.counted(restarts=0, batches_lost=0)
     assert worker.metric("replays_total", outcome="complete") == 1, "none of the others can be at its end"
-    yielded = sum(worker.metric("replay_places_yielded_total", reason=reason) for reason in ("slow", "turn"))
+    yielded = sum(worker.metric("replay_places_yielded_total", reason=reason) for reason in ("slow", "fairness"))
     assert yielded >= 1
     # Each of them has its turns.
     before = [await watermark(pod) for pod in slow]
@@ -80,7 +80,7 @@ async def test_a_replay_that_gave_its_place_up_ends_as_if_it_had_not(bench: Benc
         await pod.agrees()
         await pod.has_status("active")
         await pod.counted(restarts=0, batches_lost=0, holes=0, replays__complete=1, replays__incomplete=0)
-    assert worker.metric("replay_places_yielded_total", reason="turn") >= 1
+    assert worker.metric("replay_places_yielded_total", reason="fairness") >= 1
     await wait_until(lambda: worker.metric("replays_running") == 0, "all places are free again")
     assert worker.metric("replays_waiting") == 0
 

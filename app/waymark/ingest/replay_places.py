@@ -20,7 +20,7 @@ class YieldReason(StrEnum):
 
     SLOW = "slow"
     """It brings less than the lowest rate, and another stream waits."""
-    TURN = "turn"
+    FAIRNESS = "fairness"
     """Another stream has waited longer than its patience."""
 
 
@@ -120,7 +120,7 @@ class ReplayPlaces:
             and (not other.is_slow, -other.seconds) < (not place.is_slow, -place.seconds)
             for other in self._held
         )
-        return YieldReason.TURN if before < self._overdue(place.is_slow, before + 1) else None
+        return YieldReason.FAIRNESS if before < self._overdue(place.is_slow, before + 1) else None
 
     def _overdue(self, is_slow: bool, enough: int) -> int:
         """How many streams have waited for too long, counted up to ``enough``; slow ones wait only for slow ones."""
