@@ -1,15 +1,15 @@
 """Every error that crosses a package boundary.
 
     WaymarkError
-      InvalidValue        something a person or a program sent does not fit   -> 400, 413
-      Conflict            it fits, but something else is already there        -> 409
+      InvalidValue        a value that a client sent is wrong                 -> 400, 413
+      Conflict            the value contradicts what is already registered    -> 409
       NotFound            the thing named does not exist                      -> 404
-      NoTarget            nobody is there who could take a request            -> 503
+      NoTarget            no registered target can take a request             -> 503
       Starting            fewer engines than the startup gate asks for        -> 503
-      Saturated           all who could have as much as they may have         -> 429
+      Saturated           every target has as many requests as it may have    -> 429
       StoreUnavailable    Redis cannot be reached, or refuses                 -> 503
-        RecordDamaged     it answers, and what one key holds cannot be used   -> 503
-      RemoteUnavailable   a service that was asked for a client cannot answer -> 503
+        RecordDamaged     Redis answers, but one key has an unusable value    -> 503
+      RemoteUnavailable   a service that a request needs cannot answer        -> 503
         TokenizerUnavailable
       Unanswered          an engine that was asked over HTTP gave no answer that can be used
       Undecodable         a payload that is no batch of events
@@ -62,7 +62,7 @@ class NotFound(WaymarkError):
 
 
 class NoTarget(WaymarkError):
-    """No registered target is left that could take a request."""
+    """No registered target can take the request."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
@@ -108,7 +108,7 @@ class RemoteUnavailable(WaymarkError):
 
 
 class TokenizerUnavailable(RemoteUnavailable):
-    """What makes tokens of text cannot answer now."""
+    """The source of token ids cannot answer now."""
 
 
 class Unanswered(WaymarkError):

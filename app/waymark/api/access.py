@@ -13,13 +13,14 @@ from waymark.domain.names import DEFAULT_TENANT
 from waymark.shown import shown
 
 Access: TypeAlias = Literal["open", "read", "admin", "write"]
-"""``admin`` reads, and needs a token wherever there is one."""
+"""Who may call a path. ``open``: every client. ``read``: a token is needed only if reads are protected. ``admin``
+reads, and ``write`` changes something: both need a token if any token is set, ``write`` one that may write."""
 
 Reach: TypeAlias = Literal["fleet", "body", "filtered", "none"]
-"""What a path shows of tenants, and so what a token of some tenants may do there.
+"""The tenants that a path is about, which decides what a token of some tenants may do there.
 
-``none``: nothing. ``body``: of the tenant that the body names, which is checked before the handler. ``filtered``: the
-handler leaves out what is not the caller's. ``fleet``: of all; the path is for tokens of all tenants only.
+``none``: no tenant. ``body``: the tenant that the body names, which is checked before the handler. ``filtered``: the
+tenants of the caller; the handler leaves out all others. ``fleet``: all tenants, so only a token of all is accepted.
 """
 
 
@@ -61,7 +62,7 @@ def check_reach(caller: Caller, reach: Reach, body: Body, *, is_dynamo: bool) ->
         return
     if reach == "fleet":
         raise Forbidden(
-            f"this path is about all tenants, and the token {shown(caller.name)} is for some; use a token of all"
+            f"this path is about all tenants, and the token {shown(caller.name)} is for some; use one of all tenants"
         )
     for fields in _documents(body):
         # Of a wrong type, the handler refuses it.

@@ -253,7 +253,7 @@ def _read(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> _Read
         chosen = preset(request.policy)
         policy = Chosen(chosen, chosen.values(request.overrides))
     elif request.overrides:
-        raise Unfit("overrides are of a policy; name it in policy", field="overrides")
+        raise Unfit("overrides are parameters of one policy; name it in the field policy", field="overrides")
     key = None
     if request.prefix_hash is not None:
         key = bytes.fromhex(request.prefix_hash)
@@ -298,8 +298,8 @@ def _given(candidates: list[dict[str, Any]]) -> dict[tuple[str, int], Given]:
         name = said.instance_id, said.dp_rank
         if name in found:
             raise Unfit(
-                f"candidates[{index}] is {shown(said.instance_id)}, rank {said.dp_rank}, which is there before; name "
-                "each once",
+                f"candidates[{index}] is {shown(said.instance_id)}, rank {said.dp_rank}, which is listed before; "
+                "name each once",
                 field="candidates",
                 index=index,
             )

@@ -114,7 +114,7 @@ class Dynamo:
         request = body.asked(DynamoQueryByHashRequest.of)
         if body.fields.get("cache_salt") is not None:
             raise InvalidValue(
-                "cache_salt has no place here: block_hashes already depend on it; leave it out, or use query",
+                "cache_salt is not used here, because block_hashes already depend on it; leave it out, or use query",
                 field="cache_salt",
             )
         local_hashes = hashes(

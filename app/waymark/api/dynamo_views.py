@@ -86,7 +86,7 @@ class DynamoViews:
     async def register_peer(self, body: Body) -> Answer:
         url = PeerRequest.of(body.fields).url
         if url not in self._peers and len(self._peers) >= PEERS_MAX:
-            raise InvalidValue(f"{PEERS_MAX} peers are registered, as many as are kept; deregister one", field="url")
+            raise InvalidValue(f"{PEERS_MAX} peers are registered, which is the maximum; deregister one", field="url")
         self._peers[url] = None
         return Answer({"status": "ok"}, 201, NOTE)
 

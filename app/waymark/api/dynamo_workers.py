@@ -75,7 +75,7 @@ class DynamoWorkers:
     async def _describe(self, worker: str, before: bytes | None, told: Mapping[str, Any]) -> bool:
         verdict = await self._store.selections.describe(worker, before, orjson.dumps(dict(told)))
         if verdict is Verdict.FULL:
-            raise Saturated(f"{WORKERS_MAX} workers are described, as many as are kept; delete one")
+            raise Saturated(f"{WORKERS_MAX} workers are described, which is the maximum; delete one")
         return verdict is Verdict.APPLIED
 
     async def _reconciled(self, worker: str, known: Mapping[str, Any] | None, told: Mapping[str, Any]) -> Any:
@@ -204,4 +204,4 @@ def _shown(worker: str, told: Mapping[str, Any], lifecycle: str, reasons: list[s
 
 
 def _contended(worker: str) -> Conflict:
-    return Conflict(f"worker {worker} is changed by others all the time; try again")
+    return Conflict(f"other requests keep changing worker {worker}; try again")

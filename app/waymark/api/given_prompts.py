@@ -25,7 +25,7 @@ def text_of(group: GroupName, request: PromptFields, *others: str) -> ModelPromp
     kinds = ("token_ids", "seq_hashes")
     given = [name for name in (*kinds, *others) if getattr(request, name) is not None]
     if request.features is not None and request.token_ids is None:
-        raise Unfit("features are given without token_ids; send both", field="features")
+        raise Unfit("features need token_ids; send both", field="features")
     return prompt_of(group, request, given, missing=", ".join((*kinds, "messages", *others)) + " or prompt")
 
 

@@ -83,9 +83,9 @@ class TokensFile:
         try:
             self._tokens = _read(self._path)
         except SettingsError as exc:
-            log.error("tokens stay as they were", extra=fields(error=str(exc)))
+            log.error("tokens file cannot be used, the previous tokens stay valid", extra=fields(error=str(exc)))
         else:
-            log.info("tokens read again", extra=fields(tokens=len(self._tokens)))
+            log.info("tokens file read again", extra=fields(tokens=len(self._tokens)))
 
     def _stat(self) -> tuple[int, int, int] | None:
         try:

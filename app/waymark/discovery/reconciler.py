@@ -150,7 +150,7 @@ class Reconciler:
             self._failed(known, repr(error)[:200])
             return
         if known.problem:
-            log.info("engine is registered after all", extra=fields(engine=str(wanted)))
+            log.info("engine is registered now", extra=fields(engine=str(wanted)))
         known.registrations, known.problem, known.failures = tuple(registrations), "", 0
         known.again_at = monotonic() + self._again_seconds
 
@@ -205,7 +205,7 @@ class Reconciler:
         elif self._missing is None:
             self._missing = monotonic(), reading
             log.warning(
-                "most engines are missing in their source, which is asked again",
+                "most engines are missing in their source, the source is read again",
                 extra=fields(source=self._kind, missing=len(missing), registered=len(own)),
             )
             return

@@ -227,7 +227,7 @@ class Discovery:
     def _say(self, kind: OriginKind, problems: list[str]) -> None:
         if problems != self._problems.get(kind, []):
             for problem in problems[:_PROBLEMS_MAX]:
-                log.warning("engines are not discovered as they are named", extra=fields(source=kind, error=problem))
+                log.warning("a source of engines has a problem", extra=fields(source=kind, error=problem))
         self._problems[kind] = problems
 
 

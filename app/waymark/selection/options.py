@@ -46,7 +46,7 @@ class SelectionOptions:
         picker = None if settings.picker_config is None else _read(settings.picker_config)
         needs_gauges = policy.needs_gauges if picker is None else picker.needs_gauges
         if needs_gauges and settings.gauges_seconds == 0:
-            log.warning("the policy goes by what engines report, and WAYMARK_GAUGES_SECONDS is 0: nothing is read")
+            log.warning("the policy needs gauges of engines, but WAYMARK_GAUGES_SECONDS is 0: none are read")
         return cls(
             policy=policy,
             picker=picker,
