@@ -174,7 +174,7 @@ class Applier:
         return parts
 
     async def _keep_singles(self) -> None:
-        """Tell readers that this group has blocks of unknown depth, before there is one."""
+        """Mark the group as one with blocks of unknown depth, before the first such block is written."""
         if not self._has_singles:
             await self.answered(lambda: self._store.records.keep_singles(self.grant))
             self._has_singles = True
@@ -207,9 +207,9 @@ class Applier:
             await self.new_life(name)
 
     async def keep_facts(self, told: Facts | None = None) -> None:
-        """Write the flags and the main group: the next worker reads them before it applies a batch.
+        """Write the flags and the main group, and with them ``told``, which are further facts.
 
-        The same step writes the facts in ``told``.
+        The next worker reads the flags and the main group before it applies a batch.
         """
         resolver = self.resolver
         group = "" if resolver.main_group is None else str(resolver.main_group)
@@ -242,7 +242,7 @@ class Applier:
             await self._lost()
 
     async def _hold(self) -> None:
-        """Renew the lease while a call waits; the stream renews it at no other place then."""
+        """Renew the lease while a call waits: nothing else renews it during that time."""
         now = time.monotonic()
         if now - self._held > self.grant.seconds / 4:
             if not await self._store.leases.renew(self.grant, self.grant.seconds):
@@ -255,7 +255,7 @@ class Applier:
             await self.answered(self._hold)
 
     async def _lost(self) -> None:
-        """End the life: a shard has lost writes. The watermark is on another shard and does not show the loss."""
+        """End the life, because a shard has lost writes. The watermark, on another shard, does not show the loss."""
         log.warning("redis has lost writes", extra=fields(stream=str(self.grant.claim.registration.name)))
         await self.new_life()
         raise Fenced

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Counts:
-    """Counts for one stream. ``counters`` are absolute values, those of its record."""
+    """Counts for one stream. ``counters`` are the absolute values that its record contains."""
 
     def __init__(self, resolver: Resolver, counters: Counter[str], metrics: Metrics) -> None:
         self._resolver = resolver
@@ -46,7 +46,7 @@ class Counts:
         self._count_held()
 
     def _count_held(self) -> None:
-        """How many blocks the stream has on each medium: only its worker knows."""
+        """Set the counters of the blocks on each medium. Only the worker of the stream knows these numbers."""
         counters, resolver = self._counters, self._resolver
         for counter in [counter for counter in counters if counter.startswith(BLOCKS)]:
             counters[counter] = 0

@@ -27,7 +27,7 @@ class SliceRunner:
         self._until = 0.0
 
     def begin(self) -> None:
-        """Start the time again: the event loop has just run other callbacks."""
+        """Restart the clock of the slice, because the event loop has just run other callbacks."""
         self._until = self._clock() + SLICE_SECONDS
 
     async def run(self, work: Slices[T]) -> T:

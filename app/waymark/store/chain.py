@@ -1,8 +1,8 @@
-"""A chain on its way through the index: what a query asks for next, and what it knows by then.
+"""The progress of one query through the index: what it reads next, and what it knows so far.
 
-The row of each piece is asked for, in chunks. A marked row that does not list all blocks of its piece leaves those open
-until the branch rows that may begin with them are here, which are asked for together with the next chunk. What comes
-before an open block is certain.
+A query reads the rows of the pieces of its chain, a chunk of pieces at a time. If a marked row does not list a block of
+its piece, that block is *open*: a branch row may contain it. The query reads the branch rows of open blocks together
+with the next chunk. The blocks before the first open one are *certain*.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from waymark.store.directory import GroupEntry
 from waymark.store.hot import HotRows, is_crowd
 
 KeySource: TypeAlias = Callable[[int], bytes]
-"""Gives the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at its end."""
+"""Returns the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at the end of the prompt."""
 
 Name: TypeAlias = tuple[int, bytes]
-"""A value to ask for: its shard, and its name after the prefix of group and shard."""
+"""A value to read: its shard, and the part of its key after the prefix of group and shard."""
 
 
 class Asked(NamedTuple):
@@ -36,7 +36,7 @@ _PIECE_BYTES = KEY_BYTES * PIECE_BLOCKS
 
 
 class _Piece:
-    """What was asked for beside the row of a piece. Bitmaps have bit i for block i of the piece."""
+    """What was read for a piece in addition to its row. Bit i of a bitmap stands for block i of the piece."""
 
     __slots__ = ("branches", "has_singles", "values")
 
@@ -58,7 +58,7 @@ class Chain:
         self.begin(GroupEntry(0, 1))
 
     def begin(self, entry: GroupEntry) -> None:
-        """Look the chain up in this group. What was read before is forgotten, the keys are not."""
+        """Start the lookup in this group. Values that were read before are dropped; the keys of the chain are kept."""
         self.has_singles = False
         """The group has blocks of unknown depth: every block is also looked for among them."""
         self.found = 0
@@ -72,13 +72,13 @@ class Chain:
         self._rows_asked: Sequence[int] = ()
         """The pieces whose rows were asked for last."""
         self._beside_asked: list[tuple[int, int, Name]] = []
-        """(piece, which block's branch row, or from ``PIECE_BLOCKS`` on which single, what was asked for)"""
+        """(piece, block, name); for a single, ``PIECE_BLOCKS`` is added to the number of the block."""
         self._may_be_hot = False
         """Some of the last values are marked or have many holders."""
         self._open: list[tuple[int, int]] = []
         """(piece, bitmap of its open blocks), in order."""
         self._is_at_end = False
-        """Nobody has what comes after the rows that have been asked for."""
+        """No holder has a block after the rows that have been asked for."""
 
     @property
     def blocks(self) -> int:
@@ -86,7 +86,7 @@ class Chain:
         return min(PIECE_BLOCKS * len(self._rows), len(self._keys) // KEY_BYTES)
 
     def ask(self, pieces: int, now: float) -> Asked:
-        """What to ask for next: the rows of so many more pieces, unless they are hot, and what is open."""
+        """What to read next: the branch rows of open blocks, and the rows of so many more pieces, except hot ones."""
         self._beside_asked = []
         for piece, blocks in self._open:
             self._ask_beside(piece, blocks)
@@ -99,7 +99,7 @@ class Chain:
         return Asked(heads, [name for _, _, name in self._beside_asked])
 
     def take(self, values: Sequence[bytes | None]) -> None:
-        """The values of what was asked for: those of the heads first."""
+        """Store the values that ``ask`` named: first the rows, then the others."""
         rows = self._rows_asked
         if isinstance(rows, range):
             self._rows[rows.start : rows.stop] = values[: len(rows)]
@@ -113,7 +113,7 @@ class Chain:
                 self._beside[piece].values.append((name, value))
 
     def keep_hot(self, now: float) -> None:
-        """Keep those rows of the last values that are hot, after ``settle``."""
+        """Keep the hot rows among the last values. To be called after ``settle``."""
         if self._may_be_hot:
             for piece in self._rows_asked:
                 value = self._rows[piece]
@@ -121,7 +121,7 @@ class Chain:
                     self._hot.keep(self._entry.group_id, self._head(piece), value, now)
 
     def settle(self) -> tuple[Runs, bool]:
-        """The runs that are certain now and were not before, and whether the chain is over."""
+        """The runs that have become certain since the last call, and whether the chain is over."""
         certain: Runs = []
         self._open = []
         self._is_at_end = False
@@ -166,7 +166,7 @@ class Chain:
         return self._shard(head), head.hex().encode()
 
     def _ask_piece(self, piece: int) -> bool:
-        """Ask for what is known to be needed beside a row; whether the row is to be asked for, too."""
+        """Ask for the values that a piece needs besides its row. Return whether the row itself must be read."""
         row = self._hot.find(self._entry.group_id, self._head(piece))
         missing = 0
         if row is not None:
@@ -179,7 +179,7 @@ class Chain:
         return row is None or not row.is_enough
 
     def _ask_beside(self, piece: int, blocks: int) -> None:
-        """Ask for the branch rows that may begin with ``blocks``; in a group with singles, for all of them, too."""
+        """Ask for the branch rows that may begin with ``blocks``, and in a group with singles for all of the piece."""
         of = self._beside.setdefault(piece, _Piece())
         keys = self._keys_of(piece)
         shard = self._shard(keys[:KEY_BYTES])
@@ -196,7 +196,7 @@ class Chain:
     # ---- settling --------------------------------------------------------------------------------------
 
     def _settle(self, certain: Runs, piece: int) -> None:
-        """Settle a piece whose row does not decide by itself."""
+        """Settle a piece whose blocks may have other places than its row."""
         self._may_be_hot = True
         keys = self._keys_of(piece)
         of = self._beside.get(piece) or _Piece()
@@ -209,7 +209,7 @@ class Chain:
             decided = 0
         elif missing:
             decided = (missing & -missing).bit_length() - 1
-        # Nobody but the row has the blocks before the first open one.
+        # Only the row can contain the blocks before the first open one.
         runs = _first(runs, decided)
         self._add(certain, piece, runs)
         if _length(runs) < decided:
@@ -218,7 +218,7 @@ class Chain:
             self._open.append((piece, missing))
 
     def _add(self, certain: Runs, piece: int, runs: Runs) -> None:
-        """Put the runs from the beginning of a piece on behind what is certain, unless something before is open."""
+        """Append the runs of a piece, from its first block, to ``certain``, unless an earlier block is open."""
         if self._open:
             return
         known = self.found - PIECE_BLOCKS * piece

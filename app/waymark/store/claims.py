@@ -58,7 +58,7 @@ class Claim:
     is_leaving: bool = False
     """The publisher is being unregistered or moved. Any process that reads this finishes it, also after a crash."""
     successor: Registration | None = None
-    """Of a publisher that moves: the registration that replaces this one. The name is taken all the time."""
+    """Of a publisher that moves: the registration that replaces this one. The name stays taken meanwhile."""
     raw: bytes = b""
     """The bytes in Redis; the claim is replaced only if Redis still has these bytes."""
 
@@ -193,7 +193,7 @@ def _successor(of: Document, registration: Registration) -> Registration | None:
 
 
 def _options_of(registration: Registration) -> dict[str, Any]:
-    """The options of a source of opaque prefixes; nothing of any other publisher."""
+    """The options of a source of opaque prefixes; empty for any other publisher."""
     if not registration.kind.traits.is_opaque:
         return {}
     return {name: value for name, value in asdict(registration.prefixes).items() if value is not None}

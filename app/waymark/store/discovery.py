@@ -55,7 +55,7 @@ class DiscoveryLease:
             return DiscoveryState(worker)  # of another release
 
     async def lives(self, claims: Sequence[Claim]) -> list[tuple[str, str]]:
-        """The life and the status of each stream, in order; empty texts where there is none yet."""
+        """The life and the status of each stream, in order; an empty text where a stream has none yet."""
         records = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies: list[Any] = await self._client.several(
             (("HMGET", record, "life", "status") for record in records), is_lenient=True

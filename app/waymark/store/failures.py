@@ -59,7 +59,7 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
 
 
 def is_damage(exc: BaseException) -> bool:
-    """Whether Redis refused a command because of the values of its keys. The text of the error shows it; no code does.
+    """Whether Redis refused a command because of the values of its keys. Only the text of the error shows it.
 
     Other refusals (out of memory, read-only, loading) concern every key. They have their own exception types in the
     driver, or a script repeats their error code.
@@ -97,7 +97,7 @@ def _causes(exc: BaseException) -> Iterator[BaseException]:
 
 
 def _kind(exc: Exception) -> str:
-    """The error code of Redis for the types that stand for one; else the name of the type."""
+    """The error code of Redis if the type of the exception stands for one; else the name of the type."""
     words = {
         ReadOnlyError: "READONLY",
         OutOfMemoryError: "OOM",

@@ -30,7 +30,7 @@ class Fetched(NamedTuple):
     version: bytes | None
     """The version of the holder table; None if it was not asked for, or there is no table."""
     values: list[bytes | None]
-    """Of the heads, and then of what was asked for beside them."""
+    """The rows of the heads, and then the other values that were asked for."""
 
 
 class _Command(NamedTuple):
@@ -44,7 +44,7 @@ class _Command(NamedTuple):
 
 
 class _Replies(Replies):
-    """The replies to commands, checked: a connection that is out of step would return those to others.
+    """Reads the replies to commands and checks their form, which differs if a connection is out of step.
 
     ``sizes`` has the number of values of each command, 0 for the version's.
     """
@@ -86,7 +86,7 @@ class Fetcher:
         return fetched
 
     async def _rows(self, group_id: int, heads: bytes, until: float, *, with_version: bool) -> Fetched:
-        """The usual question, rows of one shard, which is packed without a call for each."""
+        """The most frequent case: rows of one shard, whose names are packed in one call."""
         prefix = keys.block_prefix(group_id, 0)
         packed = _mget(prefix, heads) if heads else b""
         sizes = [len(heads) // KEY_BYTES] if heads else []
@@ -102,7 +102,7 @@ class Fetcher:
         for i, command in enumerate(commands):
             by_server.setdefault(self._client.place(command.prefix), []).append(i)
         each = [self._ask_server([commands[i] for i in indexes], until) for indexes in by_server.values()]
-        # Every answer is waited for, also behind an error.
+        # Every reply is awaited, even after an error.
         answers = await asyncio.gather(*each, return_exceptions=True)
         replies: list[Any] = [None] * len(commands)
         for indexes, answer in zip(by_server.values(), answers, strict=True):
@@ -127,7 +127,7 @@ def _mget(prefix: bytes, heads: bytes) -> bytes:
 
 
 def _commands(entry: GroupEntry, asked: Asked, *, with_version: bool) -> list[_Command]:
-    """One MGET for each shard that something is asked of; the version's command comes last."""
+    """One MGET for each shard that has a value to read; the command for the version comes last."""
     names: list[Name] = [(head % entry.shards, b"%016x" % head) for head in unpack(asked.heads)]
     picked: dict[int, list[int]] = {}
     names += asked.beside

@@ -40,7 +40,7 @@ class FleetCounts:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, name: str, prefix_key: bytes | None = None) -> None:
-        """Count one, and the prefix key that it was about."""
+        """Count one decision, and the prefix key of its request."""
         self._counts[name] += 1
         if prefix_key is not None and len(self._prefixes) < _PREFIXES_MAX:
             self._prefixes.add(prefix_key.hex())
@@ -61,7 +61,7 @@ class FleetCounts:
                 self._prefixes.update(prefixes)
 
     async def read(self) -> tuple[Mapping[str, int], int]:
-        """The counts of the fleet by name, and about how many different prefix keys there were."""
+        """The counts of the fleet by name, and an estimate of the number of different prefix keys."""
         held, seen = await self._client.several([("HGETALL", keys.COUNTS), ("PFCOUNT", keys.SEEN)], is_lenient=True)
         pairs = held.items() if isinstance(held, dict) else zip((held or [])[::2], (held or [])[1::2], strict=True)
         return {lenient_text(name): int(value) for name, value in pairs if value.isdigit()}, seen or 0

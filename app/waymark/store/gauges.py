@@ -1,6 +1,6 @@
 """What engines report of themselves, each value with a time after which Redis removes it.
 
-So a reading that is too old is not there, and no clocks of two machines are compared.
+So no reader finds a value that is too old, and no clocks of two machines are compared.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Hot rows: values that a replica keeps for a short time.
 
-Each row of a long shared system prompt has hundreds of holders, and every query reads these rows. Such a row that was
-read a moment ago is good enough: the table removes a holder that has ended since, and a new holder counts a moment
-later. A marked row with few holders is kept too, but only as a hint: the query asks for it again, and in the same
-request for the branch rows of what it did not list.
+Each row of a long shared system prompt has hundreds of holders, and every query reads these rows. A copy that is a
+moment old is good enough: a holder that has ended since is no longer in the holder table, and a new holder counts a
+moment later. A marked row with few holders is kept, too, but only as a hint: the query reads the row again, and in the
+same request the branch rows of the blocks that the copy did not list.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_crowd(run: tuple[bytes, int]) -> bool:
 
 
 class HotRow(NamedTuple):
-    """A value, and whether it may stand for the row; if not, it is a hint."""
+    """A copy of a row. With ``is_enough`` a query uses it in place of the row; otherwise it is a hint."""
 
     value: bytes
     is_enough: bool
@@ -47,7 +47,7 @@ class HotRows:
         return len(self._rows)
 
     def expire(self, now: float) -> bool:
-        """Drop what is too old; whether anything is left."""
+        """Drop the rows that are too old. Return whether any row remains."""
         while self._queue and self._queue[0][0] <= now:
             self._drop_oldest()
         return bool(self._rows)

@@ -61,10 +61,10 @@ class Index:
     ) -> Verdict:
         """Apply parts in order and then, with ``commit``, move the watermark.
 
-        ``moves`` is one for all parts of a fold; blocks that find no slot where they were planned move to another
-        place in it. ``event_ids`` maps holder ids to the last event_id of the batches. The script that moves the
-        watermark writes them, too; without ``commit``, the last script of the call does. ``before`` is the watermark
-        that Redis must have, where the commit follows in a later call.
+        All calls for one fold pass the same ``moves``, which notes each block that found no slot in its planned place,
+        and the place that it got instead. ``event_ids`` maps holder ids to the last event_id of the batches. The script
+        that moves the watermark writes them, too; without ``commit``, the last script of the call does. ``before`` is
+        the watermark that Redis must have, if the commit follows in a later call.
 
         With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 
@@ -209,7 +209,7 @@ def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:
 
 
 def _next_call(waiting: Sequence[Part], moves: Moves) -> tuple[list[Part], list[Part]]:
-    """The parts of the next call, where they are to go by now, and the rest."""
+    """Split ``waiting`` into the parts of the next call, at their present places, and the rest."""
     call: list[Part] = []
     blocks = 0
     for i, part in enumerate(waiting):

@@ -77,7 +77,7 @@ def request(group_id: int, request_id: str) -> str:
 
 
 def selection(selection_id: str) -> str:
-    """``selection_id``: 16 hex digits. It names no group, because a client names none with it."""
+    """``selection_id``: 16 hex digits. Clients name a selection without its group."""
     return f"wm:selection:{selection_id}"
 
 

@@ -141,7 +141,8 @@ class Leases:
     async def _forget(self, claim: Claim) -> None:
         """Delete the fences of a publisher without a record; no worker holds a valid token of it.
 
-        A fence remains where the publisher ended between a lease and its fence, or where a worker stopped halfway.
+        A fence remains if the publisher ended after its lease was taken and before the fence was raised, or if a
+        worker stopped in between.
         """
         await asyncio.gather(
             *(

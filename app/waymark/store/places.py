@@ -1,4 +1,4 @@
-"""Who holds each of some blocks, also behind blocks that nobody has: for inspection, not for queries."""
+"""The holders of each block of a chain, even after a block without holders: for inspection, not for queries."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _VALUES = 512
 async def holders_of(
     client: RedisClient, entry: GroupEntry, pieces: Sequence[bytes], *, has_singles: bool
 ) -> list[Holders]:
-    """The holders of each block of ``pieces``, each of them the packed keys of one piece, from its head on.
+    """The holders of each block of ``pieces``. A piece is given as its packed keys, from its head on.
 
-    A value that cannot be read counts for nobody. Two round trips at most for each 512 values.
+    A value that cannot be read counts for no holder. Each 512 values take at most two round trips.
     """
     blocks = [unpack(piece) for piece in pieces]
     found: list[Holders] = [[set() for _ in of] for of in blocks]

@@ -54,7 +54,7 @@ class Prefixes:
         return sum(outcome.numbers) if outcome.is_applied else None
 
     async def oldest(self, grant: Grant, hot: int, warm: int, entries_max: int) -> list[PrefixChange]:
-        """What takes out the oldest tenth of ``entries_max`` entries, at most ``CHANGES_MAX``; oldest first."""
+        """Changes that remove the oldest tenth of ``entries_max`` entries: at most ``CHANGES_MAX``, oldest first."""
         few = min(CHANGES_MAX, max(1, entries_max // _EVICTED_SHARE))
         named = ((hot, Change.FORGET_HOT), (warm, Change.FORGET_WARM))
         replies = await self._client.several(
@@ -83,7 +83,7 @@ class Prefixes:
 
 
 def _pairs(reply: Any) -> list[tuple[bytes, bytes]]:
-    """A reply of names and values: flat, in pairs, or a mapping, as the client has made it."""
+    """The names and values of a reply, which the client returns as a flat list, as pairs or as a mapping."""
     if not reply:
         return []
     if isinstance(reply, Mapping):

@@ -173,7 +173,7 @@ class ReadConnection(asyncio.Protocol):
                 return
 
     def _look(self) -> None:
-        """Whether a reply that is due has been waited for too long."""
+        """Lose the connection if a reply has been due for too long."""
         self._watch = None
         if not self._questions:
             return

@@ -85,7 +85,7 @@ class Facts(TypedDict, total=False):
     """Why the stream is degraded, or has failed; a sentence."""
     flags: str
     """Flags of this life, with blanks between. A flag is written before the batch that raises it is applied, so a
-    worker that takes over applies that batch under the same flag. A flag too many only makes a stream more careful."""
+    worker that takes over applies that batch under the same flag. A flag in excess only makes a stream more careful."""
     main_groups: str
     """The KV-cache group whose blocks are indexed: the group of the first stored event with tokens."""
     last_event_id: str
@@ -229,7 +229,7 @@ class Records:
         return outcome.is_applied
 
     async def keep_singles(self, grant: Grant) -> None:
-        """Tell readers that the group has blocks of unknown depth."""
+        """Mark the group as one that has blocks of unknown depth."""
         await self._scripts.keep_singles(keys.holders(grant.group_id), random_nonce())
 
     async def publisher_states(self, claims: Sequence[Claim]) -> list[PublisherState]:
@@ -305,7 +305,7 @@ class Records:
 
 
 def _pairs(reply: list[bytes] | dict[bytes, bytes] | None) -> Mapping[bytes, bytes] | None:
-    """HGETALL through a pipeline of raw commands: a flat list, or a dict where the client has made one."""
+    """The reply to an HGETALL in a pipeline of raw commands, which the client returns as a flat list or as a dict."""
     if reply is None or isinstance(reply, dict):
         return reply
     return dict(zip(reply[::2], reply[1::2], strict=True))

@@ -108,7 +108,7 @@ class Load(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A candidate as ``reserve`` ranks it: the cost is a load of its weight, and ``new`` and ``handicap`` beside it."""
+    """A candidate as ``reserve`` ranks it: by its load, ``weight``, ``new`` prompt tokens and ``handicap``."""
 
     publisher: int
     new: int
@@ -153,7 +153,7 @@ class Reservations:
     """The loads and reservations of all groups. Always on the Redis that takes writes."""
 
     def __init__(self, client: RedisClient, scripts: Scripts, begin: Begin | None = None) -> None:
-        """``begin`` begins work in the background, for what a caller does not wait for any more."""
+        """``begin`` starts a task in the background, which ends reservations that no caller waits for."""
         self._client = client
         self._scripts = scripts
         self._begin = begin
@@ -161,8 +161,8 @@ class Reservations:
     async def reserve(self, group_id: int, offers: Sequence[Offer], terms: Terms) -> Reserved:
         """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip.
 
-        If no reply comes, nobody knows the reservation. So it is taken back in the background, as soon as Redis
-        answers. The reservation of a ``request_id`` stays for the next try, or ends in its time.
+        If no reply comes, no caller knows the reservation, so a background task ends it as soon as Redis answers. A
+        reservation with a ``request_id`` is kept: the next try gets it, or it expires.
         """
         if not 1 <= len(offers) <= CANDIDATES_MAX:
             raise ValueError(f"{len(offers)} candidates; reserve ranks 1 to {CANDIDATES_MAX}")
@@ -175,7 +175,7 @@ class Reservations:
             raise
 
     async def _take_back(self, group_id: int, offers: Sequence[Offer], terms: Terms, nonce: str) -> None:
-        """End the reservation that an unanswered call may have made, of whichever target."""
+        """End the reservation that an unanswered call may have made, whichever target it is for."""
         made = [Reservation(group_id, offer.publisher, offer.new, terms.context, nonce) for offer in offers]
         until = time.monotonic() + terms.milliseconds / 1000
         while time.monotonic() < until:

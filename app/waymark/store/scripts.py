@@ -20,8 +20,9 @@ Arg = str | bytes | int
 
 
 class Verdict(StrEnum):
-    """What a script decided. A script writes only where it returns ``APPLIED``, or ``BRANCH`` or ``ROW``: it wrote what
-    came before the block that it refuses."""
+    """What a script decided. ``APPLIED``: it has written all. ``BRANCH`` and ``ROW``: it has written what comes before
+    the block that it refuses. With another verdict it has written nothing, except that ``reserve`` ends overdue
+    reservations first."""
 
     APPLIED = "applied"
     STALE = "stale"

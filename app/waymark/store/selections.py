@@ -1,6 +1,6 @@
-"""What clients of the Dynamo dialect name: workers by their descriptions, and selections by their ids.
+"""Descriptions of workers, and selections by their ids, as clients of the Dynamo dialect send them.
 
-Both are in Redis, so any replica knows what any other was told.
+Both are in Redis, so every replica knows what a client has sent to any other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Selections:
         self._scripts = scripts
 
     async def find(self, selection_id: str) -> str:
-        """What a selection has come to; empty where nothing is known of it."""
+        """The state of a selection; empty if the selection is unknown."""
         (value,) = await self._client.several([("GET", _key(selection_id))])
         return "" if value is None else bytes(value).decode("utf-8", "replace")
 
     async def change(self, selection_id: str, before: str, value: str, milliseconds: int = 1) -> bool:
-        """Replace ``before`` by ``value`` for so long; an empty value removes it. False where another one is there."""
+        """Replace ``before`` by ``value``, which expires; an empty one removes it. False if Redis has another value."""
         outcome = await self._scripts.keep_selection(_key(selection_id), before, value, milliseconds)
         return outcome.is_applied
 
@@ -43,7 +43,7 @@ class Selections:
         return await self._client.hget(keys.CATALOG, worker)
 
     async def describe(self, worker: str, before: bytes | None, value: bytes) -> Verdict:
-        """Replace a worker's description; an empty value removes it. ``applied``, ``other`` or ``full``."""
+        """Replace a worker's description; an empty value removes it. Returns APPLIED, OTHER or FULL."""
         outcome = await self._scripts.keep_catalog(keys.CATALOG, worker, before or b"", value, WORKERS_MAX)
         return outcome.verdict
 

@@ -1,6 +1,6 @@
-"""Reads back what a worker has to remember of a stream: every block of its live holders, from Redis.
+"""Reads from Redis what a worker has to remember of a stream: every block of the stream's live holders.
 
-The caller has raised the fence, so nobody else writes for these holders meanwhile.
+The caller has raised the fence, so no other worker writes for these holders meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Takeover:
     async def fill(self, grant: Grant, holders: dict[int, int], memory: BlockMemory) -> Counted:
         """Fill an empty memory with the blocks of ``holders`` (id to rank). Raises StoreUnavailable.
 
-        What cannot be parsed counts for nobody and is named.
+        A value that cannot be parsed counts for no holder; the parser counts and logs it.
         """
         counted: Counted = {}
         for holder, dp_rank in holders.items():
