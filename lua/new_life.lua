@@ -66,7 +66,7 @@ for name, id in pairs(live) do
 end
 
 if ARGV[6] ~= '' then
-  redis.call('HDEL', record, 'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups')
+  redis.call('HDEL', record, 'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups', 'count:missing')
   for i = 1, #fields, 2 do
     local beginning = fields[i]:sub(1, 6)
     if beginning == 'event:' or beginning == 'shard:' then redis.call('HDEL', record, fields[i]) end

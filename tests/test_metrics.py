@@ -62,6 +62,7 @@ EXPORTED = [
     "waymark_last_batch_timestamp_seconds",
     "waymark_leases_lost_total",
     "waymark_leases_taken_total",
+    "waymark_missing_blocks",
     "waymark_prefill_released_total{by}",
     "waymark_publishers_refused",
     "waymark_publishers{feed}",

@@ -136,6 +136,9 @@ class Metrics:
     known_blocks = gauge("How many blocks the streams of this worker have in memory.")
     known_bytes = gauge("How many bytes of memory these blocks take, with those that were removed lately.")
     waiting_blocks = gauge("How many blocks wait for their parent.")
+    missing_blocks = gauge(
+        "How many blocks, as an estimate, the publishers of this worker have and the index does not know."
+    )
     waiting_dropped = counter("How many blocks were dropped because their parent did not arrive.")
     unresolved = counter("How many engine hashes in events named an unknown block.")
     buffer_bytes = gauge("How many bytes of frames wait in the buffers of streams.")

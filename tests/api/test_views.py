@@ -83,6 +83,7 @@ async def test_workers_tells_publishers_and_ingest_workers(
     first, second = view["publishers"]
     assert (first["instance_id"], first["tenant_id"], first["dp_rank"]) == ("a", "default", 0)
     assert first["blocks"] == {"GPU": 2}
+    assert (first["known"], second["known"]) == (1.0, None)
     assert first["watermark"] == 1
     assert (second["instance_id"], second["dp_rank"], second["status"]) == ("b", 1, "pending")
     assert second["watermark"] is None

@@ -48,6 +48,9 @@ async def test_a_fold_is_counted_in_the_record_and_in_the_metrics(stream: Stream
         "unresolved": 1,
         "waiting": 1,
         "blocks.GPU": 1,
+        "blocks_stored": 2,
+        "batches": 2,
+        "missing": 1,
     }
     assert value(metrics, "events_total", type="stored") == 2
     assert value(metrics, "decode_errors_total", kind="bad_hash") == 3

@@ -186,7 +186,7 @@ async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis,
     )
     await watched.sees(
         *("decode_errors_total", "frames_malformed_total", "events_ignored_total", "gaps_total", "replays_total"),
-        *("batches_lost_total", "waiting_blocks", "waiting_dropped_total", "unresolved_total"),
+        *("batches_lost_total", "waiting_blocks", "missing_blocks", "waiting_dropped_total", "unresolved_total"),
     )
     await honest.restart()
     await honest.prefill(next(prompts))

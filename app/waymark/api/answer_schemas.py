@@ -126,6 +126,10 @@ class Publisher(BaseModel):
     restarts: int
     unsalted_events: int
     blocks: dict[str, int] = Field(description="the blocks that are held, by medium")
+    known: float | None = Field(
+        description="the share of the publisher's blocks that the index knows, 0 to 1, as far as its events show; "
+        "null if it has reported no block"
+    )
     prefixes: dict[str, int] = Field(description="the opaque prefixes that are held, by medium")
     last_error: str | None
     replay: bool = Field(description="whether missing batches can be requested again")

@@ -126,6 +126,7 @@ def _publisher(state: PublisherState) -> dict[str, Any]:
         "restarts": state.counters.get("restarts", 0),
         "unsalted_events": state.counters.get("unsalted_events", 0),
         "blocks": state.blocks,
+        "known": state.known,
         "prefixes": state.prefixes,
         "last_error": state.last_error,
         "replay": state.registration.can_replay,

@@ -43,6 +43,7 @@ from waymark.store.leases import Grant, random_nonce
 from waymark.store.records import Begin, Facts, StreamState
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
+from waymark.store.stream_fields import MISSING
 
 log = logging.getLogger(__name__)
 
@@ -264,6 +265,12 @@ class Applier:
         await self._change(unit=str(unit), is_restart=is_restart, begin=[])
         self.counters["waiting_lost"] += self.resolver.end(unit)
         self.counters["waiting"] = self.resolver.waiting.blocks
+        self.counters[MISSING] = self.resolver.unknown
+
+    def miss(self, batches: int) -> None:
+        """Add to what is missing the blocks of batches that are lost: as many as others of this stream stored."""
+        stored, applied = self.counters["blocks_stored"], self.counters["batches"]
+        self.resolver.missing += batches * stored // max(1, applied)
 
     async def begin(self, begun: Mapping[HolderName, Holder]) -> None:
         """Begin holders by their names; the resolver knows their ids afterwards. Raises Fenced."""
@@ -328,6 +335,7 @@ async def resumed(
     ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
     resolver.placer.skip(await store.takeover.fill(grant, ranks, resolver.memory))
     counters = Counter(state.counters)
+    resolver.missing = counters[MISSING]
     # Blocks that waited for their parents were only in the memory of the process before.
     counters["waiting_lost"] += counters["waiting"]
     counters["waiting"] = 0

@@ -12,7 +12,7 @@ from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.stream_fields import BLOCKS
+from waymark.store.stream_fields import BLOCKS, MISSING
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ class Counts:
         blocks = Counter[str]()
         for part in parts:
             blocks["stored" if part.kind == "+" else "removed"] += len(part.keys)
+        self._counters["blocks_stored"] += blocks["stored"]
+        self._counters["batches"] += len(batches)
         for op, n in blocks.items():
             metrics.blocks_applied.labels(op=op, model=self._model).inc(n)
         metrics.batches.inc(len(batches))
@@ -91,3 +93,4 @@ class Counts:
         metrics.waiting_dropped.inc(dropped)
         # In the record, so that a worker that takes over knows how many blocks are lost.
         counters["waiting"] = resolver.waiting.blocks
+        counters[MISSING] = resolver.unknown

@@ -217,6 +217,7 @@ def as_json(status: Status) -> dict[str, Any]:
                 "watermark": state.watermark,
                 "lag_seconds": state.lag_seconds,
                 "blocks": dict(state.blocks),
+                "known": state.known,
                 "prefixes": dict(state.prefixes),
                 "gaps": count(state, "gaps"),
                 "replays": replays(state),

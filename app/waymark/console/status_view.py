@@ -24,14 +24,16 @@ STATUS_STYLE = {
 }
 
 _HEAD = (
-    *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "LAG", "BLOCKS"),
+    *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "LAG", "BLOCKS", "KNOWN"),
     *("GAPS", "REPLAYS", "RESTARTS", "LOST", "COMPLAINT"),
 )
-_NUMBERS = frozenset({"RANK", "WATERMARK", "LAG", "GAPS", "REPLAYS", "RESTARTS", "LOST"})
+_NUMBERS = frozenset({"RANK", "WATERMARK", "LAG", "KNOWN", "GAPS", "REPLAYS", "RESTARTS", "LOST"})
 #: What a terminal shows in other places: above the table, and below it.
 _PLAIN_ONLY = ("TENANT", "MODEL", "COMPLAINT")
-_SPARE = ("TYPE", "REPLAYS", "WATERMARK", "WORKER", "RESTARTS", "GAPS", "LOST")
+_SPARE = ("TYPE", "REPLAYS", "WATERMARK", "WORKER", "RESTARTS", "GAPS", "LOST", "KNOWN")
 
+#: Below this share of known blocks the number is red.
+_KNOWN_MIN = 0.9
 _NAMES_MAX = 5
 _UNREADABLE_MAX = 10
 _KIB = 1024
@@ -137,12 +139,17 @@ def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
         text("none" if state.watermark is None else state.watermark),
         text("" if state.lag_seconds is None else seconds_text(state.lag_seconds)),
         text(_held(state)),
+        text("" if state.known is None else f"{100 * state.known:.0f}%", "bold red" if _is_little(state) else ""),
         text(count(state, "gaps")),
         text(replays(state)),
         text(count(state, "restarts")),
         text(lost, "bold red" if lost else ""),
         text(status.complaint(state), "yellow"),
     )
+
+
+def _is_little(state: PublisherState) -> bool:
+    return state.known is not None and state.known < _KNOWN_MIN
 
 
 def _held(state: PublisherState) -> str:

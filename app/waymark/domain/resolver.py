@@ -61,10 +61,19 @@ class Resolver:
         """Events that came to nothing, by reason; the owner reads and clears it."""
         self.unresolved = 0
         """Hashes that nobody knows: of removals and placeholders."""
+        self.missing = 0
+        """About how many blocks the publisher has that are not known here, besides those of the waiting room."""
         self.unsalted = 0
         """Stores of releases that cannot tell a salt or an image: they may be taken for what they are not."""
         self._planner = Planner(registration, publisher, foreign_ranks)
         self._seed = seed
+        # It announces again what it has, though its kind otherwise announces copies.
+        self._reports_again = registration.copies == "set" and self._traits.copies == "count"
+
+    @property
+    def unknown(self) -> int:
+        """About how many blocks the publisher has in this life that the index does not know."""
+        return self.missing + self.waiting.dropped_there + self.waiting.blocks - self.waiting.removed
 
     @property
     def flags(self) -> set[str]:
@@ -119,6 +128,8 @@ class Resolver:
         if unit == "*":
             self._planner.flags.clear()
             self._planner.main_group = None
+        if not self.holders:
+            self.missing = self.waiting.dropped_there = 0
         return self.waiting.clear(ended)
 
     def at(self, epochs: Mapping[str, int]) -> list[HolderName]:
@@ -171,7 +182,9 @@ class Resolver:
                 units = 0
                 yield
             reason = self._planner.skip_reason(plan, batch, event, index, j)
-            if reason is not None:
+            if reason == "block_size_mismatch" and isinstance(event, Stored):
+                self._drop(reason, event)
+            elif reason is not None:
                 self._ignore(reason, event)
             elif isinstance(event, Stored):
                 self._stored(parts, position, batch, event, placed)
@@ -206,6 +219,22 @@ class Resolver:
         if not event.part:
             self.ignored[reason] += 1
 
+    def _drop(self, reason: str, event: Stored) -> None:
+        """Ignore a store whose blocks the publisher has."""
+        self._ignore(reason, event)
+        self.missing += len(event.engine_hashes)
+
+    def _cannot_find(self, count: int) -> None:
+        """Removed hashes that nobody knows. What was missing has left the publisher with them."""
+        self.unresolved += count
+        self._find(count)
+
+    def _find(self, count: int) -> None:
+        """So many blocks are not missing any more."""
+        self.missing += self.waiting.dropped_there
+        self.waiting.dropped_there = 0
+        self.missing = max(0, self.missing - count)
+
     def take_event_ids(self) -> dict[int, int]:
         """Per holder the last event_id of what was resolved since the last call; to be kept once that is applied."""
         moved, self._moved = self._moved, {}
@@ -214,12 +243,12 @@ class Resolver:
     def _stored(self, parts: PartList, position: int, batch: Batch, event: Stored, placed: _Placed) -> None:
         holder = self.holders.get(self._planner.name(batch, event))
         if holder is None:
-            self._ignore("too_many_media", event)
+            self._drop("too_many_media", event)
             return
         if self._is_seen(holder, event):
             return
         if self.memory.blocks + len(event.engine_hashes) > self._blocks_max:
-            self._ignore("too_many_blocks", event)
+            self._drop("too_many_blocks", event)
             return
         if not (event.tells_salts or event.part) and event.tokens and self._traits.has_saltless_releases:
             self.unsalted += 1
@@ -233,7 +262,7 @@ class Resolver:
         elif not event.tokens:
             self._placeholder(parts, position, waiting)
         elif len(event.tokens) > 4 * self.registration.block_size * len(event.engine_hashes):
-            self._ignore("sparse", event)
+            self._drop("sparse", event)
         elif event.parent is None:
             self._place(parts, position, waiting, None, placed)
         else:
@@ -276,7 +305,7 @@ class Resolver:
         else:
             ns = parent.namespace
             if not self._planner.spaces.has(event, ns):
-                self._ignore("adapter_mismatch", event)
+                self._drop("adapter_mismatch", event)
                 return
         hashes = event.engine_hashes
         if self._is_unsalted(event):
@@ -291,6 +320,8 @@ class Resolver:
             )
             hashes = hashes[: len(seq_hashes)]
             if hashes:
+                if self._reports_again:
+                    self._heal(waiting.holder, hashes)
                 keys = [seq_hash ^ ns for seq_hash in seq_hashes] if ns else seq_hashes
                 self.placer.chain(
                     parts, waiting.holder, position, ns, parent, keys, hashes, mode=self.mode(waiting.holder)
@@ -298,6 +329,12 @@ class Resolver:
                 self._remove_waited(parts, position, waiting, len(hashes))
         if self.waiting.blocks:
             placed.append((waiting.dp_rank, hashes))
+
+    def _heal(self, holder: int, hashes: Sequence[int]) -> None:
+        """Blocks beside some that are told once more: those that were not known are taken for missing ones."""
+        new = sum(self.memory.held(holder, each) is None for each in hashes)
+        if new < len(hashes):
+            self._find(new)
 
     def _unsalted(self, parts: PartList, position: int, waiting: Waiting, ns: int, parent: Spot | None) -> None:
         """A store off the GPU: its tokens are told, but not the salt or image that went into its hashes.
@@ -333,6 +370,7 @@ class Resolver:
         """Store a block that was looked up; one without a spot is nobody's."""
         if spot is None:
             self.unresolved += 1
+            self.missing += 1
             return None
         if above is not None and (above.place.head != spot.place.head or above.depth + 1 != spot.depth):
             above = None
@@ -361,7 +399,7 @@ class Resolver:
         if self._planner.epochs:
             holders = self._epochs_of(name)
         if not holders:
-            self.unresolved += len(event.engine_hashes)
+            self._cannot_find(len(event.engine_hashes))
         elif not self._is_seen(holders[-1], event):
             for holder in holders:
                 self._removed_from(parts, position, holder, event)
@@ -374,7 +412,7 @@ class Resolver:
             if self.waiting.blocks and self.waiting.remove(holder, h):
                 continue
             if not self.placer.remove(parts, holder, position + i, h, mode=mode) and not self.memory.is_gone(holder, h):
-                self.unresolved += 1
+                self._cannot_find(1)
 
     def _cleared(self, plan: Plan, i: int, j: int, batch: Batch, event: Cleared) -> None:
         """The plan has ended what this ends. Here only the event_id is left to be kept, for what follows."""

@@ -31,6 +31,10 @@ class WaitingRoom:
         self.blocks = 0
         self.dropped = 0
         """Blocks that were dropped for lack of room, in all."""
+        self.dropped_there = 0
+        """Of these, the blocks that were not removed before."""
+        self.removed = 0
+        """Of the blocks that wait, those that were removed while they waited."""
 
     def add(self, waiting: Waiting) -> None:
         """Let it wait; where there is no room, those that have waited longest are dropped."""
@@ -38,6 +42,7 @@ class WaitingRoom:
         assert parent is not None
         if len(hashes) > self._blocks_max:
             self.dropped += len(hashes)
+            self.dropped_there += len(hashes)
             return
         self._by_parent.setdefault((waiting.dp_rank, parent), []).append(waiting)
         for engine_hash in hashes:
@@ -45,7 +50,9 @@ class WaitingRoom:
         self.blocks += len(hashes)
         while self.blocks > self._blocks_max:
             key = next(iter(self._by_parent))
-            self.dropped += self._leave(self._by_parent.pop(key))
+            group = self._by_parent.pop(key)
+            self.dropped += self._leave(group)
+            self.dropped_there += sum(len(each.event.engine_hashes) - len(each.removed) for each in group)
 
     def take_children(self, dp_rank: int, parents: Iterable[int]) -> list[Waiting]:
         """Those that waited for one of ``parents``; they are out of the room."""
@@ -63,6 +70,7 @@ class WaitingRoom:
         for waiting in self._by_hash.get((holder, engine_hash), ()):
             if engine_hash not in waiting.removed:
                 waiting.removed.add(engine_hash)
+                self.removed += 1
                 return True
         return False
 
@@ -83,6 +91,7 @@ class WaitingRoom:
         blocks = 0
         for waiting in group:
             blocks += len(waiting.event.engine_hashes)
+            self.removed -= len(waiting.removed)
             for engine_hash in waiting.event.engine_hashes:
                 others = self._by_hash[waiting.holder, engine_hash]
                 others.remove(waiting)

@@ -53,6 +53,7 @@ class Gauges:
         metrics.buffer_bytes.set_function(partial(self._sum, lambda stream, _: stream.buffered[0]))
         metrics.buffer_frames.set_function(partial(self._sum, lambda stream, _: stream.buffered[1]))
         metrics.waiting_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.waiting.blocks))
+        metrics.missing_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.unknown))
         metrics.known_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.memory.blocks))
         metrics.known_bytes.set_function(partial(self._sum, lambda _, resolver: resolver.memory.bytes))
         metrics.holders.set_function(partial(self._sum, lambda _, resolver: len(resolver.holders)))

@@ -299,11 +299,14 @@ class Life:
         self.reasons |= {BATCHES_LOST, OVER_CEILING}
         self.details[OVER_CEILING] = f"batch {incoming.seq}: {incoming.batch.lost}"
         await self._flag(OVER_CEILING, UNTRUSTED)
+        self.applier.miss(1)
 
     async def step_over(self, seq: int) -> None:
         """Go on at ``seq``, though something before it is missing."""
         self.reasons.add(BATCHES_LOST)
         await self.distrust_counts()
+        assert self.order.watermark is not None
+        self.applier.miss(seq - self.order.watermark - 1)
         self.order.watermark = seq - 1
 
     async def overflowed(self) -> None:

@@ -72,4 +72,5 @@ class RankStreams:
             return True
         life.reasons.add(BATCHES_LOST)
         await life.distrust_counts()
+        life.applier.miss(seq - order.watermark - 1)
         return False

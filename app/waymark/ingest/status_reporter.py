@@ -19,6 +19,7 @@ class StatusReporter:
         self._dropped = self._malformed = 0
         self._facts: Facts = {}
         self._counts: dict[str, int] = {}
+        self._life_number = life.begun
 
     async def report(self, status: str, error: str | None) -> None:
         """Write what is new; ``error`` is said instead of the reasons of a degraded stream."""
@@ -28,6 +29,10 @@ class StatusReporter:
         life.count("frames_malformed", malformed - self._malformed)
         self._dropped, self._malformed = dropped, malformed
         reasons = "; ".join(f"{reason}: {life.details.get(reason, REASONS[reason])}" for reason in sorted(life.reasons))
+        if life.begun != self._life_number:
+            # The script that began the life has taken counters of the last one out.
+            self._counts.clear()
+            self._life_number = life.begun
         facts: Facts = {"status": status, "last_error": error or reasons}
         has_news = self._facts != facts or life.has_written_status
         counts = {name: n for name, n in life.counters.items() if self._counts.get(name) != n}

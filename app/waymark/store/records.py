@@ -22,7 +22,7 @@ from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import RecordKind, RecordParser, integer_of
 from waymark.store.scripts import Scripts
-from waymark.store.stream_fields import BLOCKS, COUNTER, EVENT, HOLDER, SHARD, StreamFields, holder_id
+from waymark.store.stream_fields import BLOCKS, COUNTER, EVENT, HOLDER, MISSING, SHARD, StreamFields, holder_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,16 @@ class PublisherState:
     worker: str | None
     prefixes: Mapping[str, int] = field(default_factory=dict)
     """Opaque prefixes held, by medium."""
+
+    @property
+    def known(self) -> float | None:
+        """The share of the publisher's blocks in this life that the index knows, as far as its events tell.
+
+        None where it has told of no block.
+        """
+        there = sum(self.blocks.values())
+        told = there + self.counters.get(MISSING, 0)
+        return round(there / told, 4) if told else None
 
 
 class Facts(TypedDict, total=False):
