@@ -105,7 +105,7 @@ PLACES: dict[str, Place] = {
     "dead": lambda of: (of.dead, ""),
     "fence": lambda of: (of.fence, str(of.stream.grant.publisher)),
     "fence-holder": lambda of: (of.fence, "holder"),
-    "block": lambda of: (of.stream.key(BLOCKS[1]).decode(), None),
+    "block": lambda of: (of.stream.key(BLOCKS[0]).decode(), None),
     "entry": lambda of: (of.engine, f"{BLOCKS[0]:016x}"),
     "strange-entry": lambda of: (of.engine, "no hash"),
     "applied": lambda of: (of.engine, "applied"),
@@ -120,7 +120,7 @@ KEYS: dict[str, Callable[[Victim], str]] = {
     "dead": lambda of: of.dead,
     "engine": lambda of: of.engine,
     "lease": lambda of: of.stream.grant.lease,
-    "block": lambda of: of.stream.key(BLOCKS[1]).decode(),
+    "block": lambda of: of.stream.key(BLOCKS[0]).decode(),
 }
 
 

@@ -39,7 +39,7 @@ from waymark.store.takeover import parse_row
 T = TypeVar("T")
 
 GROUP = GroupName("default", "m")
-_ROW = re.compile(rb"wm:\{[0-9.]+\}:[0-9a-f]{16}(:[bs])?")
+_ROW = re.compile(rb"wm:\{([0-9]+)(?:\.[0-9]+)?\}:[0-9a-f]{16}(?::[bs])?")
 
 _POD = Registration(
     kind=EngineKind.VLLM,
@@ -347,7 +347,7 @@ async def apply_changes(
 async def blocks_of(redis: Redis, group_id: int = 1) -> dict[int, set[int]]:
     """By key, the holder ids of every block of a group, on all shards."""
     names = cast("list[bytes]", [name async for name in redis.scan_iter(match=f"wm:{{{group_id}*}}:*", count=1000)])
-    names = [name for name in names if _ROW.fullmatch(name)]
+    names = [name for name in names if (row_key := _ROW.fullmatch(name)) and int(row_key[1]) == group_id]
     held: dict[int, set[int]] = {}
     for value in cast("list[bytes | None]", await redis.mget(names) if names else []):
         row = parse_row(value) if value else None
