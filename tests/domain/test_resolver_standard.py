@@ -11,6 +11,7 @@ from tests.factories import envelope, keys, registration, removed, stored
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Removed, Stored
 from waymark.domain.hashing import namespace
+from waymark.domain.rows import Place
 
 
 @pytest.fixture
@@ -63,6 +64,30 @@ def test_with_tokens_the_hashes_are_the_publishers_own(index: Index) -> None:
     )
     assert index.has(*keys("ABC"))
     assert index.resolver.waiting.blocks == 1
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_block_goes_to_the_row_of_its_own_namespace_whoever_has_its_parent(
+    index: Index, medium: str, is_gone: bool
+) -> None:
+    """A seq_hash is the same in all namespaces, and a row is not."""
+    a, b, c = keys("ABC")
+    ns = namespace("x", [])
+    index.events(identity(1, a, b))
+    if is_gone:
+        index.events(gone(2, a, b))
+    index.events(identity(1, c, parent=b, adapter="x", medium=medium))
+    (part,) = index.parts
+    assert (part.place, part.keys, part.depths, part.parent) == (Place(a ^ ns), [c ^ ns], [2], b ^ ns)
+
+
+def test_an_own_hash_that_is_the_seq_hash_of_another_block_is_not_its_place(index: Index) -> None:
+    a, b = keys("AB")
+    index.events(stored([a], "Z", envelope=envelope(1)))
+    index.events(identity(2, b, parent=a))
+    (part,) = index.parts
+    assert part.place == Place(b, is_single=True)
 
 
 @pytest.mark.parametrize("take_over", [False, True])

@@ -23,6 +23,7 @@ from waymark.domain.names import HolderName, Registration, Unit
 from waymark.domain.parts import Mode, Part, PartList
 from waymark.domain.placing import Placer
 from waymark.domain.plan import EXTRA_KEYS, UNTRUSTED, Plan, Planner
+from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.waiting import Waiting, WaitingRoom
 
@@ -283,7 +284,7 @@ class Resolver:
     def _identity(self, parts: PartList, position: int, holder: int, event: Stored) -> None:
         """Hashes that are seq_hashes; where the parent is not known, the blocks have no depth."""
         ns = self._planner.spaces.at_root(event)
-        parent = None if event.parent is None else self.memory.find(holder, event.parent)
+        parent = None if event.parent is None else self._seq_parent(holder, event.parent, ns)
         self.placer.chain(
             parts,
             holder,
@@ -296,6 +297,21 @@ class Resolver:
             is_identity=True,
             is_deep=event.is_deep or (event.parent is not None and parent is None),
         )
+
+    def _seq_parent(self, holder: int, seq_hash: int, ns: int) -> Spot | None:
+        """Where the block with this seq_hash is in namespace ``ns``; None where its depth is not known.
+
+        A seq_hash stands for the same prefix in all namespaces of a stream, so the spot may be of another one. The
+        prefix has the same depth and the same head in all of them.
+        """
+        spot = self.memory.find(holder, seq_hash)
+        if spot is None or spot.seq_hash != seq_hash:
+            return None
+        if spot.namespace == ns:
+            return spot
+        if spot.place.is_single:
+            return None
+        return Spot(Place(spot.place.head ^ spot.namespace ^ ns), ns, spot.depth, seq_hash ^ ns)
 
     def _place(self, parts: PartList, position: int, waiting: Waiting, parent: Spot | None, placed: _Placed) -> None:
         """Blocks of a store that goes on from ``parent``, or begins at the root."""
