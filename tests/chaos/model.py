@@ -8,7 +8,7 @@ there, where a loss keeps a life (``WAYMARK_ON_GAP=keep``). Nothing else may eve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from tests.model import Model, Place, Space, Tokens
@@ -50,23 +50,27 @@ class Bounds:
         """What is wrong with the answer for a whole prompt."""
         return _differences(self.least.query(tokens, space), self.most.query(tokens, space), rows)
 
-    def wrong_block(self, prefix: Tokens, space: Space, rows: Mapping[str, Any]) -> list[str]:
-        """What is wrong with the answer for one block, asked for by its hash alone."""
-        return _differences(block_rows(self.least, prefix, space), block_rows(self.most, prefix, space), rows)
+    def wrong_block(self, prefix: Tokens, space: Space, places: Set[Place]) -> list[str]:
+        """What is wrong with the places of one block, whatever stands before it."""
+        least, most = (model.copies.get((space, prefix), Counter()).keys() for model in (self.least, self.most))
+        found = [f"{place.instance}: it is not at {place}" for place in sorted(least - places)]
+        return found + [f"{place.instance}: it is at {place}" for place in sorted(places - most)]
+
+    def wrong_counts(self, counts: Counter[Place]) -> list[str]:
+        """What is wrong with the numbers of blocks at all places."""
+        least, most = (
+            Counter(place for of in model.copies.values() for place in of) for model in (self.least, self.most)
+        )
+        return [
+            f"{place.instance}: {counts[place]} blocks at {place}, not {least[place]} to {most[place]}"
+            for place in sorted(counts.keys() | most.keys())
+            if not least[place] <= counts[place] <= most[place]
+        ]
 
 
 def put(model: Model, held: Iterable[Held]) -> None:
     for space, prefix, place in held:
         model.copies.setdefault((space, prefix), Counter())[place] = 1
-
-
-def block_rows(model: Model, prefix: Tokens, space: Space) -> dict[str, dict[str, Any]]:
-    """The rows of a query for this one block: a block is found by its hash, whatever stands before it."""
-    alone = Model(BLOCK_SIZE)
-    alone.ranks, alone.pools = model.ranks, model.pools
-    last = prefix[-BLOCK_SIZE:]
-    alone.copies = {(space, last): model.copies.get((space, prefix), Counter())}
-    return alone.query(last, space)
 
 
 def _differences(least: Mapping[str, Any], most: Mapping[str, Any], rows: Mapping[str, Any]) -> list[str]:

@@ -49,7 +49,7 @@ class Spec:
     buffer_batches: int = ALL_BATCHES
     """What a replay has; 0 is no replay endpoint."""
     lora_name: str | None = None
-    gpu_blocks: int = 24
+    gpu_blocks: int = 60
     cpu_blocks: int = 0
 
     @property
@@ -80,7 +80,7 @@ def draw(rng: random.Random) -> list[Spec]:
         return rng.choice(("vllm-map", "vllm-map-wide", "vllm-list-9", "vllm-list-12"))
 
     def tier() -> int:
-        return rng.choice((0, 16))
+        return rng.choice((0, 40))
 
     return [
         Spec("i0", vllm(), a, cpu_blocks=tier()),
@@ -94,7 +94,7 @@ def draw(rng: random.Random) -> list[Spec]:
         Spec("i6", rng.choice((vllm(), "standard-tokens")), rng.choice((a, b)), buffer_batches=40),
         Spec("pool", rng.choice(("standard", "standard-tokens")), rng.choice((a, b)), is_pool=True, buffer_batches=0),
         Spec("i7", "standard", rng.choice((a, b)), is_http=True),
-        Spec("big", rng.choice((vllm(), "standard")), b, gpu_blocks=600),
+        Spec("big", rng.choice((vllm(), "standard")), b, gpu_blocks=1000),
     ]
 
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tests.chaos.controller import Controller
 from tests.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, answered, cpu_seconds
+from tests.chaos.inside import Inside
 from tests.chaos.model import BLOCK_SIZE, Bounds
 from tests.chaos.publishers import MODEL_NAME, SPACES, TENANTS, Publisher
 from tests.chaos.trace import Deadline, Trace
 from tests.e2e.conftest import Api
 from tests.e2e.fleet import Member
 from tests.model import Space, Tokens
-from waymark.domain.hashing import extend, token_bytes
 
 SETTLE_SECONDS = 30.0
 ANSWER_SECONDS = 4.0
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.1
-_BLOCKS_ASKED = 250
 _AT_ONCE = 8
 _TOLD = 10
 _COUNTERS = ("batches_lost", "gaps", "restarts", "waiting_lost", "waiting_dropped", "buffer_dropped", "unresolved")
@@ -38,6 +36,7 @@ class Quiet:
         trace: Trace,
         *,
         keeps_on_gap: bool,
+        insides: Mapping[str, Inside],
     ) -> None:
         self.asked = 0
         self._crew = crew
@@ -46,8 +45,9 @@ class Quiet:
         self._controller = controller
         self._trace = trace
         self._keeps_on_gap = keeps_on_gap
+        self._insides = insides
 
-    async def compare(self, rng: random.Random, *, is_strict: bool = False) -> list[Publisher]:
+    async def compare(self, *, is_strict: bool = False) -> list[Publisher]:
         """Those that may have lost something and say so. ``is_strict``: nobody has, whatever their status says."""
         await self._controller.restored()
         for publisher in self._publishers:
@@ -65,7 +65,7 @@ class Quiet:
                     f"{publisher.spec.label} is degraded, and can have lost nothing", *self._about(publisher, states)
                 )
         unknown = [] if is_strict else degraded
-        await self._agree(unknown, states, rng)
+        await self._agree(unknown, states)
         for publisher in self._publishers:
             if publisher not in unknown:
                 publisher.is_exact_now()
@@ -123,9 +123,7 @@ class Quiet:
 
     # ---- until all answers are right -------------------------------------------------------------------
 
-    async def _agree(
-        self, unknown: Sequence[Publisher], states: Mapping[Publisher, Mapping[str, Any]], rng: random.Random
-    ) -> None:
+    async def _agree(self, unknown: Sequence[Publisher], states: Mapping[Publisher, Mapping[str, Any]]) -> None:
         bounds = self._bounds(unknown)
         deadline = Deadline(ANSWER_SECONDS)
         questions = [
@@ -134,12 +132,8 @@ class Quiet:
             for tokens in self._prompts[tenant]
             for space in sorted(set(SPACES), key=repr)
         ]
-        blocks = [
-            (tenant, prefix, space) for tenant in TENANTS for space, prefix in sorted(bounds[tenant].blocks(), key=repr)
-        ]
-        blocks = rng.sample(blocks, min(_BLOCKS_ASKED, len(blocks)))
         while True:
-            wrong = await self._wrong(bounds, questions, blocks)
+            wrong = [*await self._wrong(bounds, questions), *await self._wrong_inside(bounds)]
             if not wrong:
                 return
             if deadline.is_over:
@@ -166,7 +160,6 @@ class Quiet:
         self,
         bounds: Mapping[str, Bounds],
         questions: Sequence[tuple[str, Tokens, Space]],
-        blocks: Sequence[tuple[str, Tokens, Space]],
     ) -> list[str]:
         limit = asyncio.Semaphore(_AT_ONCE)
         replicas = self._crew.up
@@ -177,30 +170,30 @@ class Quiet:
             wrong = bounds[tenant].wrong_walk(tokens, space, rows)
             return [f"  {tenant}, {_shown(tokens, space)}, of {replica.name}: {line}" for line in wrong]
 
-        async def block(replica: Member, tenant: str, prefix: Tokens, space: Space) -> list[str]:
-            async with limit:
-                rows = await answered(lambda: ask(replica, tenant, prefix, space, is_one_block=True))
-            wrong = bounds[tenant].wrong_block(prefix, space, rows)
-            depth = len(prefix) // BLOCK_SIZE
-            return [f"  {tenant}, {_shown(prefix, space)}, block {depth} alone: {line}" for line in wrong]
-
         tasks = [walk(replica, *question) for replica in replicas for question in questions]
-        tasks += [block(replicas[i % len(replicas)], *each) for i, each in enumerate(blocks)]
         self.asked += len(tasks)
         # A difference is told as ``tenant, prompt, of whom: instance: what``.
         return [line.replace(", of ", " of ", 1) for lines in await asyncio.gather(*tasks) for line in lines]
 
+    async def _wrong_inside(self, bounds: Mapping[str, Bounds]) -> list[str]:
+        """What no query sees: blocks behind others that are missing."""
+        wrong: list[str] = []
+        for tenant, inside in self._insides.items():
+            blocks = sorted(bounds[tenant].blocks(), key=repr)
+            self.asked += len(blocks)
+            for (space, prefix), places in zip(blocks, await inside.places(blocks), strict=True):
+                lines = bounds[tenant].wrong_block(prefix, space, places)
+                wrong += [f"  {tenant}, the last block of {_shown(prefix, space)}: {line}" for line in lines]
+            wrong += [f"  {tenant}, all blocks: {line}" for line in bounds[tenant].wrong_counts(await inside.counts())]
+        return wrong
 
-async def ask(replica: Api, tenant: str, tokens: Tokens, space: Space, *, is_one_block: bool = False) -> dict[str, Any]:
-    """The rows of an answer; of the last block alone, if asked for that."""
+
+async def ask(replica: Api, tenant: str, tokens: Tokens, space: Space) -> dict[str, Any]:
+    """The rows of an answer."""
     fields: dict[str, Any] = {"model": MODEL_NAME, "tenant_id": tenant, "lora_name": space.lora_name}
     if space.salts:
         fields["cache_salt"] = space.salts[0]
-    if is_one_block:
-        hashes = extend(None, token_bytes(tokens), BLOCK_SIZE)[-1:]
-        answer = await replica.post("/query_by_hash", seq_hashes=hashes, block_size=BLOCK_SIZE, **fields)
-    else:
-        answer = await replica.query(tokens, block_size=BLOCK_SIZE, **fields)
+    answer = await replica.query(tokens, block_size=BLOCK_SIZE, **fields)
     rows: dict[str, Any] = answer.get(tenant, {})
     return rows
 

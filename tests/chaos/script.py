@@ -49,6 +49,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
     "hostile client": (("hostile client",), 1),
 }
 
+BIG_PROMPT_BLOCKS = 36
 #: These need a line of their own between a process and Redis; a Cluster tells its clients where to go.
 ON_A_LINE = {name for name, (takes, _) in FAULTS.items() if "line" in takes[0]} | {"replica cut off", "replica unheard"}
 
@@ -116,17 +117,29 @@ def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
 
 
 def prompts(rng: random.Random) -> dict[str, list[Tokens]]:
-    """Of each tenant: some that both know, under two beginnings, and some that nobody else has."""
+    """Of each tenant: some that both know, under three beginnings, and some that nobody else has.
 
-    def some(blocks: int) -> Tokens:
-        return tuple(rng.choices(range(30_000), k=blocks * BLOCK_SIZE))
-
-    beginnings = [some(3), some(3)]
-    common = [rng.choice(beginnings) + some(rng.randint(1, 5)) for _ in range(8)]
+    Many go on from one beginning, in more blocks than a row has slots; and one of them goes on into another row.
+    """
+    beginnings = [_some(rng, 3), _some(rng, 3), _some(rng, 30)]
+    common = [rng.choice(beginnings[1:]) + _some(rng, rng.randint(1, 5)) for _ in range(8)]
     return {
-        tenant: common + [rng.choice(beginnings) + some(rng.randint(1, 5)) for _ in range(4)] + [some(4)]
+        tenant: common
+        + [beginnings[0] + _some(rng, rng.randint(1, 9)) for _ in range(16)]
+        + [rng.choice(beginnings) + _some(rng, rng.randint(1, 5)) for _ in range(4)]
+        + [_some(rng, 4)]
         for tenant in TENANTS
     }
+
+
+def big_prompts(rng: random.Random) -> list[Tokens]:
+    """For the one with many blocks: of several rows, a third of them with one beginning that fills a row."""
+    beginning = _some(rng, 11)
+    return [beginning * (i % 3 == 0) + _some(rng, BIG_PROMPT_BLOCKS) for i in range(60)]
+
+
+def _some(rng: random.Random, blocks: int) -> Tokens:
+    return tuple(rng.choices(range(30_000), k=blocks * BLOCK_SIZE))
 
 
 def rounds(
@@ -163,5 +176,9 @@ def _faults(rng: random.Random, names: Sequence[str], seconds: float) -> list[Fa
 
 def _prefill(rng: random.Random, publishers: int) -> Prefill:
     return Prefill(
-        rng.randrange(publishers), rng.randrange(1000), rng.randint(1, 8), rng.randrange(2), rng.choice(SPACES)
+        rng.randrange(publishers),
+        rng.randrange(1000),
+        rng.choice((rng.randint(1, 12), rng.randint(1, 40))),
+        rng.randrange(2),
+        rng.choice(SPACES),
     )

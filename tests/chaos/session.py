@@ -19,6 +19,7 @@ from tests.chaos.backend import BACK_SECONDS, backend
 from tests.chaos.controller import Controller
 from tests.chaos.faults import Faults
 from tests.chaos.fleet import Crew, Mismatch, crew_of
+from tests.chaos.inside import Inside
 from tests.chaos.model import BLOCK_SIZE, put
 from tests.chaos.publishers import MODEL_NAME, TENANTS, Publisher, Spec, draw
 from tests.chaos.quiet import Quiet, told
@@ -30,7 +31,6 @@ from tests.patience import patient
 WORKERS = 2
 REPLICAS = 2
 PROBE_SECONDS = 0.05
-BIG_PROMPT_BLOCKS = 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Session:
         self._settings = script.settings(rng, is_cluster=options.is_cluster)
         self._prompts = script.prompts(rng)
         specs = [spec for spec in draw(rng) if spec.instance not in options.without]
-        self._big_prompts = [tuple(rng.choices(range(30_000), k=BIG_PROMPT_BLOCKS * BLOCK_SIZE)) for _ in range(60)]
+        self._big_prompts = script.big_prompts(rng)
         specs.append(Spec("hostile", "vllm-map", rng.choice(TENANTS), buffer_batches=200))
         self._publishers = [Publisher(spec, options.seed) for spec in specs]
         for publisher in self._publishers:
@@ -99,7 +99,8 @@ class Session:
                 await publisher.begin()
             controller.quiet()
             keeps = self._settings["on_gap"] == "keep"
-            quiet = Quiet(crew, self._publishers, self._prompts, controller, trace, keeps_on_gap=keeps)
+            insides = {tenant: Inside(redis, tenant) for tenant in TENANTS}
+            quiet = Quiet(crew, self._publishers, self._prompts, controller, trace, keeps_on_gap=keeps, insides=insides)
             lease_seconds = float(self._settings["lease_seconds"])
             faults = Faults(redis, crew, self._publishers, controller, trace, lease_seconds)
             stack.push_async_callback(faults.close)
@@ -137,8 +138,7 @@ class Session:
         await crew.recover()
         await faults.clean()
         at = self.trace.seconds
-        rng = random.Random(f"{self._options.seed}/quiet {round_.number}")
-        unknown = await quiet.compare(rng, is_strict=round_.number == 0)
+        unknown = await quiet.compare(is_strict=round_.number == 0)
         crew.check()
         self.outcome.rounds += 1
         self.outcome.answers = quiet.asked

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 
@@ -81,8 +82,12 @@ def test_the_model_names_what_is_missing_and_what_is_extra() -> None:
     assert exact.wrong_walk(tokens, BASE, {}) == ["a has no row"]
     assert unknown.wrong_walk(tokens, BASE, rows[0]) == []
     assert "a: GPU is 8, not 0 to 4" in unknown.wrong_walk(tokens, BASE, rows[8])
-    # A block alone is asked for by its hash, and may stand behind one that is missing.
-    behind = _bounds({second}, {second})
+    # A block may stand behind one that is missing.
+    behind, nobody = _bounds({second}, {second}), _bounds(set(), set())
     assert behind.wrong_walk(tokens, BASE, rows[0]) == []
-    assert behind.wrong_block(tokens, BASE, rows[BLOCK_SIZE]) == []
-    assert "a: GPU is 0, not 4" in behind.wrong_block(tokens, BASE, rows[0])
+    assert behind.wrong_block(tokens, BASE, {place}) == []
+    assert behind.wrong_block(tokens, BASE, set()) == [f"a: it is not at {place}"]
+    assert nobody.wrong_block(tokens, BASE, {place}) == [f"a: it is at {place}"]
+    assert behind.wrong_counts(Counter({place: 1})) == []
+    assert behind.wrong_counts(Counter({place: 2})) == [f"a: 2 blocks at {place}, not 1 to 1"]
+    assert nobody.wrong_counts(Counter({place: 1})) == [f"a: 1 blocks at {place}, not 0 to 0"]
