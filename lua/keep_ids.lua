@@ -1,4 +1,4 @@
--- keep_ids(groups; group, id, shards, publisher) -> {verdict, id}
+-- keep_ids(groups; group, id, shards, publisher, format) -> {verdict, id}
 --
 -- Write again which ids a registration has, after a failover that has forgotten them.
 --
@@ -6,6 +6,7 @@
 -- ARGV  group      the field
 --       id, shards the group's
 --       publisher  the publisher's id
+--       format     the caller's layout of the index
 --
 -- {'applied', id}  they are known
 -- {'other', id}    the group has been given this other id meanwhile; nothing written. 0: its entry is of a form that
@@ -18,6 +19,7 @@ if id ~= ARGV[2] then return {'other', tonumber(id)} end
 
 local last = redis.call('HMGET', KEYS[1], 'last_group', 'last_publisher')
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
+redis.call('HSETNX', KEYS[1], 'format', ARGV[5])
 for i, field in ipairs({'last_group', 'last_publisher'}) do
   local given = ARGV[2 * i]
   local known_last = last[i] or '0'

@@ -1,14 +1,15 @@
--- new_ids(groups; group, shards, above, publisher_above, hash_seed) -> {verdict, group, shards, publisher}
+-- new_ids(groups; group, shards, above, publisher_above, hash_seed, format) -> {verdict, group, shards, publisher}
 --
 -- Return the group id of a (tenant, model), which its first registration assigns, and a new publisher id.
 --
 -- KEYS  groups  hash  `["tenant","model"]`: `<group id> <shards>`; `last_group`, `last_publisher`: the last ids;
---               `hash_seed`: what all blocks here are hashed with
+--               `hash_seed`: what all blocks here are hashed with; `format`: how they are laid out
 -- ARGV  group   the field
 --       shards  into how many shards a new group is cut; a known one keeps what it has
 --       above   0; else the group gets a new id, larger than this, because its former id belongs to another group
 --       publisher_above   the publisher's id is larger than this (one at or below turned out to be another's)
 --       hash_seed  the caller's seed; the first one is kept
+--       format     the caller's layout of the index; the first one is kept
 --
 -- {'applied', group id, shards, publisher id}  no id is ever given twice
 -- {'other', 0}  the group's entry is of a form that this release does not know; nothing written
@@ -37,6 +38,7 @@ if known then
   id, shards = tonumber(id), tonumber(shards)
 end
 redis.call('HSETNX', KEYS[1], 'hash_seed', ARGV[5])
+redis.call('HSETNX', KEYS[1], 'format', ARGV[6])
 if not id or id <= above then
   id = math.max(last('last_group'), above) + 1
   shards = tonumber(ARGV[2])

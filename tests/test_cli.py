@@ -19,7 +19,7 @@ from waymark import __version__, cli, native
 from waymark.simulator import Faults, SimulateOptions
 
 ROOT = Path(__file__).parents[1]
-RUNNING = ("serve", "query", "ingest", "register", "unregister", "demo", "status", "inspect", "simulate")
+RUNNING = ("serve", "query", "ingest", "register", "unregister", "reset", "demo", "status", "inspect", "simulate")
 COMMANDS = (*RUNNING, "bench", "completion")
 INSPECTIONS = ("prompt", "block", "holder", "keys", "namespace")
 

@@ -30,7 +30,7 @@ from waymark.discovery.pods import PodPorts
 from waymark.discovery.run import Discovery, DiscoveryOptions
 from waymark.domain.targets import URL, is_url
 from waymark.endpoints import AllowedEndpoints
-from waymark.errors import SettingsError
+from waymark.errors import SettingsError, StoreUnavailable
 from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
@@ -49,6 +49,8 @@ from waymark.tokenization.tokenizers import Tokenizers
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 #: How long requests that have begun may take to end.
 _SHUTDOWN_SECONDS = 5
+#: The pause before a Redis that did not answer is asked again for the format of its index.
+_FORMAT_AGAIN_SECONDS = 0.5
 #: How long a connection is kept for a next request: longer than load balancers keep theirs, usually 60 s.
 _KEEP_ALIVE_SECONDS = 65
 
@@ -197,23 +199,50 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    fit = asyncio.Event()
+    refusals: list[str] = []
+
+    async def check_format() -> None:
+        refusal = await _other_format(store)
+        if refusal is None:
+            fit.set()
+        else:
+            refusals.append(refusal)
+            stop.set()
+
+    async def work(worker: Worker) -> None:
+        await fit.wait()
+        await worker.run()
+
     try:
         async with asyncio.TaskGroup() as tasks:
+            format_check = tasks.create_task(check_format())
             ended: set[asyncio.Task[Any]] = {tasks.create_task(stop.wait())}
             tasks.create_task(store.health.look())  # says in the log what is wrong with Redis
             if port:
                 ended.add(tasks.create_task(server.serve()))
             workers: list[asyncio.Task[None]] = []
             if options is not None:
-                workers.append(tasks.create_task(Worker(store, metrics, options, Asker.of(settings)).run()))
+                workers.append(tasks.create_task(work(Worker(store, metrics, options, Asker.of(settings)))))
                 workers.append(tasks.create_task(_discovery(store, settings, metrics, asker).run()))
             # A server that ends by itself could not open its port.
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             stop.set()
             server.should_exit = True
-            for worker in workers:
+            for worker in (*workers, format_check):
                 worker.cancel()
     finally:
         await tokenizers.close()
         await asker.close()
         await store.close()
+    if refusals:
+        raise SettingsError(refusals[0])
+
+
+async def _other_format(store: Store) -> str | None:
+    """As ``Store.other_format``, as soon as Redis answers."""
+    while True:
+        try:
+            return await store.other_format()
+        except StoreUnavailable:
+            await asyncio.sleep(_FORMAT_AGAIN_SECONDS)

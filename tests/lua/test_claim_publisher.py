@@ -7,6 +7,7 @@ from asyncio import gather
 from redis.asyncio import Redis
 
 from tests.store.factories import hgetall, snapshot
+from waymark.domain.rows import FORMAT
 from waymark.store import keys
 from waymark.store.scripts import Scripts, Verdict
 
@@ -66,42 +67,48 @@ async def test_of_twenty_claims_at_once_one_stands(redis: Redis, scripts: Script
 
 
 async def test_a_group_keeps_its_id_and_shards_and_publishers_get_new_ones(scripts: Scripts) -> None:
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 0, SEED)).numbers == (1, 1, 1)
-    assert (await scripts.new_ids(keys.GROUPS, LARGE, 3, 0, 0, SEED)).numbers == (2, 3, 2)
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 8, 0, 0, SEED)).numbers == (1, 1, 3)
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 0, SEED, FORMAT)).numbers == (1, 1, 1)
+    assert (await scripts.new_ids(keys.GROUPS, LARGE, 3, 0, 0, SEED, FORMAT)).numbers == (2, 3, 2)
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 8, 0, 0, SEED, FORMAT)).numbers == (1, 1, 3)
 
 
 async def test_a_group_whose_id_was_anothers_gets_one_above_it(redis: Redis, scripts: Scripts) -> None:
-    await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 0, SEED)
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 2, 6, 0, SEED)).numbers == (7, 2, 2)
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 3, 6, 0, SEED)).numbers == (7, 2, 3)
-    assert (await scripts.new_ids(keys.GROUPS, LARGE, 1, 0, 0, SEED)).numbers == (8, 1, 4)
+    await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 0, SEED, FORMAT)
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 2, 6, 0, SEED, FORMAT)).numbers == (7, 2, 2)
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 3, 6, 0, SEED, FORMAT)).numbers == (7, 2, 3)
+    assert (await scripts.new_ids(keys.GROUPS, LARGE, 1, 0, 0, SEED, FORMAT)).numbers == (8, 1, 4)
     assert await hgetall(redis, keys.GROUPS) == {
         GROUP: b"7 2",
         LARGE: b"8 1",
         b"last_group": b"8",
         b"last_publisher": b"4",
         b"hash_seed": b"18446744073709551615",
+        b"format": FORMAT.encode(),
     }
 
 
 async def test_a_publisher_whose_id_was_anothers_gets_one_above_it(redis: Redis, scripts: Scripts) -> None:
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 41, SEED)).numbers == (1, 1, 42)
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 5, SEED)).numbers == (1, 1, 43)
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 41, SEED, FORMAT)).numbers == (1, 1, 42)
+    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 5, SEED, FORMAT)).numbers == (1, 1, 43)
 
 
 async def test_the_first_hash_seed_stays(redis: Redis, scripts: Scripts) -> None:
-    await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 0, SEED)
-    await scripts.new_ids(keys.GROUPS, LARGE, 1, 0, 0, 1337)
+    await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 0, SEED, FORMAT)
+    await scripts.new_ids(keys.GROUPS, LARGE, 1, 0, 0, 1337, FORMAT)
     assert await redis.hget(keys.GROUPS, "hash_seed") == b"18446744073709551615"
 
 
 async def test_ids_that_were_forgotten_are_known_again_and_come_not_twice(redis: Redis, scripts: Scripts) -> None:
-    assert await scripts.keep_ids(keys.GROUPS, GROUP, 7, 2, 30) == (Verdict.APPLIED, (7,))
-    assert await scripts.keep_ids(keys.GROUPS, GROUP, 7, 2, 12) == (Verdict.APPLIED, (7,))
-    assert await hgetall(redis, keys.GROUPS) == {GROUP: b"7 2", b"last_group": b"7", b"last_publisher": b"30"}
-    assert (await scripts.new_ids(keys.GROUPS, LARGE, 1, 0, 0, SEED)).numbers == (8, 1, 31)
+    assert await scripts.keep_ids(keys.GROUPS, GROUP, 7, 2, 30, FORMAT) == (Verdict.APPLIED, (7,))
+    assert await scripts.keep_ids(keys.GROUPS, GROUP, 7, 2, 12, FORMAT) == (Verdict.APPLIED, (7,))
+    assert await hgetall(redis, keys.GROUPS) == {
+        GROUP: b"7 2",
+        b"last_group": b"7",
+        b"last_publisher": b"30",
+        b"format": FORMAT.encode(),
+    }
+    assert (await scripts.new_ids(keys.GROUPS, LARGE, 1, 0, 0, SEED, FORMAT)).numbers == (8, 1, 31)
 
     before = await hgetall(redis, keys.GROUPS)
-    assert await scripts.keep_ids(keys.GROUPS, LARGE, 9, 2, 50) == (Verdict.OTHER, (8,))
+    assert await scripts.keep_ids(keys.GROUPS, LARGE, 9, 2, 50, FORMAT) == (Verdict.OTHER, (8,))
     assert await hgetall(redis, keys.GROUPS) == before

@@ -40,6 +40,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         "status": Command("looking", "show publishers, streams, ingest workers and the state of Redis"),
         "inspect": Command("looking", "show which instances have the blocks of a prompt, and what Redis contains"),
     },
+    "change a Redis": {
+        "reset": Command("reset", "delete everything of Waymark in a Redis, when no role runs"),
+    },
     "try and measure": {
         "demo": Command("demo", "run the whole service with simulated engines and show a table", extra="demo"),
         "simulate": Command("simulate", "run simulated engines that publish events as real ones do"),

@@ -38,6 +38,8 @@ EMBEDDED = "memory://"
 #: Connections to each server: more than requests run at once, since redis-py does not serve waiting callers in order.
 CONNECTIONS = 80
 _ONE_REPLY = Replies(1)
+#: Keys in one step of a SCAN.
+_SCAN_COUNT = 1000
 
 
 class Subscription:
@@ -191,6 +193,11 @@ class RedisClient:
             reply = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", count)
             return cast("tuple[int, dict[bytes, bytes]]", reply)
 
+    async def unlink_all(self, pattern: str) -> int:
+        """Delete every key that matches ``pattern``, on every primary; how many there were."""
+        with self._translated():
+            return sum([await _unlink_all(each, pattern) for each in await self._primaries()])
+
     async def several(self, commands: Iterable[Sequence[Any]], *, is_lenient: bool = False) -> list[Any]:
         """The replies to independent commands, in one round trip (on a Cluster, one to each node, all at once).
 
@@ -280,6 +287,16 @@ def _connected(
             return node(address.endpoints[0]), reads_of(address.endpoints[0])
         case "socket":
             return node(None), reads(None)
+
+
+async def _unlink_all(redis: Redis, pattern: str) -> int:
+    count = 0
+    async with redis.pipeline(transaction=False) as pipeline:
+        async for key in redis.scan_iter(match=pattern, count=_SCAN_COUNT):
+            pipeline.unlink(key)  # one at a time: on a Cluster two keys may be in two slots
+            if len(pipeline) >= _SCAN_COUNT:
+                count += sum(await pipeline.execute())
+        return count + int(sum(await pipeline.execute()))
 
 
 async def _load(redis: Redis) -> None:

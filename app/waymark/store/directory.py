@@ -109,7 +109,7 @@ class _Tenants:
 
 
 #: Fields of ``wm:groups`` that are no groups.
-_COUNTERS = frozenset({b"last_group", b"last_publisher", b"hash_seed"})
+_COUNTERS = frozenset({b"last_group", b"last_publisher", b"hash_seed", b"format"})
 
 
 def _entry(value: bytes) -> GroupEntry:

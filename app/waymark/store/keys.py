@@ -11,6 +11,8 @@ import orjson
 
 from waymark.domain.names import GroupName, PublisherName
 
+ALL = "wm:*"
+"""What matches every key of Waymark."""
 GROUPS = "wm:groups"
 PUBLISHERS = "wm:publishers"
 #: In the slot of the publishers, so that one script writes both.

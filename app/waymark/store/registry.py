@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Literal
 
 from waymark.domain.names import BY_CLIENT, PublisherName, Registration
+from waymark.domain.rows import FORMAT
 from waymark.errors import Conflict, StoreUnavailable
 from waymark.shown import shown
 from waymark.store import keys
@@ -123,6 +124,7 @@ class Registry:
                 above,
                 publisher_above,
                 self._hash_seed,
+                FORMAT,
             )
             if not ids.is_applied:
                 raise Conflict(
@@ -185,7 +187,7 @@ class Registry:
         if entry == b"%d %d" % (claim.group_id, claim.shards):
             return True
         # A failover has forgotten that the ids were handed out: queries would not find the group.
-        kept = await self._scripts.keep_ids(keys.GROUPS, group, claim.group_id, claim.shards, claim.publisher)
+        kept = await self._scripts.keep_ids(keys.GROUPS, group, claim.group_id, claim.shards, claim.publisher, FORMAT)
         return kept.is_applied
 
     async def put_back(self, claim: Claim) -> bool:

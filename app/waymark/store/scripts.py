@@ -150,12 +150,12 @@ class Scripts:
         return await self._run("write_record", [record], [token, *field])
 
     async def new_ids(
-        self, groups: str, group: bytes, shards: int, above: int, publisher_above: int, hash_seed: int
+        self, groups: str, group: bytes, shards: int, above: int, publisher_above: int, hash_seed: int, format: str
     ) -> Outcome:
-        return await self._run("new_ids", [groups], [group, shards, above, publisher_above, str(hash_seed)])
+        return await self._run("new_ids", [groups], [group, shards, above, publisher_above, str(hash_seed), format])
 
-    async def keep_ids(self, groups: str, group: bytes, id: int, shards: int, publisher: int) -> Outcome:
-        return await self._run("keep_ids", [groups], [group, id, shards, publisher])
+    async def keep_ids(self, groups: str, group: bytes, id: int, shards: int, publisher: int, format: str) -> Outcome:
+        return await self._run("keep_ids", [groups], [group, id, shards, publisher, format])
 
     async def claim_publisher(
         self, publishers: str, unregistered: str, publisher: bytes, expected: Arg, registration: Arg, restores: str

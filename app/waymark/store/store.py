@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
-from waymark.store import keys
+from waymark.store import index_format, keys
 from waymark.store.client import RedisClient, Subscription
 from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
@@ -141,12 +141,23 @@ class Store:
         """Subscribe to the channel on which changes of registrations are announced."""
         return self._client.subscription(keys.CONTROL)
 
+    async def other_format(self) -> str | None:
+        """Why the index in this Redis is none of this release, as a sentence; None where it is, or is empty."""
+        words = [("HGET", keys.GROUPS, field) for field in index_format.FIELDS]
+        return index_format.complaint(*await self._client.several(words))
+
+    async def reset(self) -> int:
+        """Delete everything of Waymark in this Redis; how many keys there were. No role may be running."""
+        return await self._client.unlink_all(keys.ALL)
+
     async def check(self) -> list[str]:
         """Why queries and events cannot be served, as sentences; empty if Redis answers and has the scripts."""
         try:
             await self._client.load_scripts()
             # A Cluster that is down takes scripts and pings, and refuses every key.
-            await self._client.hget(keys.GROUPS, "last_group")
+            other = await self.other_format()
+            if other is not None:
+                return [other]
             if self._read_client is not None:
                 await self._read_client.ping()
                 await self._read_client.hget(keys.GROUPS, "last_group")

@@ -1,0 +1,25 @@
+"""The word in Redis that says how the index is laid out, so that no release takes another layout for its own."""
+
+from __future__ import annotations
+
+from waymark.domain.rows import FORMAT
+from waymark.shown import shown
+
+#: The field of ``wm:groups`` that holds it; written with the first group, by the same script.
+FIELD = "format"
+#: A field that every index with a group has, in every release.
+_ANY_INDEX = "last_group"
+#: The two fields to read, in the order of ``complaint``.
+FIELDS = (FIELD, _ANY_INDEX)
+
+
+def complaint(found: bytes | None, last_group: bytes | None) -> str | None:
+    """Why the index in this Redis cannot be used, as a sentence with the way out; None where it can, or is empty."""
+    if found == FORMAT.encode() or (found is None and last_group is None):
+        return None
+    name = "none" if found is None else shown(found.decode(errors="replace"))
+    return (
+        f"this Redis holds an index in another format (found: {name}, wanted: {FORMAT}): stop all roles, delete all "
+        "keys of wm:* with 'waymark reset --yes' or use another database, and start again; streams with a replay "
+        "endpoint fill it"
+    )

@@ -1,0 +1,80 @@
+"""An index of another format is refused, and a reset empties a Redis of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.patience import within
+from tests.store.factories import registration
+from waymark import runtime
+from waymark.cli.entry import main
+from waymark.domain.rows import FORMAT
+from waymark.errors import SettingsError
+from waymark.settings import Settings
+from waymark.store import keys
+from waymark.store.store import Store
+
+pytestmark = pytest.mark.parametrize("redis", ["real"], indirect=True)
+
+
+async def test_the_first_group_writes_the_format(redis: Redis, redis_url: str) -> None:
+    store = Store.open(redis_url)
+    assert await store.other_format() is None, "an empty Redis has none"
+    await store.registry.register(registration())
+    assert await redis.hget(keys.GROUPS, "format") == FORMAT.encode()
+    assert await store.other_format() is None
+    assert await store.check() == []
+    await store.close()
+
+
+async def test_a_failover_that_has_forgotten_it_gets_it_back(redis: Redis, redis_url: str) -> None:
+    store = Store.open(redis_url)
+    of = registration()
+    await store.registry.register(of)
+    claim = await store.directory.claim(of.name)
+    assert claim is not None
+    await redis.delete(keys.GROUPS)
+    await store.scripts.keep_ids(
+        keys.GROUPS, keys.group_field(of.group), claim.group_id, claim.shards, claim.publisher, FORMAT
+    )
+    assert await redis.hget(keys.GROUPS, "format") == FORMAT.encode()
+    await store.close()
+
+
+@pytest.mark.parametrize(("found", "name"), [(None, "none"), ("blocks 7", '"blocks 7"')])
+@pytest.mark.parametrize("roles", [(True, False), (False, True), (True, True)], ids=["query", "ingest", "serve"])
+async def test_no_role_runs_on_another_format(
+    redis: Redis, redis_url: str, found: str | None, name: str, roles: tuple[bool, bool], free_port: int
+) -> None:
+    fields = {"last_group": "1", "last_publisher": "1"} | ({} if found is None else {"format": found})
+    for field, value in fields.items():
+        await redis.hset(keys.GROUPS, field, value)
+    settings = Settings(redis_url=redis_url, port=free_port, ingest_port=0, host="127.0.0.1")
+    async with within(30):
+        with pytest.raises(SettingsError, match="waymark reset --yes") as refused:
+            await runtime.run(settings, has_api=roles[0], has_worker=roles[1])
+    assert f"found: {name}, wanted: {FORMAT}" in str(refused.value)
+    assert await redis.exists(keys.WORKERS) == 0, "no worker has begun"
+
+
+async def test_a_replica_is_not_ready_over_another_format(redis: Redis, redis_url: str) -> None:
+    store = Store.open(redis_url)
+    await redis.hset(keys.GROUPS, mapping={"last_group": "1", "format": "blocks 7"})
+    (sentence,) = await store.check()
+    assert "another format" in sentence
+    await store.close()
+
+
+async def test_a_reset_deletes_what_is_ours_and_nothing_else(
+    redis: Redis, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await redis.mset({f"wm:{{1}}:{number:016x}": "x" for number in range(2500)} | {"others": "kept"})
+    refused = await asyncio.to_thread(main, ["reset", "--redis-url", redis_url])
+    assert refused == 2
+    assert await redis.dbsize() == 2501
+    assert await asyncio.to_thread(main, ["reset", "--yes", "--redis-url", redis_url]) == 0
+    assert "deleted 2500 keys" in capsys.readouterr().out
+    assert await redis.keys("*") == [b"others"]
