@@ -3,7 +3,7 @@
 What a stream does for frames, one request does for its events: it takes the publisher's lease for as long as it
 needs, reads where each stream of the envelope's dimensions stands, applies what comes next, and gives the lease back.
 The order is ``event_id``'s, per stream. An event that was applied already is skipped by its mark even if its answer
-was lost, so a sender may always send again.
+was lost, so a sender may always send again. What a request knows of the publisher's blocks serves the next one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from waymark.api.bodies import Body
 from waymark.api.operations import Answer
 from waymark.api.prompts import check_count
 from waymark.apply.applier import Applier, Fenced, Incoming, resumed
+from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
 from waymark.domain.engines import OVER_HTTP
 from waymark.domain.events import Batch, Envelope, Event
@@ -56,6 +57,7 @@ class Events:
         self._settings = settings
         self._options = ApplyOptions.of(settings)
         self._metrics = metrics
+        self._kept = KeptMemories(store)
 
     async def events(self, body: Body) -> Answer:
         """Apply one event or a list, up to the first gap. Nothing is applied where one of them does not fit."""
@@ -128,6 +130,7 @@ class Events:
             self._metrics,
             self._options,
             is_patient=False,
+            kept=self._kept,
         )
         resolver = applier.resolver
         standing = {
@@ -155,6 +158,7 @@ class Events:
             applier.counters["waiting_lost"] += resolver.waiting.blocks
             applier.counters["waiting"] = 0
             await applier.write({}, applier.counters)
+        await self._kept.keep(grant, resolver)
 
     async def _flush(self, applier: Applier, fold: list[Incoming], progress: _Progress) -> None:
         if not fold:

@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from waymark.apply.counts import Counts
+from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
 from waymark.apply.portions import portions_of
 from waymark.apply.slices import SliceRunner
@@ -312,15 +313,18 @@ async def resumed(
     *,
     foreign_ranks: frozenset[int] = frozenset(),
     is_patient: bool = True,
+    kept: KeptMemories | None = None,
 ) -> tuple[Applier, StreamState]:
     """Return an applier with the state in the stream's record, and that state. Raises Fenced if there is no record.
 
     ``foreign_ranks`` are the ranks of the instance with their own registration. A damaged record begins a new life.
+    The blocks of the stream come from ``kept`` where they are there, else from Redis.
     """
     state = await store.records.read(grant)
     if state is None:
         raise Fenced
     grant.shard_seqs.update(state.shard_seqs)
+    memory = None if kept is None else await kept.take(grant, state)
     resolver = Resolver(
         grant.claim.registration,
         grant.publisher,
@@ -329,11 +333,13 @@ async def resumed(
         shards=grant.shards,
         waiting_blocks=options.waiting_blocks,
         foreign_ranks=foreign_ranks,
+        memory=memory,
     )
     main_group = int(state.main_groups) if state.main_groups else None
     resolver.resume(state.holders, state.flags, main_group, state.event_ids)
-    ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
-    resolver.placer.skip(await store.takeover.fill(grant, ranks, resolver.memory))
+    if memory is None:
+        ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
+        resolver.placer.skip(await store.takeover.fill(grant, ranks, resolver.memory))
     counters = Counter(state.counters)
     resolver.missing = counters[MISSING]
     # Blocks that waited for their parents were only in the memory of the process before.

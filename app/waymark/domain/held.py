@@ -24,6 +24,8 @@ GONE_MAX = 32_768
 """Hashes that are gone, of one rank. At least half as many are remembered: the last ones."""
 FULL_MAX = 8_192
 """Places that are known to be full."""
+_SEVERAL_BYTES = 300
+"""Of a block with copies or further engine hashes, beside the tables."""
 
 
 class Left(NamedTuple):
@@ -392,7 +394,8 @@ class HeldBlocks:
     def bytes(self) -> int:
         """What the tables take; in Python it is an estimate."""
         tables = [self._places, *(held.known for held in self._held.values())]
-        return sum(map(getsizeof, tables)) + sum(gone.bytes for gone in self._gone.values())
+        several = _SEVERAL_BYTES * sum(len(held.several) for held in self._held.values())
+        return several + sum(map(getsizeof, tables)) + sum(gone.bytes for gone in self._gone.values())
 
     def __len__(self) -> int:
         """Hashes, those that are gone included."""

@@ -44,10 +44,11 @@ class Resolver:
         waiting_blocks: int,
         shards: int = 1,
         foreign_ranks: frozenset[int] = frozenset(),
+        memory: HeldBlocks | None = None,
     ) -> None:
         self.registration = registration
         self._traits = registration.kind.traits
-        self.memory = HeldBlocks()
+        self.memory = HeldBlocks() if memory is None else memory
         self.placer = Placer(self.memory, shards)
         self._blocks_max = blocks_max
         self.waiting = WaitingRoom(waiting_blocks)

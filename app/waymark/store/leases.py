@@ -49,6 +49,11 @@ class Grant:
     """A shard had no token of the publisher. If the publisher has a life, that shard has come back empty."""
 
     @property
+    def counter(self) -> int:
+        """It grows by one with each lease of the publisher."""
+        return int(self.token.partition(".")[0])
+
+    @property
     def publisher(self) -> int:
         return self.claim.publisher
 

@@ -6,6 +6,7 @@ The caller has raised the fence, so no other worker writes for these holders mea
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from waymark.domain.held import BlockMemory
 from waymark.domain.rows import Entry, Place, Row, parse, parse_entry, parse_field
@@ -42,6 +43,15 @@ class Takeover:
                 if mark is not None:
                     counted[holder, shard] = mark
         return counted
+
+    async def marks(self, grant: Grant, holders: Sequence[int]) -> list[bytes | None]:
+        """How far ``holders`` are applied on each shard but the first, whose record says it. Raises StoreUnavailable.
+
+        A shard that has lost writes says something else than before.
+        """
+        shards = range(1, grant.shards)
+        engines = [keys.engine(grant.group_id, shard, holder) for shard in shards for holder in holders]
+        return await self._client.several([("HGET", engine, "applied") for engine in engines]) if engines else []
 
     async def _fill_from(self, grant: Grant, shard: int, holder: int, memory: BlockMemory) -> tuple[int, int] | None:
         engine = keys.engine(grant.group_id, shard, holder)

@@ -1,0 +1,104 @@
+"""Keeps the block memories of publishers between requests of ``POST /events``.
+
+A request holds the lease of its publisher only while it applies. What it knows at its end is whole only until another
+process takes that lease, so a memory is bound to the lease and the record: the next lease has the next counter, and the
+record and the marks on the other shards say what they said. Otherwise the request reads the blocks from Redis again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from waymark.domain.held import HeldBlocks
+from waymark.domain.resolver import Resolver
+from waymark.store.claims import Claim
+from waymark.store.leases import Grant
+from waymark.store.records import StreamState
+from waymark.store.store import Store
+
+#: Of all memories of a process, in bytes: some 1.5 million blocks.
+KEPT_BYTES_MAX: Final = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    memory: HeldBlocks = field(repr=False)
+    size: int
+    claim: Claim
+    counter: int
+    state: StreamState = field(repr=False)
+    marks: list[bytes | None] = field(repr=False)
+
+
+class KeptMemories:
+    """Memories by publisher, at most ``bytes_max`` together; the least recently used one goes first."""
+
+    def __init__(self, store: Store, bytes_max: int = KEPT_BYTES_MAX) -> None:
+        self._store = store
+        self._bytes_max = bytes_max
+        self._kept: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
+        self.bytes = 0
+        store.incarnation.cache(self)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self.bytes = 0
+
+    async def take(self, grant: Grant, state: StreamState) -> HeldBlocks | None:
+        """The memory of a publisher where it is what Redis has. It is kept again only by ``keep``."""
+        kept = self._pop(grant)
+        if kept is None or kept.claim != grant.claim or kept.counter + 1 != grant.counter:
+            return None
+        if not _is_same(kept.state, state) or kept.marks != await self._marks(grant, state):
+            return None
+        return kept.memory
+
+    async def keep(self, grant: Grant, resolver: Resolver) -> None:
+        """Keep what ``resolver`` knows, whose folds Redis has all acknowledged. The lease is still held."""
+        size = resolver.memory.bytes
+        if size > self._bytes_max:
+            return
+        changes = self._store.incarnation.changes
+        state = await self._store.records.read(grant)
+        if state is None or dict(state.holders) != resolver.holders:
+            return
+        if dict(state.event_ids) != resolver.event_ids:
+            return  # Redis has lost writes during the request
+        marks = await self._marks(grant, state)
+        if changes != self._store.incarnation.changes:
+            return
+        self._pop(grant)
+        self._kept[grant.group_id, grant.publisher] = _Kept(
+            resolver.memory, size, grant.claim, grant.counter, state, marks
+        )
+        self.bytes += size
+        while self.bytes > self._bytes_max:
+            _, oldest = self._kept.popitem(last=False)
+            self.bytes -= oldest.size
+
+    def _pop(self, grant: Grant) -> _Kept | None:
+        kept = self._kept.pop((grant.group_id, grant.publisher), None)
+        if kept is not None:
+            self.bytes -= kept.size
+        return kept
+
+    async def _marks(self, grant: Grant, state: StreamState) -> list[bytes | None]:
+        return await self._store.takeover.marks(grant, sorted(state.holders.values()))
+
+
+def _is_same(before: StreamState, now: StreamState) -> bool:
+    """Whether the record says the same of the blocks; another one has lost writes, or is of another life."""
+    if before.is_damaged or now.is_damaged:
+        return False
+    return (before.life, before.holders, before.event_ids, before.flags, before.shard_seqs) == (
+        now.life,
+        now.holders,
+        now.event_ids,
+        now.flags,
+        now.shard_seqs,
+    )

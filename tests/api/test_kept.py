@@ -1,0 +1,194 @@
+"""A request of ``POST /events`` uses what the request before knew, and only where nothing came between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import MakeClient
+from waymark.apply.kept import KeptMemories
+from waymark.domain.hashing import extend, token_bytes
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.index import Index
+from waymark.store.store import Store
+from waymark.store.takeover import Takeover
+
+TOKENS = list(range(1, 9))
+HASHES = extend(None, token_bytes(TOKENS), 2)
+
+
+@pytest.fixture
+def fills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The publisher of each time that blocks were read back from Redis."""
+    fills: list[int] = []
+    fill = Takeover.fill
+
+    async def counted(self: Takeover, grant: Any, holders: Any, memory: Any) -> Any:
+        fills.append(grant.publisher)
+        return await fill(self, grant, holders, memory)
+
+    monkeypatch.setattr(Takeover, "fill", counted)
+    return fills
+
+
+@pytest.fixture
+async def two(store: Store, make_client: MakeClient) -> tuple[httpx.AsyncClient, httpx.AsyncClient]:
+    """Two replicas on one Redis, with a publisher whose blocks have two tokens."""
+    one, other = await make_client(store), await make_client(store)
+    await register(one)
+    return one, other
+
+
+async def register(client: httpx.AsyncClient, instance_id: str = "pool-1") -> None:
+    body = {"type": "standard", "instance_id": instance_id, "modelname": "m", "block_size": 2}
+    answer = await client.post("/register", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def store_one(client: httpx.AsyncClient, event_id: int, instance_id: str = "pool-1", **fields: Any) -> int:
+    """Store the block ``event_id - 1`` of the prompt, by an engine hash that only the publisher knows."""
+    i = event_id - 1
+    event = {
+        "event_id": event_id,
+        "event_type": "stored",
+        "backend_id": instance_id,
+        "seq_hashes": [500 + i],
+        "token_ids": TOKENS[2 * i : 2 * i + 2],
+        "base_block_idx": i,
+    } | ({"parent_hash": 499 + i} if i else {})
+    return (await client.post("/events", json=event | fields)).status_code
+
+
+async def remove_one(client: httpx.AsyncClient, event_id: int, i: int) -> int:
+    event = {"event_id": event_id, "event_type": "removed", "backend_id": "pool-1", "seq_hashes": [500 + i]}
+    return (await client.post("/events", json=event)).status_code
+
+
+async def matched(client: httpx.AsyncClient) -> int:
+    body = {"model": "m", "block_size": 2, "token_ids": TOKENS}
+    row = (await client.post("/query", json=body)).json()["default"].get("pool-1", {})
+    return int(row.get("longest_matched", 0))
+
+
+async def test_the_next_request_reads_no_blocks_again(
+    two: tuple[httpx.AsyncClient, httpx.AsyncClient], fills: list[int]
+) -> None:
+    client, _ = two
+    for event_id in (1, 2, 3):
+        assert await store_one(client, event_id) == 200
+    assert await remove_one(client, 4, 2) == 200
+    assert await matched(client) == 4
+    assert len(fills) == 1
+
+
+async def test_after_another_process_blocks_are_read_again(
+    two: tuple[httpx.AsyncClient, httpx.AsyncClient], fills: list[int]
+) -> None:
+    client, other = two
+    assert await store_one(client, 1) == 200
+    assert await store_one(other, 2) == 200
+    assert await store_one(client, 3) == 200, "its parent is a block that the other process stored"
+    assert await matched(client) == 6
+    assert await remove_one(other, 4, 2) == 200
+    assert await remove_one(client, 5, 1) == 200
+    assert await matched(client) == 2
+    assert len(fills) == 5
+
+
+async def test_what_a_failed_request_knew_is_not_used(
+    two: tuple[httpx.AsyncClient, httpx.AsyncClient], fills: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = two
+    assert await store_one(client, 1) == 200
+    with monkeypatch.context() as patch:
+
+        async def away(self: Index, *_: Any, **__: Any) -> Any:
+            raise StoreUnavailable("redis is away")
+
+        patch.setattr(Index, "apply", away)
+        assert await store_one(client, 2) == 503
+    assert await store_one(client, 2) == 200
+    assert await matched(client) == 4
+    assert len(fills) == 2
+
+
+async def test_a_publisher_that_was_registered_again_has_no_blocks(
+    two: tuple[httpx.AsyncClient, httpx.AsyncClient], fills: list[int]
+) -> None:
+    client, _ = two
+    assert await store_one(client, 1) == 200
+    answer = await client.post("/unregister", json={"instance_id": "pool-1"})
+    assert answer.status_code == 200, answer.text
+    await register(client)
+    assert await store_one(client, 1) == 200
+    assert await matched(client) == 2
+    assert len(fills) == 2
+
+
+async def test_a_record_that_was_set_back_is_read_again(
+    two: tuple[httpx.AsyncClient, httpx.AsyncClient], fills: list[int], store: Store
+) -> None:
+    """As a failover does that loses the last writes, but not the lease."""
+    client, _ = two
+    assert await store_one(client, 1) == 200
+    (claim,) = await store.directory.claims()
+    record = keys.record(claim.group_id, claim.publisher)
+    before = await store._client.hgetall(record)
+    assert await store_one(client, 2) == 200
+    now = await store._client.hgetall(record)
+    names = [name for name in now if name.startswith(b"event:")]
+    assert names
+    assert before[b"token"] != now[b"token"]
+    await store._client.several([("HSET", record, name, before[name]) for name in names])
+    assert await store_one(client, 2) == 200, "not stale: the record does not have it"
+    assert len(fills) == 2
+
+
+async def test_a_shard_that_was_set_back_is_read_again(
+    redis_url: str, make_client: MakeClient, fills: list[int]
+) -> None:
+    store = Store.open(redis_url, shards=4)
+    try:
+        client = await make_client(store)
+        await register(client)
+        for event_id in range(1, 9):  # eight prompts of one block, on several shards
+            assert (
+                await store_one(client, event_id, token_ids=[event_id, 99], base_block_idx=0, parent_hash=None) == 200
+            )
+        assert len(fills) == 1
+        (claim,) = await store.directory.claims()
+        record = await store._client.hgetall(keys.record(claim.group_id, claim.publisher))
+        (holder,) = (int(value) for name, value in record.items() if name.startswith(b"holder:"))
+        engines = [keys.engine(claim.group_id, shard, holder) for shard in range(1, 4)]
+        marks = await store._client.several([("HGET", engine, "applied") for engine in engines])
+        engine = next(engine for engine, mark in zip(engines, marks, strict=True) if mark is not None)
+        await store._client.several([("HSET", engine, "applied", "0 1")])
+        assert await store_one(client, 9, token_ids=[9, 99], base_block_idx=0, parent_hash=None) == 200
+        assert len(fills) == 2
+    finally:
+        await store.close()
+
+
+async def test_memories_are_bounded_in_bytes(
+    memory_store: Store, make_client: MakeClient, fills: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[KeptMemories] = []
+    begin = KeptMemories.__init__
+
+    def begun(self: KeptMemories, store: Store, bytes_max: int = 0) -> None:
+        begin(self, store, 20_000)
+        made.append(self)
+
+    monkeypatch.setattr(KeptMemories, "__init__", begun)
+    client = await make_client(memory_store)
+    for i in range(40):
+        await register(client, f"pool-{i}")
+        assert await store_one(client, 1, f"pool-{i}") == 200
+        (kept,) = made
+        assert kept.bytes <= 20_000
+    assert 0 < len(kept) < 40
+    kept.clear()
+    assert (len(kept), kept.bytes) == (0, 0)
