@@ -42,6 +42,7 @@ ELSEWHERE = {
     "api.answer_cache:_NONE_KNOWN": "always empty",
     "api.request_cache:RequestCache": "what texts of requests say, by their bytes",
     "api.admission:AdmissionQueue": "requests that wait",
+    "apply.kept:KeptMemories": "made by the incarnation",
     "apply.options:ApplyOptions": "settings",
     "ingest.event_source:EventSource": "events that wait to be applied",
     "ingest.prefix_stream:PrefixStream": "one stream, under one grant",

@@ -40,7 +40,6 @@ class KeptMemories:
         self._bytes_max = bytes_max
         self._kept: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
         self.bytes = 0
-        store.incarnation.cache(self)
 
     def __len__(self) -> int:
         return len(self._kept)
