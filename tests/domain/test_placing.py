@@ -9,7 +9,7 @@ from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Mode, Part, PartList
 from waymark.domain.placing import Placer
-from waymark.domain.rows import Place
+from waymark.domain.rows import SAME_HASH, Place
 from waymark.domain.slices import finish
 
 pytestmark = pytest.mark.usefixtures("implementation", "implementation_kept")
@@ -107,6 +107,22 @@ def test_a_hash_that_comes_to_mean_another_block_leaves_the_first() -> None:
     left, stored = store(to, [300], hashes=[8])
     assert (left.kind, left.keys, left.last) == ("-", [101], 2)
     assert (stored.kind, stored.keys, stored.last, to.aliased) == ("+", [300], 3, 1)
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_an_engine_hash_that_an_entry_cannot_tell_is_told_beside_it(is_taken_over: bool) -> None:
+    to = placer()
+    (part,) = store(to, CHAIN[:2], hashes=[SAME_HASH, 7])
+    assert (part.keys, part.copies) == (CHAIN[:2], [b"1 ffffffffffffffff", b""])
+    if is_taken_over:
+        to = placer()
+        store(to, CHAIN[:2], hashes=[CHAIN[0], 7])  # as the entry is read
+        to.memory.restore(GPU, CHAIN[0], 1, [SAME_HASH])
+    assert to.memory.held(GPU, CHAIN[0]) is None
+    (part,) = remove(to, SAME_HASH)
+    assert (part.kind, part.keys, part.copies) == ("-", [CHAIN[0]], [b"0"])
+    assert to.memory.held_block(GPU, CHAIN[0]) is None
+    assert to.memory.blocks_of(GPU) == 1
 
 
 def test_parts_that_are_new_join_only_along_a_chain() -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from waymark.domain.known import Group, KnownBlocks, Piece, Places, Spot, new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED
-from waymark.domain.rows import Place
+from waymark.domain.rows import SAME_HASH, Place
 from waymark.domain.slices import Slices
 
 __all__ = ["FULL_MAX", "GONE_MAX", "BlockMemory", "FullPlaces", "HeldBlocks", "Left", "Spot"]
@@ -86,6 +86,7 @@ class BlockMemory(Protocol):
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> Left: ...
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None: ...
     def is_gone(self, holder: int, engine_hash: int) -> bool: ...
+    def tell(self, holder: int, key: int) -> bytes: ...
     def restore(self, holder: int, key: int, copies: int, further: Iterable[int]) -> None: ...
     def move(self, holder: int, key: int, place: Place) -> None: ...
     def blocks_of(self, holder: int) -> int: ...
@@ -119,7 +120,8 @@ class _Several:
 
     @property
     def text(self) -> bytes:
-        further = b"".join(b" %016x" % each for each in self.hashes[1:])
+        # An entry cannot say that a block's engine hash is this word, so it is told here, also where it is the first.
+        further = b"".join(b" %016x" % each for i, each in enumerate(self.hashes) if i or each == SAME_HASH)
         return NO_COPIES if self.copies < 2 and not further else b"%d%b" % (self.copies, further)
 
 
@@ -308,6 +310,16 @@ class HeldBlocks:
         held.several[key] = several
         return first, several.text
 
+    def tell(self, holder: int, key: int) -> bytes:
+        """What ``*<key>`` says of a new block whose entry cannot tell its engine hash; mostly nothing."""
+        held = self._held[holder]
+        first = held.known.first(key)
+        spot = self.held_block(holder, key)
+        if first != SAME_HASH or spot is None or spot.seq_hash == SAME_HASH:
+            return UNCHANGED
+        several = held.several[key] = _Several(1, [first])
+        return several.text
+
     def restore(self, holder: int, key: int, copies: int, further: Iterable[int]) -> None:
         """What Redis says of the copies of a block, which the holder has."""
         held = self._held[holder]
@@ -318,6 +330,12 @@ class HeldBlocks:
             if held.known.get(each) is None:
                 held.known.name(each, key)
                 hashes.append(each)
+        spot = held.known.get(first)
+        if SAME_HASH in hashes[1:] and spot is not None and spot.seq_hash == first:
+            # The entry had that word, and was read as the seq_hash.
+            hashes = [SAME_HASH, *(each for each in hashes[1:] if each != SAME_HASH)]
+            held.known.lead(SAME_HASH)
+            held.known.pop(first)
         held.several[key] = _Several(copies, hashes)
 
     def remove(self, holder: int, engine_hash: int, *, counts: bool) -> Left | None:

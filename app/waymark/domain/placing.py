@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from waymark.domain.held import BlockMemory, Spot
-from waymark.domain.parts import STEP, UNCHANGED, Mode, PartList
-from waymark.domain.rows import PIECE_BLOCKS, Place
+from waymark.domain.parts import STEP, Mode, PartList
+from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, Place
 
 
 class Placer:
@@ -61,7 +61,8 @@ class Placer:
             end = min(len(keys), start + self._piece_blocks - depth)
             piece, engine_hashes = keys[start:end], hashes[start:end]
             is_single = is_deep or (above is not None and above.place.is_single)
-            if not is_single and not self._counted and self.memory.are_new(holder, engine_hashes, piece):
+            is_plain = not is_single and not self._counted and SAME_HASH not in engine_hashes
+            if is_plain and self.memory.are_new(holder, engine_hashes, piece):
                 place = self._next_place(above, depth, piece[0])
                 depths = range(depth, depth + len(piece))
                 self.memory.store(holder, place, namespace, piece, depths, engine_hashes)
@@ -110,7 +111,7 @@ class Placer:
             self._leave(parts, holder, position, engine_hash, mode)
         if known is None:
             memory.store(holder, spot.place, spot.namespace, [spot.key], [spot.depth], [engine_hash])
-            first, copies = engine_hash, UNCHANGED
+            first, copies = engine_hash, memory.tell(holder, spot.key)
         else:
             first, copies = memory.store_again(holder, engine_hash, spot.key, counts=mode != "set")
         here = known or spot
@@ -173,7 +174,7 @@ class Placer:
         seed: int,
     ) -> bool:
         """Hash and store the blocks of a plain store at once; whether it was plain. See ``KnownBlocks.extend``."""
-        if self._counted:
+        if self._counted or SAME_HASH in hashes:
             return False
         pieces = self.memory.extend(holder, parent, hashes, tokens, block_size, seed, namespace, self._piece_blocks)
         if pieces is None:
