@@ -10,11 +10,12 @@ import pytest
 from redis.exceptions import AskError, MovedError, ResponseError
 
 from tests.store.factories import registration, stored
-from tests.store.flow import BLOCKS, applied, asked, begun, granted
+from tests.store.flow import applied, asked, begun, granted
 from tests.topologies import Cluster, farm, migrate, moving, start_cluster
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
+from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.address import Endpoint
@@ -25,6 +26,10 @@ from waymark.store.store import Store
 
 STEPS = 12
 QUERIES = 16
+#: Of many rows, of which the last has room for two more.
+BLOCKS = list(range(1, 3001))
+LAST_HEAD = BLOCKS[len(BLOCKS) // PIECE_BLOCKS * PIECE_BLOCKS]
+MORE = [3001, 3002]
 OLD, NEW = ("old", 1), ("new", 2)
 
 
@@ -110,35 +115,36 @@ async def test_queries_are_answered_while_a_slot_is_half_moved(cluster: Cluster,
         """As a stream does: again and again, until Redis takes it."""
         while True:
             try:
-                assert await applied(store, grant, stored(gpu, [601, 602], seq=2)) is Verdict.APPLIED
+                assert await applied(store, grant, stored(gpu, MORE, seq=2)) is Verdict.APPLIED
                 return
             except StoreUnavailable:
                 continue
 
     with moving(cluster, [slot_key], source, target) as arrive:
         names = source.ask("CLUSTER", "GETKEYSINSLOT", slot, 10_000)
-        assert len(names) > len(BLOCKS)
+        assert len(names) > len(BLOCKS) / PIECE_BLOCKS > 4 * STEPS
         Random(7).shuffle(names)
-        # So that what is written names keys at both nodes until the end.
+        # So that what is written names keys at both nodes until the end: its row goes first, its fence stays.
+        first = keys.block_prefix(grant.group_id, 0) + Place(LAST_HEAD).name
+        names.remove(first)
         names.sort(key=lambda name: name.endswith(b":fence"))
         names = names[: len(names) * 3 // 4]
-        first = names.pop()
         migrate(source, target, [first])
         writing = asyncio.ensure_future(write())
         for step in range(STEPS):
             if moved := names[step::STEPS]:
                 migrate(source, target, moved)
-            lengths = [Random(step * QUERIES + i).randrange(1, 900) for i in range(QUERIES)]
+            lengths = [Random(step * QUERIES + i).randrange(1, 4500) for i in range(QUERIES)]
             found = await asyncio.gather(
                 *(asked_of(store, "m", list(range(1, length + 1))) for length in lengths),
                 *(asked_of(store, "n", BLOCKS) for _ in range(4)),
             )
-            at_least = [min(length, 600) for length in lengths]
+            at_least = [min(length, len(BLOCKS)) for length in lengths]
             assert all(each["pod-1"] >= least for each, least in zip(found, at_least, strict=False))
-            assert found[QUERIES:] == [{"pod-2": 600}] * 4
-            assert await applied(store, other, stored(other_gpu, [1000 + step], seq=2 + step)) is Verdict.APPLIED
+            assert found[QUERIES:] == [{"pod-2": len(BLOCKS)}] * 4
+            assert await applied(store, other, stored(other_gpu, [9000 + step], seq=2 + step)) is Verdict.APPLIED
         assert not writing.done()
         arrive()
         await writing
-        assert await asked(store, range(1, 700)) == {"pod-1": 602}
-    assert await asked(store, range(1, 700)) == {"pod-1": 602}
+        assert await asked(store, range(1, 3100)) == {"pod-1": MORE[-1]}
+    assert await asked(store, range(1, 3100)) == {"pod-1": MORE[-1]}
