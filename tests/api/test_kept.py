@@ -98,6 +98,20 @@ async def test_after_another_process_blocks_are_read_again(
     assert len(fills) == 5
 
 
+async def test_another_lease_alone_ends_what_was_known(
+    two: tuple[httpx.AsyncClient, httpx.AsyncClient], fills: list[int], store: Store
+) -> None:
+    """Its process may have written blocks and died before it said so in the record."""
+    client, _ = two
+    assert await store_one(client, 1) == 200
+    (claim,) = await store.directory.claims()
+    grant = await store.leases.take(claim, "", 10.0)
+    assert grant is not None
+    await store.leases.drop(grant)
+    assert await store_one(client, 2) == 200
+    assert len(fills) == 2
+
+
 async def test_what_a_failed_request_knew_is_not_used(
     two: tuple[httpx.AsyncClient, httpx.AsyncClient], fills: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
