@@ -17,6 +17,7 @@ import zmq.asyncio
 from tests.conftest import wait_until
 from tests.factories import keys, registration
 from tests.ingest.conftest import WITHOUT_PROBES, Bench
+from tests.store.factories import blocks_of
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extra_digest, namespace
 from waymark.store import keys as names
@@ -186,15 +187,11 @@ async def test_a_rule_holds_from_the_socket_to_redis(bench: Bench, rule: Rule) -
 
 
 async def held(bench: Bench, record: str) -> Held:
-    """The block keys of each live holder, by its name, read from the blocks themselves."""
+    """The block keys of each live holder, by its name, read from the rows themselves."""
     fields = {key.decode(): value for key, value in (await bench.store._client.hgetall(record)).items()}
     found: Held = {name[7:]: set() for name in fields if name.startswith("holder:")}
     ids = {int(value): name[7:] for name, value in fields.items() if name.startswith("holder:")}
-    for key in await bench.redis.keys("wm:{1}:" + 16 * "?"):
-        value = await bench.redis.get(key)
-        assert isinstance(key, bytes)
-        assert isinstance(value, bytes)
-        for holder in value.split():
-            if int(holder) in ids:
-                found[ids[int(holder)]].add(int(key[-16:], 16))
+    for key, holders in (await blocks_of(bench.redis)).items():
+        for holder in holders & ids.keys():
+            found[ids[holder]].add(key)
     return found
