@@ -26,6 +26,10 @@ def is_told_alike(step: dict[str, Any]) -> bool:
     return step["status"] < 300 or (step["status"] in (404, 409) and isinstance(step["answer"], dict))
 
 
+#: The index refuses it with 405; here the selector's clients register their workers by it.
+OF_THE_SELECTOR = ("POST", "/workers")
+
+
 async def test_recorded_session(client: httpx.AsyncClient, hold: Hold) -> None:
     tenants: dict[tuple[str, int], str] = {}
     for step in SESSION["steps"]:
@@ -33,6 +37,8 @@ async def test_recorded_session(client: httpx.AsyncClient, hold: Hold) -> None:
             held = step["hold"]
             tenant_id = tenants[held["instance_id"], held["rank"]]
             await hold(tokens=TOKENS, tenant_id=tenant_id, **held)
+            continue
+        if (step["method"], step["path"]) == OF_THE_SELECTOR:
             continue
         request = step["request"]
         body = {} if request is None else {"json": request}

@@ -27,7 +27,8 @@ PATIENCE_SECONDS = 15.0
 
 BOUNDED = "test_what_is_remembered_is_bounded_and_the_oldest_goes_first"
 TRICKLE = "test_publishers_that_trickle_their_replays_hold_up_nobody"
-COUNTED = "test_what_is_kept_and_what_is_found_is_counted"
+
+HOT = "test_hot_rows_are_not_asked_for_again_and_ended_holders_vanish_at_once"
 
 #: Moved by a test of its own: file and name.
 ELSEWHERE = {
@@ -70,8 +71,8 @@ ELSEWHERE = {
         "tests/serving/test_edge.py",
         "test_fields_behind_a_body_are_dropped_and_counted",
     ),
-    "waymark_hot_block_bytes": ("tests/store/test_hot.py", COUNTED),
-    "waymark_hot_block_hits_total": ("tests/store/test_hot.py", COUNTED),
+    "waymark_hot_block_bytes": ("tests/store/test_row_reader.py", HOT),
+    "waymark_hot_block_hits_total": ("tests/store/test_row_reader.py", HOT),
     "waymark_publishers_refused": (
         "tests/ingest/test_worker.py",
         "test_what_the_file_says_otherwise_moves_or_is_told_and_what_it_does_not_name_stays",

@@ -164,6 +164,7 @@ async def test_hot_rows_are_not_asked_for_again_and_ended_holders_vanish_at_once
     reading = await read(reader, CHAIN)
     assert (longest(reading), reading.round_trips) == ({"pod-1": 300}, 1), "the version alone"
     assert metrics.registry.get_sample_value("waymark_hot_block_hits_total") == 10
+    assert (metrics.registry.get_sample_value("waymark_hot_block_bytes") or 0) > 0
     assert rows(reading)["pod-1"].ranks == dict.fromkeys(range(9), 300)
     await stream.end("*")
     assert longest(await read(reader, CHAIN)) == {"pod-1": 0}
