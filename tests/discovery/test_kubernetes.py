@@ -170,10 +170,11 @@ async def test_a_pod_that_goes_is_unregistered_and_may_come_back(
 ) -> None:
     port = int(engine.url.rpartition(":")[2])
     here = partial(pod, "a", "127.0.0.1", annotations=SAID | {"ranks": "2"})
-    async with discovering(store, server.url, port=port):
+    async with discovering(store, server.url, port=port) as metrics:
         await until(lambda: server.watched == 1, "pods are watched")
         server.send("ADDED", here())
         await until_named(store, "serving/a|default|0", "serving/a|default|1")
+        await until(lambda: b'discovery_engines{state="registered"} 1.0' in metrics.render()[0], "it is counted")
         assert [each.endpoint for each in await store.directory.registrations()] == [
             "tcp://127.0.0.1:5557",
             "tcp://127.0.0.1:5558",
@@ -181,6 +182,7 @@ async def test_a_pod_that_goes_is_unregistered_and_may_come_back(
         kind, fields = change
         server.send(kind, pod(**({"name": "a", "address": "127.0.0.1", "annotations": SAID} | fields)))
         await until_named(store)
+        await until(lambda: b"discovery_unregistered_total 2.0" in metrics.render()[0], "both ranks are counted")
         server.send("ADDED", here())
         await until_named(store, "serving/a|default|0", "serving/a|default|1")
 

@@ -32,6 +32,14 @@ HOT = "test_hot_rows_are_not_asked_for_again_and_ended_holders_vanish_at_once"
 
 #: Moved by a test of its own: file and name.
 ELSEWHERE = {
+    "waymark_discovery_requests_total": (
+        "tests/discovery/test_kubernetes.py",
+        "test_an_api_server_that_fails_unregisters_nothing",
+    ),
+    **dict.fromkeys(
+        ("waymark_discovery_engines", "waymark_discovery_unregistered_total"),
+        ("tests/discovery/test_kubernetes.py", "test_a_pod_that_goes_is_unregistered_and_may_come_back"),
+    ),
     **dict.fromkeys(
         (
             "waymark_tokenize_duration_seconds",
