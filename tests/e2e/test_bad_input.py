@@ -85,6 +85,7 @@ async def test_a_bad_value_is_refused_by_name_and_changes_nothing(
         (path, good, field)
         for path, good in (("/register", REGISTER), ("/query", QUERY), ("/query_by_hash", BY_HASH))
         for field in good
+        if path == "/register" or field != "block_size"  # a query without it asks for the size that is registered
     ],
 )
 async def test_a_missing_field_is_named_and_changes_nothing(
