@@ -73,6 +73,7 @@ ELSEWHERE = {
     "selection.loads:Loads": "made by the incarnation",
     "selection.loads:_Group": "of Loads",
     "selection.prefill_progress:PrefillProgress": "made by the incarnation",
+    "selection.served:ServedNames": "made by the incarnation",
     "store.chain:Chain": "one query",
     "store.chain:_Piece": "one query",
     "store.cluster:Cluster": "nodes, which the map of slots corrects",

@@ -300,6 +300,33 @@ async def test_a_session_goes_to_the_picker_configuration(
     assert (await post(configured, "/select", policy="least-work"))["policy"] == "least-work"
 
 
+async def test_a_session_keeps_its_target_whatever_the_policy(
+    client: httpx.AsyncClient, pods: list[str], hold: Hold
+) -> None:
+    await hold("pod-1", PROMPT)
+    token = base64.b64encode(b"pod-3").decode()
+    for policy in ("least-work", "lmetric", "longest", "dynamo"):
+        for _ in range(3):
+            found = await post(client, "/select", session_token=token, policy=policy, count=3)
+            assert (found["target"]["instance_id"], found["decision"]) == ("pod-3", "session")
+            assert found["others"][0] == "pod-1", "the next best by the policy"
+    answer = await post(client, "/score", session_token=token)
+    assert [row["instance_id"] for row in answer["scores"]][:2] == ["pod-3", "pod-1"]
+    assert answer["decision"] == "session"
+    new = await post(client, "/select", session_token=token, exclude=["pod-3"])
+    assert (new["target"]["instance_id"], new["decision"]) == ("pod-1", "kv_aware")
+    unknown = await post(client, "/select", session_token=base64.b64encode(b"pod-9").decode())
+    assert (unknown["target"]["instance_id"] != "pod-3", unknown["decision"]) == (True, "kv_aware")
+
+
+async def test_a_session_is_not_lost_among_many_idle_targets(client: httpx.AsyncClient, register: Register) -> None:
+    for number in range(30):
+        await register(f"pod-{number}")
+    token = base64.b64encode(b"pod-7").decode()
+    for _ in range(4):
+        assert (await post(client, "/select", session_token=token))["target"]["instance_id"] == "pod-7"
+
+
 # ---- stages -------------------------------------------------------------------------------------------
 
 

@@ -79,6 +79,8 @@ async def test_two_engines_are_registered_and_their_blocks_are_there(
             assert re.search(r"rank 0: tcp://127\.0\.0\.1:\d+, active, [1-9]\d* blocks on GPU", said), said
         async with live.client() as client:
             publishers = (await client.get("/workers")).json()["publishers"]
+            taken = (await client.post("/select", json={"model": "sql", "token_ids": [1, 2, 3]})).json()
+        assert taken["target"]["address"] in urls, "the adapter is a model of its own to who sends requests"
         assert [(each["address"], each["source"], each["adapters"]) for each in publishers] == [
             (url, "url", ["sql"]) for url in urls
         ]

@@ -90,7 +90,8 @@ class DecisionRequest(Named, PromptFields):
     )
     by: By = Field(default="instance", description="instance or address")
     session_token: OptionalName = Field(
-        default=None, description=f"{OPTIONAL_NAME}: an instance_id in base64, as x-session-token has it"
+        default=None,
+        description=f"{OPTIONAL_NAME}: an instance_id in base64, as x-session-token has it; its target comes first",
     )
 
 

@@ -20,6 +20,7 @@ class Decision(StrEnum):
     FALLBACK = "fallback"
     PREFIX_HASH = "prefix_hash"
     OVERFLOW = "overflow"
+    SESSION = "session"
 
 
 class Scored(NamedTuple):

@@ -70,7 +70,10 @@ class Asked:
     prefix_key: bytes | None = None
     """None: the block that ends at or before 512 tokens."""
     lora_name: str | None = None
+    served_as: str | None = None
+    """The further name that the request calls its model by: targets that are known to serve it come in question."""
     session: str | None = None
+    """The instance that the session token names."""
     is_multimodal: bool = False
     given: Mapping[tuple[str, int], Given] | None = None
     """The targets to rank, by instance and rank; None: all."""

@@ -27,6 +27,8 @@ _UNKNOWN = Given()
 _PARTS = frozenset({Role.PREFILL.value, Role.ENCODE.value, Role.ENCODE_PREFILL.value})
 #: Rings of a fleet that are kept; a request may ask for any number of points.
 _RINGS_MAX = 4
+#: Further names of a model whose targets are kept.
+_NAMES_MAX = 1024
 
 
 class Member(NamedTuple):
@@ -96,6 +98,19 @@ class Fleet:
         self.newest = table.newest
         self.names = {member.name for member in self.members}
         self._rings: dict[int, Ring] = {}
+        self._serving: dict[str, Sequence[Member]] = {}
+
+    def serving(self, name: str | None) -> Sequence[Member]:
+        """The members that serve the model under a further name; all, where none of them says so, or without a name."""
+        if name is None:
+            return self.members
+        found = self._serving.get(name)
+        if found is None:
+            if len(self._serving) >= _NAMES_MAX:
+                self._serving.clear()
+            own = [each for each in self.members if name in each.target.adapters or name in each.target.aliases]
+            found = self._serving[name] = own or self.members
+        return found
 
     def prefixes(self, tokens: Mapping[int, int], most: int) -> dict[tuple[str, int], OpaquePrefix]:
         """Who has a prefix, from its tokens by holder; no count is above ``most``, the length of the prompt."""
@@ -118,17 +133,25 @@ class Fleet:
         return ring
 
     @staticmethod
-    def shortlist(members: Sequence[Member], seen: Seen, linear: Linear, most: int, random: Random) -> list[Member]:
+    def shortlist(
+        members: Sequence[Member], seen: Seen, linear: Linear, most: int, random: Random, session: str | None = None
+    ) -> list[Member]:
         """The members that can be among the ``most`` best by a linear cost; those for parts of a request are left out.
 
         Whoever has nothing of the prompt has as much to compute as all the others who have nothing: of these, the first
-        by what they have to do are enough. So a decision costs little, however many targets there are.
+        by what they have to do are enough. So a decision costs little, however many targets there are. The ranks of
+        the instance ``session`` stay.
         """
         having: list[Member] = []
         others: list[Member] = []
         for member in members:
             if member.is_whole:
-                has_some = member.name in seen.rows or member.publisher in seen.expected or member.name in seen.prefixes
+                has_some = (
+                    member.name in seen.rows
+                    or member.publisher in seen.expected
+                    or member.name in seen.prefixes
+                    or member.name[0] == session
+                )
                 (having if has_some else others).append(member)
         if len(others) <= most:
             return having + others

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from waymark.routing.filters import decode_filter, prefill_filter
@@ -45,7 +45,16 @@ def rank(
         ring = fleet.ring(int(policy.values.number("virtual_nodes")))
     elif policy.preset.name == "composite" and policy.values.word("fallback") == "sticky":
         ring = fleet.ring(POINTS)
-    return policy.preset.rank(Inputs(request, candidates, policy.values, random, ring))
+    return _session_first(policy.preset.rank(Inputs(request, candidates, policy.values, random, ring)), request.session)
+
+
+def _session_first(found: Ranking, session: str | None) -> Ranking:
+    """The ranks of the session's instance before all others; a session whose instance is no candidate is a new one."""
+    own = [each for each in found.scored if each.candidate.instance_id == session]
+    if not own:
+        return found
+    others = [each for each in found.scored if each.candidate.instance_id != session]
+    return Ranking([*own, *others], Decision.SESSION)
 
 
 def stages(
@@ -73,5 +82,5 @@ def stages(
     if not decode.scored:
         return None
     before = prefill_filter(request, candidates) if is_split else []
-    prefill_first = rank(policy, picker, request, before, fleet, random)
+    prefill_first = rank(policy, picker, replace(request, session=None), before, fleet, random)
     return Stages(decode.scored, prefill_first.scored, decision=decode.decision)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from time import perf_counter
 from types import MappingProxyType
@@ -105,7 +106,9 @@ class Selector:
         look = await self._look(asked, expects=None)
         if look is None:
             return None
-        candidates = look.fleet.candidates(look.seen, look.request.block_size, asked.given)
+        # Whoever names candidates knows what they serve.
+        members = None if asked.given is not None else look.fleet.serving(asked.served_as)
+        candidates = look.fleet.candidates(look.seen, look.request.block_size, asked.given, members)
         found = rank(asked.policy, self._options.picker, look.request, candidates, look.fleet, self._random)
         decision = found.decision if candidates else Decision.KV_AWARE
         self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
@@ -164,15 +167,16 @@ class Selector:
         )
 
     def _stages(self, asked: Asked, taking: Taking, look: _Look) -> Stages | None:
-        members = self._members(asked.policy, taking, look)
+        members = self._members(asked, taking, look)
         candidates = look.fleet.candidates(look.seen, look.request.block_size, members=members)
         return stages(
             asked.policy, self._options.picker, taking.profile, look.request, candidates, look.fleet, self._random
         )
 
-    def _members(self, policy: Chosen, taking: Taking, look: _Look) -> Sequence[Member]:
+    def _members(self, asked: Asked, taking: Taking, look: _Look) -> Sequence[Member]:
         """The targets that a decision has to rank."""
-        members: Sequence[Member] = look.fleet.members
+        policy = asked.policy
+        members = look.fleet.serving(asked.served_as)
         if not taking.allows_all:
             members = [each for each in members if taking.allows(each.name[0], each.target.address)]
         if taking.profile == "disagg" or (policy.preset is None and taking.profile is None):
@@ -180,7 +184,8 @@ class Selector:
         if policy.preset is None or policy.preset.linear is None or policy.values is None:
             return [each for each in members if each.is_whole]
         most = max(CANDIDATES_MAX, taking.count)
-        return look.fleet.shortlist(members, look.seen, policy.preset.linear(policy.values), most, self._random)
+        linear = policy.preset.linear(policy.values)
+        return look.fleet.shortlist(members, look.seen, linear, most, self._random, asked.session)
 
     def select_without_redis(self, asked: Asked, taking: Taking) -> Selected:
         """Take a target by what is known; StoreUnavailable where nothing of the group is."""
@@ -200,9 +205,7 @@ class Selector:
             False,
         )
         sticky = PRESETS["sticky"]
-        degraded = Asked(
-            asked.group, asked.prompt, Chosen(sticky, sticky.values({})), asked.block_size, asked.prefix_key
-        )
+        degraded = replace(asked, policy=Chosen(sticky, sticky.values({})))
         of = self._stages(degraded, taking, look)
         if of is None:
             raise NoTarget(f"no target is left for model {asked.group.model_name!r}; look at only and exclude")

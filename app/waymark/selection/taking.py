@@ -17,7 +17,7 @@ from waymark.domain.targets import host_and_port
 from waymark.errors import Saturated
 from waymark.metrics import Metrics
 from waymark.routing.constants import read_constants
-from waymark.routing.policy import CREDITS, Linear, Scored, new_tokens
+from waymark.routing.policy import CREDITS, Decision, Linear, Scored, new_tokens
 from waymark.routing.target import Candidate, Request
 from waymark.selection.asked import Asked, Chosen, Selected, Taking
 from waymark.selection.fleet import Fleet, Seen
@@ -74,7 +74,9 @@ class Taker:
         taken, prefill = of.decode[0], of.prefill[0] if of.prefill else None
         made: list[Reservation] = []
         if taking.is_reserved:
-            first = await self._one(of.decode, looked, asked, taking, is_prefill_elsewhere=bool(of.prefill))
+            # Redis could find another target cheaper than the session's.
+            linear = _BY_PLACE if of.decision is Decision.SESSION else _linear(asked.policy)
+            first = await self._one(of.decode, linear, looked, asked, taking, is_prefill_elsewhere=bool(of.prefill))
             if first is None:
                 return None
             taken = first[0]
@@ -112,7 +114,8 @@ class Taker:
         if taking.request_id is not None:
             other = replace(taking, request_id=f"{text_hash(taking.request_id + ' prefill'):016x}")
         try:
-            second = await self._one(of.prefill, looked, asked, other, is_prefill_elsewhere=False)
+            linear = _linear(asked.policy)
+            second = await self._one(of.prefill, linear, looked, asked, other, is_prefill_elsewhere=False)
         except BaseException:
             await asyncio.shield(self._reservations.release(made, Part.OK))
             raise
@@ -123,11 +126,17 @@ class Taker:
         return second[0]
 
     async def _one(
-        self, scored: Sequence[Scored], looked: Looked, asked: Asked, taking: Taking, *, is_prefill_elsewhere: bool
+        self,
+        scored: Sequence[Scored],
+        linear: Linear,
+        looked: Looked,
+        asked: Asked,
+        taking: Taking,
+        *,
+        is_prefill_elsewhere: bool,
     ) -> tuple[Scored, Reservation] | None:
         began = perf_counter()
         first = scored[:CANDIDATES_MAX]
-        linear = _linear(asked.policy)
         matched = [_matched_blocks(each.candidate, looked) for each in first]
         at = [depth for depth in looked.depths if depth > min(matched)]
         is_expected = self._options.is_speculative if taking.expects is None else taking.expects
@@ -156,7 +165,7 @@ class Taker:
         self._metrics.decision_duration_seconds.labels(part="reserve").observe(perf_counter() - began)
         self._metrics.reservations_expired.inc(found.overdue)
         if found.verdict is Verdict.REPEATED and found.reservation is not None:
-            return await self._repeated(found.reservation, scored, looked, asked, taking, is_prefill_elsewhere)
+            return await self._repeated(found.reservation, scored, linear, looked, asked, taking, is_prefill_elsewhere)
         if found.reservation is None:
             self._refuse(found, asked)
             return None
@@ -213,6 +222,7 @@ class Taker:
         self,
         reservation: Reservation,
         scored: Sequence[Scored],
+        linear: Linear,
         looked: Looked,
         asked: Asked,
         taking: Taking,
@@ -223,7 +233,7 @@ class Taker:
             if each.candidate.publisher == reservation.publisher:
                 return each, reservation
         other = replace(taking, request_id=None)
-        return await self._one(scored, looked, asked, other, is_prefill_elsewhere=is_prefill_elsewhere)
+        return await self._one(scored, linear, looked, asked, other, is_prefill_elsewhere=is_prefill_elsewhere)
 
     def _follow(
         self,

@@ -1,0 +1,208 @@
+"""What the bodies of ``/score`` and ``/select`` ask for, validated."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from waymark.api.decision_schemas import NAMES_MAX, DecisionRequest, GivenCandidate, ScoreRequest, SelectRequest
+from waymark.api.errors import Unfit
+from waymark.api.given_prompts import text_of
+from waymark.api.lookup import KeysOf
+from waymark.api.texts import ModelPrompt
+from waymark.chat.prefix_key import prefix_key
+from waymark.domain.gauges import Gauges
+from waymark.domain.hashing import namespace, text_hash
+from waymark.domain.multimodal import Items
+from waymark.domain.names import Adapter, GroupName
+from waymark.errors import InvalidValue
+from waymark.routing.policy import Scored
+from waymark.routing.presets import preset
+from waymark.selection.asked import Asked, Chosen, Given, Prompt, PromptOf, Taking
+from waymark.selection.served import ServedModel
+from waymark.shown import shown
+
+T = TypeVar("T", ScoreRequest, SelectRequest)
+
+
+class Read(NamedTuple):
+    """A body without its prompt, validated."""
+
+    request: ScoreRequest | SelectRequest
+    policy: Chosen | None
+    group: GroupName
+    """The model: not that of the request where this names it by an alias, or by an adapter."""
+    adapter: Adapter
+    served_as: str | None
+    namespace: int
+    session: str | None
+    prefix_key: bytes | None
+    text: ModelPrompt | None
+    """The prompt, if it has no tokens yet."""
+    items: Items
+    """The images and other items among its tokens."""
+    given: Mapping[tuple[str, int], Given] | None
+
+
+def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> Read:
+    request = model.of(fields)
+    policy = None
+    if request.policy is not None:
+        chosen = preset(request.policy)
+        policy = Chosen(chosen, chosen.values(request.overrides))
+    elif request.overrides:
+        raise Unfit("overrides are parameters of one policy; name it in the field policy", field="overrides")
+    key = None
+    if request.prefix_hash is not None:
+        key = bytes.fromhex(request.prefix_hash)
+    elif request.messages is not None:
+        key = prefix_key(request.model, request.messages, request.system, prefix_bytes=prefix_bytes)
+    given = None
+    if isinstance(request, ScoreRequest) and request.candidates is not None:
+        given = _given(request.candidates)
+    text = text_of(request.group, request, "prefix_hash")
+    return Read(
+        request,
+        policy,
+        request.group,
+        request.adapter,
+        None,
+        namespace(request.adapter, request.salts),
+        _session(request),
+        key,
+        text,
+        request.items,
+        given,
+    )
+
+
+def _session(request: DecisionRequest) -> str | None:
+    if request.session_token is None:
+        return None
+    try:
+        return base64.b64decode(request.session_token, validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise Unfit(
+            f"session_token is {shown(request.session_token)}; it must be an instance_id in base64",
+            field="session_token",
+        ) from None
+
+
+def _given(candidates: list[dict[str, Any]]) -> dict[tuple[str, int], Given]:
+    if len(candidates) > NAMES_MAX:
+        raise Unfit(
+            f"candidates has {len(candidates)} elements, and at most {NAMES_MAX} are ranked; send fewer",
+            reason="out_of_range",
+            field="candidates",
+        )
+    found: dict[tuple[str, int], Given] = {}
+    for index, fields in enumerate(candidates):
+        try:
+            said = GivenCandidate.of(fields)
+        except InvalidValue as exc:
+            raise Unfit(
+                f"candidates[{index}]: {exc.sentence}", reason=exc.reason, field="candidates", index=index
+            ) from None
+        name = said.instance_id, said.dp_rank
+        if name in found:
+            raise Unfit(
+                f"candidates[{index}] is {shown(said.instance_id)}, rank {said.dp_rank}, which is listed before; "
+                "name each once",
+                field="candidates",
+                index=index,
+            )
+        has_gauges = said.waiting is not None or said.running is not None or said.kv_usage is not None
+        gauges = Gauges(said.waiting or 0, said.running or 0, said.kv_usage or 0.0) if has_gauges else None
+        found[name] = Given(said.tokens, said.requests, said.health, gauges)
+    return found
+
+
+def check_known(given: Mapping[tuple[str, int], Given], known: list[Scored], policy: Chosen) -> None:
+    """Every candidate that was named is a target; a file's filters may leave some out."""
+    there = {(each.candidate.instance_id, each.candidate.dp_rank) for each in known}
+    for index, (instance_id, dp_rank) in enumerate(given):
+        if policy.preset is not None and (instance_id, dp_rank) not in there:
+            raise Unfit(
+                f"candidates[{index}] is {shown(instance_id)}, rank {dp_rank}, which is no target of this model; "
+                "register it, or leave it out",
+                field="candidates",
+                index=index,
+            )
+
+
+def as_served(read: Read, served: ServedModel) -> Read:
+    adapter = read.adapter if served.adapter is None else served.adapter
+    if read.adapter not in (None, adapter):
+        raise Unfit(
+            f"model {shown(read.group.model_name)} is an adapter of {shown(served.group.model_name)}, and the request "
+            f"names the adapter {shown(read.adapter)}, too; send one of them",
+            field="model",
+        )
+    return read._replace(
+        group=served.group,
+        adapter=adapter,
+        served_as=read.group.model_name,
+        namespace=namespace(adapter, read.request.salts),
+        text=None if read.text is None else read.text._replace(group=served.group),
+    )
+
+
+def select_request(read: Read) -> SelectRequest:
+    assert isinstance(read.request, SelectRequest)
+    return read.request
+
+
+def taking_of(request: SelectRequest) -> Taking:
+    return Taking(
+        only=None if request.only is None else frozenset(request.only),
+        exclude=frozenset(request.exclude),
+        profile=request.profile,
+        count=request.count,
+        is_reserved=request.reserve,
+        expects=request.expect,
+        milliseconds=int(1000 * request.timeout_seconds),
+        request_id=None if request.request_id is None else f"{text_hash(request.request_id):016x}",
+    )
+
+
+def asked_of(read: Read, policy: Chosen, prompt: PromptOf, *, needs_source: InvalidValue | None = None) -> Asked:
+    request = read.request
+    return Asked(
+        group=read.group,
+        prompt=prompt,
+        policy=policy,
+        block_size=request.block_size,
+        prefix_key=read.prefix_key,
+        lora_name=read.adapter if isinstance(read.adapter, str) else None,
+        served_as=read.served_as,
+        session=read.session,
+        is_multimodal=bool(read.items) or _is_multimodal(request.messages),
+        given=read.given,
+        needs_source=needs_source,
+    )
+
+
+def _is_multimodal(messages: list[Any] | None) -> bool:
+    parts = (
+        part
+        for message in messages or ()
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
+    return any(isinstance(part, dict) and part.get("type") not in (None, "text") for part in parts)
+
+
+def keys_of_all(keys_of: KeysOf) -> PromptOf:
+    """All keys of a prompt at once: speculative entries need the last ones."""
+
+    def prompt(block_size: int) -> Prompt:
+        found = keys_of(block_size)
+        return Prompt(found.tokens, found.keys(found.blocks))
+
+    return prompt
+
+
+def without_tokens(block_size: int) -> Prompt:
+    return Prompt(0, b"")

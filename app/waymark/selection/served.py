@@ -1,0 +1,121 @@
+"""The further names under which engines serve a model: aliases of the model itself, and adapters.
+
+A registration names its model once. An engine may serve that model under other names, too, and each of its adapters has
+a name that requests send as their model. What they mean is read from all registrations, and kept for a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from waymark.domain.names import Adapter, GroupName, Registration
+from waymark.errors import InvalidValue, StoreUnavailable
+from waymark.logs import fields
+from waymark.shown import shown
+from waymark.store.directory import Directory
+from waymark.store.reader import Reader
+from waymark.store.reservations import Begin
+
+log = logging.getLogger(__name__)
+
+#: How long the names are used before they are read again.
+_FRESH_SECONDS = 1.0
+
+
+class ServedModel(NamedTuple):
+    """What a name means."""
+
+    group: GroupName
+    adapter: Adapter = None
+    """None: the model itself, under another name."""
+
+
+class ServedNames:
+    """What the names mean that no model is registered by."""
+
+    def __init__(self, directory: Directory, reader: Reader, begin: Begin, deadline_seconds: float) -> None:
+        self._directory = directory
+        self._reader = reader
+        self._begin = begin
+        self._deadline_seconds = deadline_seconds
+        self._known: dict[GroupName, frozenset[ServedModel]] = {}
+        self._read_at = float("-inf")
+        self._reading: asyncio.Task[None] | None = None
+
+    def clear(self) -> None:
+        """Redis came back empty."""
+        self._known = {}
+        self._read_at = float("-inf")
+        self._reading = None
+
+    async def of(self, group: GroupName) -> ServedModel | None:
+        """The model that ``group`` is a further name of; None where it is a model of its own, or nobody serves it.
+
+        Raises InvalidValue where it is a name of several models, StoreUnavailable where nothing is known and Redis is
+        away.
+        """
+        if self._has_targets(group):
+            return None
+        is_fresh = asyncio.get_running_loop().time() - self._read_at < _FRESH_SECONDS
+        if group not in self._known:
+            if not is_fresh:
+                table = await self._reader.table(group, deadline_seconds=self._deadline_seconds)
+                if table is not None and table.publishers:
+                    return None
+                await asyncio.shield(self._begin_reading())
+        elif not is_fresh:
+            self._begin_reading()
+        return self.at_hand(group)
+
+    def at_hand(self, group: GroupName) -> ServedModel | None:
+        """The same, by what is known without Redis."""
+        served = self._known.get(group)
+        if served is None or self._has_targets(group):
+            return None
+        if len(served) > 1:
+            models = ", ".join(sorted(shown(each.group.model_name) for each in served))
+            raise InvalidValue(
+                f"model {shown(group.model_name)} is a name of several models: {models}; send one of these as model, "
+                "and the adapter as lora_name",
+                field="model",
+            )
+        return next(iter(served))
+
+    def _has_targets(self, group: GroupName) -> bool:
+        table = self._reader.table_at_hand(group)
+        return table is not None and bool(table.publishers)
+
+    def _begin_reading(self) -> asyncio.Task[None]:
+        if self._reading is None or self._reading.done():
+            self._reading = self._begin(self._read())
+        return self._reading
+
+    async def _read(self) -> None:
+        now = asyncio.get_running_loop().time()
+        try:
+            registrations = await self._directory.registrations()
+        except StoreUnavailable as exc:
+            # What was known stays; a decision finds out by itself that Redis is away.
+            log.debug("served names not read", extra=fields(error=exc.sentence))
+            return
+        if asyncio.current_task() is not self._reading:
+            return  # these are of a Redis that is empty by now
+        self._known = _names_of(registrations)
+        self._read_at = now
+
+
+def _names_of(registrations: Iterable[Registration]) -> dict[GroupName, frozenset[ServedModel]]:
+    found: dict[GroupName, set[ServedModel]] = {}
+    models = set()
+    for of in registrations:
+        models.add(of.group)
+        named: list[tuple[str, Adapter]] = [(alias, None) for alias in of.target.aliases]
+        named += [(adapter, adapter) for adapter in of.target.adapters]
+        if of.lora_name is not None:
+            named.append((of.lora_name, of.lora_name))
+        for name, adapter in named:
+            found.setdefault(GroupName(of.tenant_id, name), set()).add(ServedModel(of.group, adapter))
+    return {group: frozenset(served) for group, served in found.items() if group not in models}
