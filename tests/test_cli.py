@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,8 +38,10 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What would have been run, instead of running it."""
     ran: list[dict[str, Any]] = []
 
-    async def run(settings: Any, **roles: bool) -> None:
+    async def run(settings: Any, **roles: Any) -> None:
         ran.append({"settings": settings, **roles})
+
+    monkeypatch.setattr("waymark.runtime.open_port", lambda settings, *, has_api: [])
 
     monkeypatch.setattr("waymark.runtime.run", run)
     return ran
@@ -256,8 +259,42 @@ def test_a_trial_says_that_it_is_one(roles: list[dict[str, Any]], capsys: pytest
     said = capsys.readouterr().err
     assert "embedded" in said
     assert "lost when the process ends" in said
-    assert "4444" in said
+    assert "Listening on 127.0.0.1, port 4444" in said
     assert len(roles) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "host"),
+    [
+        ((), {}, "127.0.0.1"),
+        (("--host", "0.0.0.0"), {}, "0.0.0.0"),
+        ((), {"WAYMARK_HOST": "0.0.0.0"}, "0.0.0.0"),
+        (("--redis-url", "redis://somewhere:6379/0"), {}, "0.0.0.0"),
+    ],
+)
+def test_only_a_trial_that_names_no_address_is_closed_to_the_network(
+    words: tuple[str, ...],
+    variables: dict[str, str],
+    host: str,
+    roles: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["serve", *words]) == cli.EXIT_OK
+    assert roles[0]["settings"].host == host
+
+
+def test_a_trial_whose_port_is_taken_prints_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == cli.EXIT_NO_PORT
+    assert capsys.readouterr().err == (
+        f"waymark serve: port {port} of 127.0.0.1 cannot be opened, another process listens on it; give another one "
+        "with --port or WAYMARK_PORT, or another address with --host or WAYMARK_HOST\n"
+    )
 
 
 # ---- simulate --------------------------------------------------------------------------------------

@@ -53,9 +53,10 @@ async def test_no_role_runs_on_another_format(
     for field, value in fields.items():
         await redis.hset(keys.GROUPS, field, value)
     settings = Settings(redis_url=redis_url, port=free_port, ingest_port=0, host="127.0.0.1")
+    sockets = runtime.open_port(settings, has_api=roles[0])
     async with within(30):
         with pytest.raises(SettingsError, match="waymark reset --yes") as refused:
-            await runtime.run(settings, has_api=roles[0], has_worker=roles[1])
+            await runtime.run(settings, has_api=roles[0], has_worker=roles[1], sockets=sockets)
     assert f"found: {name}, wanted: {FORMAT}" in str(refused.value)
     assert await redis.exists(keys.WORKERS) == 0, "no worker has begun"
 

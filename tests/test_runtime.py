@@ -16,7 +16,8 @@ from waymark.settings import Settings
 async def main():
     settings = Settings(port=int(sys.argv[2]), host="127.0.0.1")
     has_api, has_worker = sys.argv[1] != "ingest", sys.argv[1] != "query"
-    role = asyncio.create_task(runtime.run(settings, has_api=has_api, has_worker=has_worker))
+    sockets = runtime.open_port(settings, has_api=has_api)
+    role = asyncio.create_task(runtime.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets))
     while not gc.get_freeze_count() and not role.done():
         await asyncio.sleep(0.01)
     print(len(gc.get_objects()), gc.get_freeze_count())

@@ -14,6 +14,7 @@
       Unanswered          an engine that was asked over HTTP gave no answer that can be used
       Undecodable         a payload that is no batch of events
       SettingsError       the process cannot start with these settings
+      PortUnavailable     the process cannot listen on its port
 
 Driver errors are translated where they enter: above ``store`` nobody sees a redis error, above ``ingest``
 nobody a zmq one. Outcomes that a caller can decide about are values, not exceptions (``Verdict`` in
@@ -126,6 +127,10 @@ class Undecodable(WaymarkError):
         super().__init__(sentence)
         self.kind = kind
         self.sentence = sentence
+
+
+class PortUnavailable(WaymarkError):
+    """The port that a process listens on cannot be opened; the sentence names the port and the settings."""
 
 
 class SettingsError(WaymarkError):

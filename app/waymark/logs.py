@@ -52,6 +52,8 @@ def configure(level: str, log_format: Literal["text", "json"], stream: TextIO | 
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+    # uvicorn's logger is called "error" whatever it reports; what it reports at INFO, the process reports itself.
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 class TextFormatter(logging.Formatter):

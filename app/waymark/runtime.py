@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,15 +37,19 @@ from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
+from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.publishers_file import read_publishers, read_wanted
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Bounds, Connections, files_for
+from waymark.serving.listening import listen
 from waymark.settings import Settings, hide_password
 from waymark.store.credentials import Credentials
 from waymark.store.hot import HotRows
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
+
+log = logging.getLogger(__name__)
 
 #: Where a pod has the token and the CA of its ServiceAccount.
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -142,17 +148,21 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
-    """One process, until a signal ends it; ``SettingsError`` where the file of publishers is wrong."""
+def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
+    """The sockets that a process listens on; none for a worker without a port. Raises ``PortUnavailable``."""
+    port = settings.port if has_api else settings.ingest_port
+    names = ("--host or WAYMARK_HOST", "--port or WAYMARK_PORT") if has_api else ("WAYMARK_HOST", "WAYMARK_INGEST_PORT")
+    return listen(settings.host, port, host_name=names[0], port_name=names[1]) if port else []
+
+
+async def run(settings: Settings, *, has_api: bool, has_worker: bool, sockets: Sequence[socket.socket]) -> None:
+    """One process, until a signal ends it; ``SettingsError`` where the file of publishers is wrong.
+
+    ``sockets`` are those of ``open_port``. The caller closes them.
+    """
     options = worker_options(settings) if has_worker else None
     if has_worker:
         discovery_options(settings, os.environ)  # what is wrong ends the process before anything is opened
-    worker_files = 0
-    if options is not None:
-        # Where both are in one process, HTTP connections get the other half.
-        room = room_for(options.streams_max, options.replays_max, part=0.5 if has_api else 1.0)
-        options = replace(options, streams_max=room.streams, replays_max=room.replays)
-        worker_files = room.files
     role = "serve" if has_api and has_worker else "query" if has_api else "ingest"
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role=role, is_native=is_native, models_max=settings.metrics_models_max)
@@ -168,12 +178,18 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         metrics=metrics,
         apply_blocks_max=settings.apply_blocks_max,
     )
+    await _report_redis(store)
+    worker_files = 0
+    if options is not None:
+        # Where both are in one process, HTTP connections get the other half.
+        room = room_for(options.streams_max, options.replays_max, part=0.5 if has_api else 1.0)
+        options = replace(options, streams_max=room.streams, replays_max=room.replays)
+        worker_files = room.files
     bounds = Bounds(
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
     )
     tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store))
     asker = Asker.of(settings)
-    port = settings.port if has_api else settings.ingest_port
     app: Any = create_probes(store, settings, metrics)
     if has_api:
         app = create_app(store, settings, metrics, tokenizers, asker)
@@ -183,8 +199,6 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
             http=protocol(Connections(bounds, metrics)),
             interface="asgi3",
             ws="none",
-            host=settings.host,
-            port=port,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -215,17 +229,17 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         await worker.run()
 
     try:
+        if sockets:
+            log.info("listening", extra=fields(host=settings.host, port=sockets[0].getsockname()[1], role=role))
         async with asyncio.TaskGroup() as tasks:
             format_check = tasks.create_task(check_format())
             ended: set[asyncio.Task[Any]] = {tasks.create_task(stop.wait())}
-            tasks.create_task(store.health.look())  # says in the log what is wrong with Redis
-            if port:
-                ended.add(tasks.create_task(server.serve()))
+            if sockets:
+                ended.add(tasks.create_task(server.serve(list(sockets))))
             workers: list[asyncio.Task[None]] = []
             if options is not None:
                 workers.append(tasks.create_task(work(Worker(store, metrics, options, Asker.of(settings)))))
                 workers.append(tasks.create_task(_discovery(store, settings, metrics, asker).run()))
-            # A server that ends by itself could not open its port.
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             stop.set()
             server.should_exit = True
@@ -237,6 +251,16 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool) -> None:
         await store.close()
     if refusals:
         raise SettingsError(refusals[0])
+
+
+async def _report_redis(store: Store) -> None:
+    """Report in the log, before anything else, what is wrong with Redis."""
+    health = await store.health.look()
+    if not health.is_up:
+        log.error(
+            "redis does not answer; start it, or set WAYMARK_REDIS_URL to the one that runs",
+            extra=fields(redis=store.url),
+        )
 
 
 async def _other_format(store: Store) -> str | None:

@@ -158,7 +158,7 @@ class Settings(BaseSettings):
     redis_tls_verify: Annotated[Literal["full", "ca", "none"], BeforeValidator(_lower)] = "full"
     """What is checked of a certificate of Redis: its CA and host name, its CA only, or nothing."""
     host: str = Field("0.0.0.0", min_length=1)
-    """The address that the HTTP API listens on."""
+    """The address that the HTTP API listens on; without it a trial on `memory://` listens on `127.0.0.1`."""
     port: int = Field(13333, ge=1, le=65535)
     """The TCP port that the HTTP API listens on."""
     ingest_port: int = Field(0, ge=0, le=65535)

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -14,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import wait_until
-from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start
+from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, spawn
 from tests.e2e.redis_server import RedisServer, redis_server
 from tests.patience import patient, within
 from tests.ports import unused_port
@@ -268,3 +269,25 @@ async def test_a_redis_that_loads_its_data_is_waited_for(server: RedisServer, st
     assert (await ask(port, "GET", "/ready")).status == 503
     await back(engines, service, 20)
     assert await counters(engines, service, "batches_lost", "restarts") == {"batches_lost": 0, "restarts": 0}
+
+
+@pytest.mark.parametrize("role", ["query", "ingest", "serve"])
+async def test_a_redis_that_does_not_answer_is_the_first_line_of_the_log(tmp_path: Path, role: str) -> None:
+    log, port = tmp_path / "log", unused_port()
+    environ = {
+        "WAYMARK_REDIS_URL": f"redis://:secret@127.0.0.1:{unused_port()}/0",
+        "WAYMARK_HOST": "127.0.0.1",
+        "WAYMARK_INGEST_PORT" if role == "ingest" else "WAYMARK_PORT": str(port),
+    }
+    with spawn(role, environ, log) as process:
+        try:
+            await wait_until(lambda: "listening" in log.read_text(), "the process listens")
+            assert (await ask(port, "GET", "/health")).status == 200
+        finally:
+            process.terminate()
+            process.wait(patient(20.0))
+    lines = log.read_text().splitlines()
+    assert " ERROR waymark.runtime: redis does not answer; start it, or set WAYMARK_REDIS_URL" in lines[0]
+    assert "waymark.runtime: listening" in "\n".join(lines[1:])
+    assert "secret" not in log.read_text()
+    assert [line for line in lines if " INFO uvicorn" in line] == []

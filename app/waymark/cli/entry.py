@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from waymark.cli import completion
 from waymark.cli.commands import COMMANDS
-from waymark.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_REDIS, EXIT_OK, EXIT_USAGE
+from waymark.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_PORT, EXIT_NO_REDIS, EXIT_OK, EXIT_USAGE
 from waymark.cli.parser import parse, parser_of
-from waymark.errors import NotFound, StoreUnavailable, WaymarkError
+from waymark.errors import NotFound, PortUnavailable, StoreUnavailable, WaymarkError
 
 #: A package that only a trial needs.
 _TRIAL_PACKAGES = {"fakeredis", "lupa"}
@@ -55,4 +55,6 @@ def _run(words: Sequence[str]) -> int:
         print(f"waymark {command}: {exc}", file=sys.stderr)
         if isinstance(exc, StoreUnavailable):
             return EXIT_NO_REDIS
+        if isinstance(exc, PortUnavailable):
+            return EXIT_NO_PORT
         return EXIT_FAILED if isinstance(exc, NotFound) else EXIT_USAGE

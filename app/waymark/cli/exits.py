@@ -6,7 +6,6 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_NO_PORT = 3
-"""uvicorn ends the process with it, after a log line that names the port."""
 EXIT_NO_REDIS = 4
 EXIT_INTERRUPTED = 130
 """As shells count it: 128 and the number of SIGINT."""

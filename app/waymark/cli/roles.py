@@ -11,6 +11,9 @@ from waymark.cli.exits import EXIT_OK, EXIT_USAGE
 #: A role -> whether it has the HTTP API, whether it has an ingest worker.
 _ROLES = {"serve": (True, True), "query": (True, False), "ingest": (False, True)}
 
+#: The address of a trial that names none.
+_TRIAL_HOST = "127.0.0.1"
+
 _EXAMPLES = {
     "serve": """\
 examples:
@@ -54,10 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return EXIT_USAGE
+        if "host" not in settings.model_fields_set:  # a trial is not open to the network unless someone asks for it
+            settings = settings.model_copy(update={"host": _TRIAL_HOST})
+    sockets = runtime.open_port(settings, has_api=has_api)
+    if settings.redis_url == "memory://":
         print(
             f"waymark {__version__} runs on an embedded, emulated Redis, for a trial. The index is lost when the "
-            f"process ends, and it is about nine times slower than a real Redis. Listening on port {settings.port}.",
+            f"process ends, and it is about nine times slower than a real Redis. Listening on {settings.host}, port "
+            f"{settings.port}.",
             file=sys.stderr,
         )
-    loop.run(runtime.run(settings, has_api=has_api, has_worker=has_worker))
+    try:
+        loop.run(runtime.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets))
+    finally:
+        for each in sockets:
+            each.close()
     return EXIT_OK

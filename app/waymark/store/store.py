@@ -121,6 +121,11 @@ class Store:
             apply_blocks_max=apply_blocks_max,
         )
 
+    @property
+    def url(self) -> str:
+        """The URL of Redis, without its password."""
+        return self._client.url
+
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work in the background that ends with the store at the latest."""
         task = asyncio.get_running_loop().create_task(work)

@@ -1,0 +1,38 @@
+"""The sockets of a process are opened before anything else, and a port that cannot be opened gets a sentence."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from waymark.errors import PortUnavailable
+from waymark.serving.listening import listen
+
+pytestmark = pytest.mark.outside
+
+
+def opened(host: str, port: int) -> list[socket.socket]:
+    return listen(host, port, host_name="HOST", port_name="PORT")
+
+
+def test_an_address_gets_a_socket_that_accepts() -> None:
+    (listening,) = opened("127.0.0.1", 0)
+    with listening, socket.create_connection(listening.getsockname()) as client:
+        assert client.getpeername() == listening.getsockname()
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("127.0.0.1", "another process listens on it"),
+        ("192.0.2.1", "this machine does not have that address"),
+        ("no-such-host.invalid", ""),
+    ],
+)
+def test_what_cannot_be_opened_is_named_with_the_settings(host: str, reason: str) -> None:
+    (taken,) = opened("127.0.0.1", 0)
+    with taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortUnavailable, match=rf"^port {port} of {host} cannot be opened, {reason}.*PORT.*HOST$"):
+            opened(host, port)
