@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from tests.patience import patient
 from waymark import __version__, cli, native
 from waymark.simulator import Faults, SimulateOptions
+from waymark.simulator.faults import AnswerFaults
 
 ROOT = Path(__file__).parents[1]
 RUNNING = ("serve", "query", "ingest", "register", "unregister", "reset", "demo", "status", "inspect", "simulate")
@@ -344,16 +345,18 @@ def test_every_option_and_fault_has_a_flag(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         cli.main(["simulate", "--help"])
     text = capsys.readouterr().out
-    options = SimulateOptions.model_fields.keys() - {"faults", "has_replay", "register_url"}
+    options = SimulateOptions.model_fields.keys() - {"faults", "answer_faults", "has_replay", "register_url"}
     flags = ["--no-replay", "--register ", *(f"--{name} " for name in options - {"stay"})]
-    flags += ["--stay ", *(f"--fault-{name}" for name in Faults.model_fields)]
+    flags += ["--stay ", *(f"--fault-{name}" for name in (*Faults.model_fields, *AnswerFaults.model_fields))]
     assert [flag for flag in flags if flag.replace("_", "-") not in text] == []
 
 
 def test_every_flag_of_simulate_has_a_sentence() -> None:
-    kinds: list[type[BaseModel]] = [SimulateOptions, Faults]
+    kinds: list[type[BaseModel]] = [SimulateOptions, Faults, AnswerFaults]
     for options in kinds:
-        sentences = {name: field.description or "" for name, field in options.model_fields.items() if name != "faults"}
+        sentences = {
+            name: field.description or "" for name, field in options.model_fields.items() if "faults" not in name
+        }
         assert {name: said for name, said in sentences.items() if not re.fullmatch(r"(?s)[A-Z_].+[.]", said)} == {}
 
 

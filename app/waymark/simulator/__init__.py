@@ -3,7 +3,8 @@
 For tests, demonstrations and load: ``waymark simulate`` runs them, the end-to-end tests drive them directly.
 ``cache`` (over ``tier``) decides what is held, ``encode`` writes it as each engine does, ``publisher`` has the
 sockets, ``engine`` joins them and goes wrong on request (``faults``), ``workload`` makes up or reads the prompts,
-``run`` is a whole run. ``PrefixCache.held`` is the truth an index is compared with.
+``http`` answers requests of clients (with ``openai``, ``messages``, ``generation`` and ``texts``), ``run`` is a whole
+run. ``PrefixCache.held`` is the truth an index is compared with.
 
 The package shares no code with the decoders, the index or the workers, so that it can be used against them.
 """

@@ -57,6 +57,19 @@ class Faults(Options):
     """Replays leave out each n-th batch, always the same ones."""
 
 
+class AnswerFaults(Options):
+    """What goes wrong with answers over HTTP. Numbers count requests; 0 means never."""
+
+    error_every: int = Field(0, ge=0)
+    """Each n-th request is answered with an error."""
+    error_status: int = Field(503, ge=400, le=599)
+    """The status of these errors."""
+    hang_every: int = Field(0, ge=0)
+    """Each n-th request gets no answer."""
+    cut_every: int = Field(0, ge=0)
+    """The connection of each n-th request is closed in the middle of the answer."""
+
+
 def is_due(every: int, count: int) -> bool:
     """Whether the ``count``-th (from 1) is one of each ``every``-th."""
     return every > 0 and count % every == 0

@@ -9,17 +9,22 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from waymark.simulator.faults import Faults, Options
+from waymark.simulator.faults import AnswerFaults, Faults, Options
 from waymark.simulator.options import SimulateOptions
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add them; what is not given stays None in the parsed arguments."""
     faults = parser.add_argument_group("faults", "What goes wrong on purpose. Numbers count batches; 0 is never.")
-    kinds: tuple[tuple[type[Options], str, Any], ...] = ((SimulateOptions, "", parser), (Faults, "fault-", faults))
+    answers = parser.add_argument_group("faults of answers", "The same over HTTP. Numbers count requests; 0 is never.")
+    kinds: tuple[tuple[type[Options], str, Any], ...] = (
+        (SimulateOptions, "", parser),
+        (Faults, "fault-", faults),
+        (AnswerFaults, "fault-", answers),
+    )
     for options, prefix, group in kinds:
         for name, field in options.model_fields.items():
-            if name != "faults":
+            if name not in ("faults", "answer_faults"):
                 _add_flag(group, f"--{prefix}{_word(name, field).replace('_', '-')}", name, field)
 
 
@@ -49,7 +54,11 @@ def _reader(kind: Any) -> Any:
 
 def options_of(arguments: argparse.Namespace) -> SimulateOptions:
     """What the flags say; ``InvalidValue`` where it does not fit."""
-    return SimulateOptions(**_given(arguments, SimulateOptions), faults=Faults(**_given(arguments, Faults)))
+    return SimulateOptions(
+        **_given(arguments, SimulateOptions),
+        faults=Faults(**_given(arguments, Faults)),
+        answer_faults=AnswerFaults(**_given(arguments, AnswerFaults)),
+    )
 
 
 def _given(arguments: argparse.Namespace, options: type[Options]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 A vLLM answers ``/kv_event_sources`` and ``/metrics``, an SGLang ``/server_info`` and ``/metrics``, both ``/health`` and
 ``/v1/models``, in the shapes that vLLM 0.33 and SGLang 0.5.23 have. The path of a dialect that the engine does not
 speak is 404, as on a real one. All ranks of a simulated engine share one socket, so one source is named.
+
+Both answer requests, too: ``openai`` and ``messages`` have the paths of a chat, ``generation`` makes the answers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from aiohttp import web
 
 from waymark.errors import InvalidValue
 from waymark.simulator.engine import SimulatedEngine
+from waymark.simulator.faults import AnswerFaults
+from waymark.simulator.generation import Generator, Pace
+from waymark.simulator.messages import Messages
+from waymark.simulator.openai import OpenAi, Refused, Served
 from waymark.simulator.wire import GPU
+
+_BODY_BYTES_MAX = 64 * 2**20
 
 
 class EngineHttp:
@@ -36,6 +44,9 @@ class EngineHttp:
         gpu_blocks: int,
         adapters: Sequence[str] = (),
         has_sources: bool = True,
+        answer_tokens: int = 16,
+        pace: Pace = Pace(),  # noqa: B008
+        faults: AnswerFaults | None = None,
     ) -> None:
         self.url = ""
         self._engine = engine
@@ -46,7 +57,17 @@ class EngineHttp:
         self._gpu_blocks = gpu_blocks
         self._adapters = tuple(adapters)
         self._is_sglang = engine.publisher.encoder.dialect.startswith("sglang")
-        application = web.Application()
+        self.generator = Generator(engine, block_size, pace, faults or AnswerFaults())
+        """Its counts, and the faults of its answers."""
+        openai = OpenAi(self.generator, Served(model_name, self._adapters, answer_tokens))
+        messages = Messages(self.generator, openai)
+        application = web.Application(client_max_size=_BODY_BYTES_MAX, middlewares=[_refusing])
+        application.router.add_post("/v1/chat/completions", openai.chat)
+        application.router.add_post("/v1/completions", openai.completions)
+        application.router.add_post("/v1/embeddings", openai.embeddings)
+        application.router.add_post("/v1/messages", messages.messages)
+        application.router.add_post("/v1/responses", messages.responses)
+        application.router.add_post("/tokenize", openai.tokenize)
         application.router.add_get("/health", self._health)
         application.router.add_get("/v1/models", self._models)
         application.router.add_get("/metrics", self._metrics)
@@ -54,7 +75,8 @@ class EngineHttp:
             application.router.add_get("/server_info", self._server_info)
         elif has_sources:
             application.router.add_get("/kv_event_sources", self._sources)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        # A client that goes ends its request, as on a real engine.
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
 
     async def __aenter__(self) -> Self:
         await self._runner.setup()
@@ -116,23 +138,39 @@ class EngineHttp:
     async def _metrics(self, _: web.Request) -> web.Response:
         held = sum(cache.size().get(GPU, 0) for cache in self._engine.caches)
         usage = held / (self._gpu_blocks * len(self._engine.caches))
+        running = float(self.generator.running)
         if self._is_sglang:
             of = f'{{model_name="{self._model_name}"}}'
             lines = [
-                f"sglang:num_running_reqs{of} 0.0",
+                f"sglang:num_running_reqs{of} {running}",
                 f"sglang:num_queue_reqs{of} 0.0",
                 f"sglang:token_usage{of} {usage}",
             ]
         else:
             of = f'{{engine="0",model_name="{self._model_name}"}}'
             lines = [
-                f"vllm:num_requests_running{of} 0.0",
+                f"vllm:num_requests_running{of} {running}",
                 f"vllm:num_requests_waiting{of} 0.0",
                 f"vllm:kv_cache_usage_perc{of} {usage}",
                 f'vllm:cache_config_info{{block_size="{self._block_size}",enable_prefix_caching="True",engine="0",'
                 f'num_gpu_blocks="{self._gpu_blocks}"}} 1.0',
             ]
         return web.Response(text="\n".join([*lines, ""]))
+
+
+@web.middleware
+async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
+    """What cannot be answered, as an error in the shape of its API."""
+    try:
+        found: web.StreamResponse = await handler(request)
+        return found
+    except (Refused, InvalidValue) as error:
+        status, kind = (error.status, error.kind) if isinstance(error, Refused) else (400, "BadRequestError")
+        if request.path == "/v1/messages":
+            body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": str(error)}}
+        else:
+            body = {"error": {"message": str(error), "type": kind, "param": None, "code": status}}
+        return web.json_response(body, status=status)
 
 
 def _bound(endpoint: str) -> str:

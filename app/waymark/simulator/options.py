@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from waymark.errors import InvalidValue
 from waymark.simulator.encode import DIALECTS
-from waymark.simulator.faults import Faults, Options
+from waymark.simulator.faults import AnswerFaults, Faults, Options
 from waymark.simulator.publisher import ReplayFraming
 
 PORT_MAX = 65535
@@ -77,6 +77,13 @@ class SimulateOptions(Options):
     stay: bool = False
     """After the last prompt keep the sockets open, until SIGTERM or the end of the duration."""
     faults: Faults = Field(default_factory=Faults)
+    answer_faults: AnswerFaults = Field(default_factory=AnswerFaults)
+    answer_tokens: int = Field(16, ge=1, le=100_000)
+    """Tokens of an answer over HTTP, where the request names no limit."""
+    prefill_tokens_per_second: float = Field(0.0, ge=0)
+    """How fast an engine computes a prompt that it gets over HTTP; 0: at once."""
+    tokens_per_second: float = Field(0.0, ge=0)
+    """How fast an engine makes the tokens of one answer; 0: at once."""
     register_url: str | None = Field(None, alias="register")
     """Base URL of a running Waymark to register the engines with, such as ``http://127.0.0.1:13333``."""
     register_within_seconds: float = Field(30.0, ge=0)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from waymark.domain.engines import TRAITS
 from waymark.simulator.encode import Dimensions
 from waymark.simulator.engine import SimulatedEngine, build_engine
+from waymark.simulator.generation import Pace
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.options import SimulateOptions
 from waymark.simulator.register import register
@@ -208,6 +209,9 @@ def _http(options: SimulateOptions, port: int, i: int, engine: SimulatedEngine) 
         block_size=options.block_size,
         gpu_blocks=options.gpu_blocks,
         adapters=options.lora_names,
+        answer_tokens=options.answer_tokens,
+        pace=Pace(options.prefill_tokens_per_second, options.tokens_per_second),
+        faults=options.answer_faults,
     )
 
 

@@ -1,0 +1,94 @@
+"""What a simulated engine does with one request: it prefills the prompt, and then makes one token after another.
+
+Token n of an answer is the text ``<mark>.<n>`` and a blank, with the mark of the request. So a client can see of each
+piece that it belongs to its request, and that none is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from waymark.errors import InvalidValue
+from waymark.simulator.engine import SimulatedEngine
+from waymark.simulator.faults import AnswerFaults, is_due
+from waymark.simulator.wire import GPU
+from waymark.simulator.workload import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast an engine works; 0 is at once."""
+
+    prefill_tokens_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that is about to be made."""
+
+    mark: str
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of the prompt that the prefix cache had."""
+    tokens: int
+    """How many it will have."""
+
+    def piece(self, number: int) -> str:
+        return f"{self.mark}.{number} "
+
+    @property
+    def text(self) -> str:
+        return "".join(self.piece(number) for number in range(self.tokens))
+
+
+class Generator:
+    """The requests of one engine. ``faults`` may be replaced at any time."""
+
+    def __init__(self, engine: SimulatedEngine, block_size: int, pace: Pace, faults: AnswerFaults) -> None:
+        self.faults = faults
+        self.running = 0
+        self.requests = 0
+        self.cancelled = 0
+        """Requests whose client went before the end."""
+        self._engine = engine
+        self._block_size = block_size
+        self._pace = pace
+        self._prefilling = asyncio.Lock()
+        self._ranks = itertools.cycle(range(len(engine.caches)))
+
+    def fault(self) -> str | None:
+        """Count a request; ``error``, ``hang`` or ``cut`` where it is to go wrong."""
+        self.requests += 1
+        faults = self.faults
+        due = {"error": faults.error_every, "hang": faults.hang_every, "cut": faults.cut_every}
+        return next((name for name, every in due.items() if is_due(every, self.requests)), None)
+
+    async def prefill(self, prompt: Prompt, mark: str, tokens: int, rank: int | None = None) -> Answer:
+        """Compute a prompt, and publish what is stored for it. Prompts are computed one after the other."""
+        chosen = next(self._ranks) if rank is None else rank
+        if chosen >= len(self._engine.caches):
+            raise InvalidValue(f"there is no rank {chosen}: this engine has {len(self._engine.caches)}")
+        async with self._prefilling:
+            held = self._engine.caches[chosen].held(prompt.tokens, prompt.lora_name, prompt.cache_salt)
+            hits = next((number for number, media in enumerate(held) if GPU not in media), len(held))
+            cached = hits * self._block_size
+            if self._pace.prefill_tokens_per_second:
+                await asyncio.sleep((len(prompt.tokens) - cached) / self._pace.prefill_tokens_per_second)
+            await self._engine.prefill(prompt, chosen)
+        return Answer(mark, len(prompt.tokens), cached, tokens)
+
+    async def pieces(self, answer: Answer) -> AsyncIterator[str]:
+        """The tokens of an answer, as they are made."""
+        rate = self._pace.tokens_per_second
+        for number in range(answer.tokens):
+            if rate:
+                await asyncio.sleep(1 / rate)
+            yield answer.piece(number)
+
+    async def whole(self, answer: Answer) -> str:
+        """All tokens of an answer."""
+        return "".join([piece async for piece in self.pieces(answer)])

@@ -1,0 +1,291 @@
+"""OpenAI's API of a simulated engine: chat, completions, embeddings, and the tokens of both.
+
+Bodies and answers have the fields that vLLM's have, as far as a client or a proxy looks at them. With ``tools`` and a
+``tool_choice`` that requires one, the answer is a call of that tool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from struct import unpack
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from waymark.simulator.generation import Answer, Generator
+from waymark.simulator.texts import VOCABULARY, mark_of, said, tokens_of_messages, tokens_of_text
+from waymark.simulator.workload import Prompt
+
+_CREATED = 1_700_000_000
+_EMBEDDING_NUMBERS = 8
+
+
+class Served(NamedTuple):
+    """What an engine serves."""
+
+    model_name: str
+    adapters: tuple[str, ...]
+    answer_tokens: int
+
+
+class Refused(Exception):
+    """A body that cannot be answered."""
+
+    def __init__(self, status: int, sentence: str, kind: str = "BadRequestError") -> None:
+        super().__init__(sentence)
+        self.status, self.kind = status, kind
+
+
+class OpenAi:
+    """The handlers."""
+
+    def __init__(self, generator: Generator, served: Served) -> None:
+        self._generator = generator
+        self._served = served
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await body_of(request)
+        messages = list_of(body, "messages")
+        tools = body.get("tools")
+        prompt = self.prompt(body, tokens_of_messages(messages, tools))
+        mark = mark_of(said(messages[-1])[1])
+        count = self.answer_tokens(body, "max_completion_tokens", "max_tokens")
+        async with answering(self._generator, request) as fault:
+            answer = await self._generator.prefill(prompt, mark, count, rank_of(request))
+            call = _call(body, mark)
+            name = f"chatcmpl-{request.headers.get('X-Request-Id', mark)}"
+            head = {"id": name, "created": _CREATED, "model": body["model"]}
+            choices = int(body.get("n") or 1)
+            if body.get("stream"):
+                head["object"] = "chat.completion.chunk"
+                return await send_events(request, self._chat_chunks(head, answer, choices, call, body), fault)
+            text = await self._generator.whole(answer)
+            message: dict[str, Any] = {"role": "assistant", "content": text if call is None else None}
+            if call is not None:
+                message["tool_calls"] = [call]
+            finish = "stop" if call is None else "tool_calls"
+            rows = [{"index": n, "message": message, "finish_reason": finish} for n in range(choices)]
+            return web.json_response(
+                {**head, "object": "chat.completion", "choices": rows, "usage": usage(answer, choices)}
+            )
+
+    async def _chat_chunks(
+        self,
+        head: Mapping[str, Any],
+        answer: Answer,
+        choices: int,
+        call: dict[str, Any] | None,
+        body: Mapping[str, Any],
+    ) -> AsyncIterator[bytes]:
+        def chunk(delta: dict[str, Any], n: int, finish: str | None = None) -> bytes:
+            return event({**head, "choices": [{"index": n, "delta": delta, "finish_reason": finish}]})
+
+        for n in range(choices):
+            yield chunk({"role": "assistant", "content": ""}, n)
+        if call is not None:
+            yield chunk({"tool_calls": [{"index": 0, **call}]}, 0)
+        else:
+            async for piece in self._generator.pieces(answer):
+                for n in range(choices):
+                    yield chunk({"content": piece}, n)
+        for n in range(choices):
+            yield chunk({}, n, "stop" if call is None else "tool_calls")
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield event({**head, "choices": [], "usage": usage(answer, choices)})
+        yield b"data: [DONE]\n\n"
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await body_of(request)
+        prompts = _prompts(body)
+        count = self.answer_tokens(body, "max_tokens")
+        choices = int(body.get("n") or 1)
+        async with answering(self._generator, request) as fault:
+            answers = [
+                await self._generator.prefill(self.prompt(body, tokens), mark, count, rank_of(request))
+                for tokens, mark in prompts
+                for _ in range(choices)
+            ]
+            name = f"cmpl-{request.headers.get('X-Request-Id', prompts[0][1])}"
+            head = {"id": name, "object": "text_completion", "created": _CREATED, "model": body["model"]}
+            if body.get("stream"):
+                return await send_events(request, self._completion_chunks(head, answers, body), fault)
+            rows = [
+                {"index": n, "text": await self._generator.whole(answer), "finish_reason": "length", "logprobs": None}
+                for n, answer in enumerate(answers)
+            ]
+            return web.json_response({**head, "choices": rows, "usage": _sum(answers)})
+
+    async def _completion_chunks(
+        self, head: Mapping[str, Any], answers: Sequence[Answer], body: Mapping[str, Any]
+    ) -> AsyncIterator[bytes]:
+        for n, answer in enumerate(answers):
+            async for piece in self._generator.pieces(answer):
+                yield event({**head, "choices": [{"index": n, "text": piece, "finish_reason": None}]})
+            yield event({**head, "choices": [{"index": n, "text": "", "finish_reason": "length"}]})
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield event({**head, "choices": [], "usage": _sum(answers)})
+        yield b"data: [DONE]\n\n"
+
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        body = await body_of(request)
+        given = body.get("input")
+        texts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        rows, total = [], 0
+        async with answering(self._generator, request):
+            for n, text in enumerate(texts):
+                tokens = tuple(text) if isinstance(text, list) else tokens_of_text(str(text))
+                answer = await self._generator.prefill(self.prompt(body, tokens), "", 1, rank_of(request))
+                total += answer.prompt_tokens
+                numbers = unpack("<8H", bytes.fromhex(mark_of(str(text)) * 4))
+                rows.append({"object": "embedding", "index": n, "embedding": [number / 2**16 for number in numbers]})
+        return web.json_response(
+            {
+                "object": "list",
+                "model": body["model"],
+                "data": rows,
+                "usage": {"prompt_tokens": total, "total_tokens": total},
+            }
+        )
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await body_of(request)
+        self.prompt(body, ())
+        if "messages" in body:
+            wants = body.get("add_generation_prompt", True)
+            ids = tokens_of_messages(list_of(body, "messages"), body.get("tools"), add_generation_prompt=wants)
+        else:
+            ids = tokens_of_text(str(body.get("prompt", "")))
+        return web.json_response({"count": len(ids), "max_model_len": VOCABULARY, "tokens": list(ids)})
+
+    # ---- what bodies share -----------------------------------------------------------------------------
+
+    def prompt(self, body: Mapping[str, Any], tokens: tuple[int, ...]) -> Prompt:
+        """The prompt of a body. Raises Refused where its model is not served."""
+        model = body.get("model")
+        if model is None or model == self._served.model_name:
+            return Prompt(tokens, cache_salt=body.get("cache_salt"))
+        if model not in self._served.adapters:
+            raise Refused(404, f"The model `{model}` does not exist.", "NotFoundError")
+        return Prompt(tokens, model, body.get("cache_salt"))
+
+    def answer_tokens(self, body: Mapping[str, Any], *names: str) -> int:
+        """How long the answer is."""
+        limit = next((body[name] for name in names if body.get(name) is not None), self._served.answer_tokens)
+        if not isinstance(limit, int) or limit < 1:
+            raise Refused(400, f"{names[-1]} must be at least 1, got {limit}.")
+        return min(limit, self._served.answer_tokens)
+
+
+def event(document: Mapping[str, Any], kind: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = b"" if kind is None else f"event: {kind}\n".encode()
+    return head + b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def send_events(request: web.Request, events: AsyncIterator[bytes], fault: str | None) -> web.StreamResponse:
+    """Answer with events as they are made; with the fault ``cut`` the connection ends after the fourth."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    number = 0
+    async for piece in events:
+        await response.write(piece)
+        number += 1
+        if fault == "cut" and number == 4 and request.transport is not None:
+            request.transport.abort()
+            raise asyncio.CancelledError
+        await asyncio.sleep(0)
+    await response.write_eof()
+    return response
+
+
+@asynccontextmanager
+async def answering(generator: Generator, request: web.Request) -> AsyncIterator[str | None]:
+    """Count the request while it runs, and have it go wrong where it is to; a fault that concerns the answer."""
+    fault = generator.fault()
+    if fault == "error":
+        raise Refused(generator.faults.error_status, "this error was asked for", "InternalServerError")
+    generator.running += 1
+    try:
+        if fault == "hang":
+            await asyncio.Event().wait()
+        if fault == "cut" and request.transport is not None and not (await request.json()).get("stream"):
+            request.transport.abort()
+        yield fault
+    except asyncio.CancelledError:
+        generator.cancelled += 1
+        raise
+    finally:
+        generator.running -= 1
+
+
+def usage(answer: Answer, choices: int = 1) -> dict[str, Any]:
+    """The usage of an answer, in OpenAI's form."""
+    made = answer.tokens * choices
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": answer.prompt_tokens + made,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
+
+
+def _sum(answers: Sequence[Answer]) -> dict[str, Any]:
+    first, *others = map(usage, answers)
+    for other in others:
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            first[name] += other[name]
+    return first
+
+
+async def body_of(request: web.Request) -> dict[str, Any]:
+    """The object of a body. Raises Refused."""
+    try:
+        body = await request.json()
+    except ValueError:
+        raise Refused(400, "the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is no object")
+    body.setdefault("model", None)
+    return body
+
+
+def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
+    """A list that must have an element. Raises Refused."""
+    found = body.get(name)
+    if not isinstance(found, list) or not found:
+        raise Refused(400, f"{name} must be a list with an element")
+    return found
+
+
+def rank_of(request: web.Request) -> int | None:
+    """The data-parallel rank that a request is for."""
+    rank = request.headers.get("X-data-parallel-rank", "")
+    return int(rank) if rank.isdigit() else None
+
+
+def _prompts(body: Mapping[str, Any]) -> list[tuple[tuple[int, ...], str]]:
+    """The tokens and the mark of each prompt: a text, token ids, or a list of either."""
+    given = body.get("prompt")
+    several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+    found = []
+    for each in several:
+        if isinstance(each, str):
+            found.append((tokens_of_text(each), mark_of(each)))
+        elif isinstance(each, list) and each and all(isinstance(token, int) for token in each):
+            found.append((tuple(each), mark_of(json.dumps(each))))
+        else:
+            raise Refused(400, "prompt must be a text, a list of token ids, or a list of these")
+    return found
+
+
+def _call(body: Mapping[str, Any], mark: str) -> dict[str, Any] | None:
+    """The call of a tool, where one is required."""
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if not tools or choice in (None, "none", "auto"):
+        return None
+    named = choice["function"]["name"] if isinstance(choice, dict) else tools[0]["function"]["name"]
+    arguments = json.dumps({"mark": mark})
+    return {"id": f"call_{mark}", "type": "function", "function": {"name": named, "arguments": arguments}}
