@@ -29,7 +29,7 @@ PARTS: dict[str, set[str]] = {
     "discovery": LEAVES | {"domain", "store"},
     "engines": {"domain", "errors", "native", "shown"},
     "routing": {"domain", "errors"},
-    "chat": {"domain", "errors"},
+    "chat": {"domain", "errors", "shown"},
     "selection": LEAVES | {"domain", "store", "routing", "chat", "tokenization"},
     "ingest": BELOW_ROLES | {"chat"},
     "api": BELOW_ROLES | {"discovery", "selection", "routing", "chat", "tokenization"},

@@ -31,6 +31,7 @@ EXPORTED = [
     "waymark_dead_holders",
     "waymark_decision_duration_seconds{part}",
     "waymark_decisions_total{policy,decision}",
+    "waymark_decisions_without_tokens_total{reason}",
     "waymark_decode_errors_total{kind}",
     "waymark_discovery_engines{state}",
     "waymark_discovery_leader",

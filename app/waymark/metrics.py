@@ -69,6 +69,9 @@ class Metrics:
 
     # ---- decisions
     decisions = counter("How many decisions were made, by policy and by what a target was found.", "policy", "decision")
+    decisions_without_tokens = counter(
+        "How many prompts had no tokens, so that their prefix alone decided, by reason.", "reason"
+    )
     decision_duration_seconds = histogram(
         "How long a part of a decision took: the walk, the policy, the reservation.", _SCRIPT_BUCKETS, "part"
     )

@@ -48,6 +48,10 @@ ELSEWHERE = {
         ),
         ("tests/tokenization/test_tokenizers.py", "test_what_was_made_is_counted"),
     ),
+    "waymark_decisions_without_tokens_total": (
+        "tests/selection/test_requests.py",
+        "test_without_tokens_the_prefix_decides_and_it_is_counted",
+    ),
     "waymark_index_evictions_total": (
         "tests/ingest/test_prefix_stream.py",
         "test_the_number_of_entries_is_bounded_and_the_oldest_go_first",

@@ -98,6 +98,8 @@ class Taking:
     milliseconds: int = 120_000
     request_id: str | None = None
     """16 hex digits."""
+    needs_address: bool = False
+    """Only targets that say where their requests go."""
 
     @property
     def allows_all(self) -> bool:

@@ -12,7 +12,7 @@ from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.media import DEVICE
 from waymark.domain.table import HolderTable
-from waymark.domain.targets import PLAIN, Role, Target
+from waymark.domain.targets import PLAIN, Role, Target, host_and_port
 from waymark.routing.filters import role_of
 from waymark.routing.policy import Linear
 from waymark.routing.ring import Ring
@@ -88,6 +88,7 @@ class Fleet:
                 seen_as = Candidate(publisher, *name, role=target.role, labels=target.labels)
                 is_whole = role_of(seen_as) not in _PARTS
                 self.members.append(Member(publisher, name, target, publisher not in table.silent, is_whole))
+        self.have_addresses = all(member.target.address is not None for member in self.members)
         self.has_silent = any(not member.tells_events for member in self.members)
         self.by_publisher = {member.publisher: member for member in self.members}
         self.scraped = [each.publisher for each in self.members if each.target.metrics_url or each.target.address]
@@ -123,6 +124,14 @@ class Fleet:
                 is_hot = holder.medium in DEVICE
                 found[name] = before._replace(hot=count) if is_hot else before._replace(warm=count)
         return found
+
+    def at(self, address: str) -> Candidate | None:
+        """The first target at ``address``, a URL or ``host:port``; None where there is none."""
+        place = host_and_port(address)
+        for publisher, name, target, _, _ in self.members:
+            if target.address is not None and host_and_port(target.address) == place:
+                return Candidate(publisher, *name, target.address, target.role)
+        return None
 
     def ring(self, points: int) -> Ring:
         ring = self._rings.get(points)

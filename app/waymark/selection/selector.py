@@ -179,6 +179,8 @@ class Selector:
         members = look.fleet.serving(asked.served_as)
         if not taking.allows_all:
             members = [each for each in members if taking.allows(each.name[0], each.target.address)]
+        if taking.needs_address and not look.fleet.have_addresses:
+            members = [each for each in members if each.target.address is not None]
         if taking.profile == "disagg" or (policy.preset is None and taking.profile is None):
             return members
         if policy.preset is None or policy.preset.linear is None or policy.values is None:

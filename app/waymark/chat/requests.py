@@ -1,0 +1,134 @@
+"""What a request to an engine's HTTP API says that matters for where it goes: its model, its prompt, its salt.
+
+It reads the bodies of OpenAI's and Anthropic's paths leniently: an engine checks the rest of a body, and a part of it
+that has another shape only costs the match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from waymark.errors import InvalidValue
+from waymark.shown import shown
+
+#: Names are kept in caches by model; a longer one is no model.
+_NAME_CHARACTERS_MAX = 4096
+
+
+class Form(StrEnum):
+    """The kind of a body, by the end of its path."""
+
+    CHAT = "/chat/completions"
+    COMPLETIONS = "/completions"
+    MESSAGES = "/messages"
+    RESPONSES = "/responses"
+    EMBEDDINGS = "/embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """A body, read. It has ``messages`` or ``prompts``, or neither where its path has another form."""
+
+    model: str
+    form: Form | None = None
+    messages: Sequence[Any] | None = None
+    system: Any = None
+    """What Anthropic's form has beside the messages: a text or a list of blocks."""
+    tools: Sequence[Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    prompts: Sequence[str | Sequence[int]] = ()
+    """Texts or token ids; the first one decides where the request goes."""
+    cache_salt: str | None = None
+    is_stream: bool = False
+    copies: int = 1
+    """The field ``n``: answers to each prompt."""
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences an engine computes for it."""
+        return max(1, len(self.prompts)) * self.copies
+
+
+def form_of(path: str) -> Form | None:
+    """The form of the bodies of a path, whatever prefix a proxy has put before it; None for another path."""
+    bare = path.partition("?")[0].rstrip("/")
+    return next((form for form in Form if bare.endswith(form)), None)
+
+
+def read_request(path: str, fields: Any) -> InferenceRequest:
+    """Read a body. Raises ``InvalidValue`` on ``model`` if it names none, and for a body that is no object."""
+    if not isinstance(fields, Mapping):
+        raise InvalidValue("the body is no JSON object; send one with the field model", reason="invalid_type")
+    model = fields.get("model")
+    if model is None or model == "":
+        raise InvalidValue("the body names no model; send the field model", reason="missing", field="model")
+    if not isinstance(model, str) or len(model) > _NAME_CHARACTERS_MAX:
+        raise InvalidValue(
+            f"model is {shown(model)}; it must be a text of at most {_NAME_CHARACTERS_MAX} characters", field="model"
+        )
+    form = form_of(path)
+    salt = fields.get("cache_salt")
+    copies = fields.get("n")
+    said: dict[str, Any] = {
+        "model": model,
+        "form": form,
+        "cache_salt": salt if isinstance(salt, str) and salt else None,
+        "is_stream": fields.get("stream") is True,
+        "copies": copies if type(copies) is int and copies > 0 else 1,
+    }
+    if form in (Form.CHAT, Form.MESSAGES, Form.RESPONSES):
+        said |= _chat(form, fields)
+    elif form is not None:
+        said["prompts"] = _prompts(fields.get("prompt" if form is Form.COMPLETIONS else "input"))
+        said["add_special_tokens"] = _flag(fields, "add_special_tokens", None)
+    return InferenceRequest(**said)
+
+
+def _chat(form: Form, fields: Mapping[str, Any]) -> dict[str, Any]:
+    messages, system = fields.get("messages"), fields.get("system")
+    if form is Form.RESPONSES:
+        messages, system = fields.get("input"), fields.get("instructions")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+    tools = fields.get("tools")
+    kwargs = fields.get("chat_template_kwargs")
+    return {
+        "messages": messages if isinstance(messages, list) else [],
+        "system": system,
+        "tools": [_tool(each, form) for each in tools] if isinstance(tools, list) and tools else None,
+        "template_kwargs": kwargs if isinstance(kwargs, Mapping) else {},
+        "add_generation_prompt": _flag(fields, "add_generation_prompt", True),
+        "continue_final_message": _flag(fields, "continue_final_message", False),
+        "add_special_tokens": _flag(fields, "add_special_tokens", None),
+    }
+
+
+def _tool(tool: Any, form: Form) -> Any:
+    """A tool in the form of chat completions, in which templates see it."""
+    if form is Form.CHAT or not isinstance(tool, Mapping) or "function" in tool:
+        return tool
+    schema = tool.get("input_schema") if form is Form.MESSAGES else tool.get("parameters")
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
+    """One prompt or a list of them, each a text or token ids; what is neither is left out."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        return ()
+    if type(value[0]) is int:
+        return (value,)
+    return tuple(each for each in value if isinstance(each, str | list))
+
+
+def _flag(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = fields.get(name)
+    return value if isinstance(value, bool) else default

@@ -1,0 +1,123 @@
+"""Requests that this process has sent to targets: their reservations are renewed while they run, and end with them.
+
+A reservation is short and renewed, so what a process that dies leaves behind is over within ``RESERVED_SECONDS``.
+No request waits for Redis here: a release that fails is left to the reservation's own end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from waymark.domain.targets import host_and_port
+from waymark.errors import NoTarget, Saturated, StoreUnavailable
+from waymark.logs import fields
+from waymark.selection.requests import Routed
+from waymark.selection.selector import Selector
+from waymark.store.reservations import Begin, Part, Reservation
+
+log = logging.getLogger(__name__)
+
+RESERVED_SECONDS = 30.0
+"""How long a reservation lasts that is not renewed."""
+RENEW_SECONDS = 10.0
+
+
+class RequestsUnderWay:
+    """All of them, with one task that renews them."""
+
+    def __init__(self, selector: Selector, begin: Begin, *, renew_seconds: float = RENEW_SECONDS) -> None:
+        """``begin`` starts work that ends with the process at the latest."""
+        self._selector = selector
+        self._begin = begin
+        self._renew_seconds = renew_seconds
+        self._running: set[RequestUnderWay] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, routed: Routed) -> RequestUnderWay:
+        """A request that was just given its targets. Its caller must ``end`` it."""
+        request = RequestUnderWay(self, routed)
+        self._running.add(request)
+        if self._renewing is None or self._renewing.done():
+            self._renewing = self._begin(self._keep_renewing())
+        return request
+
+    async def _keep_renewing(self) -> None:
+        while self._running:
+            await asyncio.sleep(self._renew_seconds)
+            now = asyncio.get_running_loop().time()
+            due = [each for each in self._running if now - each.since >= self._renew_seconds]
+            await self.release([one for each in due for one in each.reservations], Part.RENEW)
+
+    async def release(self, reservations: Sequence[Reservation], part: Part) -> None:
+        if not reservations:
+            return
+        try:
+            await self._selector.release(reservations, part, milliseconds=int(1000 * RESERVED_SECONDS))
+        except StoreUnavailable as exc:
+            log.debug("reservations not released", extra=fields(part=part.value, error=exc.sentence))
+
+    def begin_release(self, reservations: Sequence[Reservation], part: Part) -> None:
+        if reservations:
+            self._begin(self.release(reservations, part))
+
+    async def reserve(self, routed: Routed, address: str) -> Reservation | None:
+        """A reservation of the target at ``address``; None where there is none, or it cannot be had."""
+        group, tokens = routed.served.group, routed.selected.tokens
+        try:
+            fleet = await self._selector.fleet(group)
+            found = None if fleet is None else fleet.at(address)
+            if found is None:
+                return None
+            return await self._selector.reserve(group, found, tokens, tokens, int(1000 * RESERVED_SECONDS))
+        except (NoTarget, Saturated, StoreUnavailable):
+            return None
+
+    def ended(self, request: RequestUnderWay) -> None:
+        self._running.discard(request)
+
+
+class RequestUnderWay:
+    """One request, from its decision to its end. Every method but ``move`` returns at once."""
+
+    def __init__(self, of: RequestsUnderWay, routed: Routed) -> None:
+        self.routed = routed
+        self.since = asyncio.get_running_loop().time()
+        self.reservations: Sequence[Reservation] = tuple(routed.selected.reservations)
+        self._of = of
+        self._has_prefilled = False
+        self._has_ended = False
+
+    def prefilled(self) -> None:
+        """The first byte of an answer has come: its prompt is computed."""
+        if not self._has_prefilled and not self._has_ended:
+            self._has_prefilled = True
+            self._of.begin_release(self.reservations, Part.PREFILL)
+
+    async def move(self, address: str) -> bool:
+        """The target at ``address`` has it now, and the first one counts as failed.
+
+        False if that is the first one itself, or no target: then nothing changes.
+        """
+        own = self.routed.selected.target.candidate.address
+        if own is not None and host_and_port(own) == host_and_port(address):
+            return False
+        found = await self._of.reserve(self.routed, address)
+        if found is None:
+            return False
+        left, self.reservations = self.reservations, (found,)
+        if self._has_ended:
+            left = (*left, found)
+        self._of.begin_release(left, Part.FAILED)
+        return True
+
+    def end(self, *, is_ok: bool) -> None:
+        """It is over, well or not; what follows changes nothing."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._of.ended(self)
+            self._of.begin_release(self.reservations, Part.OK if is_ok else Part.FAILED)

@@ -1,0 +1,51 @@
+"""A store with targets that are registered as clients register them, and the selection over it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+import pytest
+
+from tests.patience import patient
+from waymark.metrics import Metrics
+from waymark.selection.options import SelectionOptions
+from waymark.selection.requests import RequestSelector
+from waymark.selection.selector import Selector
+from waymark.selection.startup import StartupGate
+from waymark.settings import Settings
+from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
+
+
+class MakeSelector(Protocol):
+    def __call__(self, store: Store, **settings: Any) -> RequestSelector: ...
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+async def make_selector(metrics: Metrics) -> AsyncIterator[MakeSelector]:
+    async with AsyncExitStack() as stack:
+
+        def make(store: Store, **settings: Any) -> RequestSelector:
+            given = Settings(**{"query_deadline_ms": int(min(60.0, patient(1.0)) * 1000)} | settings)
+            tokenizers = Tokenizers.of(given, metrics)
+            stack.push_async_callback(tokenizers.close)
+            selector = Selector(store, SelectionOptions.of(given), metrics)
+            gate = StartupGate(store.directory, given.min_initial_workers)
+            return RequestSelector(store, given, metrics, selector, tokenizers, gate)
+
+        yield make
+
+
+@pytest.fixture(params=["emulated", "real"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    """An empty store, once emulated, once real."""
+    store = Store.open("memory://" if request.param == "emulated" else request.getfixturevalue("redis_url"))
+    yield store
+    await store.close()
