@@ -32,11 +32,12 @@ PARTS: dict[str, set[str]] = {
     "chat": {"domain", "errors", "shown"},
     "selection": LEAVES | {"domain", "store", "routing", "chat", "tokenization"},
     "ingest": BELOW_ROLES | {"chat"},
-    "api": BELOW_ROLES | {"discovery", "selection", "routing", "chat", "tokenization"},
+    "api": BELOW_ROLES | {"discovery", "selection", "routing", "chat", "tokenization", "inspection"},
     "simulator": {"client", "domain", "errors"},
     "client": {"domain", "errors", "native"},
     "serving": LEAVES,
-    "console": LEAVES | {"domain", "store", "tokenization"},
+    "inspection": LEAVES | {"domain", "store"},
+    "console": LEAVES | {"domain", "store", "tokenization", "inspection"},
     **{
         top: BELOW_ROLES
         | TOP

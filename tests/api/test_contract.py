@@ -19,7 +19,7 @@ from waymark.domain.parts import Commit
 from waymark.store.store import Store
 
 PATHS = {
-    *("/score", "/select", "/release"),
+    *("/score", "/select", "/release", "/inspect/prompt"),
     *("/admin/prefix-routing/stats", "/admin/kv-index/stats", "/admin/kv-index/backends", "/admin/kv-index/clear"),
     *(
         "/query",
@@ -185,7 +185,9 @@ async def test_headers_are_told(api: httpx.AsyncClient, document: dict[str, Any]
     for path, status in told:
         always = {"401": {"WWW-Authenticate"}, "405": {"Allow"}, "503": {"Retry-After"}}
         assert told[path, status] >= always.get(status, set())
-    for path in ("/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash"):
+    for path in ("/query", "/query_by_hash"):
+        assert told[path, "200"] == {"X-Waymark-Partial", "X-Waymark-Note"}
+    for path in ("/dynamo/query", "/dynamo/query_by_hash"):
         assert told[path, "200"] == {"X-Waymark-Partial"}
     for path in ("/dynamo/dump", "/dynamo/peers"):
         assert told[path, "200"] == {"X-Waymark-Note"}

@@ -34,6 +34,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/register": REGISTER | {"additionalsalt": SALT},
     "/query": PROMPT | {"additional_salt": SALT},
     "/query_by_hash": BY_HASH | SALTED,
+    "/inspect/prompt": PROMPT | {"additional_salt": SALT},
     "/unregister": REGISTER | SALTED,
     "/dynamo/register": REGISTER | {"instance_id": 2, "model_name": "m", "additional_salt": SALT},
     "/dynamo/query": PROMPT,

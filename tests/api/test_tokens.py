@@ -242,6 +242,7 @@ BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/query_by_hash"): _OF_MODEL | {"seq_hashes": [1], "block_size": 2},
     ("POST", "/select"): _OF_MODEL | {"token_ids": PROMPT},
     ("POST", "/score"): _OF_MODEL | {"token_ids": PROMPT},
+    ("POST", "/inspect/prompt"): _OF_MODEL | {"token_ids": PROMPT},
     ("POST", "/release"): {"reservation": "2.2.4.4.0123456789abcdef"},
     ("POST", "/tokenize"): {"model": f"{SECRET}-model", "prompt": "Hi"},
     ("POST", "/detokenize"): {"model": f"{SECRET}-model", "tokens": [1]},

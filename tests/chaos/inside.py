@@ -10,15 +10,16 @@ from tests.chaos.backend import Backend
 from tests.chaos.model import BLOCK_SIZE
 from tests.chaos.publishers import MODEL_NAME
 from tests.model import Place, Space, Tokens
-from waymark.console.look import Group, Look
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.keys import pack
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.rows import PIECE_BLOCKS, parse
 from waymark.domain.table import HolderTable
+from waymark.inspection.look import Group, Look
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.places import holders_of
+from waymark.store.store import Store
 
 _REDIS_SECONDS = 20.0
 _VALUES = 512
@@ -36,7 +37,7 @@ class Inside:
         """Where each block is, named by its whole prefix."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
-            group, table = await self._read(Look(client))
+            group, table = await self._read(Look(Store(client)))
             pieces = [pack(_keys(space, prefix)[_head(prefix) :]) for space, prefix in blocks]
             found = await holders_of(client, group.entry, pieces, has_singles=table.has_singles)
         finally:
@@ -47,7 +48,7 @@ class Inside:
         """How many blocks there are at each place, in all rows of the group, whatever they are called."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
-            group, table = await self._read(Look(client))
+            group, table = await self._read(Look(Store(client)))
         finally:
             await client.close()
         counts: Counter[Place] = Counter()

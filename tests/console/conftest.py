@@ -10,11 +10,11 @@ import pytest
 from redis.asyncio import Redis
 
 from waymark import cli
-from waymark.console.look import Look
 from waymark.console.run_inspect import run_inspect
 from waymark.console.run_status import run_status
 from waymark.console.screen import Screen
 from waymark.domain.hashing import extend, token_bytes
+from waymark.inspection.look import Look
 from waymark.settings import Settings
 from waymark.store.client import RedisClient
 from waymark.store.store import Store
@@ -47,7 +47,7 @@ def store(client: RedisClient) -> Store:
 
 @pytest.fixture
 def look(client: RedisClient) -> Look:
-    return Look(client)
+    return Look(Store(client))
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from redis.asyncio import Redis
 from tests.console.conftest import Run
 from tests.patience import patient
 from tests.store.factories import Stream, registration, removed, stored, stream_of
-from waymark.console.look import Group
 from waymark.console.redis_cli import RedisCli
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue, NotFound
+from waymark.inspection.look import Group
 from waymark.settings import Settings
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store

@@ -22,9 +22,9 @@ from tests.conftest import wait_until
 from tests.console.conftest import Run
 from tests.store.factories import Stream, registration, stored, stream_of
 from waymark import cli
-from waymark.console import look as look_module
-from waymark.console.look import Look
 from waymark.console.status import Wanted, gather
+from waymark.inspection import look as look_module
+from waymark.inspection.look import Look
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
@@ -185,7 +185,7 @@ async def test_many_publishers_are_read_in_pieces(
         return await several(listed, **options)
 
     monkeypatch.setattr(client, "several", counted)
-    status = await gather(Look(client), Wanted())
+    status = await gather(Look(Store(client)), Wanted())
     assert len(status.publishers) == 1500
     assert max(sizes) <= look_module._PIECE_COMMANDS
 

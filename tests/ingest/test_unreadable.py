@@ -22,14 +22,13 @@ from tests.ingest.conftest import WITHOUT_PROBES, Bench, Hand, Pod
 from tests.store.factories import Stream, registration, stored, stream_of
 from waymark.api.application import create_app
 from waymark.console import status
-from waymark.console.look import Look
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName
+from waymark.inspection.look import Look
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.store import Store
 
 TOKENS = list(range(32))
@@ -219,7 +218,7 @@ async def scene_of(bench: Bench, url: str) -> AsyncIterator[Scene]:
     store = Store.open(url)
     transport = httpx.ASGITransport(app=create_app(store, Settings(), Metrics()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://waymark") as api:
-        look = Look(RedisClient.open(url))
+        look = Look(Store.open(url))
         yield Scene(bench, hand, neighbour, api, look)
         await look.client.close()
     await store.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.media import IN_EVERY_ANSWER, MEDIA
@@ -60,8 +60,54 @@ class InstanceRow(BaseModel):
     DP: dict[str, int] = Field(description="the matched tokens that each rank has, over all media")
 
 
-class QueryAnswer(RootModel[dict[str, dict[str, InstanceRow]]]):
-    """The instances of the tenant. The object is empty if the tenant is not known."""
+class HolderRuns(BaseModel):
+    """What one rank holds of a prompt on one medium."""
+
+    dp_rank: int
+    medium: str
+    not_counted: str | None = Field(description="why no query counts these blocks; null where they count")
+    runs: list[tuple[int, int]] = Field(description="runs of blocks, each as its first block and its length in blocks")
+
+
+class InspectedInstance(BaseModel):
+    """What one instance, or a pool, has of a prompt."""
+
+    instance_id: str
+    is_pool: bool = Field(description="whether its blocks count for every instance")
+    longest_matched: int = Field(description="tokens, as /query answers; 0 for a pool")
+    note: str | None = Field(description="why it has no match, or where its match ends and who has the next block")
+    holders: list[HolderRuns]
+
+
+class Explanation(BaseModel):
+    """What the instances have of a prompt, and why no more. Where ``block_size`` is null nothing was looked up."""
+
+    tenant_id: str | None = None
+    model: str | None = None
+    block_size: int | None = None
+    total_tokens: int = Field(0, description="of the prompt; 0 where only hashes are known")
+    total_blocks: int = Field(0, description="complete blocks of the prompt")
+    longest_matched: int = Field(0, description="tokens of the longest match of any instance")
+    blocks_held: int = Field(0, description="how many of the blocks any instance or pool has that counts")
+    reasons: list[str] = Field(description="sentences that say why nobody has a match; empty where somebody has")
+    instances: list[InspectedInstance] = Field(description="the longest match first; pools last")
+    instances_left_out: int = Field(0, description="how many more there are")
+
+
+class InspectAnswer(Explanation):
+    """The same, with the keys of the blocks."""
+
+    keys: list[str] = Field(description="of each block, 16 hex digits: its seq_hash XOR the namespace")
+
+
+class QueryAnswer(BaseModel):
+    """The instances of the tenant, under its name. The object is empty if the tenant is not known."""
+
+    model_config = ConfigDict(extra="allow")
+
+    __pydantic_extra__: dict[str, dict[str, InstanceRow]]
+
+    explanation: Explanation | None = Field(None, description="with explain: why each instance has no more")
 
 
 class EventsAnswer(BaseModel):

@@ -34,6 +34,7 @@ from waymark.api.dynamo_views import DynamoViews
 from waymark.api.dynamo_workers import DynamoWorkers
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
+from waymark.api.explanations import Explanations
 from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue, Resource
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
@@ -56,6 +57,9 @@ _QUERIES = frozenset(
 )
 
 _PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
+_OF_QUERY = _PARTIAL | {
+    "X-Waymark-Note": "why every number is zero, where the model or the block size has no engine; else absent"
+}
 _NOTE = {"X-Waymark-Note": "the reason why a replica needs neither a dump nor peers to recover"}
 
 _HEALTH = Doc("Answers 200 while the process is alive.", answer=answers.HealthAnswer, needs_redis=False, reach="none")
@@ -79,14 +83,20 @@ _QUERY = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
     bodies.QueryRequest,
     answers.QueryAnswer,
-    headers=_PARTIAL,
+    headers=_OF_QUERY,
     reach="body",
 )
 _QUERY_BY_HASH = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
     bodies.QueryByHashRequest,
     answers.QueryAnswer,
-    headers=_PARTIAL,
+    headers=_OF_QUERY,
+    reach="body",
+)
+_INSPECT_PROMPT = Doc(
+    "Returns which blocks of a prompt each instance has and where, and why nobody has a match.",
+    bodies.InspectRequest,
+    answers.InspectAnswer,
     reach="body",
 )
 _PREFIX_STATS = Doc(
@@ -336,14 +346,16 @@ def _operations(
     decisions = Decisions(store, settings, metrics, texts, gate)
     select, workers = DynamoSelect(store, settings, decisions.selector), DynamoWorkers(store, settings)
     admin = Admin(store, settings)
+    explanations = Explanations(store, settings, texts)
+    explained = explanations.explained
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
     table: list[tuple[Method, str, Access, Handler, Doc]] = [
-        ("POST", "/query", "read", root.query, _QUERY),
-        ("POST", "/query_by_hash", "read", root.query_by_hash, _QUERY_BY_HASH),
-        ("POST", "/select", "write", decisions.select, _SELECT),
+        ("POST", "/query", "read", explained(root.query), _QUERY),
+        ("POST", "/query_by_hash", "read", explained(root.query_by_hash), _QUERY_BY_HASH),
+        ("POST", "/select", "write", explained(decisions.select), _SELECT),
         ("POST", "/release", "write", decisions.release, _RELEASE),
-        ("POST", "/score", "read", decisions.score, _SCORE),
+        ("POST", "/score", "read", explained(decisions.score), _SCORE),
         ("POST", "/dynamo/query", "read", dynamo.query, _DYNAMO_QUERY),
         ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, _DYNAMO_QUERY_BY_HASH),
         ("POST", "/tokenize", "read", texts.tokenize, _TOKENIZE),
@@ -351,6 +363,7 @@ def _operations(
         ("POST", "/register", "write", registrations.register, _REGISTER),
         ("POST", "/unregister", "write", registrations.unregister, _UNREGISTER),
         ("POST", "/events", "write", Events(store, settings, metrics).events, _EVENTS),
+        ("POST", "/inspect/prompt", "read", explanations.inspect, _INSPECT_PROMPT),
         ("GET", "/services", "read", views.services, _SERVICES),
         ("GET", "/workers", "read", views.workers, _WORKERS),
         ("GET", "/global_view", "read", views.global_view, _GLOBAL_VIEW),

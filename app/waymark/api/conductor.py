@@ -27,6 +27,8 @@ from waymark.tokenization.prompt import Tokens
 
 PARTIAL = {"X-Waymark-Partial": "true"}
 _JSON = Format.JSON.value
+_UNKNOWN = "no engine is registered for this model and tenant; POST /inspect/prompt names the models that are"
+_SIZES_MAX = 8
 
 
 class Conductor:
@@ -65,8 +67,11 @@ class Conductor:
         # A group without instances may be one of a tenant that is gone: groups outlive their registrations.
         seconds = self._settings.query_deadline_ms / 1000
         if not counted.rows and not await self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds):
-            return Answer({})
+            return Answer({}, headers={"X-Waymark-Note": _UNKNOWN})
         headers = PARTIAL if reading is not None and reading.is_partial else {}
+        if reading is None or not reading.walk.view.size:
+            note = self._note(group, block_size)
+            headers = {**headers, "X-Waymark-Note": note} if note else headers
         if instance_id is not None:
             row = counted.rows.get(instance_id) or in_tokens(ConductorRow(), block_size)
             return Answer({group.tenant_id: {instance_id: row}}, headers=headers)
@@ -74,6 +79,15 @@ class Conductor:
             content = b"{%b:%b}" % (asked.tenant, counted.json)
             return Answer(content, headers=headers, media_type=_JSON)
         return Answer({group.tenant_id: counted.rows}, headers=headers)
+
+    def _note(self, group: GroupName, block_size: int) -> str:
+        """Why there are only zeros, where no engine could have the prompt; a header cannot hold every name."""
+        table = self._store.reader.table_at_hand(group)
+        sizes = set() if table is None else {row.block_size for row in table.publishers.values()}
+        if not sizes:
+            return _UNKNOWN
+        known = ", ".join(map(str, sorted(sizes)[:_SIZES_MAX]))
+        return "" if block_size in sizes else f"no engine of this model has block_size {block_size}; they have {known}"
 
 
 class _Asked(NamedTuple):

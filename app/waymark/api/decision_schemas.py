@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from waymark.api.answer_schemas import Explanation
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
 from waymark.api.schemas import OPTIONAL_BLOCK_SIZE, RANK, BlockSize, Named, PromptFields, Rank
 from waymark.routing.policy import Decision
@@ -186,6 +187,7 @@ class ScoreAnswer(BaseModel):
     block_size: int
     degraded: Literal[False]
     scores: list[ScoreRow]
+    explanation: Explanation | None = Field(None, description="with explain: why each instance has no more")
 
 
 class SelectAnswer(BaseModel):
@@ -203,6 +205,7 @@ class SelectAnswer(BaseModel):
     prefix_key: str | None
     reservation: str | None = Field(description="the text to send to /release; null if nothing was reserved")
     headers: dict[str, str] = Field(description="the headers to add to the request, for proxies and engines")
+    explanation: Explanation | None = Field(None, description="with explain: why each instance has no more")
 
 
 class ReleaseAnswer(BaseModel):

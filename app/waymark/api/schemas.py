@@ -323,6 +323,9 @@ OPTIONAL_BLOCK_SIZE = f"{BLOCK_SIZE}; the default is that of the model's engines
 class _Asked(Named):
     block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
+    explain: bool = Field(
+        default=False, description="true or false: whether the answer says why each instance has no more of the prompt"
+    )
 
 
 class PromptFields(TextFields):
@@ -359,6 +362,14 @@ class QueryByHashRequest(_Asked):
     seq_hashes: Hashes = Field(
         validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
         description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
+    )
+
+
+class InspectRequest(QueryRequest):
+    """A prompt that is looked up for a person, given as a query has it."""
+
+    top: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=20, description="an integer of 1..1000: how many instances are shown, the longest match first"
     )
 
 

@@ -6,15 +6,16 @@ cell has the same information as its colour, so the view can be read without col
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from itertools import groupby
 
 from rich.text import Text
 
-from waymark.console.holding import HolderLine, Holding, InstanceLines
-from waymark.console.look import shown
 from waymark.console.screen import Part, joined, text
 from waymark.domain.media import MEDIA, order_of
+from waymark.inspection.holding import HolderLine, Holding, InstanceLines
+from waymark.inspection.look import shown
 
 #: Of the media in their order; then of all others.
 _MEDIUM_STYLES = ("green", "yellow", "blue", "cyan")
@@ -45,8 +46,8 @@ _WORDS = {
 }
 
 
-def parts(holding: Holding, reasons: dict[str, str], *, width: int, is_ascii: bool, top: int) -> list[Part]:
-    """The drawing; ``reasons`` say of instances without a match why they have none. ``top``: instances at most."""
+def parts(holding: Holding, reasons: Mapping[str, str], *, width: int, is_ascii: bool, top: int) -> list[Part]:
+    """The drawing; ``top``: instances at most. ``reasons``: why one has no match, or where it ends."""
     drawn: list[Part] = [_head(holding)]
     if not holding.keys:
         return drawn
@@ -83,9 +84,10 @@ def scaled(has: frozenset[int], blocks: int, match: int, scale: int) -> list[Cel
 
 def _head(holding: Holding) -> Text:
     blocks, size = len(holding.keys), holding.block_size
+    group = f", group {holding.group.id}" if holding.group.id else ""  # over HTTP it has no id
     return joined(
         text(shown(holding.group.name), "bold"),
-        f", group {holding.group.id}: {blocks} {'block' if blocks == 1 else 'blocks'} of {size} tokens,"
+        f"{group}: {blocks} {'block' if blocks == 1 else 'blocks'} of {size} tokens,"
         f" {holding.blocks_held} of them held, longest match {holding.best * size} tokens",
     )
 
@@ -109,7 +111,8 @@ def _title(holding: Holding, lines: InstanceLines, reason: str) -> Text:
     if not lines.match:
         return joined(name, ": ", text("no match", "yellow"), f", {reason}" if reason else "")
     tokens, of = lines.match * holding.block_size, len(holding.keys) * holding.block_size
-    return joined(name, f": {tokens} of {of} tokens, {lines.match} of {len(holding.keys)} blocks")
+    ends = f"; {reason}" if reason else ""
+    return joined(name, f": {tokens} of {of} tokens, {lines.match} of {len(holding.keys)} blocks{ends}")
 
 
 def _line(holding: Holding, lines: InstanceLines, line: HolderLine, scale: int, *, is_ascii: bool) -> Text:
@@ -124,7 +127,8 @@ def _line(holding: Holding, lines: InstanceLines, line: HolderLine, scale: int, 
 
 
 def _label(line: HolderLine) -> str:
-    return f"  rank {line.holder.dp_rank} {line.holder.medium} #{line.holder.id}"
+    number = f" #{line.holder.id}" if line.holder.id else ""  # over HTTP it has none
+    return f"  rank {line.holder.dp_rank} {line.holder.medium}{number}"
 
 
 def _character(cell: Cell, *, is_ascii: bool) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from waymark.console.holding import not_counted
-from waymark.console.look import Group, Look, shown
 from waymark.console.screen import Grid, Part, joined, text
 from waymark.console.search import ROWS_MAX, Found, Search
 from waymark.console.status_view import STATUS_STYLE, seconds_text
@@ -13,6 +11,8 @@ from waymark.domain.hashing import namespace
 from waymark.domain.names import Adapter
 from waymark.domain.table import HolderTable
 from waymark.errors import NotFound
+from waymark.inspection.holding import not_counted
+from waymark.inspection.look import Group, Look, shown
 from waymark.store import keys
 from waymark.store.parsing import lenient_text
 

@@ -1,48 +1,19 @@
-"""The prompt of ``waymark inspect prompt``: turns words into tokens, and tokens into block keys."""
+"""The prompt of ``waymark inspect prompt``, from words."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.domain.names import U32_MAX, U64_MASK, Adapter
+from waymark.domain.names import U32_MAX, U64_MASK
 from waymark.errors import InvalidValue
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
 
 _HEX = re.compile(r"(0x)?[0-9a-fA-F]{16}")
 _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A prompt as asked for: tokens, or the rolling hashes of its blocks."""
-
-    tokens: tuple[int, ...] | None
-    seq_hashes: tuple[int, ...] | None
-    adapter: Adapter
-    salts: tuple[str, ...]
-    seed: int
-
-    @property
-    def namespace(self) -> int:
-        return namespace(self.adapter, self.salts)
-
-    def block_keys(self, block_size: int) -> list[int]:
-        """seq_hash XOR namespace of each complete block."""
-        if self.seq_hashes is None:
-            hashes: Sequence[int] = extend(None, token_bytes(self.tokens or ()), block_size, seed=self.seed)
-        else:
-            hashes = self.seq_hashes
-        return [seq_hash ^ self.namespace for seq_hash in hashes]
-
-    def without_first_token(self) -> Asked:
-        return replace(self, tokens=None if self.tokens is None else self.tokens[1:])
 
 
 def read_tokens(given: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from waymark.console import cells, lookups, why
-from waymark.console.holding import hold
-from waymark.console.look import Group, Look, looking, pick, shown
-from waymark.console.prompts import Asked, read_file, read_hash, read_hashes, read_prompt, read_tokens
+from waymark.console import cells, lookups
+from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.console.redis_cli import RedisCli
-from waymark.console.screen import Screen, joined, text
-from waymark.domain.hashing import unpack_tokens
+from waymark.console.screen import Part, Screen, joined, text
+from waymark.domain.hashing import pack_tokens
 from waymark.domain.names import Adapter, GroupName
-from waymark.domain.table import HolderTable
 from waymark.errors import InvalidValue, NotFound
+from waymark.inspection.asked import Asked
+from waymark.inspection.explanation import Explanation, explain, nobody
+from waymark.inspection.look import Group, Look, looking, pick, shown
+from waymark.inspection.why import unknown_group
 from waymark.settings import Settings
 
 
@@ -49,7 +50,7 @@ async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen:
             lines = cli.base()
             for group in picked:
                 table = await look.table(group)
-                lines += [f"# {shown(group.name)}", *cli.group(group, table or _nobody(group))]
+                lines += [f"# {shown(group.name)}", *cli.group(group, table or nobody(group))]
             _write(screen, cli, lines)
 
 
@@ -74,9 +75,11 @@ async def _asked(arguments: argparse.Namespace, settings: Settings) -> Asked:
     if arguments.hashes is not None:
         seq_hashes = read_hashes(arguments.hashes, option="--hashes")
     elif arguments.tokens_file is not None:
-        tokens = read_tokens(read_file(arguments.tokens_file, option="--tokens-file"), option="--tokens-file")
+        tokens = pack_tokens(
+            list(read_tokens(read_file(arguments.tokens_file, option="--tokens-file"), option="--tokens-file"))
+        )
     elif arguments.tokens is not None:
-        tokens = read_tokens(arguments.tokens, option="--tokens")
+        tokens = pack_tokens(list(read_tokens(arguments.tokens, option="--tokens")))
     else:
         # Only a prompt in words needs tokenizers.
         from waymark.metrics import Metrics
@@ -85,7 +88,7 @@ async def _asked(arguments: argparse.Namespace, settings: Settings) -> Asked:
         prompt = read_prompt(arguments.text, arguments.messages)
         tokenizers = Tokenizers.of(settings, Metrics())
         try:
-            tokens = tuple(unpack_tokens((await tokenizers.tokens(arguments.model, prompt, arguments.tenant)).ids))
+            tokens = (await tokenizers.tokens(arguments.model, prompt, arguments.tenant)).ids
         finally:
             await tokenizers.close()
     return Asked(tokens, seq_hashes, _adapter(arguments), tuple(arguments.salt), settings.hash_seed)
@@ -98,22 +101,26 @@ async def _prompt(
     name = GroupName(arguments.tenant, arguments.model)
     group = next((group for group in groups if group.name == name), None)
     if group is None:
-        raise NotFound(why.unknown_group(name, groups))
+        raise NotFound(unknown_group(name, groups))
     claims = await look.claims(name)
     block_size = _block_size(arguments.block_size, sorted({claim.registration.block_size for claim in claims}))
     if arguments.keys:
         _write(screen, cli, cli.rows(group, asked.block_keys(block_size)) + cli.table(group))
         return
-    table = await look.table(group) or _nobody(group)
-    holding = await hold(look, group, table, asked, block_size)
-    states = await look.states(claims)
-    reasons = why.of_instances(holding, states)
-    drawn = cells.parts(holding, reasons, width=screen.width, is_ascii=screen.is_ascii, top=max(1, arguments.top))
-    if not holding.best:
-        drawn.append(text(""))
-        for reason in await why.of_prompt(look, asked, holding, table, groups, states):
-            drawn.append(joined(text("Why nothing? ", "bold yellow"), text(reason)))
-    screen.show(drawn)
+    found = await explain(look, asked, group, block_size, groups, claims)
+    screen.show(drawn(found, screen, top=arguments.top))
+
+
+def drawn(found: Explanation, screen: Screen, *, top: int) -> list[Part]:
+    """An explanation as the screen shows it; ``NotFound`` where nothing was looked up."""
+    if found.holding is None:
+        raise NotFound(" ".join(found.reasons))
+    parts = cells.parts(
+        found.holding, found.of_instances, width=screen.width, is_ascii=screen.is_ascii, top=max(1, top)
+    )
+    for i, reason in enumerate(found.reasons):
+        parts += [text("")] * (not i) + [joined(text("Why nothing? ", "bold yellow"), text(reason))]
+    return parts
 
 
 def _block_size(given: int | None, registered: Sequence[int]) -> int:
@@ -126,8 +133,3 @@ def _block_size(given: int | None, registered: Sequence[int]) -> int:
     if not 1 <= given <= 65536:
         raise InvalidValue(f"--block-size is {given}; give 1 to 65536", field="block_size")
     return given
-
-
-def _nobody(group: Group) -> HolderTable:
-    """The table of a group whose own has gone."""
-    return HolderTable(b"", group.name, {}, {})

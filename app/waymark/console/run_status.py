@@ -8,9 +8,9 @@ import json
 from collections.abc import Sequence
 
 from waymark.console import status, status_view
-from waymark.console.look import looking
 from waymark.console.screen import Part, Screen, text
 from waymark.errors import StoreUnavailable
+from waymark.inspection.look import looking
 from waymark.settings import Settings
 
 

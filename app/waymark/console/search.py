@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from waymark.console.look import Group, Look, places_that_begin_with
 from waymark.domain.rows import Place, Row, parse_field
 from waymark.domain.table import HolderTable
+from waymark.inspection.look import Group, Look, places_that_begin_with
 from waymark.store import keys
 from waymark.store.places import read_row
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from waymark.console.look import Look
 from waymark.domain.status import StreamStatus
 from waymark.errors import StoreUnavailable
+from waymark.inspection.complaint import complaint
+from waymark.inspection.look import Look
 from waymark.store import keys
 from waymark.store.heartbeats import Heartbeat
 from waymark.store.parsing import Unreadable, lenient_text
@@ -239,28 +240,3 @@ def count(state: PublisherState, name: str) -> int:
 def replays(state: PublisherState) -> int:
     """Replays of any outcome."""
     return sum(n for name, n in state.counters.items() if name.startswith("replays."))
-
-
-#: Counters of a stream, by their beginning, that tell of events which came to nothing.
-_REJECTED = ("decode_errors", "frames_malformed", "ignored", "unresolved")
-
-_WITHOUT_REPLAY = "no replay endpoint: lost batches cannot be requested again; register one if the engine has one"
-
-
-def complaint(state: PublisherState) -> str:
-    """The same, as far as its own record tells it."""
-    if state.last_error:
-        return state.last_error
-    endpoint = state.registration.endpoint
-    if state.status is StreamStatus.PENDING and endpoint is not None:
-        return f"no connection to {endpoint}"
-    if state.status is StreamStatus.LOST:
-        return f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
-    is_complete = endpoint is None or state.registration.can_replay or state.registration.kind.traits.is_opaque
-    without_replay = "" if is_complete else _WITHOUT_REPLAY
-    if any(state.blocks.values()) or any(state.prefixes.values()):
-        return without_replay
-    rejected = ", ".join(
-        f"{n} {name}" for name, n in sorted(state.counters.items()) if n and name.partition(".")[0] in _REJECTED
-    )
-    return rejected or without_replay

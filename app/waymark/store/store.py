@@ -126,6 +126,11 @@ class Store:
         """The URL of Redis, without its password."""
         return self._client.url
 
+    @property
+    def client(self) -> RedisClient:
+        """The connection to the primary."""
+        return self._client
+
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work in the background that ends with the store at the latest."""
         task = asyncio.get_running_loop().create_task(work)

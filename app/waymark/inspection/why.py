@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from waymark.console.holding import Holding
-from waymark.console.look import Group, Look
-from waymark.console.prompts import Asked
-from waymark.console.status import complaint
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import GroupName, Registration
 from waymark.domain.rows import parse_entry, parse_field
 from waymark.domain.status import StreamStatus
 from waymark.domain.table import HolderTable
+from waymark.inspection.asked import Asked
+from waymark.inspection.complaint import complaint
+from waymark.inspection.holding import Holding
+from waymark.inspection.look import Group, Look
 from waymark.store import keys
 from waymark.store.records import PublisherState
 
@@ -37,8 +37,7 @@ def unknown_group(wanted: GroupName, groups: Sequence[Group]) -> str:
     tenants = [group.name.tenant_id for group in groups if group.name.model_name == wanted.model_name]
     if tenants:
         return (
-            f"tenant {wanted.tenant_id!r} has no model {wanted.model_name!r}; it is registered under "
-            f"{_names(tenants)}: give --tenant"
+            f"tenant {wanted.tenant_id!r} has no model {wanted.model_name!r}; it is registered under {_names(tenants)}"
         )
     models = [group.name.model_name for group in groups if group.name.tenant_id == wanted.tenant_id]
     near = difflib.get_close_matches(wanted.model_name, models, n=3, cutoff=0.5)
@@ -63,6 +62,21 @@ def of_instances(holding: Holding, states: Sequence[PublisherState]) -> dict[str
     return reasons
 
 
+def ends(holding: Holding) -> dict[str, str]:
+    """For each instance whose match ends before the prompt does: which block is next, and who has it."""
+    said: dict[str, str] = {}
+    for lines in holding.instances:
+        block = lines.match
+        if lines.is_pool or not 0 < block < len(holding.keys):
+            continue
+        others = [other.instance_id for other in holding.instances if other.counts(block)]
+        who = f"{_names(others)} {'has' if len(others) == 1 else 'have'} it" if others else "nobody has it"
+        behind = sum(at + n - max(at, block) for at, n in lines.runs if at + n > block)
+        more = f"; {behind} of its blocks are behind the missing one and do not count" if behind else ""
+        said[lines.instance_id] = f"block {block} is next, and {who}{more}"
+    return said
+
+
 def _of_stream(state: PublisherState, block_size: int) -> str:
     """Why a stream could not make a match; empty where it could."""
     of = state.registration
@@ -83,8 +97,8 @@ async def of_prompt(
 ) -> list[str]:  # fmt: skip
     """Why nobody has a match, the surest reasons alone; ``states`` are of the group's publishers."""
     if not holding.keys:
-        count = len(asked.tokens or ())
-        return [f"The prompt has {count} tokens, less than one block of {holding.block_size}: there is nothing to find"]
+        size = holding.block_size
+        return [f"The prompt has {asked.count} tokens, less than one block of {size}: there is nothing to find"]
     if not states:
         return ["No publisher is registered for this model now"]
     silent = sorted({line.holder.instance_id for lines in holding.instances for line in lines.holders if 0 in line.has})
@@ -100,7 +114,7 @@ async def of_other_readings(look: Look, asked: Asked, holding: Holding, groups: 
     registered = [claim.registration for claim in await look.claims(holding.group.name)]
     found: list[str] = []
     for sentence, group, other, block_size in islice(_readings(asked, holding, groups, registered), _TRIES_MAX):
-        first = other.block_keys(block_size)[:1]
+        first = other.block_keys(block_size, 1)
         table = await look.table(group) if first else None
         if table is not None:
             (holders,) = await look.holders(group, first, has_singles=table.has_singles)
@@ -116,9 +130,10 @@ def _readings(
 ) -> Iterator[tuple[str, Group, Asked, int]]:
     """(how it is meant, where, what, by which block size), the likely ones first."""
     group, size = holding.group, holding.block_size
-    if asked.tokens is not None:
+    is_plain = asked.tokens is not None and not asked.items
+    if is_plain:
         for other in sorted({of.block_size for of in registered} - {size}):
-            yield f"With --block-size {other}", group, asked, other
+            yield f"With block size {other}", group, asked, other
     if asked.namespace:
         yield "Without adapter and salts", group, replace(asked, adapter=None, salts=()), size
         if asked.adapter is not None and asked.salts:
@@ -127,7 +142,7 @@ def _readings(
     spaces = {(of.lora_name, of.additional_salt): of.instance_id for of in reversed(registered)}
     for (lora_name, salt), instance_id in spaces.items():
         if lora_name and lora_name != asked.adapter:
-            yield f"With --lora {lora_name!r}", group, replace(asked, adapter=lora_name), size
+            yield f"With adapter {lora_name!r}", group, replace(asked, adapter=lora_name), size
         if salt and salt not in asked.salts:
             said = f"With the additional salt that {instance_id!r} is registered with"
             yield said, group, replace(asked, salts=(salt, *asked.salts)), size
@@ -135,13 +150,13 @@ def _readings(
                 yield f"{said}, in place of the given ones", group, replace(asked, salts=(salt,)), size
     if len(asked.salts) > 1:
         yield "With its salts in the other order", group, replace(asked, salts=asked.salts[::-1]), size
-    if asked.tokens is not None:
-        if asked.seed != DEFAULT_SEED:
-            yield f"With the usual hash seed {DEFAULT_SEED}", group, replace(asked, seed=DEFAULT_SEED), size
+    if asked.tokens is not None and asked.seed != DEFAULT_SEED:
+        yield f"With the usual hash seed {DEFAULT_SEED}", group, replace(asked, seed=DEFAULT_SEED), size
+    if is_plain:
         yield "Without its first token", group, asked.without_first_token(), size
     for other_group in groups:
         if other_group.id != group.id and other_group.name.model_name == group.name.model_name:
-            yield f"For --tenant {other_group.name.tenant_id!r}", other_group, asked, size
+            yield f"For tenant {other_group.name.tenant_id!r}", other_group, asked, size
 
 
 async def of_other_namespaces(look: Look, asked: Asked, holding: Holding, table: HolderTable) -> str:

@@ -1,4 +1,4 @@
-"""Opens Redis for an operator's command: it reads for a short time, in pieces that do not delay queries."""
+"""Reads Redis for a person who asks: for a short time, in pieces that do not delay queries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.keys import pack
 from waymark.domain.names import GroupName
 from waymark.domain.row_runs import pieces_of
@@ -17,7 +16,6 @@ from waymark.errors import NotFound, SettingsError
 from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.claims import Claim, decode_table
-from waymark.store.client import RedisClient
 from waymark.store.credentials import Credentials
 from waymark.store.directory import GroupEntry
 from waymark.store.places import holders_of, key_of, values_of
@@ -47,9 +45,9 @@ class Group:
 class Look:
     """The reads that the console is made of."""
 
-    def __init__(self, client: RedisClient, *, hash_seed: int = DEFAULT_SEED) -> None:
-        self.client = client
-        self.store = Store(client, hash_seed=hash_seed)
+    def __init__(self, store: Store) -> None:
+        self.client = store.client
+        self.store = store
 
     async def groups(self) -> list[Group]:
         """Every group that ever was, in order of registration."""
@@ -119,13 +117,16 @@ async def looking(settings: Settings) -> AsyncIterator[Look]:
             "give the URL of a real one (--redis-url redis://host:6379/0), or ask that process: "
             "curl http://127.0.0.1:13333/workers"
         )
-    client = RedisClient.open(
-        settings.redis_url, timeout_seconds=settings.redis_timeout_seconds, credentials=Credentials.of(settings)
+    store = Store.open(
+        settings.redis_url,
+        timeout_seconds=settings.redis_timeout_seconds,
+        credentials=Credentials.of(settings),
+        hash_seed=settings.hash_seed,
     )
     try:
-        yield Look(client, hash_seed=settings.hash_seed)
+        yield Look(store)
     finally:
-        await client.close()
+        await store.close()
 
 
 def pick(groups: Sequence[Group], *, group_id: int | None, model: str | None, tenant: str | None) -> list[Group]:

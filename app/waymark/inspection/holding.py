@@ -5,16 +5,20 @@ The matches are those of ``/query``: the same walk over the same rows.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
-from waymark.console.look import Group, Look
-from waymark.console.prompts import Asked
 from waymark.domain.match import Walk, conductor_rows
 from waymark.domain.media import order_of
 from waymark.domain.names import Holder
 from waymark.domain.table import HolderTable
+from waymark.inspection.asked import Asked
+from waymark.inspection.look import Group, Look
+
+#: Blocks that are looked up in one step; other requests are served between two of them. A multiple of a piece.
+_STEP_BLOCKS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,15 @@ class InstanceLines:
     def blocks(self) -> int:
         """How many blocks of the prompt any of its holders has."""
         return len(_union(self.holders))
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The same as (first, how many) of those that follow each other."""
+        return list(runs(_union(self.holders)))
+
+    def counts(self, block: int) -> bool:
+        """Whether a holder that counts has the block."""
+        return any(block in line.has for line in self.holders if not line.not_counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,11 @@ def _union(lines: Iterable[HolderLine]) -> frozenset[int]:
 async def hold(look: Look, group: Group, table: HolderTable, asked: Asked, block_size: int) -> Holding:
     """Look up every block of the prompt."""
     block_keys = asked.block_keys(block_size)
-    holders = await look.holders(group, block_keys, has_singles=table.has_singles)
+    holders: list[set[int]] = []
+    for start in range(0, len(block_keys), _STEP_BLOCKS):
+        step = block_keys[start : start + _STEP_BLOCKS]
+        holders += await look.holders(group, step, has_singles=table.has_singles)
+        await asyncio.sleep(0)
     walk = Walk(table.view(block_size))
     walk.feed(_runs(holders))
     rows = conductor_rows(walk)
@@ -102,6 +119,19 @@ def _runs(holders: Iterable[set[int]]) -> Iterator[tuple[bytes, int]]:
     """Runs of blocks with the same holders, as the walk takes them, up to the first block without one."""
     for ids, run in groupby(takewhile(bool, holders)):
         yield b" ".join(b"%d" % holder for holder in sorted(ids)), len(list(run))
+
+
+def runs(positions: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Positions as (first, how many) of those that follow each other."""
+    first = last = -1
+    for position in sorted(positions):
+        if position != last + 1 or first < 0:
+            if first >= 0:
+                yield first, last - first + 1
+            first = position
+        last = position
+    if first >= 0:
+        yield first, last - first + 1
 
 
 def _rank_and_medium(holder: Holder) -> tuple[int, int, str, int]:

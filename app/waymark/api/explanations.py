@@ -1,0 +1,158 @@
+"""Why a query finds no more: ``/inspect/prompt``, and ``explain`` in queries and decisions.
+
+An explanation reads far more than a query does, so it has few places of its own, a deadline, and bounds. It speaks of
+the tenant that was asked for, and of no other: whether another one exists is not to be seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+
+from waymark.api.admission import AdmissionQueue
+from waymark.api.bodies import Body
+from waymark.api.given_prompts import text_of
+from waymark.api.operations import Answer, Handler, Paused
+from waymark.api.prompts import hashes, packed_hashes, token_bytes
+from waymark.api.schemas import InspectRequest
+from waymark.api.texts import Texts
+from waymark.domain.block_size import only_block_size
+from waymark.domain.multimodal import check_blocks
+from waymark.errors import InvalidValue, StoreUnavailable
+from waymark.inspection.asked import Asked
+from waymark.inspection.explanation import Explanation, as_json, explain
+from waymark.inspection.look import Look
+from waymark.inspection.why import unknown_group
+from waymark.settings import Settings
+from waymark.store.store import Store
+
+#: Explanations of one replica under way; more wait.
+_AT_ONCE = 2
+_SECONDS = 5.0
+#: Blocks of a prompt that is looked up.
+_BLOCKS_MAX = 16_384
+#: Instances in an explanation beside an answer.
+_TOP = 20
+
+
+class Explanations:
+    def __init__(self, store: Store, settings: Settings, texts: Texts) -> None:
+        self._look = Look(store)
+        self._texts = texts
+        self._seed = settings.hash_seed
+        self._max_tokens = settings.max_tokens
+        self._admission = AdmissionQueue(_AT_ONCE)
+
+    async def inspect(self, body: Body) -> Paused:
+        """The handler of ``/inspect/prompt``."""
+        request = InspectRequest.of(body.fields)
+        text_of(request.group, request)
+
+        async def inspected() -> dict[str, Any]:
+            found = await self._explain(request, body)
+            answer = as_json(found, top=request.top, instance_id=request.instance_id)
+            return answer | {"keys": [] if found.holding is None else [f"{key:016x}" for key in found.holding.keys]}
+
+        async def answer(content: dict[str, Any]) -> Answer:
+            return Answer(content)
+
+        return Paused(inspected, answer)
+
+    def explained(self, handler: Handler) -> Handler:
+        """The handler with an explanation beside its answer where a body asks for it."""
+
+        async def handle(body: Body) -> Answer | Paused:
+            if body.fields.get("explain") is not True:
+                return await handler(body)
+
+            async def work() -> dict[str, Any]:
+                return await self._beside(body)
+
+            async def resume(explanation: dict[str, Any]) -> Answer:
+                answer = await handler(body)
+                if isinstance(answer, Paused):  # its text has been tokenized for the explanation
+                    answer = await answer.resume(await answer.work())
+                content = answer.content
+                told = orjson.loads(content) if isinstance(content, bytes) else dict(content)
+                return Answer(told | {"explanation": explanation}, answer.status, answer.headers)
+
+            return Paused(work, resume)
+
+        return handle
+
+    async def _beside(self, body: Body) -> dict[str, Any]:
+        """An explanation never fails the answer that it stands beside; of a wrong body, that answer is the error."""
+        if body.fields.get("prefix_hash") is not None:
+            return {"reasons": ["prefix_hash names no blocks, so there is nothing to look up"], "instances": []}
+        try:
+            request = InspectRequest.of({name: value for name, value in body.fields.items() if name != "top"})
+            text_of(request.group, request)
+            return as_json(await self._explain(request, body), top=_TOP, instance_id=request.instance_id)
+        except (InvalidValue, StoreUnavailable) as exc:
+            return {"reasons": [exc.sentence], "instances": []}
+
+    async def _explain(self, request: InspectRequest, body: Body) -> Explanation:
+        """``StoreUnavailable`` after its deadline, ``InvalidValue`` where the prompt does not fit."""
+        asked = await self._asked(request, body)
+        if not self._admission.try_enter():
+            await self._admission.wait()
+        is_unavailable: bool | None = None
+        try:
+            async with asyncio.timeout(_SECONDS):
+                found = await self._looked_up(request, asked)
+            is_unavailable = False
+            return found
+        except StoreUnavailable:
+            is_unavailable = True
+            raise
+        except TimeoutError:
+            raise StoreUnavailable(
+                f"the explanation was not done within {_SECONDS:g} s; try again, or with a shorter prompt"
+            ) from None
+        finally:
+            self._admission.leave(is_unavailable=is_unavailable)
+
+    async def _looked_up(self, request: InspectRequest, asked: Asked) -> Explanation:
+        name = request.group
+        groups = [group for group in await self._look.groups() if group.name.tenant_id == name.tenant_id]
+        group = next((group for group in groups if group.name == name), None)
+        if group is None:
+            return Explanation(name, asked.count, reasons=[unknown_group(name, groups)])
+        claims = await self._look.claims(name)
+        block_size = request.block_size
+        if block_size is None:
+            sizes = {claim.registration.block_size for claim in claims if claim.registration.scope == "instance"}
+            block_size = only_block_size(sizes)
+        if block_size is None:
+            return Explanation(name, asked.count, reasons=["No engine is registered for this model now"])
+        if asked.blocks(block_size) > _BLOCKS_MAX:
+            raise InvalidValue(
+                f"the prompt has {asked.blocks(block_size)} blocks, and at most {_BLOCKS_MAX} are explained; "
+                "send the beginning of it",
+                reason="too_large",
+            )
+        if asked.items:
+            check_blocks(asked.items, asked.count, block_size)
+        return await explain(self._look, asked, group, block_size, groups, claims)
+
+    async def _asked(self, request: InspectRequest, body: Body) -> Asked:
+        """The prompt of a body, checked to its last element."""
+        text = text_of(request.group, request)
+        tokens, seq_hashes, items = None, None, request.items
+        if text is not None:
+            found = await self._texts.tokens(text)
+            tokens, items = found.ids, found.items
+        elif body.fields.get("token_ids") is not None:
+            tokens = body.numbers
+            if tokens is None:
+                tokens = token_bytes(body.fields["token_ids"], field="token_ids", max_tokens=self._max_tokens)
+        else:
+            field = InspectRequest.spelling("seq_hashes", body.fields)
+            seq_hashes = (
+                hashes(body.fields[field], field=field, max_tokens=self._max_tokens)
+                if body.numbers is None
+                else packed_hashes(body.numbers)
+            )
+        return Asked(tokens, seq_hashes, request.adapter, tuple(request.salts), self._seed, items)

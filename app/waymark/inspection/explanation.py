@@ -1,0 +1,131 @@
+"""One explanation of a prompt: what each instance has of it and why no more; for the shell and over HTTP.
+
+Its JSON form carries no ids of groups and holders: they are counted over all tenants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from waymark.domain.names import GroupName, Holder
+from waymark.domain.table import HolderTable
+from waymark.inspection import why
+from waymark.inspection.asked import Asked
+from waymark.inspection.holding import HolderLine, Holding, InstanceLines, hold, runs
+from waymark.inspection.look import Group, Look
+from waymark.store.claims import Claim
+from waymark.store.directory import GroupEntry
+
+#: Runs of blocks in the JSON form, of all instances.
+RUNS_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is known of a prompt."""
+
+    name: GroupName
+    tokens: int
+    holding: Holding | None = None
+    """None where the prompt was not looked up, which ``reasons`` explain."""
+    of_instances: Mapping[str, str] = field(default_factory=dict)
+    """For each instance: why it has no match, or where its match ends."""
+    reasons: Sequence[str] = ()
+    """Why nobody has a match; empty where somebody has."""
+
+
+async def explain(
+    look: Look, asked: Asked, group: Group, block_size: int, groups: Sequence[Group], claims: Sequence[Claim]
+) -> Explanation:
+    """Look up a prompt. ``claims`` are those of its group; of ``groups`` the sentences may speak."""
+    table = await look.table(group) or nobody(group)
+    holding = await hold(look, group, table, asked, block_size)
+    states = await look.states(claims)
+    of_instances = why.of_instances(holding, states) | why.ends(holding)
+    reasons = [] if holding.best else await why.of_prompt(look, asked, holding, table, groups, states)
+    return Explanation(group.name, asked.count, holding, of_instances, reasons)
+
+
+def nobody(group: Group) -> HolderTable:
+    """The table of a group whose own has gone."""
+    return HolderTable(b"", group.name, {}, {})
+
+
+def as_json(explanation: Explanation, *, top: int, instance_id: str | None = None) -> dict[str, Any]:
+    """At most ``top`` instances, or one, and ``RUNS_MAX`` runs."""
+    holding = explanation.holding
+    lines = [] if holding is None else [each for each in holding.instances if instance_id in (None, each.instance_id)]
+    size = 0 if holding is None else holding.block_size
+    instances: list[dict[str, Any]] = []
+    left = RUNS_MAX
+    for each in lines[:top]:
+        row = _instance(each, explanation.of_instances.get(each.instance_id, ""), size)
+        left -= sum(len(holder["runs"]) for holder in row["holders"])
+        if left < 0:
+            break
+        instances.append(row)
+    return {
+        "tenant_id": explanation.name.tenant_id,
+        "model": explanation.name.model_name,
+        "block_size": size or None,
+        "total_tokens": explanation.tokens,
+        "total_blocks": 0 if holding is None else len(holding.keys),
+        "longest_matched": 0 if holding is None else holding.best * size,
+        "blocks_held": 0 if holding is None else holding.blocks_held,
+        "reasons": list(explanation.reasons),
+        "instances": instances,
+        "instances_left_out": len(lines) - len(instances),
+    }
+
+
+def _instance(lines: InstanceLines, note: str, block_size: int) -> dict[str, Any]:
+    return {
+        "instance_id": lines.instance_id,
+        "is_pool": lines.is_pool,
+        "longest_matched": lines.match * block_size,
+        "note": note or None,
+        "holders": [
+            {
+                "dp_rank": line.holder.dp_rank,
+                "medium": line.holder.medium,
+                "not_counted": line.not_counted or None,
+                "runs": [list(run) for run in runs(line.has)],
+            }
+            for line in lines.holders
+        ],
+    }
+
+
+def of_json(answer: Mapping[str, Any]) -> Explanation:
+    """What ``as_json`` wrote, with the keys of the blocks beside it."""
+    name, size = GroupName(answer["tenant_id"], answer["model"]), answer["block_size"]
+    if size is None:
+        return Explanation(name, answer["total_tokens"], reasons=answer["reasons"])
+    holding = Holding(
+        Group(name, GroupEntry(0, 1)),
+        size,
+        [int(key, 16) for key in answer["keys"]],
+        tuple(_lines(row, size) for row in answer["instances"]),
+        0,
+    )
+    notes = {row["instance_id"]: row["note"] or "" for row in answer["instances"]}
+    return Explanation(name, answer["total_tokens"], holding, notes, answer["reasons"])
+
+
+def _lines(row: Mapping[str, Any], block_size: int) -> InstanceLines:
+    name, scope = row["instance_id"], "shared" if row["is_pool"] else "instance"
+    return InstanceLines(
+        name,
+        row["is_pool"],
+        row["longest_matched"] // block_size,
+        tuple(
+            HolderLine(
+                Holder(0, 0, name, each["dp_rank"], each["medium"], block_size, name, scope),  # type: ignore[arg-type]
+                frozenset(block for first, n in each["runs"] for block in range(first, first + n)),
+                each["not_counted"] or "",
+            )
+            for each in row["holders"]
+        ),
+    )
