@@ -1,6 +1,7 @@
 -- reserve(load, reservations, holders, request, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidate*) -> {verdict, which, tokens, requests, overdue}
 --
--- Choose the best of some targets for a prompt, by their loads at this moment, and add the reservation to its load.
+-- Choose the best of some targets for a prompt, by their loads at this moment, and add the reservation to its load. The
+-- same call again, because its reply was lost, finds the reservation by its nonce and adds nothing.
 --
 -- KEYS  load              hash        the load of each target
 --       reservations      zset        decisions under way, by the Redis ms at which each is over
@@ -8,7 +9,7 @@
 --       request           string, PX  the reservation that this request got before; there only where `repeatable`
 --       spec*             string, PX  block keys of the prompt at growing depths: who will have them
 -- ARGV  milliseconds      for how long from now, unless it is released before
---       nonce             random, so that two equal reservations are two
+--       nonce             random, of this call: two equal reservations are two, and the call again is one
 --       context           tokens of the prompt
 --       weight_new, weight_active  cost = (tokens + weight_active * requests) / weight + weight_new * new + handicap
 --       limit             a target with so many requests is passed over; 0: none is
@@ -18,10 +19,24 @@
 --       candidate*        publisher, new, handicap, weight, first, spec_milliseconds of each, at most 8: `new` is its prefill
 --                         tokens; its speculative entries are those behind the `first` of them, for so long; 0: none
 --
--- {'applied', which, tokens, requests, overdue}  the which-th was reserved; its load before
+-- {'applied', which, tokens, requests, overdue}  the which-th was reserved; its load without the reservation
 -- {'repeated', publisher, tokens, context, nonce}  the request has a reservation already: this one, as it was written
 -- {'full', 0, 0, 0, overdue}       the group has too many reservations; nothing written but what was overdue
 -- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; the same
+
+local names, registered, members = {}, {}, {}
+for i = 10, #ARGV, 6 do
+  names[#names + 1] = ARGV[i]
+  registered[#registered + 1] = 'publisher:' .. ARGV[i]
+  members[#members + 1] = string.format('%s %.0f %s %s', ARGV[i], math.floor(tonumber(ARGV[i + 1])), ARGV[3], ARGV[2])
+end
+for i, due in ipairs(redis.call('ZMSCORE', KEYS[2], unpack(members))) do
+  if due then
+    local tokens, requests = (redis.call('HGET', KEYS[1], names[i]) or '0 0'):match('^(%d+) (%d+)')
+    local new = members[i]:match('^%d+ (%d+)')
+    return {'applied', i, math.max(0, tokens - new), math.max(0, requests - 1), 0}
+  end
+end
 
 local first_spec = 4
 if ARGV[9] == '1' then
@@ -57,11 +72,6 @@ for _, reservation in ipairs(overdue) do
 end
 if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[7]) then return {'full', 0, 0, 0, #overdue} end
 
-local names, registered = {}, {}
-for i = 10, #ARGV, 6 do
-  names[#names + 1] = ARGV[i]
-  registered[#registered + 1] = 'publisher:' .. ARGV[i]
-end
 local values, rows = redis.call('HMGET', KEYS[1], unpack(names)), redis.call('HMGET', KEYS[3], unpack(registered))
 local limit, which, least, tokens, requests = tonumber(ARGV[6])
 for i = 1, #names do
@@ -79,7 +89,7 @@ local chosen = 10 + 6 * (which - 1)
 local load, new = parsed(values[which] or nil), math.floor(tonumber(ARGV[chosen + 1]))
 load[1], load[2], load[3] = tokens + new, requests + 1, load[3] + ARGV[3]
 if ARGV[8] == '1' then load[7] = now end
-local reservation = string.format('%s %.0f %s %s', names[which], new, ARGV[3], ARGV[2])
+local reservation = members[which]
 redis.call('HSET', KEYS[1], names[which], text(load))
 redis.call('ZADD', KEYS[2], now + ARGV[1], reservation)
 if ARGV[9] == '1' then redis.call('SET', KEYS[4], reservation, 'PX', ARGV[1]) end

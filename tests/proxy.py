@@ -45,6 +45,8 @@ class Proxy:
         self.port = 0
         self.delay_seconds = 0.0
         """Before each piece, in each direction."""
+        self.lost_replies = 0
+        """So many replies are to be swallowed, each together with its connection: Redis has done what was asked."""
         self.calls: list[Call] = []
         self._keeps_calls = keeps_calls
         self._redis_port = redis_port
@@ -121,6 +123,9 @@ class Proxy:
             if conversation is not None:
                 conversation.answers(part)
             await self._passage()
+            if self.lost_replies:
+                self.lost_replies -= 1
+                client.transport.abort()
             if not client.is_closing():  # the calls of a client that is gone are kept, too
                 client.write(part)
                 with suppress(ConnectionError):

@@ -74,6 +74,10 @@ class Service(Api):
         self._log = log
 
     @property
+    def url(self) -> str:
+        return str(self._client.base_url)
+
+    @property
     def log(self) -> str:
         return self._log.read_text()
 

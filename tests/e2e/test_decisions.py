@@ -6,12 +6,16 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines, Service, Start
 from tests.e2e.redis_server import RedisServer, redis_server
+from tests.patience import patient
+from tests.proxy import proxy_to
+from waymark.client import AsyncClient
 from waymark.simulator import Prompt
 
 PODS = ["pod-1", "pod-2", "pod-3", "pod-4"]
@@ -76,6 +80,82 @@ async def test_the_load_of_a_replica_that_was_killed_runs_out_and_the_other_goes
     await have(second, own, "what was reserved through the killed one is over")
     assert (await second.post("/release", reservation=kept["reservation"])) == {"released": 1, "gone": 0}
     await have(second, dict.fromkeys(PODS, 0), "nothing is under way")
+
+
+@pytest.mark.parametrize("role", ["query", "serve"])
+async def test_a_client_with_two_urls_loses_nothing_and_doubles_nothing_while_a_replica_is_killed(
+    server: RedisServer, start: Start, role: str
+) -> None:
+    first, second = [await start(role, server.url) for _ in range(2)]
+    await register(first, *PODS)
+    told: list[str] = []
+    """The reservation of each decision."""
+    held: list[str] = []
+    go_on, end = asyncio.Event(), asyncio.Event()
+
+    async def caller(client: AsyncClient) -> None:
+        # Nothing ends by itself, so a reservation that nobody knows would be seen.
+        while not end.is_set():
+            async with client.select("m", PROMPT, expect=False, timeout_seconds=3600) as target:
+                assert target.selection.reservation is not None
+                assert not target.selection.is_degraded
+                told.append(target.selection.reservation)
+                await target.first_token()
+                if not go_on.is_set():
+                    held.append(target.selection.reservation)
+                    await go_on.wait()
+
+    urls = [first.url, second.url]
+    async with AsyncClient(urls, timeout=patient(5.0)) as client:
+        callers = [asyncio.create_task(caller(client)) for _ in range(12)]
+
+        async def decided(count: int) -> None:
+            before = len(told)
+            await wait_until(lambda: len(told) >= before + count, lambda: f"{len(told)} decisions", 60.0)
+
+        for is_killed in (False, True):
+            await wait_until(lambda: len(held) == 12 or any(map(asyncio.Task.done, callers)), lambda: str(held), 60.0)
+            assert not any(map(asyncio.Task.done, callers)), callers
+            with server.admin() as redis:
+                assert redis.zcard("wm:{1}:reservations") == 12, "each caller has one"
+            await have(second, dict.fromkeys(PODS, 3), "the loads are of these")
+            go_on.set()
+            await decided(60)
+            if not is_killed:
+                await first.kill()
+                await decided(60)
+            held.clear()
+            go_on.clear()
+        end.set()
+        go_on.set()
+        await asyncio.gather(*callers)
+    assert len(set(told)) == len(told), "no two requests got the same"
+    await have(second, dict.fromkeys(PODS, 0), "all of them are released")
+    with server.admin() as redis:
+        assert redis.zcard("wm:{1}:reservations") == 0
+
+
+async def test_a_reply_that_a_client_with_two_urls_does_not_hear_loses_nothing_and_doubles_nothing(
+    server: RedisServer, start: Start
+) -> None:
+    first, second = [await start("query", server.url) for _ in range(2)]
+    await register(first, *PODS)
+
+    def under_way() -> int:
+        with server.admin() as redis:
+            return int(redis.zcard("wm:{1}:reservations"))
+
+    async with proxy_to(urlsplit(first.url).port or 0) as proxy:
+        url = f"http://127.0.0.1:{proxy.port}"
+        for unheard in ("select", "release"):
+            async with AsyncClient([url, second.url], timeout=patient(5.0)) as client:
+                proxy.lost_replies = int(unheard == "select")
+                async with client.select("m", PROMPT, expect=False, timeout_seconds=3600) as target:
+                    assert target.selection.reservation is not None
+                    assert under_way() == 1, "the second replica has answered with what the first has reserved"
+                    proxy.lost_replies = int(unheard == "release")
+                assert (proxy.lost_replies, under_way()) == (0, 0)
+    await have(second, dict.fromkeys(PODS, 0), "all of them are released")
 
 
 async def test_an_unregistered_target_gets_nothing_more_and_its_load_is_gone(server: RedisServer, start: Start) -> None:

@@ -2,8 +2,9 @@
 
     python -m tests.store.histories [--histories 20000] [--steps 20] [--processes 2] [--seed 0]
 
-Decisions, ends of all kinds, requests that come again, ends that are repeated, unknown or too late, reservations that
-run out, targets that leave, and failovers that lose the last writes. It starts a Redis of its own for each process.
+Decisions, decisions whose reply is lost, ends of all kinds, requests that come again, ends that are repeated, unknown
+or too late, reservations that run out, targets that leave, and failovers that lose the last writes. It starts a Redis
+of its own for each process.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from redis.asyncio import Redis
 
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.client import RedisClient, Reply
 from waymark.store.reservations import (
     CANDIDATES_MAX,
     Load,
@@ -49,9 +52,11 @@ class Fleet:
     group_id: int
     publishers: list[int]
     reservations: Reservations = field(init=False)
+    is_heard: bool = True
+    """False: the reply to ``reserve`` is lost, and the call is made again."""
 
     def __post_init__(self) -> None:
-        client = RedisClient(self.redis, "redis://test")
+        client = _Repeating(self.redis, self)
         self.reservations = Reservations(client, Scripts(client))
 
     async def reserve(self, *new: int, **terms: object) -> Reserved:
@@ -70,6 +75,20 @@ class Fleet:
     async def overdue(self, reservation: Reservation) -> None:
         """As if its time had come."""
         await self.redis.zadd(keys.reservations(self.group_id), {reservation.member: 1})
+
+
+class _Repeating(RedisClient):
+    def __init__(self, redis: Redis, fleet: Fleet) -> None:
+        super().__init__(redis, "redis://test")
+        self._fleet = fleet
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
+        reply = await super().run(name, keys, args)
+        if name == "reserve" and not self._fleet.is_heard and reply[0] == b"applied":
+            again = await super().run(name, keys, args)
+            assert again[:4] == reply[:4], (reply, again)
+            reply = again
+        return reply
 
 
 class Model:
@@ -176,7 +195,10 @@ class History:
             reservations_max=random.choice((8, 100)),
             request_id=request_id,
         )
+        # As when a reply is lost: the same call again.
+        fleet.is_heard = random.random() < 0.8
         found = await fleet.reservations.reserve(fleet.group_id, offers, terms)
+        fleet.is_heard = True
         if request_id in model.requests:
             assert found.verdict is Verdict.REPEATED, found
             assert found.reservation is not None

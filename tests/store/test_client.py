@@ -8,11 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from redis.asyncio import Redis
 
-from tests.patience import wait_until, within
+from tests.patience import within
+from tests.proxy import proxy_to
 from tests.store.factories import GROUP, registration
+from tests.topologies import Server, farm
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
+from waymark.store.address import parse
 from waymark.store.client import RedisClient
+from waymark.store.connect import server
+from waymark.store.credentials import Credentials
 from waymark.store.lua import REPEATABLE, SCRIPTS
 from waymark.store.reservations import Offer, Reservations, Terms
 from waymark.store.scripts import Scripts, Verdict
@@ -128,7 +133,7 @@ async def test_an_error_does_not_tell_the_password(free_port: int) -> None:
 
 
 @pytest.mark.outside
-@pytest.mark.parametrize("name", sorted(REPEATABLE - {"release", "end_overdue"}))
+@pytest.mark.parametrize("name", sorted(REPEATABLE - {"release", "end_overdue", "reserve"}))
 async def test_calls_that_may_repeat_share_a_connection_and_outlive_it(redis_url: str, name: str) -> None:
     client = RedisClient.open(redis_url)
     words = ["1", "no such token", *[""] * 5, "64", "65536", "0", "0"]
@@ -155,29 +160,38 @@ async def test_calls_that_may_repeat_share_a_connection_and_outlive_it(redis_url
 
 
 @pytest.mark.outside
-async def test_a_decision_whose_connection_is_lost_is_not_sent_again(redis_url: str) -> None:
-    client = RedisClient.open(redis_url)
-    reservations = Reservations(client, Scripts(client))
-    async with Redis.from_url(redis_url) as other:
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared-connection", "library"])
+async def test_a_decision_whose_reply_is_lost_is_sent_again_and_counts_once(is_shared: bool) -> None:
+    with farm() as servers:
+        redis = servers.start()
+        await _lose_replies(redis, is_shared=is_shared)
+
+
+async def _lose_replies(redis: Server, *, is_shared: bool) -> None:
+    async with proxy_to(redis.port) as proxy, Redis.from_url(redis.url) as other:
+        # The nodes of a Cluster are asked through the library alone.
+        client = RedisClient.open(proxy.url) if is_shared else RedisClient(_library(proxy.url), proxy.url)
+        reservations = Reservations(client, Scripts(client))
+        decisions = [Terms(context=100, weight_active=1.0, request_id=each) for each in (None, "0" * 16)]
         try:
             await client.load_scripts()
-            await other.hset(keys.holders(1), "publisher:7", "{}")
-            assert (await reservations.reserve(1, [Offer(7, 100)], Terms(context=100))).verdict is Verdict.APPLIED
-            opened = [each for each in await other.client_list() if each["cmd"] == "evalsha"]
-            assert len(opened) == 1
-            await other.client_pause(60_000, all=False)
-            under_way = asyncio.create_task(reservations.reserve(1, [Offer(7, 100)], Terms(context=100)))
-
-            async def is_sent() -> bool:
-                (mine,) = [each for each in await other.client_list() if each["id"] == opened[0]["id"]]
-                return int(mine["qbuf"]) > 0 or "b" in mine["flags"]
-
-            await wait_until(is_sent, "the decision has reached Redis")
-            await other.client_kill_filter(_id=opened[0]["id"])
-            await other.client_unpause()
-            with pytest.raises(StoreUnavailable):
-                await under_way
-            assert {publisher: load.requests for publisher, load in (await reservations.loads(1)).items()} == {7: 1}
+            await other.hset(keys.holders(1), mapping={"publisher:7": "{}", "publisher:8": "{}"})
+            for requests, terms in enumerate(decisions, start=1):
+                await reservations.end_overdue(1)  # opens the connection
+                proxy.lost_replies = 1
+                found = await reservations.reserve(1, [Offer(7, 90), Offer(8, 90, handicap=0.5)], terms)
+                assert proxy.lost_replies == 0
+                assert found.verdict is Verdict.APPLIED, "its caller follows it as any other"
+                assert found.reservation is not None
+                assert (found.tokens, found.requests) == (0, 0), "the load without it"
+                loads = await reservations.loads(1)
+                assert sum(load.requests for load in loads.values()) == requests
+                assert loads[found.reservation.publisher].tokens == 90
+            assert await other.zcard(keys.reservations(1)) == 2
         finally:
-            await other.client_unpause()
             await client.close()
+
+
+def _library(url: str) -> Redis:
+    address = parse(url)
+    return server(address, Credentials(), address.endpoints[0], timeout_seconds=2.0, connections=2)

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
 from waymark.errors import StoreUnavailable
@@ -25,8 +24,8 @@ from waymark.store.cluster import Cluster
 from waymark.store.connect import server
 from waymark.store.credentials import Credentials
 from waymark.store.failures import is_damage, kind_of, unavailable
-from waymark.store.lua import ONCE, REPEATABLE, SCRIPTS, Script
-from waymark.store.read_connection import ReadConnection, Replies, ReplyReader
+from waymark.store.lua import REPEATABLE, SCRIPTS, Script
+from waymark.store.read_connection import Replies, ReplyReader
 from waymark.store.read_pool import Dialer, Find, ReadPool
 from waymark.store.sentinels import behind_sentinels, found_by
 
@@ -126,9 +125,8 @@ class RedisClient:
         script: Script = SCRIPTS[name]
         words: tuple[Any, ...] = ("EVALSHA", script.sha, len(keys), *keys, *args)
         with self._translated():
-            if self.reads is not None and (name in REPEATABLE or name in ONCE):
+            if self.reads is not None and name in REPEATABLE:
                 pool = self.reads.scripts
-                connection: ReadConnection | None = None
                 try:
                     until = asyncio.get_running_loop().time() + pool.seconds
                     connection = pool.connection or await pool.opened(until)
@@ -139,8 +137,6 @@ class RedisClient:
                 except (RedisError, OSError) as exc:
                     if not isinstance(exc, NoScriptError):
                         pool.retire()  # the library finds out whether it is another server now
-                    if name in ONCE and connection is not None and isinstance(exc, RedisConnectionError):
-                        raise  # it may have run
             try:
                 reply = await self._redis.execute_command(*words)
             except NoScriptError:

@@ -21,8 +21,6 @@ def _read(path: Path) -> Script:
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-REPEATABLE = frozenset({"apply_rows", "release", "end_overdue"})
+REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "reserve"})
 """Scripts that Redis may run twice for one call: a part that is done is skipped."""
-ONCE = frozenset({"reserve"})
-"""Scripts that Redis may not run twice for one call: each run adds to a load."""
 SCRIPTS: dict[str, Script] = {path.stem: _read(path) for path in sorted(LUA_DIR.glob("*.lua"))}
