@@ -25,11 +25,10 @@ from tests.e2e.session import MODEL_NAME, Publisher, Session, Spec, Step, prompt
 from tests.model import Model, Space, Tokens
 from tests.patience import patient
 from waymark.api.application import create_app
-from waymark.apply.applier import Applier
+from waymark.apply.applier import resumed
 from waymark.apply.options import ApplyOptions
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
 from waymark.domain.names import DEFAULT_TENANT, PublisherName
-from waymark.domain.resolver import Resolver
 from waymark.engines import decoder
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
@@ -95,15 +94,12 @@ class Stream:
 class Direct:
     """Applies payloads as ``ingest.stream`` does, without sockets; a fold is open until ``fold_batches`` are in it."""
 
-    def __init__(
-        self, store: Store, clients: list[httpx.AsyncClient], block_size: int, fold_batches: int, memory: int
-    ) -> None:
+    def __init__(self, store: Store, clients: list[httpx.AsyncClient], block_size: int, fold_batches: int) -> None:
         self._store = store
         self._clients = clients
         self._replica = cycle(clients)
         self._block_size = block_size
         self._fold_batches = fold_batches
-        self._memory = memory
         self._streams: dict[PublisherName, Stream] = {}
 
     async def register(self, publisher: Publisher) -> None:
@@ -188,15 +184,8 @@ class Direct:
         claim = next(each for each in await self._store.directory.claims() if each.registration.name == spec.name)
         grant = await self._store.leases.take(claim, "test", 60.0, force=True)
         assert grant is not None
-        state = await self._store.records.read(grant)
-        assert state is not None
-        resolver = Resolver(
-            claim.registration, claim.publisher, seed=DEFAULT_SEED, blocks_max=1_000_000, waiting_blocks=100
-        )
-        main_group = int(state.main_groups) if state.main_groups else None
-        resolver.resume(state.holders, state.flags, main_group, state.event_ids)
         metrics = Metrics()
-        applier = Applier(grant, self._store, resolver, metrics, Counter(state.counters))
+        applier, state = await resumed(grant, self._store, metrics, ApplyOptions(waiting_blocks=100))
         return Life(applier, decoder(claim.registration.kind, seed=DEFAULT_SEED), metrics, state, on_gap="keep")
 
 
@@ -209,7 +198,7 @@ async def test_copies_count_where_they_should_and_only_as_long_as_nothing_was_lo
     stored, removed = (Step("batch", 0, 0, ((kind, 0, 0, 2, 0, 0),)) for kind in ("stored", "removed"))
     check, lose = Step("check", 0), [Step("lose", 0)] if is_lost else []
     async with replicas(redis) as clients:
-        driver = Direct(Store(RedisClient(redis, "redis://test")), clients, 2, fold_batches=1, memory=1000)
+        driver = Direct(Store(RedisClient(redis, "redis://test")), clients, 2, fold_batches=1)
         session = Session(driver, [Spec("a", 0, dialect)], [(0, 1, 0)], 2)
         await session.run([stored, stored, *lose, removed, check, removed, check])
 
@@ -324,7 +313,6 @@ _CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthChec
     steps=steps,
     block_size=st.integers(1, 3),
     fold_batches=st.integers(1, 5),
-    memory=st.sampled_from((1, 8, 1000)),
 )
 async def test_every_answer_is_the_models(
     redis: Redis,
@@ -333,12 +321,11 @@ async def test_every_answer_is_the_models(
     steps: list[Step],
     block_size: int,
     fold_batches: int,
-    memory: int,
 ) -> None:
-    note(f"{specs} {prompts} {steps} {block_size=} {fold_batches=} {memory=}")
+    note(f"{specs} {prompts} {steps} {block_size=} {fold_batches=}")
     await redis.flushall()
     async with replicas(redis) as clients:
-        driver = Direct(Store(RedisClient(redis, "redis://test")), clients, block_size, fold_batches, memory)
+        driver = Direct(Store(RedisClient(redis, "redis://test")), clients, block_size, fold_batches)
         await Session(driver, specs, prompts, block_size).run(steps)
 
 
