@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, settle, starting
 from tests.model import Space
-from tests.store.factories import Change, apply_changes, begins
+from tests.store.factories import Change, apply_changes, begins, blocks_of
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator import Prompt
 from waymark.store.scripts import Verdict
@@ -44,17 +44,13 @@ async def cluster(redis_socket: Any, tmp_path_factory: pytest.TempPathFactory) -
         yield Cluster(replicas, await start("ingest", url), url)
 
 
-async def block_keys(cluster: Cluster, engines: Engines) -> list[bytes]:
-    """The blocks in Redis of the engines' group."""
+async def held_blocks(cluster: Cluster, engines: Engines) -> set[int]:
+    """The blocks in Redis that a holder of the engines' group has."""
     async with Redis.from_url(cluster.redis_url, protocol=2) as redis:
         field = f'["{engines.tenant_id}","m"]'
         entry = await cast("Awaitable[bytes | None]", redis.hget("wm:groups", field))
         assert entry is not None
-        return [
-            key
-            async for key in redis.scan_iter(b"wm:{%b}:[0-9a-f]*" % entry.split()[0])
-            if len(key.split(b":")[-1]) == 16
-        ]
+        return set(await blocks_of(redis, int(entry.split()[0])))
 
 
 @pytest.mark.parametrize("dialect", ["vllm-map", "vllm-list-9", "sglang-map", "standard", "standard-tokens"])
@@ -131,10 +127,10 @@ async def test_unregister_takes_the_row_out_at_once_and_later_frames_write_nothi
     witness = await engines.open(replica, "b")
     await witness.prefill(Prompt(CHAT))
     await engines.agree(cluster.replicas, CHAT, OTHER)
-    hashes = {b"%016x" % each for each in extend(None, token_bytes(CHAT), BLOCK_SIZE)}
+    hashes = set(extend(None, token_bytes(CHAT), BLOCK_SIZE))
 
     async def is_swept() -> bool:
-        return {key[-16:] for key in await block_keys(cluster, engines)} == hashes
+        return await held_blocks(cluster, engines) == hashes
 
     await wait_until(lambda: engine.publisher.subscribers == 0, "nobody listens to the engine any more")
     await wait_until(is_swept, "only the witness' blocks are left")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import pytest
 from redis.asyncio import Redis
@@ -31,9 +32,12 @@ class Proxy:
         self.opened = 0
         self.is_cut = False
         """Whether the connection is closed behind a spoilt answer."""
+        self.open = 0
+        """Connections that are served now."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.opened += 1
+        self.open += 1
         there, back = await asyncio.open_unix_connection(self._redis_path)
         spoil: Spoil | None = None
 
@@ -59,6 +63,9 @@ class Proxy:
         finally:
             back.close()
             await answering
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            self.open -= 1
 
 
 @pytest.fixture
@@ -74,6 +81,7 @@ async def store(proxy: Proxy) -> AsyncIterator[Store]:
         store = Store.open(f"redis://127.0.0.1:{port}", timeout_seconds=5.0)
         yield store
         await store.close()
+        await wait_until(lambda: proxy.open == 0, "every connection through the proxy is closed")
 
 
 @pytest.fixture
