@@ -10,6 +10,7 @@ from tests.domain.index import Index
 from tests.factories import keys, registration, removed, stored
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extra_digest, namespace
+from waymark.domain.held import HASHES_MAX
 from waymark.domain.names import Adapter
 from waymark.domain.resolver import EXTRA_KEYS, UNTRUSTED
 
@@ -309,6 +310,22 @@ def test_a_hash_stored_as_another_block_first_leaves_the_old_one(kind: EngineKin
     assert index.ignored == {"hash_stored_as_another_block": 1}
     index.events(removed(1, 2, 3))
     assert sum(index.held().values()) == (kind is EngineKind.SGLANG)  # A has a second copy
+
+
+def test_a_block_has_at_most_so_many_hashes_and_further_ones_count_as_removed(index: Index) -> None:
+    several = range(1, HASHES_MAX + 1)
+    index.events(*(stored([each], "A") for each in several))
+    assert index.ignored == {}
+    index.events(stored([101], "A"), stored([102], "A"), stored([1], "A"))
+    assert index.ignored == {"too_many_hashes_of_a_block": 2}
+    index.events(stored([103], "B", parent=102))
+    assert index.has(*keys("AB"))
+    index.events(removed(101), removed(102))
+    assert index.resolver.unresolved == 0
+    index.events(removed(1), *(removed(each) for each in several[:-1]))
+    assert index.has(*keys("AB"))
+    index.events(removed(several[-1]))
+    assert index.has(keys("AB")[1])
 
 
 def test_off_the_gpu_a_hash_leaves_its_old_block_too(index: Index) -> None:

@@ -18,12 +18,14 @@ from waymark.domain.parts import NO_COPIES, UNCHANGED
 from waymark.domain.rows import SAME_HASH, Place
 from waymark.domain.slices import Slices
 
-__all__ = ["FULL_MAX", "GONE_MAX", "BlockMemory", "FullPlaces", "HeldBlocks", "Left", "Spot"]
+__all__ = ["FULL_MAX", "GONE_MAX", "HASHES_MAX", "BlockMemory", "FullPlaces", "HeldBlocks", "Left", "Spot"]
 
 GONE_MAX = 32_768
 """Hashes that are gone, of one rank. At least half as many are remembered: the last ones."""
 FULL_MAX = 8_192
 """Places that are known to be full."""
+HASHES_MAX = 64
+"""Engine hashes of one block of a holder. `*<key>` names them, and is written whole each time one comes."""
 _SEVERAL_BYTES = 300
 """Of a block with copies or further engine hashes, beside the tables."""
 
@@ -81,6 +83,7 @@ class BlockMemory(Protocol):
         piece_blocks: int,
     ) -> list[Piece] | None: ...
     def take(self, holder: int, engine_hashes: Sequence[int]) -> list[Group] | None: ...
+    def is_crowded(self, holder: int, engine_hash: int, key: int) -> bool: ...
     def store_again(self, holder: int, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]: ...
     def remove(self, holder: int, engine_hash: int, *, counts: bool) -> Left | None: ...
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> Left: ...
@@ -294,6 +297,11 @@ class HeldBlocks:
             self.blocks -= len(engine_hashes)
         return groups
 
+    def is_crowded(self, holder: int, engine_hash: int, key: int) -> bool:
+        """Whether the block, which the holder has, has as many engine hashes as it may, and this is a further one."""
+        several = self._held[holder].several.get(key)
+        return several is not None and len(several.hashes) >= HASHES_MAX and engine_hash not in several.hashes
+
     def store_again(self, holder: int, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]:
         """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes."""
         held = self._held[holder]
@@ -381,7 +389,8 @@ class HeldBlocks:
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None:
         """A hash whose block was stored and removed elsewhere, or before: a child may name it."""
         gone = self._gone[self._held[holder].dp_rank]
-        if gone.get(engine_hash) is None:
+        if gone.get(engine_hash) != spot:
+            gone.discard((engine_hash,))
             gone.add(engine_hash, spot)
 
     def move(self, holder: int, key: int, place: Place) -> None:

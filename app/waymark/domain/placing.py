@@ -21,6 +21,8 @@ class Placer:
         self.memory = memory
         self.aliased = 0
         """Hashes that came to mean another block."""
+        self.crowded = 0
+        """Hashes of blocks that have as many as a block may have."""
         self._shards = shards
         self._piece_blocks = piece_blocks
         self._counted: dict[tuple[int, int], tuple[int, int]] = {}
@@ -109,6 +111,11 @@ class Placer:
         if held is not None and held.key != spot.key:
             self.aliased += 1
             self._leave(parts, holder, position, engine_hash, mode)
+        if known is not None and memory.is_crowded(holder, engine_hash, spot.key):
+            # It counts as removed at once: its children find their parent, and its removal takes nothing.
+            self.crowded += 1
+            memory.mark_gone(holder, engine_hash, known)
+            return known
         if known is None:
             memory.store(holder, spot.place, spot.namespace, [spot.key], [spot.depth], [engine_hash])
             first, copies = engine_hash, memory.tell(holder, spot.key)

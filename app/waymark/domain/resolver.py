@@ -214,6 +214,9 @@ class Resolver:
         if self.placer.aliased:
             self.ignored["hash_stored_as_another_block"] += self.placer.aliased
             self.placer.aliased = 0
+        if self.placer.crowded:
+            self.ignored["too_many_hashes_of_a_block"] += self.placer.crowded
+            self.placer.crowded = 0
         return parts.parts
 
     def _ignore(self, reason: str, event: Event) -> None:
