@@ -159,4 +159,43 @@ async def test_workers_tells_what_was_written_of_a_publisher(
         assert (publisher["gaps"], publisher["restarts"]) == (3, 2)
         assert (publisher["last_error"], publisher["worker"]) == ("no_replay: none", "worker-1")
         assert publisher["lag_seconds"] > 1_000_000_000
-        assert view["workers"] == [{"id": "worker-1", "streams": 1}]
+        assert view["workers"] == [{"id": "worker-1", "streams": 1, "streams_max": None}]
+
+
+async def test_what_is_wrong_with_a_stream_is_said(
+    client: httpx.AsyncClient, store: Store, register: Callable[..., Awaitable[None]]
+) -> None:
+    async def complaints() -> dict[str, str | None]:
+        publishers = (await client.get("/workers")).json()["publishers"]
+        return {each["instance_id"]: each["complaint"] for each in publishers}
+
+    await register("a", endpoint="tcp://10.0.0.1:5557")
+    assert await complaints() == {"a": "no ingest worker applies it"}
+    await store.records.alive("worker-1", keep_seconds=60)
+    for claim in await store.directory.claims():
+        grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
+        assert grant is not None
+        await store.records.write(grant, {"status": "pending", "last_error": "it is refused; look there"}, {})
+    assert await complaints() == {"a": "no connection to tcp://10.0.0.1:5557: it is refused; look there"}
+    # A ghost: the engine under the name that it had before. Of another tenant it is one, too.
+    await register("b", endpoint="tcp://10.0.0.1:5557", tenant_id="t")
+    found = await complaints()
+    same = "its endpoint tcp://10.0.0.1:5557 is also that of {}: the same blocks count for each; unregister those that "
+    assert found["a"] is not None
+    assert same.format("'b' rank 0") in found["a"]
+    assert found["b"] is not None
+    assert same.format("'a' rank 0") in found["b"]
+    await client.post("/unregister", json={"instance_id": "b", "tenant_id": "t"})
+    assert await complaints() == {"a": "no connection to tcp://10.0.0.1:5557: it is refused; look there"}
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5557", "tcp://[::]:5557"])
+async def test_an_address_to_bind_to_is_warned_of(
+    endpoint: str, client: httpx.AsyncClient, register: Callable[..., Awaitable[None]]
+) -> None:
+    await register("a", endpoint=endpoint)
+    (publisher,) = (await client.get("/workers")).json()["publishers"]
+    assert publisher["complaint"].endswith(
+        f"its endpoint {endpoint} is what an engine binds to, and leads an ingest worker to its own host; "
+        "register the address of the engine"
+    )

@@ -44,8 +44,12 @@ async def streams(store: Store, redis: Redis) -> list[Stream]:
     await store.records.alive("worker-1", keep_seconds=60)
     made = [
         await stream_of(store, redis, registration("pod-1")),
-        await stream_of(store, redis, registration("pod-2", dp_rank=3)),
-        await stream_of(store, redis, registration("pod-3", tenant_id="acme", model_name="llama", block_size=32)),
+        await stream_of(store, redis, registration("pod-2", dp_rank=3, endpoint="tcp://10.0.0.2:5557")),
+        await stream_of(
+            store,
+            redis,
+            registration("pod-3", tenant_id="acme", model_name="llama", block_size=32, endpoint="tcp://10.0.0.3:5557"),
+        ),
     ]
     gpu, cpu = await made[0].begin("0 GPU", "0 CPU")
     await made[0].apply(stored(gpu, range(1, 6)), stored(cpu, [1, 2]), watermark=41)
@@ -84,7 +88,7 @@ async def test_the_plain_table_tells_what_the_records_say(streams: list[Stream],
         *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "BLOCKS", "GAPS"),
         *("REPLAYS", "RESTARTS", "LOST", "COMPLAINT"),
     ]
-    away = "no connection to tcp://10.0.0.1:5557 for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
+    away = "no connection to tcp://10.0.0.3:5557 for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
     assert [[row[name] for name in names] for row in rows] == [
         ["default", "m", "pod-1", "0", "vLLM", "active", "worker-1", "41", "CPU 2, GPU 5", "2", "4", "1", "0",
          WITHOUT_REPLAY],
@@ -214,7 +218,7 @@ async def test_a_terminal_has_colours_and_groups(streams: list[Stream], waymark:
 async def test_an_error_of_many_streams_is_shown_once(store: Store, redis: Redis, waymark: Run) -> None:
     await store.records.alive("worker-1", keep_seconds=60)
     for number in range(8):
-        stream = await stream_of(store, redis, registration(f"pod-{number}"))
+        stream = await stream_of(store, redis, registration(f"pod-{number}", endpoint=f"tcp://10.0.1.{number}:5557"))
         await store.records.write(stream.grant, {"status": "degraded", "last_error": "batches_lost: some"}, {})
     bare = re.sub(r"\x1b\[[0-9;]*m", "", await waymark("status", width=200))
     (line,) = [line for line in bare.splitlines() if "batches_lost: some" in line]
@@ -348,7 +352,7 @@ def test_the_embedded_redis_of_another_process_cannot_be_looked_at(
 
 
 async def test_a_stream_for_which_no_worker_has_room_says_so(streams: list[Stream], store: Store, waymark: Run) -> None:
-    await store.registry.register(registration("pod-9"))
+    await store.registry.register(registration("pod-9", endpoint="tcp://10.0.0.9:5557"))
     await store.records.alive("worker-1", keep_seconds=60, is_leaving=True)
     await store.records.heartbeat("worker-1", keep_seconds=60, streams_max=3)
     text = await waymark("status")

@@ -155,6 +155,7 @@ class Publisher(BaseModel):
     dp_rank: int
     model_name: str
     type: EngineKind
+    block_size: int
     scope: Scope
     endpoint: str | None = Field(description="null if the publisher has no socket")
     address: str | None = Field(description="the address that requests are sent to")
@@ -181,6 +182,10 @@ class Publisher(BaseModel):
     replay: bool = Field(description="whether missing batches can be requested again")
     worker: str | None = Field(description="the id of the ingest worker that applies this stream")
     counters: dict[str, int] = Field(description="counters of this stream, by name")
+    complaint: str | None = Field(
+        description="what is wrong with the stream, and the way out: why there is no connection, another registration "
+        "of the same endpoint; null where nothing is seen"
+    )
 
 
 class IngestWorker(BaseModel):
@@ -188,6 +193,7 @@ class IngestWorker(BaseModel):
 
     id: str
     streams: int = Field(description="the number of streams that this worker applies")
+    streams_max: int | None = Field(description="the limit of streams of this worker; null if it has none")
 
 
 class UnreadableRecord(BaseModel):

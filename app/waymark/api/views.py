@@ -10,6 +10,7 @@ from waymark.api.bodies import Body
 from waymark.api.operations import Answer
 from waymark.api.tokens_file import Caller
 from waymark.domain.names import Registration
+from waymark.inspection.complaint import Complaints
 from waymark.store.records import PublisherState
 from waymark.store.store import Store
 
@@ -31,16 +32,19 @@ class Views:
     async def workers(self, body: Body) -> Answer:
         states = await publisher_states(self._store, body.caller)
         streams = Counter(state.worker for state in states)
-        workers = [
-            {"id": worker, "streams": streams[worker]}
-            for worker in await self._store.records.alive("", keep_seconds=WORKER_SECONDS)
-        ]
+        alive = await self._store.records.heartbeat("", keep_seconds=WORKER_SECONDS)
+        workers = [{"id": worker, "streams": streams[worker], "streams_max": alive[worker]} for worker in alive]
+        complaints = Complaints(states, alive)
         await self._store.directory.groups()  # for those that cannot be read
         # The name of a record that cannot be read may be any tenant's.
         records = self._store.parser.unreadable if body.caller.tenants is None else ()
         unreadable = [asdict(record) for record in records]
         return Answer(
-            {"publishers": [_publisher(state) for state in states], "workers": workers, "unreadable": unreadable}
+            {
+                "publishers": [_publisher(state) | {"complaint": complaints.of(state) or None} for state in states],
+                "workers": workers,
+                "unreadable": unreadable,
+            }
         )
 
     async def global_view(self, body: Body) -> Answer:
@@ -109,6 +113,7 @@ def _publisher(state: PublisherState) -> dict[str, Any]:
         "dp_rank": of.dp_rank,
         "model_name": of.model_name,
         "type": of.kind,
+        "block_size": of.block_size,
         "scope": of.scope,
         "endpoint": of.endpoint,
         "address": of.target.address,

@@ -14,7 +14,7 @@ from typing import Any
 
 from waymark.domain.status import StreamStatus
 from waymark.errors import StoreUnavailable
-from waymark.inspection.complaint import complaint
+from waymark.inspection.complaint import Complaints
 from waymark.inspection.look import Look
 from waymark.store import keys
 from waymark.store.heartbeats import Heartbeat
@@ -81,6 +81,7 @@ class Status:
     """All publishers that can be read, wanted or not."""
     unreadable: tuple[Unreadable, ...]
     """Records that this release cannot read, of all publishers and groups."""
+    complaints: Complaints
     is_whole: bool
     """Nothing was left out for its tenant or model, so workers' streams are all of theirs."""
 
@@ -89,20 +90,6 @@ class Status:
         """Shown publishers by status, the best first."""
         count = Counter(state.status for state in self.publishers)
         return {status: count[status] for status in StreamStatus if status in count}
-
-    def is_orphan(self, state: PublisherState) -> bool:
-        """Its stream is nobody's: it has a socket, and no live worker has it."""
-        alive = {worker.id for worker in self.workers if worker.is_alive}
-        return state.registration.endpoint is not None and state.worker not in alive
-
-    def complaint(self, state: PublisherState) -> str:
-        """What is not as it should be with a stream, in words; empty where nothing is seen."""
-        if self.is_orphan(state):
-            alive = [worker for worker in self.workers if worker.is_alive]
-            if alive and all(worker.is_full for worker in alive):
-                return "no ingest worker has room for it: add a worker, or raise the limit of open files"
-            return f"no ingest worker applies it{', the last was ' + state.worker if state.worker else ''}"
-        return complaint(state)
 
 
 async def gather(look: Look, wanted: Wanted) -> Status:
@@ -120,10 +107,11 @@ async def gather(look: Look, wanted: Wanted) -> Status:
     )
     (members,) = await look.several([("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES")])
     streams = Counter(state.worker for state in states if state.worker is not None)
+    workers = _workers(members, streams, _now(infos))
     return Status(
         server=server_of(infos),
         warnings=warnings,
-        workers=_workers(members, streams, _now(infos)),
+        workers=workers,
         publishers=tuple(
             sorted(
                 (state for state in states if not wanted.statuses or state.status in wanted.statuses),
@@ -132,6 +120,7 @@ async def gather(look: Look, wanted: Wanted) -> Status:
         ),
         registered=len(claims),
         unreadable=tuple(look.store.parser.unreadable),
+        complaints=Complaints(states, {worker.id: worker.streams_max for worker in workers if worker.is_alive}),
         is_whole=wanted.tenant is None and wanted.model is None,
     )
 
@@ -214,7 +203,7 @@ def as_json(status: Status) -> dict[str, Any]:
                 "endpoint": state.registration.endpoint,
                 "status": state.status,
                 "worker": state.worker,
-                "has_live_worker": not status.is_orphan(state),
+                "has_live_worker": not status.complaints.is_orphan(state),
                 "watermark": state.watermark,
                 "lag_seconds": state.lag_seconds,
                 "blocks": dict(state.blocks),
@@ -226,7 +215,7 @@ def as_json(status: Status) -> dict[str, Any]:
                 "batches_lost": count(state, "batches_lost"),
                 "counters": dict(state.counters),
                 "last_error": state.last_error or None,
-                "complaint": status.complaint(state) or None,
+                "complaint": status.complaints.of(state) or None,
             }
             for state in status.publishers
         ],

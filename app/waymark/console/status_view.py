@@ -65,7 +65,7 @@ def _group(status: Status, states: Sequence[PublisherState]) -> list[Part]:
     drawn: list[Part] = [Grid(head, [tuple(row[i] for i in columns) for row in rows], _NUMBERS, _SPARE)]
     errors: dict[str, list[str]] = {}
     for state in states:
-        if error := status.complaint(state):
+        if error := status.complaints.of(state):
             of = state.registration
             errors.setdefault(error, []).append(f"{of.instance_id} rank {of.dp_rank}")
     for error, names in errors.items():
@@ -124,7 +124,7 @@ def _workers(status: Status) -> Part:
 
 def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
     of = state.registration
-    worker = text(state.worker or "none", "bold red" if status.is_orphan(state) else "")
+    worker = text(state.worker or "none", "bold red" if status.complaints.is_orphan(state) else "")
     if of.endpoint is None:
         worker = text("by HTTP")
     lost = count(state, "batches_lost")
@@ -144,7 +144,7 @@ def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
         text(replays(state)),
         text(count(state, "restarts")),
         text(lost, "bold red" if lost else ""),
-        text(status.complaint(state), "yellow"),
+        text(status.complaints.of(state), "yellow"),
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Iterator
 from typing import TypeAlias
 
 import zmq
 
 from waymark.errors import InvalidValue
+from waymark.ingest.connection_failure import Attempt
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
@@ -68,12 +70,13 @@ def connect(socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
 class LiveConnection:
     """A SUB socket for one connection, or one attempt at it, with its monitor."""
 
-    __slots__ = ("descriptors", "is_over", "is_retried", "is_up", "monitor", "socket")
+    __slots__ = ("attempt", "descriptors", "is_over", "is_retried", "is_up", "monitor", "socket")
 
     def __init__(self, context: Context, endpoint: str, message_bytes_max: int) -> None:
         self.is_up = False
         """The handshake succeeded. It stays true when the connection is over: there may be frames to read."""
         self.is_over = False
+        self.attempt = Attempt(time.monotonic(), CONNECT_MILLISECONDS / 1000)
         self.is_retried = False
         """libzmq would connect again: after a lost connection, but not after one that it has ended itself."""
         self.socket = open_socket(context, zmq.SUB, endpoint, message_bytes_max)
@@ -82,7 +85,7 @@ class LiveConnection:
             self.socket.subscribe(b"")
             # pyzmq would name the monitor by the socket's descriptor, which a closing socket may still have.
             address = f"inproc://waymark-monitor-{next(_monitor_numbers)}"
-            self.monitor = self.socket.get_monitor_socket(_UP | _OVER, address)
+            self.monitor = self.socket.get_monitor_socket(_UP | _OVER | zmq.EVENT_CONNECTED, address)
         except zmq.ZMQError as error:
             self.socket.close(0)
             raise OSError(error.errno, f"no monitor for {endpoint}: {error.strerror}") from error
@@ -108,8 +111,11 @@ class LiveConnection:
                 return
             # The event's number is the first two bytes, in the machine's order; a value follows.
             number = int.from_bytes(event[:2], sys.byteorder)
+            self.attempt.saw(number, time.monotonic())
             if number == zmq.EVENT_CONNECT_RETRIED:
                 self.is_retried = True
+            if number == zmq.EVENT_CONNECTED:
+                continue
             if number & _UP:
                 self.is_up = True
                 yield True

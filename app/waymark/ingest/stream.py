@@ -187,6 +187,13 @@ class Stream:
             return _MIXED
         return _REFUSED.format(self._options.message_bytes_max) if self._subscriber.is_refused else None
 
+    @property
+    def _problem(self) -> str | None:
+        """What a person should read first: why the stream has failed, or why it has no connection."""
+        if self._error is not None or self._subscriber.is_connected:
+            return self._error
+        return self._subscriber.failure
+
     async def _report(self, status: StreamStatus, now: float) -> None:
         self._reported = now
         if status != self.status:
@@ -194,13 +201,13 @@ class Stream:
                 "stream status", extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons))
             )
             self.status = status
-        await self._reporter.report(status, self._error)
+        await self._reporter.report(status, self._problem)
 
     async def _last_report(self) -> None:
         """Write what was counted since the last report, if Redis answers at once."""
         try:
             async with asyncio.timeout(_REPORT_SECONDS):
-                await self._reporter.report(self.status, self._error)
+                await self._reporter.report(self.status, self._problem)
         except (TimeoutError, Fenced):
             log.debug("last counters not written", extra=fields(stream=self._life.name))
 

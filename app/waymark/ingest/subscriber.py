@@ -26,6 +26,7 @@ from typing import Self
 
 import zmq
 
+from waymark.ingest.connection_failure import ConnectionFailure
 from waymark.ingest.frame_buffer import FrameBuffer
 from waymark.ingest.frames import Frame, parse_live
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context, LiveConnection
@@ -69,6 +70,8 @@ class Subscriber:
         """Frames that were not of the contract's form."""
         self.is_refused = False
         """libzmq has ended the last connection, for a message above ``message_bytes_max`` or bytes that are no ZMTP."""
+        self.failure: ConnectionFailure | None = None
+        """Why the last attempt at a connection has failed; None after one that has not."""
         self._message_bytes_max = message_bytes_max
         self._context = context
         self._clock = clock
@@ -214,6 +217,7 @@ class Subscriber:
             self._set_connected(is_up)
             if not is_up:
                 self._dial_later()
+        self.failure = None if link.is_up else link.attempt.failure or self.failure
 
     def _set_connected(self, is_connected: bool) -> None:
         if self.is_connected != is_connected:

@@ -1,6 +1,9 @@
-"""What is not as it should be with a stream, in words: the same for the shell, ``/workers`` and explanations."""
+"""What is not as it should be with streams, in words: the same for the shell, ``/workers`` and explanations."""
 
 from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 from waymark.domain.status import StreamStatus
 from waymark.store.records import PublisherState
@@ -9,17 +12,74 @@ from waymark.store.records import PublisherState
 _REJECTED = ("decode_errors", "frames_malformed", "ignored", "unresolved")
 
 _WITHOUT_REPLAY = "no replay endpoint: lost batches cannot be requested again; register one if the engine has one"
+_WILDCARDS = ("tcp://0.0.0.0:", "tcp://[::]:")
+_NAMES_MAX = 3
+
+
+class Complaints:
+    """What is wrong with each of some streams, as far as they and the workers show it."""
+
+    def __init__(self, states: Sequence[PublisherState], workers: Mapping[str, int | None]) -> None:
+        """``workers`` are the live ingest workers, each with its limit of streams, or None."""
+        self._limits = workers
+        self._streams = Counter(state.worker for state in states)
+        self._at: defaultdict[str, list[PublisherState]] = defaultdict(list)
+        for state in states:
+            if state.registration.endpoint is not None and not state.registration.kind.traits.is_opaque:
+                self._at[state.registration.endpoint].append(state)
+
+    def is_orphan(self, state: PublisherState) -> bool:
+        """The stream has a socket, and no live worker has the stream."""
+        return state.registration.endpoint is not None and state.worker not in self._limits
+
+    def of(self, state: PublisherState) -> str:
+        """Sentences; empty where nothing is seen."""
+        own = self._without_worker(state) if self.is_orphan(state) else complaint(state)
+        return "; ".join(filter(None, (own, self._twice(state), _wildcard(state))))
+
+    def _without_worker(self, state: PublisherState) -> str:
+        limits = self._limits.items()
+        if limits and all(limit is not None and self._streams[worker] >= limit for worker, limit in limits):
+            return "no ingest worker has room for it: add a worker, or raise the limit of open files"
+        return f"no ingest worker applies it{', the last was ' + state.worker if state.worker else ''}"
+
+    def _twice(self, state: PublisherState) -> str:
+        """Another registration of the same socket: what the engine was called before, often."""
+        others = [
+            f"{other.registration.instance_id!r} rank {other.registration.dp_rank}"
+            for other in self._at.get(state.registration.endpoint or "", ())
+            if other.registration.name != state.registration.name
+        ]
+        if not others:
+            return ""
+        more = f" and {len(others) - _NAMES_MAX} more" if len(others) > _NAMES_MAX else ""
+        return (
+            f"its endpoint {state.registration.endpoint} is also that of {', '.join(others[:_NAMES_MAX])}{more}: "
+            "the same blocks count for each; unregister those that are gone"
+        )
+
+
+def _wildcard(state: PublisherState) -> str:
+    endpoint = state.registration.endpoint or ""
+    if not endpoint.startswith(_WILDCARDS):
+        return ""
+    return (
+        f"its endpoint {endpoint} is what an engine binds to, and leads an ingest worker to its own host; "
+        "register the address of the engine"
+    )
 
 
 def complaint(state: PublisherState) -> str:
     """As far as the record of the stream tells it; empty where nothing is seen."""
+    endpoint = state.registration.endpoint
+    if state.status is StreamStatus.LOST:
+        reason = f" ({state.last_error})" if state.last_error else ""
+        lost = f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
+        return f"{lost}{reason}"
+    if state.status is StreamStatus.PENDING and endpoint is not None:
+        return f"no connection to {endpoint}{': ' + state.last_error if state.last_error else ''}"
     if state.last_error:
         return state.last_error
-    endpoint = state.registration.endpoint
-    if state.status is StreamStatus.PENDING and endpoint is not None:
-        return f"no connection to {endpoint}"
-    if state.status is StreamStatus.LOST:
-        return f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
     is_complete = endpoint is None or state.registration.can_replay or state.registration.kind.traits.is_opaque
     without_replay = "" if is_complete else _WITHOUT_REPLAY
     if any(state.blocks.values()) or any(state.prefixes.values()):
