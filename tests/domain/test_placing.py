@@ -125,6 +125,21 @@ def test_an_engine_hash_that_an_entry_cannot_tell_is_told_beside_it(is_taken_ove
     assert to.memory.blocks_of(GPU) == 1
 
 
+@pytest.mark.parametrize("hashes", [[CHAIN[0], SAME_HASH], [SAME_HASH, CHAIN[0]], [7, SAME_HASH], [SAME_HASH, 7]])
+def test_a_seq_hash_beside_that_engine_hash_is_not_taken_for_it(hashes: list[int]) -> None:
+    to = placer()
+    store(to, [CHAIN[0]], hashes=hashes[:1])
+    (part,) = store(to, [CHAIN[0]], hashes=hashes[1:])
+    copies, *told = part.copies[0].split()
+    to = placer()
+    store(to, [CHAIN[0]], hashes=[CHAIN[0] if hashes[0] == SAME_HASH else hashes[0]])  # as the entry is read
+    to.memory.restore(GPU, CHAIN[0], int(copies), [int(each, 16) for each in told])
+    held = [each for each in (7, CHAIN[0], SAME_HASH) if to.memory.held(GPU, each)]
+    assert held == sorted(hashes)
+    (part,) = remove(to, hashes[1], mode="set")
+    assert part.hashes == hashes[:1]
+
+
 def test_parts_that_are_new_join_only_along_a_chain() -> None:
     to, parts = placer(), PartList(1)
     store(to, CHAIN[:5], parts=parts)

@@ -62,7 +62,7 @@ class Stream:
     def contents(self, hashes: Sequence[int]) -> object:
         memory = self.memory
         found = [
-            (memory.find(holder, h), memory.held(holder, h), memory.is_gone(holder, h))
+            (memory.find(holder, h), memory.held(holder, h), memory.gone(holder, h) is not None)
             for h in hashes
             for holder in (GPU, CPU)
         ]

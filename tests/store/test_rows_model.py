@@ -10,9 +10,10 @@ from redis.asyncio import Redis
 from tests.store import rows_model
 from tests.store.rows_model import run_histories
 from waymark.domain import moves
+from waymark.domain.waves import Waves
 from waymark.store.lua import SCRIPTS, Script
 
-HISTORIES = {"real": 500, "emulated": 8}
+HISTORIES = {"real": 700, "emulated": 8}
 """``python -m tests.store.rows_model`` runs more, by seed."""
 
 DEFECTS = {
@@ -61,6 +62,17 @@ async def test_a_defect_of_a_script_is_caught(
     text = text.replace(right, wrong)
     monkeypatch.setattr(moves, "REFUSALS_MAX", 1000)
     monkeypatch.setitem(SCRIPTS, name, Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest()))
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        await run_histories(redis, range(200))
+    assert any(note.startswith("history ") for note in caught.value.__notes__)
+
+
+async def test_parts_that_do_not_wait_for_other_shards_are_caught(
+    redis: Redis, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "emulated":
+        pytest.skip("the real Redis is faster")
+    monkeypatch.setattr(Waves, "is_needed", property(lambda _: False, lambda *_: None), raising=False)
     with pytest.raises(Exception) as caught:  # noqa: PT011
         await run_histories(redis, range(200))
     assert any(note.startswith("history ") for note in caught.value.__notes__)

@@ -8,7 +8,7 @@ or a placeholder may still name them; those are bounded, and only ``trim`` forge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import NamedTuple, Protocol
@@ -88,10 +88,10 @@ class BlockMemory(Protocol):
     def remove(self, holder: int, engine_hash: int, *, counts: bool) -> Left | None: ...
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> Left: ...
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None: ...
-    def is_gone(self, holder: int, engine_hash: int) -> bool: ...
+    def gone(self, holder: int, engine_hash: int) -> Spot | None: ...
     def tell(self, holder: int, key: int) -> bytes: ...
-    def restore(self, holder: int, key: int, copies: int, further: Iterable[int]) -> None: ...
-    def move(self, holder: int, key: int, place: Place) -> None: ...
+    def restore(self, holder: int, key: int, copies: int, told: Sequence[int]) -> None: ...
+    def move(self, holder: int, key: int, place: Place, *, is_single: bool) -> None: ...
     def blocks_of(self, holder: int) -> int: ...
 
 
@@ -123,8 +123,10 @@ class _Several:
 
     @property
     def text(self) -> bytes:
-        # An entry cannot say that a block's engine hash is this word, so it is told here, also where it is the first.
-        further = b"".join(b" %016x" % each for i, each in enumerate(self.hashes) if i or each == SAME_HASH)
+        # An entry with this word says that the engine hash is the seq_hash. If it is one of the engine hashes, all of
+        # them are told here, the first one, too.
+        told = self.hashes if SAME_HASH in self.hashes else self.hashes[1:]
+        further = b"".join([b" %016x" % each for each in told])
         return NO_COPIES if self.copies < 2 and not further else b"%d%b" % (self.copies, further)
 
 
@@ -247,8 +249,9 @@ class HeldBlocks:
         """Whether the holder has none of these blocks, under no hash; and no key or hash is there twice."""
         return self._held[holder].known.are_new(engine_hashes, keys)
 
-    def is_gone(self, holder: int, engine_hash: int) -> bool:
-        return self._gone[self._held[holder].dp_rank].get(engine_hash) is not None
+    def gone(self, holder: int, engine_hash: int) -> Spot | None:
+        """The block that the hash stood for on the holder's rank, if it has left and is remembered."""
+        return self._gone[self._held[holder].dp_rank].get(engine_hash)
 
     # ---- changes -----------------------------------------------------------------------------------
 
@@ -328,23 +331,23 @@ class HeldBlocks:
         several = held.several[key] = _Several(1, [first])
         return several.text
 
-    def restore(self, holder: int, key: int, copies: int, further: Iterable[int]) -> None:
-        """What Redis says of the copies of a block, which the holder has."""
+    def restore(self, holder: int, key: int, copies: int, told: Sequence[int]) -> None:
+        """What Redis says of the copies of a block that the holder has. ``told`` are engine hashes beside its entry."""
         held = self._held[holder]
         first = held.known.first(key)
         assert first is not None
-        hashes = [first]
-        for each in further:
-            if held.known.get(each) is None:
+        hashes = []
+        for each in dict.fromkeys(told if SAME_HASH in told else [first, *told]):
+            spot = held.known.get(each)
+            if spot is None:
                 held.known.name(each, key)
+            if spot is None or spot.key == key:
                 hashes.append(each)
-        spot = held.known.get(first)
-        if SAME_HASH in hashes[1:] and spot is not None and spot.seq_hash == first:
-            # The entry had that word, and was read as the seq_hash.
-            hashes = [SAME_HASH, *(each for each in hashes[1:] if each != SAME_HASH)]
-            held.known.lead(SAME_HASH)
+        if hashes:
+            held.known.lead(hashes[0])
+        if hashes and first not in hashes:  # the entry was read as the seq_hash
             held.known.pop(first)
-        held.several[key] = _Several(copies, hashes)
+        held.several[key] = _Several(copies, hashes or [first])
 
     def remove(self, holder: int, engine_hash: int, *, counts: bool) -> Left | None:
         """Take a copy, where ``counts``, else the block; None where the holder has none under this hash."""
@@ -393,12 +396,14 @@ class HeldBlocks:
             gone.discard((engine_hash,))
             gone.add(engine_hash, spot)
 
-    def move(self, holder: int, key: int, place: Place) -> None:
-        """The block is at another place, if the holder has it."""
+    def move(self, holder: int, key: int, place: Place, *, is_single: bool) -> None:
+        """The block is at another place, if the holder has it as a single, or in a row, as ``is_single`` says."""
         held = self._held.get(holder)
-        first = None if held is None else held.known.first(key)
-        if held is None or first is None:
+        spot = None if held is None else held.known.get_block(key)
+        if held is None or spot is None or spot.place.is_single != is_single:
             return
+        first = held.known.first(key)
+        assert first is not None
         several = held.several.get(key)
         for each in [first] if several is None else several.hashes:
             held.known.move(each, place)

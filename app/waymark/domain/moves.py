@@ -63,7 +63,7 @@ class Moves:
         name = (part.holder, part.seq, part.last)
         is_sent = name in self._sent
         self._sent.add(name)
-        if part.place.head not in self._heads:
+        if part.place.head not in self._heads or part.place.is_single:
             return [part]
         is_free = not is_sent and part.kind == "+" and not part.is_known
         targets = [self._target(part, i, is_free=is_free) for i in range(len(part.keys))]
@@ -100,4 +100,5 @@ class Moves:
         since = part.seq, part.first + STEP * i
         moved[:] = sorted([*(each for each in moved if each[0] != since), (since, place)])
         self._heads.add(place.head)
-        self._memory.move(part.holder, part.keys[i], moved[-1][1])
+        # A later event may have removed the block, and stored it again without its depth, or with it.
+        self._memory.move(part.holder, part.keys[i], moved[-1][1], is_single=part.place.is_single)

@@ -54,6 +54,8 @@ class Part:
     """Key of the block before the first, where it is in the same piece."""
     copies: list[bytes] = field(default_factory=list)
     """For each block what ``*<key>`` says from now on; empty where none of them changes."""
+    waits: bool = False
+    """Redis must have all parts before it first, those of other shards too; see ``waves``."""
 
     @property
     def first(self) -> int:
@@ -123,6 +125,7 @@ class PartList:
         is_identity: bool = False,
         parent: int | None = None,
         copies: bytes = UNCHANGED,
+        waits: bool = False,
     ) -> None:
         """Blocks at consecutive positions, the first at ``position``; ``copies`` of a single block only.
 
@@ -132,6 +135,7 @@ class PartList:
         last = self.parts[-1] if self.parts else None
         if (
             last is None
+            or waits
             or last.last + STEP != position
             or last.place != place
             or last.kind != kind
@@ -143,6 +147,7 @@ class PartList:
         ):
             end = position + STEP * (len(keys) - 1)
             last = Part(kind, holder, self.seq, end, place, namespace, [], [], [], is_known, is_identity, parent)
+            last.waits = waits
             self.parts.append(last)
         else:
             last.last += STEP * len(keys)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from waymark.domain.held import BlockMemory, Spot
 from waymark.domain.parts import STEP, Mode, PartList
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, Place
+from waymark.domain.waves import Waves
 
 
 class Placer:
@@ -24,6 +25,7 @@ class Placer:
         self.crowded = 0
         """Hashes of blocks that have as many as a block may have."""
         self._shards = shards
+        self._waves = Waves(shards)
         self._piece_blocks = piece_blocks
         self._counted: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -33,6 +35,10 @@ class Placer:
         Redis has that, so the memory that was read from Redis has it, too.
         """
         self._counted = dict(counted)
+
+    def begin_fold(self) -> None:
+        """Redis has acknowledged all parts so far."""
+        self._waves.begin()
 
     def begin_batch(self, seq: int) -> PartList:
         if self._counted and all(seq > counted for counted, _ in self._counted.values()):
@@ -67,6 +73,9 @@ class Placer:
             if is_plain and self.memory.are_new(holder, engine_hashes, piece):
                 place = self._next_place(above, depth, piece[0])
                 depths = range(depth, depth + len(piece))
+                waits = self._begins_wave(holder, place, namespace, piece, engine_hashes)
+                if parent is not None:
+                    self._waves.use(parent.seq_hash, place)
                 self.memory.store(holder, place, namespace, piece, depths, engine_hashes)
                 parts.add(
                     "+",
@@ -79,6 +88,7 @@ class Placer:
                     engine_hashes,
                     is_identity=is_identity,
                     parent=above.key if depth and above is not None else None,
+                    waits=waits,
                 )
                 above = Spot(place, namespace, depths[-1], piece[-1])
             else:
@@ -87,6 +97,8 @@ class Placer:
                     above = self.block(
                         parts, holder, position + i, engine_hash, spot, above, mode=mode, is_identity=is_identity
                     )
+                    if parent is not None:
+                        self._waves.use(parent.seq_hash, above.place)
             start = end
 
     def block(
@@ -104,10 +116,11 @@ class Placer:
         """Store one block, and return where it is. ``spot`` has the place that it gets if it is new to the holder."""
         memory, at = self.memory, STEP * position + 1
         held, known = memory.held(holder, engine_hash), memory.held_block(holder, spot.key)
-        if self._is_counted(parts.seq, at, holder, (known or spot).place):
+        here = known or spot
+        if self._is_counted(parts.seq, at, holder, here.place):
             if held is None:
                 memory.mark_gone(holder, engine_hash, spot)
-            return known or spot
+            return here
         if held is not None and held.key != spot.key:
             self.aliased += 1
             self._leave(parts, holder, position, engine_hash, mode)
@@ -116,12 +129,13 @@ class Placer:
             self.crowded += 1
             memory.mark_gone(holder, engine_hash, known)
             return known
+        waits = self._begins_wave(holder, here.place, here.namespace, [here.key], [engine_hash], held)
+        self._waves.use(here.seq_hash, here.place)
         if known is None:
             memory.store(holder, spot.place, spot.namespace, [spot.key], [spot.depth], [engine_hash])
             first, copies = engine_hash, memory.tell(holder, spot.key)
         else:
             first, copies = memory.store_again(holder, engine_hash, spot.key, counts=mode != "set")
-        here = known or spot
         parts.add(
             "+",
             holder,
@@ -135,7 +149,12 @@ class Placer:
             is_identity=is_identity and first == here.seq_hash,
             parent=above.key if spot.depth and above is not None else None,
             copies=copies,
+            waits=waits,
         )
+        if self._waves.is_needed and here.place.is_single != spot.place.is_single:
+            # Once the block has left, a worker that takes over looks at the shard of ``spot`` for whether this is done.
+            parts.add("*", holder, at, spot.place, spot.namespace, [spot.key], [spot.depth], [first], is_known=True)
+            self._waves.use(here.seq_hash, spot.place)
         return here
 
     def next_spot(self, above: Spot | None, namespace: int, key: int) -> Spot:
@@ -165,6 +184,7 @@ class Placer:
             [left.engine_hash],
             is_known=True,
             copies=left.copies,
+            waits=not left.is_there and self._waves.leave([spot.seq_hash], spot.place),
         )
         return True
 
@@ -183,13 +203,20 @@ class Placer:
         """Hash and store the blocks of a plain store at once; whether it was plain. See ``KnownBlocks.extend``."""
         if self._counted or SAME_HASH in hashes:
             return False
+        above = self.memory.held(holder, parent) if self._waves.is_needed and parent is not None else None
+        former = self._former(holder, hashes)
         pieces = self.memory.extend(holder, parent, hashes, tokens, block_size, seed, namespace, self._piece_blocks)
         if pieces is None:
             return False
         for place, keys, depth, start, before in pieces:
             end = start + len(keys)
-            depths, some = range(depth, depth + len(keys)), hashes[start:end]
-            parts.add("+", holder, STEP * (position + start) + 1, place, namespace, keys, depths, some, parent=before)
+            depths, some, at = range(depth, depth + len(keys)), hashes[start:end], STEP * (position + start) + 1
+            waits = self._waves.has_left and self._waves.store(
+                [*former[start:end], *(key ^ namespace for key in keys)], place
+            )
+            if above is not None:
+                self._waves.use(above.seq_hash, place)
+            parts.add("+", holder, at, place, namespace, keys, depths, some, parent=before, waits=waits)
         return True
 
     def take(self, parts: PartList, holder: int, position: int, hashes: Sequence[int]) -> bool:
@@ -198,7 +225,9 @@ class Placer:
         if groups is None:
             return False
         for place, namespace, keys, depths, some in groups:
-            parts.add("-", holder, STEP * position + 1, place, namespace, keys, depths, some, is_known=True)
+            waits = self._waves.leave([key ^ namespace for key in keys], place)
+            at = STEP * position + 1
+            parts.add("-", holder, at, place, namespace, keys, depths, some, is_known=True, waits=waits)
             position += len(keys)
         return True
 
@@ -218,7 +247,30 @@ class Placer:
             [left.engine_hash],
             is_known=True,
             copies=left.copies,
+            waits=self._waves.leave([spot.seq_hash], spot.place),
         )
+
+    def _begins_wave(
+        self,
+        holder: int,
+        place: Place,
+        namespace: int,
+        keys: Sequence[int],
+        hashes: Sequence[int],
+        held: Spot | None = None,
+    ) -> bool:
+        """Whether the part waits that stores these blocks; ``held`` is what the hash has meant until now."""
+        if not self._waves.has_left:
+            return False
+        blocks = [*self._former(holder, hashes), *(key ^ namespace for key in keys)]
+        return self._waves.store([*blocks, None if held is None else held.seq_hash], place)
+
+    def _former(self, holder: int, hashes: Sequence[int]) -> list[int | None]:
+        """The seq_hashes of the blocks that have left under these hashes; empty where none has in this wave."""
+        if not self._waves.has_left:
+            return []
+        spots = [self.memory.gone(holder, each) for each in hashes]
+        return [None if spot is None else spot.seq_hash for spot in spots]
 
     def _next_place(self, above: Spot | None, depth: int, key: int) -> Place:
         if above is None or depth == 0:

@@ -165,6 +165,7 @@ class Resolver:
         """What must be ended, begun and kept first. Learns flags and the main group on the way."""
         if self.memory.is_over:
             yield from self.memory.trim()
+        self.placer.begin_fold()
         return (yield from self._planner.plan(batches, self.holders, self.event_ids))
 
     def name_of(self, batch: Batch, event: Event) -> HolderName:
@@ -431,7 +432,7 @@ class Resolver:
         for i, h in enumerate(event.engine_hashes):
             if self.waiting.blocks and self.waiting.remove(holder, h):
                 continue
-            if not self.placer.remove(parts, holder, position + i, h, mode=mode) and not self.memory.is_gone(holder, h):
+            if not self.placer.remove(parts, holder, position + i, h, mode=mode) and not self.memory.gone(holder, h):
                 self._cannot_find(1)
 
     def _cleared(self, plan: Plan, i: int, j: int, batch: Batch, event: Cleared) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit, Part
 from waymark.domain.rows import ROW_SLOTS, Place
+from waymark.domain.waves import waves_of
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
@@ -77,27 +78,10 @@ class Index:
         events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
         if grant.shards == 1:
             return await self._apply_shard(grant, 0, parts, moves, commit, before, events, hold)
-        by_shard: dict[int, list[Part]] = {}
-        for part in parts:
-            by_shard.setdefault(part.place.shard(grant.shards), []).append(part)
-        # The watermark is on shard 0. If it has gone back, no other shard may receive later batches.
-        if before is not None:
-            verdict = await self._apply_shard(grant, 0, by_shard.pop(0, []), moves, None, before, hold=hold)
-            if verdict is Verdict.FENCED:
+        for wave in waves_of(parts):
+            verdict = await self._apply_wave(grant, wave, moves, before, hold)
+            if verdict in (Verdict.FENCED, Verdict.LOST):
                 return verdict
-        verdicts = await asyncio.gather(
-            *(
-                self._apply_shard(grant, shard, some, moves, None, grant.shard_seqs.get(shard), hold=hold)
-                for shard, some in by_shard.items()
-            )
-        )
-        for refusal in (Verdict.FENCED, Verdict.LOST):
-            if refusal in verdicts:
-                return refusal
-        if grant.claim.registration.sequence == "publisher":  # else its numbers are of several ranks
-            seqs = {shard: some[-1].seq for shard, some in by_shard.items() if shard}
-            grant.shard_seqs.update(seqs)
-            grant.moved_shards.update(seqs)
         if commit is None and not events:
             return Verdict.APPLIED
         # A stream without a watermark has one number for each holder, which does not show what a shard has.
@@ -107,6 +91,34 @@ class Index:
         if outcome.verdict is not Verdict.FENCED:
             grant.moved_shards.difference_update(moved)
         return outcome.verdict
+
+    async def _apply_wave(
+        self, grant: Grant, parts: Sequence[Part], moves: Moves, before: int | None, hold: Hold | None
+    ) -> Verdict:
+        """Apply parts on their shards, in parallel."""
+        by_shard: dict[int, list[Part]] = {}
+        for part in parts:
+            by_shard.setdefault(part.place.shard(grant.shards), []).append(part)
+        # The watermark is on shard 0. If it has gone back, no other shard may receive later batches.
+        if before is not None:
+            verdict = await self._apply_shard(grant, 0, by_shard.get(0, []), moves, None, before, hold=hold)
+            if verdict is Verdict.FENCED:
+                return verdict
+        verdicts = await asyncio.gather(
+            *(
+                self._apply_shard(grant, shard, some, moves, None, grant.shard_seqs.get(shard), hold=hold)
+                for shard, some in by_shard.items()
+                if shard or before is None
+            )
+        )
+        for refusal in (Verdict.FENCED, Verdict.LOST):
+            if refusal in verdicts:
+                return refusal
+        if grant.claim.registration.sequence == "publisher":  # else its numbers are of several ranks
+            seqs = {shard: some[-1].seq for shard, some in by_shard.items() if shard}
+            grant.shard_seqs.update(seqs)
+            grant.moved_shards.update(seqs)
+        return Verdict.APPLIED
 
     async def _apply_shard(
         self,

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from waymark.domain.held import BlockMemory
-from waymark.domain.rows import Entry, Place, Row, parse, parse_entry, parse_field
+from waymark.domain.rows import SAME_HASH, Entry, Place, Row, parse, parse_entry, parse_field
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
@@ -20,6 +20,9 @@ _FIELDS = 512
 _COPIES = re.compile(rb"([1-9][0-9]{0,15})((?: [0-9a-f]{16})*)")
 _COPIES_FIELD = re.compile(rb"\*[0-9a-f]{16}")
 _APPLIED = re.compile(rb"([0-9]{1,16}) ([0-9]{1,16})")
+
+_Block = tuple[Place, int, int, int, int]
+"""Place, namespace, key, depth, engine hash."""
 
 Counted = dict[tuple[int, int], tuple[int, int]]
 """By holder and shard, the seq and position up to which the holder is counted there."""
@@ -56,7 +59,8 @@ class Takeover:
     async def _fill_from(self, grant: Grant, shard: int, holder: int, memory: BlockMemory) -> tuple[int, int] | None:
         engine = keys.engine(grant.group_id, shard, holder)
         mark: tuple[int, int] | None = None
-        copies: dict[bytes, bytes] = {}
+        several: dict[int, tuple[int, list[int]]] = {}
+        late: list[_Block] = []
         seen: set[Place] = set()
         cursor = 0
         while True:
@@ -66,26 +70,37 @@ class Takeover:
                 if name == b"applied":
                     mark = self._parser.parse(RecordKind.ENTRY, engine, name, _applied, value)
                 elif name.startswith(b"*"):
-                    copies[name] = value
+                    told = self._parser.parse(RecordKind.ENTRY, engine, name, _copies, name, value)
+                    if told is not None:
+                        several[told[0]] = told[1:]
                 else:
                     found = self._parser.parse(RecordKind.ENTRY, engine, name, _entry, name, value)
                     if found is not None and found[0] not in seen:
                         seen.add(found[0])
                         entries.append(found)
-            await self._fill_rows(grant, shard, holder, entries, memory)
+            late += await self._fill_rows(grant, shard, holder, entries, memory)
             if cursor == 0:
                 break
-        for name, value in copies.items():
-            several = self._parser.parse(RecordKind.ENTRY, engine, name, _copies, name, value)
-            if several is not None and memory.held_block(holder, several[0]) is not None:
-                memory.restore(holder, *several)
+        # First the blocks that were read under their seq_hashes and have others: these may be hashes of further blocks.
+        _restore(memory, holder, {key: each for key, each in several.items() if SAME_HASH in each[1]})
+        for place, namespace, key, depth, engine_hash in late:
+            _, further = several.get(key, (1, []))
+            first = further[0] if SAME_HASH in further else engine_hash
+            if memory.are_new(holder, [first], [key]):
+                memory.store(holder, place, namespace, [key], [depth], [first])
+        _restore(memory, holder, several)
         return mark
 
     async def _fill_rows(
         self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, Entry]], memory: BlockMemory
-    ) -> None:
+    ) -> list[_Block]:
+        """Remember the blocks of these entries; those whose engine hash seems to be that of another one are returned.
+
+        An entry is read as a seq_hash until its copies say something else.
+        """
+        late: list[_Block] = []
         if not entries:
-            return
+            return late
         prefix = keys.block_prefix(grant.group_id, shard)
         names = [prefix + place.name for place, _ in entries]
         (values,) = await self._client.several([("MGET", *names)])
@@ -99,14 +114,22 @@ class Takeover:
             slots = [slot for slot in range(bitmap.bit_length()) if bitmap >> slot & 1]
             block_keys, depths = row.keys, row.depths
             held = [(block_keys[slot], depths[slot], entry.hash_of(slot, block_keys[slot])) for slot in slots]
-            new = [
-                (key, depth, engine_hash)
-                for key, depth, engine_hash in held
-                if memory.are_new(holder, [engine_hash], [key])
-            ]
+            new: dict[int, tuple[int, int]] = {}
+            for key, depth, engine_hash in held:
+                if engine_hash not in new and memory.are_new(holder, [engine_hash], [key]):
+                    new[engine_hash] = key, depth
+                else:
+                    late.append((place, entry.namespace, key, depth, engine_hash))
             if new:
-                found_keys, found_depths, hashes = zip(*new, strict=True)
-                memory.store(holder, place, entry.namespace, found_keys, found_depths, hashes)
+                found_keys, found_depths = zip(*new.values(), strict=True)
+                memory.store(holder, place, entry.namespace, found_keys, found_depths, list(new))
+        return late
+
+
+def _restore(memory: BlockMemory, holder: int, several: dict[int, tuple[int, list[int]]]) -> None:
+    for key, (copies, told) in several.items():
+        if memory.held_block(holder, key) is not None:
+            memory.restore(holder, key, copies, told)
 
 
 def parse_row(value: bytes) -> Row:
