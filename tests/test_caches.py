@@ -78,6 +78,7 @@ ELSEWHERE = {
     "selection.under_way:RequestsUnderWay": "requests under way",
     "store.chain:Chain": "one query",
     "store.chain:_Piece": "one query",
+    "store.fetch:_of_group": "computed from an id alone",
     "store.cluster:Cluster": "nodes, which the map of slots corrects",
     "store.slot_map:SlotMap": "nodes and slots, which MOVED corrects",
     "store.fleet_counts:FleetCounts": "what this process has counted and not added yet",

@@ -7,6 +7,7 @@ with the next chunk. The blocks before the first open one are *certain*.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -55,7 +56,6 @@ class Chain:
         self._keys = b""
         self._is_whole = False
         """The source has no more keys."""
-        self.begin(GroupEntry(0, 1))
 
     def begin(self, entry: GroupEntry) -> None:
         """Start the lookup in this group. Values that were read before are dropped; the keys of the chain are kept."""
@@ -95,8 +95,7 @@ class Chain:
         self._rows_asked = following
         if self.has_singles or self._hot.expire(now):
             self._rows_asked = [piece for piece in following if self._ask_piece(piece)]
-        heads = b"".join([self._head(piece) for piece in self._rows_asked])
-        return Asked(heads, [name for _, _, name in self._beside_asked])
+        return Asked(self._heads(self._rows_asked), [name for _, _, name in self._beside_asked])
 
     def take(self, values: Sequence[bytes | None]) -> None:
         """Store the values that ``ask`` named: first the rows, then the others."""
@@ -151,6 +150,12 @@ class Chain:
             self._is_whole = len(more) < KEY_BYTES * missing
             self._keys = self._keys + more if self._keys else more
         return range(first, min(first + count, -(-len(self._keys) // _PIECE_BYTES)))
+
+    def _heads(self, pieces: Sequence[int]) -> bytes:
+        if isinstance(pieces, range) and pieces:
+            every = array("Q", self._keys[_PIECE_BYTES * pieces[0] : _PIECE_BYTES * pieces[-1] + KEY_BYTES])
+            return every[::PIECE_BLOCKS].tobytes()
+        return b"".join([self._head(piece) for piece in pieces])
 
     def _head(self, piece: int) -> bytes:
         return self._keys[_PIECE_BYTES * piece : _PIECE_BYTES * piece + KEY_BYTES]

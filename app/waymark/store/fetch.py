@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import hiredis
@@ -55,9 +56,30 @@ class _Replies(Replies):
 
     def parsed(self, replies: list[Any]) -> list[Any]:
         for reply, size in zip(replies, self._sizes, strict=True):
-            if size and not (isinstance(reply, list) and len(reply) == size):
-                raise InvalidResponse(f"no reply to an MGET of {size} keys")
+            if size:
+                _values(reply, size)
         return replies
+
+
+def _values(reply: Any, size: int) -> list[bytes | None]:
+    if not isinstance(reply, list) or len(reply) != size:
+        raise InvalidResponse(f"no reply to an MGET of {size} keys")
+    return reply
+
+
+class _Rows:
+    """Reads the reply to an MGET of so many rows, if any, and to the HGET of the version, if it follows."""
+
+    __slots__ = ("_rows", "_with_version", "count")
+
+    def __init__(self, rows: int, with_version: bool) -> None:
+        self._rows = rows
+        self._with_version = with_version
+        self.count = (rows > 0) + with_version
+
+    def parsed(self, replies: list[Any]) -> Fetched:
+        version = replies.pop() if self._with_version else None
+        return Fetched(version, _values(replies[0], self._rows) if self._rows else [])
 
 
 class Fetcher:
@@ -72,8 +94,11 @@ class Fetcher:
         """
         began = time.monotonic()
         try:
-            if entry.shards == 1 and not asked.beside:
-                fetched = await self._rows(entry.group_id, asked.heads, until, with_version=with_version)
+            if entry.shards == 1 and not asked.beside:  # the most frequent case: names that are packed in one call
+                prefix, version = _of_group(entry.group_id)
+                packed = _mget(prefix, asked.heads) if asked.heads else b""
+                reader = _Rows(len(asked.heads) // KEY_BYTES, with_version)
+                fetched = await self._client.ask(prefix, packed + version if with_version else packed, reader, until)
             else:
                 commands = _commands(entry, asked, with_version=with_version)
                 fetched = _together(commands, await self._ask(commands, until), with_version=with_version)
@@ -84,17 +109,6 @@ class Fetcher:
             fetched = _together(commands, replies, with_version=with_version)
         self._duration.observe(time.monotonic() - began)
         return fetched
-
-    async def _rows(self, group_id: int, heads: bytes, until: float, *, with_version: bool) -> Fetched:
-        """The most frequent case: rows of one shard, whose names are packed in one call."""
-        prefix = keys.block_prefix(group_id, 0)
-        packed = _mget(prefix, heads) if heads else b""
-        sizes = [len(heads) // KEY_BYTES] if heads else []
-        if with_version:
-            packed += hiredis.pack_command(cast("Any", ("HGET", keys.holders(group_id), "version")))
-            sizes.append(0)
-        replies = await self._client.ask(prefix, packed, _Replies(sizes), until)
-        return Fetched(replies[-1] if with_version else None, replies[0] if heads else [])
 
     async def _ask(self, commands: Sequence[_Command], until: float) -> list[Any]:
         """The replies to commands for any servers. Raises StoreUnavailable if one of them is an error."""
@@ -116,6 +130,13 @@ class Fetcher:
         packed = b"".join([hiredis.pack_command(cast("Any", command.words)) for command in commands])
         reader = _Replies([len(command.indexes) for command in commands])
         return await self._client.ask(commands[0].prefix, packed, reader, until)
+
+
+@lru_cache(1024)
+def _of_group(group_id: int) -> tuple[bytes, bytes]:
+    """What stands before the names of rows, and the packed HGET of the version."""
+    words = "HGET", keys.holders(group_id), "version"
+    return keys.block_prefix(group_id, 0), hiredis.pack_command(cast("Any", words))
 
 
 def _mget(prefix: bytes, heads: bytes) -> bytes:

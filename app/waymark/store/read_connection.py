@@ -7,6 +7,7 @@ reads the replies. A question whose caller has been cancelled stays in the queue
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -47,14 +48,14 @@ class Replies:
 
 
 class _Question(Generic[T]):
-    __slots__ = ("answer", "reader", "replies", "timer")
+    __slots__ = ("answer", "reader", "replies", "until")
 
-    def __init__(self, reader: ReplyReader[T], answer: asyncio.Future[T]) -> None:
+    def __init__(self, reader: ReplyReader[T], answer: asyncio.Future[T], until: float) -> None:
         self.reader = reader
         self.answer = answer
+        self.until = until
         self.replies: list[Any] = []
         """Those that have been parsed."""
-        self.timer: asyncio.TimerHandle | None = None
 
 
 class ReadConnection(asyncio.Protocol):
@@ -70,7 +71,9 @@ class ReadConnection(asyncio.Protocol):
             protocolError=InvalidResponse, replyError=BaseParser.parse_error, notEnoughData=_NOT_YET
         )
         self._heard = 0.0
-        self._watch: asyncio.TimerHandle | None = None
+        # One for all questions: a timer for each would cost as much as the rest of ``ask``.
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = math.inf
         self._is_retired = False
 
     def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> asyncio.Future[T]:
@@ -87,14 +90,11 @@ class ReadConnection(asyncio.Protocol):
         elif len(self._questions) >= QUESTIONS_MAX:
             answer.set_exception(RedisConnectionError(f"{QUESTIONS_MAX} commands are under way"))
         else:
-            question = _Question(reader, answer)
             if not self._questions:
                 self._heard = now
+            question = _Question(reader, answer, math.inf if until is None else until)
             self._questions.append(question)
-            if until is not None:
-                question.timer = self._loop.call_at(until, self._fail_late, question)
-            if self._watch is None:
-                self._watch = self._loop.call_at(now + self._silent_seconds, self._look)
+            self._look_at(min(question.until, self._heard + self._silent_seconds))
             try:
                 self._transport.write(packed)
             except RuntimeError as exc:  # what uvloop says of a connection that the other end has closed
@@ -114,9 +114,9 @@ class ReadConnection(asyncio.Protocol):
             return
         transport.abort()
         self._lost(self)
-        if self._watch is not None:
-            self._watch.cancel()
-        self._watch = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._due = None, math.inf
         while self._questions:
             self._end(self._questions.popleft(), error=type(error)(*error.args))
 
@@ -160,33 +160,39 @@ class ReadConnection(asyncio.Protocol):
 
     # ---- ends --------------------------------------------------------------------------------------------
 
-    def _fail_late(self, question: _Question[Any]) -> None:
-        if question.answer.done():
-            return
-        self._end(question, error=TimeoutError())
-        for before in self._questions:
-            if before is question:
-                # No caller waits for an earlier question, and Redis has not answered this one in its time.
-                self.lose(RedisConnectionError("Redis has not answered an earlier command"))
-                return
-            if not before.answer.done():
-                return
+    def _look_at(self, due: float) -> None:
+        """Look again at ``due`` at the latest."""
+        if due < self._due:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, self._due = self._loop.call_at(due, self._look), due
 
     def _look(self) -> None:
-        """Lose the connection if a reply has been due for too long."""
-        self._watch = None
-        if not self._questions:
-            return
-        due = self._heard + self._silent_seconds
-        if self._loop.time() >= due:
+        """Fail the questions that are late; lose the connection if a reply has been due for too long."""
+        self._timer, self._due = None, math.inf
+        now = self._loop.time()
+        if self._fail_late(now):
+            self.lose(RedisConnectionError("Redis has not answered an earlier command"))
+        elif self._questions and now >= self._heard + self._silent_seconds:
             self.lose(RedisConnectionError(f"Redis did not reply within {self._silent_seconds:g} s"))
-        else:
-            self._watch = self._loop.call_at(due, self._look)
+        elif self._questions:
+            untils = [question.until for question in self._questions if not question.answer.done()]
+            self._look_at(min([self._heard + self._silent_seconds, *untils]))
+
+    def _fail_late(self, now: float) -> bool:
+        """Whether one of those that are late now is behind no question whose caller still waits."""
+        is_waited_for = is_lost = False
+        for question in self._questions:
+            if question.answer.done():
+                continue
+            if question.until > now:
+                is_waited_for = True
+            else:
+                self._end(question, error=TimeoutError())
+                is_lost = is_lost or not is_waited_for
+        return is_lost
 
     def _end(self, question: _Question[Any], answer: Any = None, error: Exception | None = None) -> None:
-        if question.timer is not None:
-            question.timer.cancel()
-            question.timer = None
         if question.answer.done():  # whoever asked was cancelled, or has given up
             return
         if error is None:
