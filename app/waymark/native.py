@@ -1,14 +1,9 @@
 """Which implementation of the hot loops runs: the C module, or Python.
 
 The C module is built from ``native/`` where a compiler is; a build without one goes on in Python. Each loop has both
-<<<<<<< HEAD
-implementations behind one function: block keys in ``domain.hashing``, walks in ``domain.match``, what a stream knows in
-``domain.known``, commands and replies in ``store.wire``, lists in ``api.lists``, events in ``engines.plain``. Both give
-the same for every input, and the same tests run over both.
-=======
-implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, lists in
-``api.lists``, events in ``engines.plain``. Both give the same for every input, and the same tests run over both.
->>>>>>> 26258f5 (WIP reading half of the switch)
+implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, what a stream knows
+in ``domain.known``, lists in ``api.lists``, events in ``engines.plain``. Both give the same for every input, and the
+same tests run over both.
 """
 
 from __future__ import annotations

@@ -112,6 +112,21 @@ def test_a_text_with_many_strings_around_its_list_is_left_to_the_parser_by_the_c
             assert cut(body, NAME, 9) == found
 
 
+@pytest.mark.parametrize("separator", [",", ", "])
+@pytest.mark.parametrize("digits", range(1, 9))
+def test_each_number_of_a_list_of_any_length_is_read(implementation: str, digits: int, separator: str) -> None:
+    """The C reads four numbers at a time, and hundreds after their ends were found: no border loses one."""
+    ids = [(10**digits - 1 - i) % 10**digits for i in range(700)]
+    for count in (*range(1, 12), *range(250, 270), *range(505, 520), 700):
+        body = f'{{"x":1,"token_ids":[{separator.join(map(str, ids[:count]))}]}}'.encode()
+        found = cut(body, NAME, count)
+        assert found is not None
+        assert found[2] == token_bytes(ids[:count])
+        for wrong in ("x", "01", "", "-1", "123456789012"):
+            spoilt = [*map(str, ids[: count - 1]), wrong]
+            assert cut(f'{{"token_ids":[{separator.join(spoilt)},1]}}'.encode(), NAME, 1000) is None
+
+
 PIECES = st.sampled_from(
     [
         b"{",
