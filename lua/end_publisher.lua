@@ -1,4 +1,4 @@
--- end_publisher(holders, record, lease, dead, load; publisher, token, version) -> {verdict, ended}
+-- end_publisher(holders, record, lease, dead, load, entries; publisher, token, version) -> {verdict, ended}
 --
 -- End a publisher: delete its row and all its holders from the table in one step. The fence was raised before.
 --
@@ -7,6 +7,7 @@
 --       lease      string, PX  the token of the worker that applies its stream
 --       dead       set         holder ids whose blocks are still to be swept
 --       load       hash        the load of each target
+--       entries    hash        how many blocks each publisher has, and all together; with the last one it goes
 -- ARGV  publisher  its integer id
 --       token      the token under which the fence was raised
 --       version    a random nonce
@@ -30,4 +31,13 @@ redis.call('HDEL', KEYS[1], 'publisher:' .. ARGV[1], 'target:' .. ARGV[1])
 redis.call('HSET', KEYS[1], 'version', ARGV[3])
 redis.call('HDEL', KEYS[5], ARGV[1])
 redis.call('DEL', KEYS[2], KEYS[3])
+local noted = redis.call('HGET', KEYS[6], ARGV[1])
+if noted then
+  redis.call('HDEL', KEYS[6], ARGV[1])
+  local marks, about = 0, redis.call('HMGET', KEYS[6], 'total', 'cut', 'turn')
+  for i = 1, 3 do marks = marks + (about[i] and 1 or 0) end
+  local left = (tonumber(about[1] or 0) or 0) - (tonumber(noted:match('^%d+') or 0) or 0)
+  redis.call('HSET', KEYS[6], 'total', string.format('%.0f', math.max(0, left)))
+  if redis.call('HLEN', KEYS[6]) <= marks then redis.call('DEL', KEYS[6]) end
+end
 return {'applied', #ids}

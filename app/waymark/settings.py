@@ -63,6 +63,12 @@ def _split(text: Any) -> Any:
     return tuple(part.strip() for part in text.split(",") if part.strip()) if isinstance(text, str) else text
 
 
+def _zero_or_hundred(number: int) -> int:
+    if 0 < number < 100:
+        raise ValueError("it must be 0, or 100 at the least")
+    return number
+
+
 def _split_seconds(text: Any) -> Any:
     """``DISK=3600,CPU=600`` as a dict; a part without ``=`` or a name given twice is refused."""
     if not isinstance(text, str):
@@ -253,8 +259,12 @@ class Settings(BaseSettings):
     """How many blocks per stream may wait for a parent that has not arrived yet."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
     """From how many blocks per second an ingest worker removes dead holders."""
+    max_entries: Annotated[int, AfterValidator(_zero_or_hundred)] = Field(0, ge=0, le=10**9)
+    """How many blocks a model of a tenant may have, from 100 on; the oldest blocks end first; 0 means no bound."""
+    entry_ttl_seconds: int = Field(0, ge=0, le=_DAY)
+    """After how many seconds a block expires that was not stored again; 0 means never."""
     medium_ttl: Annotated[dict[_Medium, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
-    """After how many seconds blocks on a medium without removal events expire, such as `DISK=3600,CPU=600`."""
+    """The same for single media, such as those without removal events: `DISK=3600,CPU=600`."""
     publishers_file: str | None = None
     """A JSON or YAML file of publishers that ingest workers register when they start, or when Redis lost its data."""
     discovery: Annotated[Literal["off", "kubernetes"], BeforeValidator(_lower)] = "off"

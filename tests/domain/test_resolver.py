@@ -387,3 +387,9 @@ def test_blocks_beyond_the_ceiling_are_counted_and_not_indexed() -> None:
     index.events(stored([4, 5], "XY"), stored([6], "Z"), removed(1))
     assert index.has(*keys("ABC")[1:], *keys("Z"))
     assert index.ignored == {"too_many_blocks": 1}
+
+
+def test_stores_that_could_not_have_told_a_salt_are_counted() -> None:
+    index = Index()
+    index.events(stored([1], "A"), stored([2], "B", tells_salts=False))
+    assert index.resolver.unsalted == 1

@@ -159,3 +159,11 @@ def test_copies_are_not_counted_unless_the_registration_says_so() -> None:
         index = Index(registration(EngineKind.STANDARD, copies=copies))
         index.events(identity(1, *keys("A")), identity(2, *keys("A")), gone(3, *keys("A")))
         assert sum(index.held().values()) == left
+
+
+def test_a_child_with_tokens_finds_a_parent_that_was_told_as_an_identity() -> None:
+    index = Index(registration(EngineKind.STANDARD))
+    parent = keys("A")[0]
+    index.events(stored([parent], is_identity=True, envelope=envelope(1)))
+    index.events(stored([50], "B", parent=parent, envelope=envelope(2)))
+    assert index.has(*keys("AB"))

@@ -14,7 +14,7 @@ from waymark.store.scripts import Outcome, Scripts, Verdict
 
 HOLDERS, DEAD, FENCE, WORD = keys.holders(1), keys.dead(1), keys.fence(1, 0), "f" * 16
 BEFORE = "e" * 16
-RECORD, LEASE, LOAD = keys.record(1, 1), keys.lease(1, 1), keys.load(1)
+RECORD, LEASE, LOAD, ENTRIES = keys.record(1, 1), keys.lease(1, 1), keys.load(1), keys.entries(1)
 
 Call = Callable[[Scripts, str], Awaitable[Outcome]]
 
@@ -22,11 +22,14 @@ CALLS: dict[str, Call] = {
     "commit_batch": lambda scripts, token: scripts.commit_batch(RECORD, token, 9, "", "", "0" * 16, [1, 5], [1, 1]),
     "drop_fence": lambda scripts, token: scripts.drop_fence(FENCE, 1, token),
     "drop_lease": lambda scripts, token: scripts.drop_lease(LEASE, RECORD, token),
-    "end_publisher": lambda scripts, token: scripts.end_publisher(HOLDERS, RECORD, LEASE, DEAD, LOAD, 1, token, WORD),
+    "end_publisher": lambda scripts, token: scripts.end_publisher(
+        HOLDERS, RECORD, LEASE, DEAD, LOAD, ENTRIES, 1, token, WORD
+    ),
     "mark_publisher": lambda scripts, token: scripts.mark_publisher(HOLDERS, RECORD, 1, token, b'{"a":1}', WORD),
     "new_life": lambda scripts, token: scripts.new_life(
         HOLDERS, RECORD, FENCE, DEAD, token, BEFORE, WORD, 0, "*", WORD, ["0 CPU", '{"a":1}']
     ),
+    "note_entries": lambda scripts, token: scripts.note_entries(ENTRIES, RECORD, 1, token, 9, 500, "", "2 5:2"),
     "raise_fence": lambda scripts, token: scripts.raise_fence(FENCE, 1, token),
     "renew_lease": lambda scripts, token: scripts.renew_lease(LEASE, RECORD, token, 1000),
     "write_record": lambda scripts, token: scripts.write_record(RECORD, token, ["status", "x", "flags", ""]),

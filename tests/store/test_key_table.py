@@ -110,6 +110,8 @@ async def publish_and_unregister(stream: Stream) -> None:
     await stream.apply(removed(gpu, BLOCKS[8:], seq=6))
     await select(store, redis)
     await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), 600_000)
+    await store.entries.note(grant, {gpu: 3, disk: 2}, 4)
+    await store.entries.note(other.grant, {shared: 5}, 4)
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))
     await branch(store, stream, gpu, other, shared)
     told: Facts = {"flags": "extra", "main_groups": "0", "last_error": "no replay", "last_event_id": "41"}
@@ -143,6 +145,7 @@ async def publish_and_unregister(stream: Stream) -> None:
         async for _ in store.sweeper.steps(stream.entry, holder):
             pass
     await other.end()
+    await store.registry.unregister([other.grant.claim.registration.name])
     await swept(store, other.entry)
 
 

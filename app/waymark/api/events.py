@@ -124,7 +124,7 @@ class Events:
             await asyncio.sleep(0.02)
 
     async def _apply_under(self, grant: Grant, events: Sequence[Event], progress: _Progress) -> None:
-        applier, state = await resumed(
+        applier, _ = await resumed(
             grant,
             self._store,
             self._metrics,
@@ -134,7 +134,9 @@ class Events:
         )
         resolver = applier.resolver
         standing = {
-            name: state.event_ids[holder] for name, holder in state.holders.items() if holder in state.event_ids
+            name.lasting: resolver.event_ids[holder]
+            for name, holder in sorted(resolver.holders.items(), key=lambda each: each[1])
+            if holder in resolver.event_ids
         }
         fold: list[Incoming] = []
         for event in events:
@@ -158,6 +160,7 @@ class Events:
             applier.counters["waiting_lost"] += resolver.waiting.blocks
             applier.counters["waiting"] = 0
             await applier.write({}, applier.counters)
+        await applier.bounding.check(at_once=True)
         await self._kept.keep(grant, resolver)
 
     async def _flush(self, applier: Applier, fold: list[Incoming], progress: _Progress) -> None:

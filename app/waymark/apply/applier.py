@@ -22,24 +22,26 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TypeVar
 
+from waymark.apply.bounding import Bounding
 from waymark.apply.counts import Counts
 from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
 from waymark.apply.portions import portions_of
 from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
+from waymark.domain.generations import Bounds
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
 from waymark.domain.parts import Commit, Part
-from waymark.domain.plan import Plan, epochs
+from waymark.domain.plan import Plan
 from waymark.domain.resolver import Resolver
 from waymark.domain.slices import Slices
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.store.entries import GroupEntries
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.records import Begin, Facts, StreamState
 from waymark.store.scripts import Verdict
@@ -82,7 +84,6 @@ class Applier:
         metrics: Metrics,
         counters: Counter[str],
         *,
-        medium_ttl: Mapping[str, int] = MappingProxyType({}),
         is_patient: bool = True,
     ) -> None:
         self._is_patient = is_patient
@@ -93,7 +94,7 @@ class Applier:
         self.last_error: str | None = None
         self._store = store
         self._metrics = metrics
-        self._medium_ttl = medium_ttl
+        self.bounding = Bounding(resolver, metrics, self.new_life, self._note_entries)
         self.slices = SliceRunner(between=self._keep_lease if is_patient else None)
         self._counts = Counts(resolver, counters, metrics)
         self._asked = 0
@@ -148,6 +149,7 @@ class Applier:
         Raises Fenced, and StoreUnavailable if the applier is not patient.
         """
         resolver, batches = self.resolver, [incoming.batch for incoming in fold]
+        self.bounding.begin_fold()
         plan = await self.slices.run(resolver.plan(batches))
         if plan.facts_changed:
             await self.keep_facts()
@@ -203,10 +205,11 @@ class Applier:
         """End the holders of ``unit``; '*' ends the whole life, with its watermark and flags."""
         await self._end(unit, is_restart=unit == "*")
 
-    async def end_epochs(self) -> None:
-        """On media with a TTL, end the holders of past epochs, whose blocks were not stored again in time."""
-        for name in self.resolver.at(epochs(self._medium_ttl, time.time())):
-            await self.new_life(name)
+    async def _note_entries(self, blocks: Mapping[int, int], max_entries: int) -> GroupEntries:
+        group = await self.answered(lambda: self._store.entries.note(self.grant, blocks, max_entries))
+        if group is None:
+            raise Fenced
+        return group
 
     async def keep_facts(self, told: Facts | None = None) -> None:
         """Write the flags and the main group, and with them ``told``, which are further facts.
@@ -334,6 +337,8 @@ async def resumed(
         waiting_blocks=options.waiting_blocks,
         foreign_ranks=foreign_ranks,
         memory=memory,
+        # A source of opaque prefixes has no blocks, and bounds of its own.
+        bounds=Bounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
     )
     main_group = int(state.main_groups) if state.main_groups else None
     resolver.resume(state.holders, state.flags, main_group, state.event_ids)
@@ -345,7 +350,7 @@ async def resumed(
     # Blocks that waited for their parents were only in the memory of the process before.
     counters["waiting_lost"] += counters["waiting"]
     counters["waiting"] = 0
-    applier = Applier(grant, store, resolver, metrics, counters, medium_ttl=options.medium_ttl, is_patient=is_patient)
+    applier = Applier(grant, store, resolver, metrics, counters, is_patient=is_patient)
     if state.is_damaged:
         log.warning("record of a stream is damaged", extra=fields(stream=str(grant.claim.registration.name)))
         await store.records.adopt(grant, state)
@@ -354,5 +359,5 @@ async def resumed(
         state = await store.records.read(grant)
         if state is None:
             raise Fenced
-    await applier.end_epochs()
+    await applier.bounding.check(at_once=True)
     return applier, state

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
+from waymark.domain.generations import Bounds
 from waymark.settings import Settings
 
 
@@ -16,11 +17,17 @@ class ApplyOptions:
     hash_seed: int = 1337
     stream_blocks_max: int = 4_000_000
     waiting_blocks: int = 10_000
+    max_entries: int = 0
+    entry_ttl_seconds: int = 0
     medium_ttl: Mapping[str, int] = field(default_factory=dict)
     frame_bytes_max: int = 16 * 2**20
     batch_events_max: int = 65_536
     event_hashes_max: int = 262_144
     rejected_events_max: int = 1_000
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds.of(self.max_entries, self.entry_ttl_seconds, self.medium_ttl)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -28,6 +35,8 @@ class ApplyOptions:
             hash_seed=settings.hash_seed,
             stream_blocks_max=settings.stream_blocks_max,
             waiting_blocks=settings.waiting_blocks,
+            max_entries=settings.max_entries,
+            entry_ttl_seconds=settings.entry_ttl_seconds,
             medium_ttl=settings.medium_ttl,
             frame_bytes_max=settings.frame_bytes_max,
             batch_events_max=settings.batch_events_max,

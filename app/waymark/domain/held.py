@@ -8,7 +8,7 @@ or a placeholder may still name them; those are bounded, and only ``trim`` forge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import NamedTuple, Protocol
@@ -91,6 +91,8 @@ class BlockMemory(Protocol):
     def gone(self, holder: int, engine_hash: int) -> Spot | None: ...
     def tell(self, holder: int, key: int) -> bytes: ...
     def restore(self, holder: int, key: int, copies: int, told: Sequence[int]) -> None: ...
+    def copies_of(self, holder: int, key: int) -> tuple[int, list[int]] | None: ...
+    def carry(self, holder: int, key: int, copies: int, hashes: Iterable[int], *, counts: bool) -> bytes: ...
     def move(self, holder: int, key: int, place: Place, *, is_single: bool) -> None: ...
     def blocks_of(self, holder: int) -> int: ...
 
@@ -348,6 +350,31 @@ class HeldBlocks:
         if hashes and first not in hashes:  # the entry was read as the seq_hash
             held.known.pop(first)
         held.several[key] = _Several(copies, hashes or [first])
+
+    def copies_of(self, holder: int, key: int) -> tuple[int, list[int]] | None:
+        """How many copies the holder has of a block, and the block's engine hashes; None where it has none."""
+        held = self._held[holder]
+        first = held.known.first(key)
+        if first is None:
+            return None
+        several = held.several.get(key)
+        return (1, [first]) if several is None else (several.copies, list(several.hashes))
+
+    def carry(self, holder: int, key: int, copies: int, hashes: Iterable[int], *, counts: bool) -> bytes:
+        """Add to a block what another holder had of it; what ``*<key>`` says then."""
+        held = self._held[holder]
+        first = held.known.first(key)
+        assert first is not None
+        several = held.several.get(key) or _Several(1, [first])
+        several.copies += copies if counts else 0
+        for each in hashes:
+            if each not in several.hashes and len(several.hashes) < HASHES_MAX and held.known.get(each) is None:
+                held.known.name(each, key)
+                several.hashes.append(each)
+        if several.text == NO_COPIES:
+            return UNCHANGED
+        held.several[key] = several
+        return several.text
 
     def remove(self, holder: int, engine_hash: int, *, counts: bool) -> Left | None:
         """Take a copy, where ``counts``, else the block; None where the holder has none under this hash."""

@@ -28,6 +28,8 @@ class Placer:
         self._waves = Waves(shards)
         self._piece_blocks = piece_blocks
         self._counted: dict[tuple[int, int], tuple[int, int]] = {}
+        self.others: dict[int, tuple[int, ...]] = {}
+        """For each holder the other generations of its name; a block is in one of them."""
 
     def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]]) -> None:
         """What a worker before had applied when it stopped: by holder and shard, seq and position.
@@ -70,7 +72,7 @@ class Placer:
             piece, engine_hashes = keys[start:end], hashes[start:end]
             is_single = is_deep or (above is not None and above.place.is_single)
             is_plain = not is_single and not self._counted and SAME_HASH not in engine_hashes
-            if is_plain and self.memory.are_new(holder, engine_hashes, piece):
+            if is_plain and self._are_new(holder, engine_hashes, piece):
                 place = self._next_place(above, depth, piece[0])
                 depths = range(depth, depth + len(piece))
                 waits = self._begins_wave(holder, place, namespace, piece, engine_hashes)
@@ -129,11 +131,19 @@ class Placer:
             self.crowded += 1
             memory.mark_gone(holder, engine_hash, known)
             return known
+        carried: tuple[int, list[int]] | None = None
+        for other in self.others.get(holder, ()):
+            there = memory.held_block(other, spot.key)
+            if there is not None and self._is_counted(parts.seq, at, other, there.place):
+                return there  # this store was applied there, before another worker took the stream over
+            carried = self._leave_generation(parts, other, position, engine_hash, spot.key, mode) or carried
         waits = self._begins_wave(holder, here.place, here.namespace, [here.key], [engine_hash], held)
         self._waves.use(here.seq_hash, here.place)
         if known is None:
             memory.store(holder, spot.place, spot.namespace, [spot.key], [spot.depth], [engine_hash])
             first, copies = engine_hash, memory.tell(holder, spot.key)
+            if carried is not None:
+                copies = memory.carry(holder, spot.key, *carried, counts=mode != "set")
         else:
             first, copies = memory.store_again(holder, engine_hash, spot.key, counts=mode != "set")
         parts.add(
@@ -271,6 +281,39 @@ class Placer:
             return []
         spots = [self.memory.gone(holder, each) for each in hashes]
         return [None if spot is None else spot.seq_hash for spot in spots]
+
+    def _are_new(self, holder: int, engine_hashes: Sequence[int], keys: Sequence[int]) -> bool:
+        others = self.others.get(holder, ())
+        return all(self.memory.are_new(each, engine_hashes, keys) for each in (holder, *others))
+
+    def _leave_generation(
+        self, parts: PartList, other: int, position: int, engine_hash: int, key: int, mode: Mode
+    ) -> tuple[int, list[int]] | None:
+        """A block is stored in another generation than ``other``: its copies and engine hashes, if it was there."""
+        memory = self.memory
+        held = memory.held(other, engine_hash)
+        if held is not None and held.key != key:
+            self.aliased += 1
+            self._leave(parts, other, position, engine_hash, mode)
+        carried = memory.copies_of(other, key)
+        if carried is not None:
+            left = memory.remove(other, carried[1][0], counts=False)
+            assert left is not None
+            spot = left.spot
+            parts.add(
+                "-",
+                other,
+                STEP * position,
+                spot.place,
+                spot.namespace,
+                [spot.key],
+                [spot.depth],
+                [left.engine_hash],
+                is_known=True,
+                copies=left.copies,
+                waits=self._waves.leave([spot.seq_hash], spot.place),
+            )
+        return carried
 
     def _next_place(self, above: Spot | None, depth: int, key: int) -> Place:
         if above is None or depth == 0:

@@ -6,12 +6,13 @@ result must not depend on how batches are folded, so the plan also learns facts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
-from waymark.domain.media import UNNAMED, normal_medium
+from waymark.domain.generations import Generations
+from waymark.domain.media import UNNAMED
 from waymark.domain.names import Holder, HolderName, Registration, Unit
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.spaces import Spaces
@@ -42,26 +43,37 @@ class Plan:
     """Flags or the main group have changed and must be kept before anything is applied."""
     last_clear: dict[Unit, tuple[int, int]] = field(default_factory=dict)
     """(batch, event) of the last clear of a unit in the fold; what it has before that is not written at all."""
+    epochs: list[Mapping[HolderName, int]] = field(default_factory=list)
+    """For each batch the generations that its stores go to, by lasting name; empty where nothing is bounded."""
 
 
 class Planner:
     """The rules of one stream, and the facts they go by: flags and the main group."""
 
-    def __init__(self, registration: Registration, publisher: int, foreign_ranks: frozenset[int]) -> None:
+    def __init__(
+        self, registration: Registration, publisher: int, foreign_ranks: frozenset[int], generations: Generations
+    ) -> None:
         self.foreign_ranks = foreign_ranks
-        self.epochs: dict[str, int] = {}
-        """Media that report no removals, with the number of their present epoch: what is stored goes to its holder,
-        and the holder of the epoch before the last one ends."""
+        self.epochs: Mapping[HolderName, int] = {}
+        """Of the batch at hand, the generations that its stores go to, by lasting name."""
         self.flags: set[str] = set()
         self.main_group: int | None = None
         self.spaces = Spaces(registration)
         self._registration = registration
         self._publisher = publisher
+        self._generations = generations
 
     def plan(
-        self, batches: Sequence[Batch], holders: Mapping[HolderName, int], event_ids: Mapping[int, int]
+        self,
+        batches: Sequence[Batch],
+        holders: Mapping[HolderName, int],
+        event_ids: Mapping[int, int],
+        blocks_of: Callable[[int], int],
     ) -> Slices[Plan]:
-        """What must be ended, begun and kept first. Learns flags and the main group on the way."""
+        """What must be ended, begun and kept first. Learns flags and the main group on the way.
+
+        ``blocks_of`` tells how many blocks a holder has.
+        """
         plan = Plan()
         before = (frozenset(self.flags), self.main_group)
         seen = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids}
@@ -72,11 +84,17 @@ class Planner:
                     yield
         plan.ended = list(plan.last_clear)
         kept = {name for name in holders if not any(name.is_of(unit) for unit in plan.ended)}
+        names = {name.lasting for name in kept}
+        if self._generations:
+            self._generations.begin_fold(lambda name: blocks_of(holders[name]) if name in kept else 0)
         for i, batch in enumerate(batches):
             for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
-                self._find_holders(plan, i, batch, start, kept)
+                self._find_holders(plan, i, batch, start, kept, names)
                 if len(batch.events) > _EVENTS_AT_ONCE:
                     yield
+            if self._generations:
+                plan.epochs.append(dict(self._generations.epochs))
+                self._generations.end_batch()
         plan.facts_changed = before != (frozenset(self.flags), self.main_group)
         return plan
 
@@ -94,8 +112,10 @@ class Planner:
                     if isinstance(event, Cleared):
                         plan.last_clear[name] = (i, j)
 
-    def _find_holders(self, plan: Plan, i: int, batch: Batch, start: int, kept: set[HolderName]) -> None:
-        """Learn facts, and name the holders that there are not yet; ``kept`` are there."""
+    def _find_holders(
+        self, plan: Plan, i: int, batch: Batch, start: int, kept: set[HolderName], names: set[HolderName]
+    ) -> None:
+        """Learn facts, and name the holders that there are not yet; ``kept`` are there, under the lasting ``names``."""
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             if isinstance(event, Removed) or self._skip_reason_of(batch, event):
                 continue
@@ -105,8 +125,13 @@ class Planner:
                 continue  # a standard stream's holder begins anew at once: it keeps the event_id
             if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
                 continue
+            if self._generations:
+                blocks = len(event.engine_hashes) if isinstance(event, Stored) else 0
+                self._generations.store(self._lasting_name(batch, event), blocks)
+                self.epochs = self._generations.epochs
             name = self.name(batch, event)
-            if name not in kept and name not in plan.begun and _has_room(name, kept, plan):
+            if name not in kept and name not in plan.begun and _has_room(name, names):
+                names.add(name.lasting)
                 plan.begun[name] = self._holder(batch, event)
 
     def _learn(self, event: Stored) -> None:
@@ -127,16 +152,8 @@ class Planner:
     def name(self, batch: Batch, event: Event) -> HolderName:
         """The name of the event's holder in this stream."""
         name = self._lasting_name(batch, event)
-        epoch = self.epochs.get(name.medium) if self.epochs else None
+        epoch = self.epochs.get(name) if self.epochs else None
         return name if epoch is None else _name(name.dp_rank, name.medium, name.digest, epoch)
-
-    def expired(self, holders: Mapping[HolderName, int]) -> list[HolderName]:
-        """Names of holders whose time is over: of an epoch before the last, or from before there were any."""
-        return [
-            name
-            for name in holders
-            if (epoch := self.epochs.get(name.medium)) is not None and (name.epoch is None or name.epoch < epoch - 1)
-        ]
 
     def _lasting_name(self, batch: Batch, event: Event) -> HolderName:
         """The name without an epoch, which is also the unit that a standard clear ends."""
@@ -203,13 +220,11 @@ class Planner:
         return None
 
 
-def epochs(medium_ttl: Mapping[str, int], now: float) -> dict[str, int]:
-    """The number of the present epoch of each medium that goes by time; ``now`` in seconds, alike for all workers."""
-    return {normal_medium(name) or name: int(now // seconds) for name, seconds in medium_ttl.items()}
-
-
-def _has_room(name: HolderName, kept: set[HolderName], plan: Plan) -> bool:
-    if len(kept) + len(plan.begun) >= HOLDERS_MAX:
+def _has_room(name: HolderName, names: set[HolderName]) -> bool:
+    """Whether a holder may begin; ``names`` are the lasting names of all others."""
+    if name.lasting in names:
+        return True
+    if len(names) >= HOLDERS_MAX:
         return False
-    media = {other.medium for other in (*kept, *plan.begun)}
+    media = {other.medium for other in names}
     return name.medium in media or len(media) < MEDIA_MAX

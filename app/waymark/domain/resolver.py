@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
+from waymark.domain.generations import Bounds, Generations, Reason
 from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks, Spot
 from waymark.domain.media import DEVICE
@@ -33,6 +34,9 @@ _Placed: TypeAlias = list[tuple[int, Sequence[int]]]
 """Ranks with engine hashes that have a place now; somebody may wait for one."""
 
 
+_UNBOUNDED = Bounds()
+
+
 class Resolver:
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Resolver:
         shards: int = 1,
         foreign_ranks: frozenset[int] = frozenset(),
         memory: HeldBlocks | None = None,
+        bounds: Bounds = _UNBOUNDED,
     ) -> None:
         self.registration = registration
         self._traits = registration.kind.traits
@@ -67,7 +72,10 @@ class Resolver:
         """About how many blocks the publisher has that are not known here, besides those of the waiting room."""
         self.unsalted = 0
         """Stores of releases that cannot tell a salt or an image: they may be taken for what they are not."""
-        self._planner = Planner(registration, publisher, foreign_ranks)
+        self.generations = Generations(bounds)
+        self._holders_of: dict[HolderName, list[int]] = {}
+        """The live holders of each lasting name, oldest first."""
+        self._planner = Planner(registration, publisher, foreign_ranks, self.generations)
         self._seed = seed
         # It announces again what it has, though its kind otherwise announces copies.
         self._reports_again = registration.copies == "set" and self._traits.copies == "count"
@@ -106,7 +114,7 @@ class Resolver:
         """Take over a stream as its record has it."""
         self._planner.flags, self._planner.main_group = set(flags), main_group
         self.event_ids = dict(event_ids)
-        for name, holder in holders.items():
+        for name, holder in sorted(holders.items(), key=lambda each: each[1]):
             self._begin(name, holder)
         for name, holder in holders.items():
             self._inherit(name, holder)
@@ -123,7 +131,11 @@ class Resolver:
         """Forget the holders of a unit ('*': all, and the life with them); blocks that waited are counted."""
         names = [name for name in self.holders if name.is_of(unit)]
         ended = [self.holders.pop(name) for name in names]
-        for holder in ended:
+        for name, holder in zip(names, ended, strict=True):
+            self.generations.end(name)
+            self.placer.others.pop(holder, None)
+            self._holders_of[name.lasting].remove(holder)
+            self._relate(name.lasting)
             self.memory.end(holder)
             self.event_ids.pop(holder, None)
             self._moved.pop(holder, None)
@@ -134,24 +146,34 @@ class Resolver:
             self.missing = self.waiting.dropped_there = 0
         return self.waiting.clear(ended)
 
-    def at(self, epochs: Mapping[str, int]) -> list[HolderName]:
-        """Set the present epoch of media whose blocks go by time; the names of holders whose time is over."""
-        self._planner.epochs = dict(epochs)
-        return self._planner.expired(self.holders)
+    def over(self) -> list[tuple[HolderName, Reason | None]]:
+        """The generations that are over, oldest first, with the reason; None for one without blocks."""
+        return list(self.generations.over(self.holders, self.memory.blocks_of))
 
     def _inherit(self, name: HolderName, holder: int) -> None:
-        """The order of a standard stream does not end with an epoch."""
-        known = [self.event_ids[other] for other in self._epochs_of(name) if other in self.event_ids]
+        """The order of a standard stream does not end with a generation."""
+        known = [self.event_ids[other] for other in self._holders_of.get(name.lasting, ()) if other in self.event_ids]
         if known:
             self.event_ids[holder] = max(known)
-
-    def _epochs_of(self, name: HolderName) -> list[int]:
-        """The holders of all epochs of a name, oldest first."""
-        return [holder for other, holder in self.holders.items() if other.lasting == name.lasting]
 
     def _begin(self, name: HolderName, holder: int) -> None:
         self.holders[name] = holder
         self.memory.begin(holder, name.dp_rank)
+        self.generations.begin(name)
+        self._holders_of.setdefault(name.lasting, []).append(holder)
+        self._relate(name.lasting)
+
+    def _relate(self, lasting: HolderName) -> None:
+        """Tell the placer which holders are generations of one name."""
+        holders = self._holders_of[lasting]
+        for holder in holders:
+            self.placer.others[holder] = tuple(other for other in holders if other != holder)
+        if not holders:
+            del self._holders_of[lasting]
+
+    def _newest_beside(self, holder: int) -> int:
+        """The newest generation of the holder's name."""
+        return max((holder, *self.placer.others.get(holder, ())))
 
     def mode(self, holder: int) -> Mode:
         """How copies of this holder count now."""
@@ -166,17 +188,18 @@ class Resolver:
         if self.memory.is_over:
             yield from self.memory.trim()
         self.placer.begin_fold()
-        return (yield from self._planner.plan(batches, self.holders, self.event_ids))
+        return (yield from self._planner.plan(batches, self.holders, self.event_ids, self.memory.blocks_of))
 
     def name_of(self, batch: Batch, event: Event) -> HolderName:
-        """The name of the event's holder in this stream."""
-        return self._planner.name(batch, event)
+        """The lasting name of the event's holder in this stream."""
+        return self._planner.name(batch, event).lasting
 
     # ---- a batch -----------------------------------------------------------------------------------
 
     def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> Slices[list[Part]]:
         """The parts of one batch of the fold, ``index`` its place in it."""
         parts = self.placer.begin_batch(seq)
+        self._planner.epochs = plan.epochs[index] if plan.epochs else {}
         position, units = 1, 0
         placed: _Placed = []
         for j, event in enumerate(batch.events):
@@ -201,6 +224,7 @@ class Resolver:
         while placed:
             for waiting in self.waiting.take_children(*placed.pop(0)):
                 assert waiting.event.parent is not None
+                waiting.holder = self._newest_beside(waiting.holder)
                 parent = self.memory.find(waiting.holder, waiting.event.parent)
                 if parent is None:
                     self.waiting.add(waiting)
@@ -282,6 +306,8 @@ class Resolver:
 
     def _extend(self, parts: PartList, position: int, holder: int, event: Stored) -> bool:
         """Store the blocks of a plain event in one step; whether that was possible."""
+        if self.placer.others.get(holder):
+            return False  # its blocks, and the one before them, may be in another generation
         ns, block_size = self._planner.spaces.at_root(event), self.registration.block_size
         hashes, tokens = event.engine_hashes, event.tokens
         return self.placer.extend(parts, holder, position, ns, event.parent, hashes, tokens, block_size, self._seed)
@@ -415,23 +441,26 @@ class Resolver:
                 )
 
     def _removed(self, parts: PartList, position: int, batch: Batch, event: Removed) -> None:
-        name = self._planner.name(batch, event)
-        holders = [self.holders[name]] if name in self.holders else []
-        if self._planner.epochs:
-            holders = self._epochs_of(name)
+        holders = self._holders_of.get(self._planner.name(batch, event).lasting, ())
         if not holders:
             self._cannot_find(len(event.engine_hashes))
         elif not self._is_seen(holders[-1], event):
-            for holder in holders:
-                self._removed_from(parts, position, holder, event)
+            self._removed_from(parts, position, holders, event)
 
-    def _removed_from(self, parts: PartList, position: int, holder: int, event: Removed) -> None:
-        if not self.waiting.blocks and self.placer.take(parts, holder, position, event.engine_hashes):
+    def _removed_from(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:
+        """Remove blocks that one of ``holders`` has, the generations of one name."""
+        newest = holders[-1]
+        if (
+            not self.waiting.blocks
+            and len(holders) == 1
+            and self.placer.take(parts, newest, position, event.engine_hashes)
+        ):
             return
-        mode = self.mode(holder)
+        mode = self.mode(newest)
         for i, h in enumerate(event.engine_hashes):
-            if self.waiting.blocks and self.waiting.remove(holder, h):
+            if self.waiting.blocks and any(self.waiting.remove(holder, h) for holder in holders):
                 continue
+            holder = next((each for each in holders if self.memory.held(each, h) is not None), newest)
             if not self.placer.remove(parts, holder, position + i, h, mode=mode) and not self.memory.gone(holder, h):
                 self._cannot_find(1)
 

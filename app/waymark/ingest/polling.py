@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from waymark.domain.names import PublisherName
-from waymark.domain.plan import epochs
 from waymark.domain.status import StreamStatus
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.ingest.gauges import Gauges, Served
@@ -61,7 +60,6 @@ class Poller:
         """Redis did not answer the last poll."""
         self.running: dict[PublisherName, Running] = {}
         self._are_some_left = False
-        self._epochs: dict[str, int] = store.incarnation.cache({})
         self._leaving: set[bytes] = store.incarnation.cache(set())
         self._others: set[str] = set()
         self._error: str | None = None
@@ -138,7 +136,7 @@ class Poller:
         mine = self._shares.of(staying, workers)
         self._scraper.see(staying, mine)
         by_http = [claim for claim in mine if claim.registration.endpoint is None]
-        await self._end_epochs(by_http)
+        await self._end_over(by_http)
         await self._keep_groups(staying)
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
@@ -181,12 +179,19 @@ class Poller:
         self._leaving.update(claim.raw for claim in claims)
         await self._for_each("finish", left, self._store.registry.finish)
 
-    async def _end_epochs(self, by_http: Iterable[Claim]) -> None:
-        now = epochs(self._options.apply.medium_ttl, time.time())
-        if now != self._epochs:
-            await self._for_each("end_epochs", by_http, self._runner.end_epochs)
-            self._epochs.clear()
-            self._epochs.update(now)
+    async def _end_over(self, by_http: Sequence[Claim]) -> None:
+        """End the generations that are over of publishers whose events come by HTTP, and of which no stream runs."""
+        bounds = self._options.apply.bounds
+        if not bounds or not by_http:
+            return
+        cuts = await self._store.entries.cuts(by_http) if bounds.max_entries else {}
+        now = int(1000 * time.time())
+        over = [
+            claim
+            for claim, holders in zip(by_http, await self._store.records.holders(by_http), strict=True)
+            if any(bounds.reason_to_end(name, holder, now, cuts.get(claim.group_id, 0)) for name, holder in holders)
+        ]
+        await self._for_each("end_over", over, self._runner.end_over)
 
     async def _keep_groups(self, claims: Iterable[Claim]) -> None:
         """Restore groups whose id Redis has lost, because queries do not find them."""

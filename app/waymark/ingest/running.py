@@ -159,7 +159,7 @@ class StreamRunner:
             is_patient=is_patient,
         )
 
-    async def end_epochs(self, claim: Claim) -> None:
+    async def end_over(self, claim: Claim) -> None:
         """End what is over at a publisher that has no stream here, because its events come by HTTP."""
         grant = await self._take(claim)
         if grant is None:

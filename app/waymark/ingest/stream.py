@@ -153,7 +153,7 @@ class Stream:
         now = time.monotonic()
         life, options = self._life, self._options
         await life.yield_ranks()
-        await life.applier.end_epochs()
+        await life.applier.bounding.check()
         if now - self._renewed > options.lease_seconds / 4:
             self._renewed = now
             await life.applier.renew(options.lease_seconds, life.acknowledged)

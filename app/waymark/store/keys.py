@@ -65,6 +65,11 @@ def load(group_id: int) -> str:
     return f"wm:{_tag(group_id)}:load"
 
 
+def entries(group_id: int) -> str:
+    """How many blocks the publishers of a group have, where the group is bounded."""
+    return f"wm:{_tag(group_id)}:entries"
+
+
 def reservations(group_id: int) -> str:
     return f"wm:{_tag(group_id)}:reservations"
 

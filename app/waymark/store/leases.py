@@ -165,6 +165,7 @@ class Leases:
             grant.lease,
             keys.dead(group_id),
             keys.load(group_id),
+            keys.entries(group_id),
             publisher,
             grant.token,
             random_nonce(),

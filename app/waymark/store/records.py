@@ -274,6 +274,15 @@ class Records:
             )
         return states
 
+    async def holders(self, claims: Sequence[Claim]) -> list[list[tuple[HolderName, int]]]:
+        """The live holders of each claim, as far as they can be read."""
+        names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
+        replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
+        return [
+            list(StreamFields(self._parser, name, _pairs(reply)).integers(HOLDER, HolderName.parse).items())
+            for name, reply in zip(names, replies, strict=True)
+        ]
+
     async def _opaque_prefixes(
         self, claims: Sequence[Claim], records: Sequence[StreamFields]
     ) -> list[Mapping[str, int]]:

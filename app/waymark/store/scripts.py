@@ -187,9 +187,24 @@ class Scripts:
         return await self._run("keep_singles", [holders], [version])
 
     async def end_publisher(
-        self, holders: str, record: str, lease: str, dead: str, load: str, publisher: int, token: str, version: str
+        self,
+        holders: str,
+        record: str,
+        lease: str,
+        dead: str,
+        load: str,
+        entries: str,
+        publisher: int,
+        token: str,
+        version: str,
     ) -> Outcome:
-        return await self._run("end_publisher", [holders, record, lease, dead, load], [publisher, token, version])
+        keys = [holders, record, lease, dead, load, entries]
+        return await self._run("end_publisher", keys, [publisher, token, version])
+
+    async def note_entries(
+        self, entries: str, record: str, publisher: int, token: str, max: int, milliseconds: int, cut: Arg, value: str
+    ) -> Outcome:
+        return await self._run("note_entries", [entries, record], [publisher, token, max, milliseconds, cut, value])
 
     async def sweep_rows(
         self,

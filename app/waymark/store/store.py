@@ -15,6 +15,7 @@ from waymark.store.client import RedisClient, Subscription
 from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
+from waymark.store.entries import Entries
 from waymark.store.fleet_counts import FleetCounts
 from waymark.store.gauges import EngineGauges
 from waymark.store.health import HealthWatch
@@ -72,6 +73,7 @@ class Store:
         self.takeover = Takeover(client, self.parser)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
         self.reservations = Reservations(client, self.scripts, self.begin)
+        self.entries = Entries(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)

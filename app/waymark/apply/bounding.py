@@ -1,0 +1,71 @@
+"""Ends the generations of one stream that are over, and counts their blocks where the group has a most number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from waymark.domain.names import HolderName
+from waymark.domain.resolver import Resolver
+from waymark.metrics import Metrics
+from waymark.store.entries import GroupEntries
+
+#: How often the numbers of blocks are written, so that a bound is met within a second.
+_NOTE_SECONDS: Final = 0.4
+
+
+class Bounding:
+    def __init__(
+        self,
+        resolver: Resolver,
+        metrics: Metrics,
+        end: Callable[[HolderName], Awaitable[None]],
+        note: Callable[[Mapping[int, int], int], Awaitable[GroupEntries]],
+    ) -> None:
+        """``end`` ends a holder. ``note`` writes the blocks of each holder, and the most that the group may have."""
+        self._resolver = resolver
+        self._end = end
+        self._tell = note
+        self._metrics = metrics
+        self._noted = 0.0
+
+    def begin_fold(self) -> None:
+        """The clock by which a generation is closed goes on between folds only."""
+        self._resolver.generations.now = int(1000 * time.time())
+
+    async def check(self, *, at_once: bool = False) -> None:
+        """End what is over. The group's numbers are asked now and then, or ``at_once``. Raises Fenced."""
+        generations = self._resolver.generations
+        if not generations:
+            return
+        self.begin_fold()
+        await self._end_over()
+        now = time.monotonic()
+        if generations.bounds.max_entries and (at_once or now - self._noted >= _NOTE_SECONDS):
+            self._noted = now
+            before = generations.cut
+            await self._note()
+            if generations.cut != before:
+                await self._end_over()
+                await self._note()
+
+    async def _end_over(self) -> None:
+        resolver = self._resolver
+        for name, reason in resolver.over():
+            if name not in resolver.holders:
+                continue  # it has ended with another one
+            blocks = self._blocks_of(name)
+            await self._end(name)
+            if reason is not None and blocks:
+                self._metrics.index_evictions.labels(reason=reason).inc(blocks)
+
+    def _blocks_of(self, unit: HolderName) -> int:
+        resolver = self._resolver
+        return sum(resolver.memory.blocks_of(holder) for name, holder in resolver.holders.items() if name.is_of(unit))
+
+    async def _note(self) -> None:
+        resolver = self._resolver
+        blocks = {holder: resolver.memory.blocks_of(holder) for holder in resolver.holders.values()}
+        group = await self._tell(blocks, resolver.generations.bounds.max_entries)
+        resolver.generations.publishers, resolver.generations.cut = max(1, group.publishers), group.cut

@@ -1,0 +1,150 @@
+"""Bounds by generations: the blocks of a rank and medium that were stored in the same stretch of time share a holder.
+
+The oldest generation ends as a whole, which is one small write however many blocks it has. A holder of a generation
+has an epoch in its name: the milliseconds at which the generation began. A new generation begins with the first store
+after a tenth of the time to live has passed, or after the last generation has its share of the most blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from waymark.domain.media import normal_medium
+from waymark.domain.names import HolderName
+
+GENERATIONS: Final = 10
+"""Of one name: how many closed ones there are, by time and, where one publisher has all blocks, by number."""
+GENERATIONS_MAX: Final = 20
+"""Of one name. Removals may leave few blocks in each, so their number has a bound of its own."""
+SHARES_MAX: Final = 100
+"""A generation is no smaller than this part of the most blocks of a group, so that the table changes seldom."""
+
+Reason = Literal["ttl", "max_entries"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How many blocks a group has, and for how many seconds after its last store a block counts; 0: no bound."""
+
+    max_entries: int = 0
+    ttl: int = 0
+    medium_ttl: Mapping[str, int] = field(default_factory=dict)
+    """By normal name of the medium; it counts instead of ``ttl``."""
+
+    @classmethod
+    def of(cls, max_entries: int, ttl: int, medium_ttl: Mapping[str, int]) -> Bounds:
+        return cls(max_entries, ttl, {normal_medium(name) or name: n for name, n in medium_ttl.items()})
+
+    def __bool__(self) -> bool:
+        return bool(self.max_entries or self.ttl or self.medium_ttl)
+
+    def seconds(self, medium: str) -> int:
+        return self.medium_ttl.get(medium, self.ttl)
+
+    def has(self, medium: str) -> bool:
+        return bool(self.max_entries or self.seconds(medium))
+
+    def reason_to_end(self, name: HolderName, holder: int, now: int, cut: int) -> Reason | None:
+        """Why a holder is over at ``now`` (in ms); ``cut``: the newest holder of the group that its number ends."""
+        seconds = self.seconds(name.medium)
+        if name.epoch is None:
+            # It has blocks from before there was a bound, and nobody knows how old they are.
+            return ("ttl" if seconds else "max_entries") if self.has(name.medium) else None
+        lives = 1000 * seconds + 1000 * seconds // GENERATIONS
+        if seconds and not -lives < now - name.epoch < lives:
+            return "ttl"
+        return "max_entries" if self.max_entries and holder <= cut else None
+
+
+class Generations:
+    """The generations of one stream. ``now`` and what the group has are set from outside."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.now = 0
+        """In ms."""
+        self.cut = 0
+        """The newest holder of the group that ends because of its number of blocks."""
+        self.publishers = 1
+        """How many publishers of the group have blocks."""
+        self.epochs: dict[HolderName, int] = {}
+        """Of the batch at hand: the generation that stores go to, by lasting name."""
+        self._newest: dict[HolderName, HolderName] = {}
+        self._last: dict[HolderName, int] = {}
+        """The last epoch of each lasting name."""
+        self._count: Counter[HolderName] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self.bounds)
+
+    # ---- holders -----------------------------------------------------------------------------------
+
+    def begin(self, name: HolderName) -> None:
+        newest = self._newest.get(name.lasting)
+        if name.epoch is not None and (newest is None or _epoch(newest) < name.epoch):
+            self._newest[name.lasting] = name
+            self._last[name.lasting] = max(self._last.get(name.lasting, 0), name.epoch)
+
+    def end(self, name: HolderName) -> None:
+        if self._newest.get(name.lasting) == name:
+            del self._newest[name.lasting]
+
+    def over(
+        self, holders: Mapping[HolderName, int], blocks_of: Callable[[int], int]
+    ) -> Iterator[tuple[HolderName, Reason | None]]:
+        """The holders that are over, oldest first, each with the reason; None where it has no block any more."""
+        left = Counter(name.lasting for name in holders)
+        for name, holder in sorted(holders.items(), key=lambda each: each[1]):
+            reason = self.bounds.reason_to_end(name, holder, self.now, self.cut)
+            if reason is None and left[name.lasting] > GENERATIONS_MAX and self.bounds.has(name.medium):
+                reason = "max_entries"
+            is_newest = self._newest.get(name.lasting) == name
+            if reason is not None or (name.epoch is not None and not is_newest and not blocks_of(holder)):
+                left[name.lasting] -= 1
+                yield name, reason
+
+    # ---- stores ------------------------------------------------------------------------------------
+
+    def begin_fold(self, blocks_of: Callable[[HolderName], int]) -> None:
+        """Stores go to the newest generations from here on, as far as these are not closed."""
+        self._count.clear()
+        self.epochs = {}
+        for lasting, name in self._newest.items():
+            count = blocks_of(name)
+            if self.bounds.has(lasting.medium) and self._is_open(name) and not self._is_full(count):
+                self.epochs[lasting] = _epoch(name)
+                self._count[lasting] = count
+
+    def store(self, lasting: HolderName, blocks: int) -> None:
+        """So many blocks are stored: a name that has no open generation gets one."""
+        if lasting not in self.epochs:
+            if not self.bounds.has(lasting.medium):
+                return
+            # Two generations of the same millisecond have two names.
+            self.epochs[lasting] = self._last[lasting] = max(self.now, self._last.get(lasting, -1) + 1)
+        self._count[lasting] += blocks
+
+    def end_batch(self) -> None:
+        """Close the generations that are full. A batch is never split."""
+        full = [lasting for lasting in self.epochs if self._is_full(self._count[lasting])]
+        if full:
+            self.epochs = {lasting: epoch for lasting, epoch in self.epochs.items() if lasting not in full}
+            for lasting in full:
+                del self._count[lasting]
+
+    def _is_open(self, name: HolderName) -> bool:
+        width = 1000 * self.bounds.seconds(name.medium) // GENERATIONS
+        return not width or 0 <= self.now - _epoch(name) < width
+
+    def _is_full(self, blocks: int) -> bool:
+        most = self.bounds.max_entries
+        parts = min(SHARES_MAX, GENERATIONS * self.publishers * max(1, len(self._newest)))
+        return bool(most) and blocks >= max(1, most // parts)
+
+
+def _epoch(name: HolderName) -> int:
+    assert name.epoch is not None
+    return name.epoch

@@ -1,0 +1,90 @@
+"""How many blocks the holders of a bounded group have, and which of its holders end because there are too many.
+
+Holder ids ascend, so the oldest generation of a group is the one with the lowest id. Each publisher's worker writes its
+own numbers. Whoever writes when there are too many gets a turn to choose a **cut**: every holder up to that id ends,
+each by the worker of its own publisher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from waymark.store import keys
+from waymark.store.claims import Claim
+from waymark.store.client import RedisClient
+from waymark.store.leases import Grant
+from waymark.store.scripts import Scripts
+
+#: How long others leave the choice to whoever has the turn.
+_TURN_MS: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEntries:
+    """What a publisher needs to know of its group."""
+
+    blocks: int
+    publishers: int
+    """Those that have blocks."""
+    cut: int
+    """Holders up to this id end."""
+
+
+class Entries:
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def note(self, grant: Grant, blocks: Mapping[int, int], max_entries: int) -> GroupEntries | None:
+        """Write the blocks of a publisher's holders; choose what ends if it is this caller's turn. None if fenced."""
+        noted = await self._note(grant, blocks, max_entries)
+        if noted is None:
+            return None
+        is_turn = noted[1]
+        if is_turn:
+            cut = _cut(await self._client.hgetall(keys.entries(grant.group_id)), max_entries)
+            if cut is not None:
+                noted = await self._note(grant, blocks, max_entries, cut)
+        return None if noted is None else noted[0]
+
+    async def _note(
+        self, grant: Grant, blocks: Mapping[int, int], max_entries: int, cut: int | None = None
+    ) -> tuple[GroupEntries, bool] | None:
+        value = " ".join([str(sum(blocks.values())), *(f"{holder}:{n}" for holder, n in blocks.items())])
+        outcome = await self._scripts.note_entries(
+            keys.entries(grant.group_id),
+            grant.record,
+            grant.publisher,
+            grant.token,
+            max_entries,
+            _TURN_MS,
+            "" if cut is None else cut,
+            value,
+        )
+        if not outcome.is_applied:
+            return None
+        total, publishers, cut, turn = outcome.numbers
+        return GroupEntries(total, publishers, cut), bool(turn)
+
+    async def cuts(self, claims: Iterable[Claim]) -> dict[int, int]:
+        """The cut of each group of the claims, by group id; 0 where nothing was chosen yet."""
+        groups = sorted({claim.group_id for claim in claims})
+        found = await self._client.several([("HGET", keys.entries(group), "cut") for group in groups]) if groups else []
+        return {group: int(cut) if cut and cut.isdigit() else 0 for group, cut in zip(groups, found, strict=True)}
+
+
+def _cut(held: Mapping[bytes, bytes], max_entries: int) -> int | None:
+    """The id up to which holders end, so that the group has no more than ``max_entries``; None where it has no more."""
+    holders: list[tuple[int, int]] = []
+    for field, value in held.items():
+        if field.isdigit():
+            pairs = (word.partition(b":") for word in value.split()[1:])
+            holders += ((int(holder), int(n)) for holder, _, n in pairs if holder.isdigit() and n.isdigit())
+    total, found = sum(n for _, n in holders), None
+    for holder, n in sorted(holders):
+        if total <= max_entries:
+            break
+        total, found = total - n, holder
+    return found
