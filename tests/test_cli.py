@@ -17,12 +17,14 @@ from pydantic import BaseModel
 
 from tests.patience import patient
 from waymark import __version__, cli, native
+from waymark.cli.exits import MEANINGS
 from waymark.simulator import Faults, SimulateOptions
 from waymark.simulator.faults import AnswerFaults
 
 ROOT = Path(__file__).parents[1]
 RUNNING = ("serve", "query", "ingest", "register", "unregister", "reset", "demo", "status", "inspect", "simulate")
-COMMANDS = (*RUNNING, "bench", "completion")
+REMOTE = ("ask", "select", "publishers", "drain", "top", "doctor")
+COMMANDS = (*RUNNING, *REMOTE, "bench", "completion")
 INSPECTIONS = ("prompt", "block", "holder", "keys", "namespace")
 
 
@@ -363,3 +365,13 @@ def test_every_flag_of_simulate_has_a_sentence() -> None:
 def test_options_that_do_not_fit_end_it_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "--engines", "0"]) == cli.EXIT_USAGE
     assert "engines is 0; it is at least 1" in capsys.readouterr().err
+
+
+def test_the_page_of_commands_has_each_of_them_and_every_exit_code() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    listed = {
+        name for line in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", line)
+    }
+    assert listed == set(COMMANDS)
+    codes = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)}
+    assert codes == MEANINGS

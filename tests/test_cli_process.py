@@ -56,6 +56,7 @@ def imported(*words: str) -> set[str]:
         ("--version",),
         ("--help",),
         *((name, "--help") for name in ("serve", "query", "ingest", "register", "unregister", "demo", "completion")),
+        *((name, "--help") for name in ("ask", "select", "publishers", "drain", "top", "doctor")),
         ("status", "--help"),
         ("inspect", "--help"),
         ("inspect", "prompt", "--help"),
@@ -76,6 +77,8 @@ def test_help_and_version_import_next_to_nothing(words: tuple[str, ...]) -> None
         ("status", {"aiohttp", "fakeredis", "httpx", "uvicorn", "zmq"}),
         ("inspect prompt --model m --tokens 1", {"aiohttp", "httpx", "tokenizers", "uvicorn", "zmq"}),
         ("inspect namespace --lora sql", {"aiohttp", "httpx", "uvicorn", "zmq"}),
+        ("ask --model m --tokens 1 --url http://127.0.0.1:1", {"aiohttp", "pydantic", "redis", "uvicorn", "zmq"}),
+        ("publishers --url http://127.0.0.1:1", {"aiohttp", "pydantic", "redis", "uvicorn", "zmq"}),
         ("register http://127.0.0.1:1 --url http://127.0.0.1:1", {"aiohttp", "pydantic", "redis", "uvicorn", "zmq"}),
     ],
 )

@@ -38,10 +38,11 @@ PARTS: dict[str, set[str]] = {
     "serving": LEAVES,
     "inspection": LEAVES | {"domain", "store"},
     "console": LEAVES | {"domain", "store", "tokenization", "inspection"},
+    "remote": {"console", "domain", "errors", "settings", "shown"},
     **{
         top: BELOW_ROLES
         | TOP
-        | {"api", "serving", "console", "client", "ingest", "simulator", "tokenization", "discovery"}
+        | {"api", "serving", "console", "client", "remote", "ingest", "simulator", "tokenization", "discovery"}
         for top in TOP
     },
 }
@@ -58,7 +59,7 @@ LIBRARIES: dict[str, set[str]] = {
     "google": {"tokenization.uds"},
     "grpc": {"tokenization.uds"},
     "httptools": {"serving"},
-    "httpx": {"client"},
+    "httpx": {"client", "remote"},
     "hiredis": {"store"},
     "huggingface_hub": {"tokenization"},
     "minijinja": {"tokenization"},

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from waymark.client import AsyncClient, Refused, Unavailable
+from waymark.remote.service import Service as RemoteService
 from waymark.simulator import Prompt, SimulatedEngine, build_engine
 from waymark.simulator.wire import CPU, GPU
 
@@ -176,6 +177,9 @@ async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_Se
     base = url.rstrip("/")
     if not re.fullmatch(r"https?://[^/@:]+(:\d{1,5})?(/.*)?", base):
         raise DemoFailed(f"url is {url!r}; it is a URL such as http://127.0.0.1:13333")
+    # A URL says that a service runs there: one that does not is an error at once.
+    with RemoteService(base, api_token) as remote:
+        await asyncio.to_thread(remote.answer, "GET", "/health")
     async with AsyncClient(base, api_token=api_token) as client:
         yield _Service(base, client)
 

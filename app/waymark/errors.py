@@ -15,6 +15,8 @@
       Undecodable         a payload that is no batch of events
       SettingsError       the process cannot start with these settings
       PortUnavailable     the process cannot listen on its port
+      ServiceUnreachable  a command gets no answer of the Waymark that it asks
+      ServiceRefused      a command was answered with an error
 
 Driver errors are translated where they enter: above ``store`` nobody sees a redis error, above ``ingest``
 nobody a zmq one. Outcomes that a caller can decide about are values, not exceptions (``Verdict`` in
@@ -131,6 +133,18 @@ class Undecodable(WaymarkError):
 
 class PortUnavailable(WaymarkError):
     """The port that a process listens on cannot be opened; the sentence names the port and the settings."""
+
+
+class ServiceUnreachable(WaymarkError):
+    """The Waymark that a command asks over HTTP cannot be reached; the sentence names its URL."""
+
+
+class ServiceRefused(WaymarkError):
+    """The Waymark that a command asks over HTTP has answered with an error, whose sentence this is."""
+
+    def __init__(self, sentence: str, status: int) -> None:
+        super().__init__(sentence)
+        self.status = status
 
 
 class SettingsError(WaymarkError):

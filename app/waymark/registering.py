@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 from waymark.client import AsyncClient, Publisher, Refused, Unavailable
 
@@ -17,7 +19,22 @@ class NotRegistered(Exception):
     """The sentence that says why."""
 
 
-async def register(arguments: argparse.Namespace) -> AsyncIterator[str]:
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line to print."""
+
+    sentence: str
+    fields: Mapping[str, Any]
+    """The same for programs."""
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    def as_json(self) -> str:
+        return json.dumps(self.fields)
+
+
+async def register(arguments: argparse.Namespace) -> AsyncIterator[Line]:
     """Lines to print: the engine, then the state of each of its streams. Raises NotRegistered."""
     names = (
         "instance_id",
@@ -37,7 +54,11 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[str]:
         except (Refused, Unavailable) as error:
             raise NotRegistered(str(error)) from None
         adapters = f", adapters {', '.join(engine.adapters)}" if engine.adapters else ""
-        yield f"{engine.instance_id}: {engine.type}, model {engine.model}, {engine.block_size} tokens a block{adapters}"
+        yield Line(
+            f"{engine.instance_id}: {engine.type}, model {engine.model}, {engine.block_size} tokens a block{adapters}",
+            {"instance_id": engine.instance_id, "type": engine.type, "model": engine.model}
+            | {"block_size": engine.block_size, "adapters": list(engine.adapters)},
+        )
         tenant_id = arguments.tenant_id or "default"
         deadline = monotonic() + arguments.wait_seconds
         while True:
@@ -53,10 +74,15 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[str]:
                 break
             await asyncio.sleep(_PAUSE_SECONDS)
         for each in found:
-            yield f"rank {each.dp_rank}: {engine.endpoints[each.dp_rank] or 'no socket'}, {_state(each)}"
+            endpoint = engine.endpoints[each.dp_rank]
+            yield Line(
+                f"rank {each.dp_rank}: {endpoint or 'no socket'}, {_state(each)}",
+                {"dp_rank": each.dp_rank, "endpoint": endpoint, "status": each.status}
+                | {"blocks": dict(each.blocks), "last_error": each.last_error},
+            )
 
 
-async def unregister(arguments: argparse.Namespace) -> AsyncIterator[str]:
+async def unregister(arguments: argparse.Namespace) -> AsyncIterator[Line]:
     """One line for each rank. Raises NotRegistered."""
     name = arguments.engine
     if name.startswith(("http://", "https://")):
@@ -69,12 +95,11 @@ async def unregister(arguments: argparse.Namespace) -> AsyncIterator[str]:
         except (Refused, Unavailable) as error:
             raise NotRegistered(str(error)) from None
     for each in removed:
-        yield f"unregistered {each}"
+        yield Line(f"unregistered {each}", {"unregistered": each})
 
 
 def _client(arguments: argparse.Namespace) -> AsyncClient:
-    token = arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None
-    return AsyncClient(arguments.url, api_token=token, timeout=15.0, trust_env=False)
+    return AsyncClient(arguments.url, api_token=arguments.api_token, timeout=15.0, trust_env=False)
 
 
 async def _publishers(waymark: AsyncClient) -> list[Publisher]:

@@ -350,7 +350,7 @@ class Settings(BaseSettings):
         given = {
             name: value
             for name, value in environ.items()
-            if name.upper().startswith(PREFIX) and not _is_service_link(name, value)
+            if name.upper().startswith(PREFIX) and name != CLIENT_URL and not _is_service_link(name, value)
         }
         if not given.get(_MIN_WORKERS) and environ.get(_DYNAMO_MIN_WORKERS):
             given[_MIN_WORKERS] = environ[_DYNAMO_MIN_WORKERS]
@@ -371,6 +371,9 @@ class Settings(BaseSettings):
         for name, value in super().__repr_args__():
             yield name, hide_password(value) if name in ("redis_url", "redis_read_url") and value else value
 
+
+#: Where commands find a running Waymark; no setting of a process.
+CLIENT_URL = PREFIX + "URL"
 
 _FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
 _TOKENS = frozenset({PREFIX + "API_TOKEN", PREFIX + "ENGINE_API_KEY"})

@@ -147,6 +147,13 @@ class ServicesAnswer(BaseModel):
     services: list[Service]
 
 
+class PublisherLoad(BaseModel):
+    """What a target has to do, by the reservations that nobody has released."""
+
+    requests: int = Field(description="requests under way")
+    tokens: int = Field(description="prompt tokens still to be computed")
+
+
 class Publisher(BaseModel):
     """One registered publisher and the state of its stream."""
 
@@ -173,6 +180,7 @@ class Publisher(BaseModel):
     restarts: int
     unsalted_events: int
     blocks: dict[str, int] = Field(description="the blocks that are held, by medium")
+    load: PublisherLoad = Field(description="the sum of the reservations of this target")
     known: float | None = Field(
         description="the share of the publisher's blocks that the index knows, 0 to 1, as far as its events show; "
         "null if it has reported no block"

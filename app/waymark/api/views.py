@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +14,7 @@ from waymark.api.tokens_file import Caller
 from waymark.domain.names import Registration
 from waymark.inspection.complaint import Complaints
 from waymark.store.records import PublisherState
+from waymark.store.reservations import NO_LOAD, Load
 from waymark.store.store import Store
 
 #: A worker that has been silent for longer than this is not listed.
@@ -39,13 +42,26 @@ class Views:
         # The name of a record that cannot be read may be any tenant's.
         records = self._store.parser.unreadable if body.caller.tenants is None else ()
         unreadable = [asdict(record) for record in records]
+        loads = await self._loads(states)
         return Answer(
             {
-                "publishers": [_publisher(state) | {"complaint": complaints.of(state) or None} for state in states],
+                "publishers": [
+                    _publisher(state, loads) | {"complaint": complaints.of(state) or None} for state in states
+                ],
                 "workers": workers,
                 "unreadable": unreadable,
             }
         )
+
+    async def _loads(self, states: Sequence[PublisherState]) -> dict[tuple[int, int], Load]:
+        """The loads of these publishers, by their ids."""
+        groups = list(dict.fromkeys(state.group_id for state in states))
+        found = await asyncio.gather(*map(self._store.reservations.loads, groups))
+        return {
+            (group_id, publisher): load
+            for group_id, loads in zip(groups, found, strict=True)
+            for publisher, load in loads.items()
+        }
 
     async def global_view(self, body: Body) -> Answer:
         """Contexts: publishers that agree on model, tenant, block size, adapter and salt."""
@@ -105,8 +121,9 @@ def _service(registration: Registration) -> dict[str, Any]:
     }
 
 
-def _publisher(state: PublisherState) -> dict[str, Any]:
+def _publisher(state: PublisherState, loads: Mapping[tuple[int, int], Load]) -> dict[str, Any]:
     of = state.registration
+    load = loads.get((state.group_id, state.id), NO_LOAD)
     return {
         "instance_id": of.instance_id,
         "tenant_id": of.tenant_id,
@@ -131,6 +148,7 @@ def _publisher(state: PublisherState) -> dict[str, Any]:
         "restarts": state.counters.get("restarts", 0),
         "unsalted_events": state.counters.get("unsalted_events", 0),
         "blocks": state.blocks,
+        "load": {"requests": load.requests, "tokens": load.tokens},
         "known": state.known,
         "prefixes": state.prefixes,
         "last_error": state.last_error,

@@ -13,6 +13,7 @@ from waymark.cli.exits import (
     EXIT_INTERRUPTED,
     EXIT_NO_PORT,
     EXIT_NO_REDIS,
+    EXIT_NO_SERVICE,
     EXIT_OK,
     EXIT_USAGE,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "EXIT_NO_PORT",
     "EXIT_NO_REDIS",
+    "EXIT_NO_SERVICE",
     "EXIT_OK",
     "EXIT_USAGE",
     "main",

@@ -35,8 +35,16 @@ GROUPS: dict[str, dict[str, Command]] = {
     "engines of a running Waymark": {
         "register": Command("registrations", "register an engine by its URL, and show its streams"),
         "unregister": Command("registrations", "unregister an engine by its name or URL"),
+        "publishers": Command("remote", "list the registered engines with their state"),
+        "drain": Command("remote", "send an engine no new requests, and wait until it has none"),
+    },
+    "prompts and a running Waymark": {
+        "ask": Command("remote", "show how much of a prompt each engine has"),
+        "select": Command("remote", "show which engine a prompt would be sent to, and the score of each"),
     },
     "look at a running Waymark": {
+        "top": Command("remote", "show the engines live, sorted and filtered by keys"),
+        "doctor": Command("remote", "check an installation, and say what to do"),
         "status": Command("looking", "show publishers, streams, ingest workers and the state of Redis"),
         "inspect": Command("looking", "show which instances have the blocks of a prompt, and what Redis contains"),
     },
@@ -64,6 +72,9 @@ examples:
 
   # register an engine by its URL with a running Waymark
   $ waymark register http://127.0.0.1:8000
+
+  # show which engine has how much of a prompt
+  $ waymark ask --model llama --tokens 1,2,3,4,5,6,7,8
 
   # watch the whole service work
   $ waymark demo

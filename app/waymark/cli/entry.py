@@ -8,12 +8,35 @@ from collections.abc import Sequence
 
 from waymark.cli import completion
 from waymark.cli.commands import COMMANDS
-from waymark.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_PORT, EXIT_NO_REDIS, EXIT_OK, EXIT_USAGE
+from waymark.cli.exits import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_NO_PORT,
+    EXIT_NO_REDIS,
+    EXIT_NO_SERVICE,
+    EXIT_OK,
+    EXIT_USAGE,
+)
 from waymark.cli.parser import parse, parser_of
-from waymark.errors import NotFound, PortUnavailable, StoreUnavailable, WaymarkError
+from waymark.errors import (
+    NotFound,
+    PortUnavailable,
+    ServiceRefused,
+    ServiceUnreachable,
+    StoreUnavailable,
+    WaymarkError,
+)
 
 #: A package that only a trial needs.
 _TRIAL_PACKAGES = {"fakeredis", "lupa"}
+#: The codes of errors; of any other it is ``EXIT_USAGE``.
+_CODES: dict[type[WaymarkError], int] = {
+    StoreUnavailable: EXIT_NO_REDIS,
+    PortUnavailable: EXIT_NO_PORT,
+    ServiceUnreachable: EXIT_NO_SERVICE,
+    ServiceRefused: EXIT_FAILED,
+    NotFound: EXIT_FAILED,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,8 +76,4 @@ def _run(words: Sequence[str]) -> int:
         return EXIT_USAGE
     except WaymarkError as exc:
         print(f"waymark {command}: {exc}", file=sys.stderr)
-        if isinstance(exc, StoreUnavailable):
-            return EXIT_NO_REDIS
-        if isinstance(exc, PortUnavailable):
-            return EXIT_NO_PORT
-        return EXIT_FAILED if isinstance(exc, NotFound) else EXIT_USAGE
+        return next((code for kind, code in _CODES.items() if isinstance(exc, kind)), EXIT_USAGE)

@@ -7,6 +7,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_NO_PORT = 3
 EXIT_NO_REDIS = 4
+EXIT_NO_SERVICE = 5
 EXIT_INTERRUPTED = 130
 """As shells count it: 128 and the number of SIGINT."""
 
@@ -16,5 +17,6 @@ MEANINGS = {
     EXIT_USAGE: "an argument or a setting is wrong, and nothing was started",
     EXIT_NO_PORT: "the port could not be opened",
     EXIT_NO_REDIS: "Redis cannot be reached, does not answer in time, or refuses the command",
+    EXIT_NO_SERVICE: "no Waymark answers at the URL",
     EXIT_INTERRUPTED: "Ctrl-C ended the command before it had a result",
 }

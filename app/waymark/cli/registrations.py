@@ -6,8 +6,8 @@ import argparse
 import sys
 
 from waymark.cli.exits import EXIT_FAILED, EXIT_OK
+from waymark.cli.service import add_service, settle
 
-DEFAULT_URL = "http://127.0.0.1:13333"
 #: Fields of ``POST /register`` that have a flag.
 _FIELDS = {
     "instance_id": "the name that a router picks; the default is host:port of the URL",
@@ -46,11 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     from waymark import registering
 
+    settle(arguments)
     lines = {"register": registering.register, "unregister": registering.unregister}[arguments.command]
 
     async def show() -> None:
-        async for line in lines(arguments):
-            print(line, flush=True)
+        async for found in lines(arguments):
+            print(found.as_json() if arguments.json else found, flush=True)
 
     try:
         asyncio.run(show())
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_register(parser: argparse.ArgumentParser) -> None:
-    _add_service(parser)
+    add_service(parser)
     parser.add_argument("engine", metavar="URL", help="the HTTP API of the engine, such as http://127.0.0.1:8000")
     for name, sentence in _FIELDS.items():
         kind = int if name in _NUMBERS else str
@@ -72,12 +73,6 @@ def _add_register(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_unregister(parser: argparse.ArgumentParser) -> None:
-    _add_service(parser)
+    add_service(parser)
     parser.add_argument("engine", metavar="NAME", help="the instance_id, or the URL that the engine was registered by")
     parser.add_argument("--dp-rank", type=int, help="unregister this rank only")
-
-
-def _add_service(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the URL of Waymark ({DEFAULT_URL})")
-    parser.add_argument("--tenant-id", help="the tenant; the default is 'default'")
-    parser.add_argument("--api-token", help="the bearer token; the default is WAYMARK_API_TOKEN")

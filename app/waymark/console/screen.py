@@ -8,7 +8,8 @@ that none can move the cursor of whoever looks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO, TypeAlias
 
@@ -53,6 +54,17 @@ class Screen:
             self.write("\n".join(_plain(part) for part in parts))
         else:
             self.console.print(self._rich(parts))
+
+    @property
+    def height(self) -> int:
+        """Lines of the terminal."""
+        return self.console.height
+
+    @contextmanager
+    def live(self) -> Iterator[Callable[[Sequence[Part]], None]]:
+        """A function that draws in the place of what it has drawn before, on a screen of its own."""
+        with Live(console=self.console, auto_refresh=False, screen=True) as live:
+            yield lambda parts: live.update(self._rich(parts), refresh=True)
 
     def write(self, text: str) -> None:
         """Text as it is, whatever the width."""

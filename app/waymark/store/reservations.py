@@ -107,6 +107,10 @@ class Load(NamedTuple):
         return cls(*map(int, numbers))
 
 
+NO_LOAD = Load()
+"""Of a target that never got a request."""
+
+
 class Offer(NamedTuple):
     """A candidate as ``reserve`` ranks it: by its load, ``weight``, ``new`` prompt tokens and ``handicap``."""
 

@@ -1,0 +1,149 @@
+"""``waymark ask``, ``select``, ``publishers``, ``drain``, ``top`` and ``doctor``: a running Waymark, over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from waymark.cli.exits import EXIT_FAILED, EXIT_OK
+from waymark.cli.service import add_prompt, add_service, settle
+
+if TYPE_CHECKING:
+    from waymark.console.screen import Screen
+    from waymark.remote.service import Service
+
+_STATUSES = ("pending", "active", "replaying", "degraded", "lost", "failed")
+
+_EXAMPLES = {
+    "ask": """\
+examples:
+  $ waymark ask --model llama --tokens 1,2,3,4,5,6,7,8
+  $ waymark ask --file prompt.txt --url http://waymark:13333
+  $ waymark ask --messages chat.json --json
+""",
+    "select": """\
+examples:
+  $ waymark select --model llama --tokens 1,2,3,4,5,6,7,8       who would get it; nothing is reserved
+  $ waymark select --text "Once upon a time" --policy least-work
+""",
+    "publishers": """\
+examples:
+  $ waymark publishers
+  $ waymark publishers --status lost --status failed
+  $ waymark publishers --model llama --json
+""",
+    "drain": """\
+examples:
+  $ waymark drain vllm-0                   no new requests; waits until those under way have ended
+  $ waymark drain vllm-0 --unregister      and unregisters it then
+  $ waymark drain vllm-0 --resume          requests again
+""",
+    "top": """\
+examples:
+  $ waymark top                            q ends it, s sorts, / filters
+  $ waymark top --seconds 5 --url http://waymark:13333
+""",
+    "doctor": """\
+examples:
+  $ waymark doctor
+  $ waymark doctor --no-ports --url http://waymark:13333
+""",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = _EXAMPLES[command]
+    add_service(parser)
+    if command in ("ask", "select"):
+        add_prompt(parser)
+    match command:
+        case "select":
+            parser.add_argument("--policy", help="the policy; the default is that of WAYMARK_POLICY")
+            parser.add_argument("--reserve", action="store_true", help="reserve the load, as a router does")
+        case "publishers":
+            parser.add_argument("--model", help="show only publishers of this model")
+            parser.add_argument(
+                "--status", action="append", default=[], choices=_STATUSES, help="only this status; may be repeated"
+            )
+        case "drain":
+            parser.add_argument("engine", metavar="NAME", help="the instance_id")
+            parser.add_argument("--wait-seconds", type=float, default=120.0, help="how long to wait for requests (120)")
+            parser.add_argument("--unregister", action="store_true", help="unregister it when it has no requests")
+            parser.add_argument("--resume", action="store_true", help="send it requests again, with weight 1")
+        case "top":
+            parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two looks (2)")
+        case "doctor":
+            parser.add_argument("--no-ports", action="store_true", help="do not try the event sockets of engines")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from waymark.console.screen import Screen
+    from waymark.remote.service import Service
+
+    settle(arguments)
+    screen = Screen()
+    with Service(arguments.url, arguments.api_token) as service:
+        match arguments.command:
+            case "drain":
+                return _drain(service, arguments)
+            case "top":
+                return _top(service, arguments, screen)
+            case "doctor":
+                return _doctor(service, arguments, screen)
+            case _:
+                return _look(service, arguments, screen)
+
+
+def _look(service: Service, arguments: argparse.Namespace, screen: Screen) -> int:
+    """The commands that print one answer."""
+    match arguments.command:
+        case "ask":
+            from waymark.remote.ask import ask as command
+            from waymark.remote.ask import parts
+        case "select":
+            from waymark.remote.select import parts
+            from waymark.remote.select import select as command
+        case _:
+            from waymark.remote.publishers import parts
+            from waymark.remote.publishers import publishers as command
+    found = command(service, arguments)
+    if arguments.json:
+        screen.write(json.dumps(found, indent=2))
+    else:
+        screen.show(parts(found))
+    return EXIT_OK
+
+
+def _drain(service: Service, arguments: argparse.Namespace) -> int:
+    from waymark.remote.drain import NotDrained, drain
+
+    try:
+        for line in drain(service, arguments):
+            print(json.dumps({"message": line}) if arguments.json else line, flush=True)
+    except NotDrained as exc:
+        print(f"waymark drain: {exc}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def _top(service: Service, arguments: argparse.Namespace, screen: Screen) -> int:
+    from waymark.remote import top
+
+    if arguments.json:
+        screen.write(json.dumps(service.get("/workers"), indent=2))
+    else:
+        top.run(service, arguments.seconds, screen)
+    return EXIT_OK
+
+
+def _doctor(service: Service, arguments: argparse.Namespace, screen: Screen) -> int:
+    from waymark.remote.doctor import examine, parts
+
+    found = examine(service, arguments)
+    if arguments.json:
+        screen.write(json.dumps([each._asdict() for each in found], indent=2))
+    else:
+        screen.show(parts(found))
+    return EXIT_FAILED if any(each.verdict == "failed" for each in found) else EXIT_OK

@@ -1,0 +1,37 @@
+"""The flags of commands that ask a running Waymark over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+DEFAULT_URL = "http://127.0.0.1:13333"
+
+
+def add_service(parser: argparse.ArgumentParser) -> None:
+    """Where it is, who asks, and how the answer is printed."""
+    parser.add_argument("--url", help=f"the URL of Waymark; the default is WAYMARK_URL, else {DEFAULT_URL}")
+    parser.add_argument("--tenant-id", help="the tenant; the default is 'default'")
+    parser.add_argument("--api-token", help="the bearer token; the default is WAYMARK_API_TOKEN")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """The prompt: exactly one of its forms, and what belongs to it."""
+    parser.add_argument("--model", help="the name of the model; the default is the only one that is registered")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--tokens", help="token ids, separated by commas or blanks; - reads standard input")
+    given.add_argument("--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input")
+    given.add_argument("--file", help="a file with such a text; - reads standard input")
+    given.add_argument(
+        "--messages", metavar="FILE", help="a JSON file with the messages of a chat; - for standard input"
+    )
+    parser.add_argument("--block-size", type=int, help="tokens per block; the default is that of the engines")
+    parser.add_argument("--lora", help="the name of the adapter")
+    parser.add_argument("--cache-salt", help="the cache salt of the request")
+
+
+def settle(arguments: argparse.Namespace) -> None:
+    """Fill in from the environment what no flag has given."""
+    arguments.url = arguments.url or os.environ.get("WAYMARK_URL") or DEFAULT_URL
+    arguments.api_token = arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None

@@ -1,0 +1,155 @@
+"""``waymark doctor``: what is wrong, as far as the HTTP API and this machine show, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from waymark import __version__
+from waymark.console.screen import Part, joined, text
+from waymark.errors import SettingsError
+from waymark.remote.publishers import complaint
+from waymark.remote.service import Service
+from waymark.settings import Settings
+from waymark.shown import shown
+
+Verdict: TypeAlias = Literal["ok", "warning", "failed"]
+
+_STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+#: The clock of a replica has whole seconds, and an answer takes a moment.
+_CLOCK_SECONDS = 5.0
+_CONNECT_SECONDS = 1.0
+#: Ports that are tried; an installation may have thousands.
+_PORTS_MAX = 64
+_TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]]+):(\d{1,5})")
+
+
+class Finding(NamedTuple):
+    """One thing that was checked."""
+
+    verdict: Verdict
+    what: str
+    sentence: str
+
+
+def examine(service: Service, arguments: argparse.Namespace) -> list[Finding]:
+    """Everything that was checked. Raises ``ServiceUnreachable`` where no Waymark answers."""
+    found = [_settings(), *_clock_and_health(service), *_readiness(service), _version(service)]
+    view = service.get("/workers")
+    found += _workers(view)
+    found += _publishers(view)
+    if not arguments.no_ports:
+        found += _ports(view)
+    return found
+
+
+def parts(found: list[Finding]) -> list[Part]:
+    """How it looks."""
+    return [joined(text(f"{each.verdict:8}", _STYLES[each.verdict]), f"{each.what}: {each.sentence}") for each in found]
+
+
+def _settings() -> Finding:
+    try:
+        Settings.from_env(dict(os.environ))
+    except SettingsError as exc:
+        return Finding("failed", "settings of this shell", "; ".join(str(exc).splitlines()))
+    return Finding("ok", "settings of this shell", "all are known, and their values fit")
+
+
+def _clock_and_health(service: Service) -> Iterator[Finding]:
+    answer = service.answer("GET", "/health")
+    here = time.time()
+    if not answer.is_success:
+        yield Finding("failed", "Waymark", f"/health was answered with {answer.status_code}; look into its log")
+    else:
+        yield Finding("ok", "Waymark", f"answers at {service.url}")
+    date = answer.headers.get("date")
+    if date is None:
+        return
+    apart = parsedate_to_datetime(date).timestamp() - here
+    if abs(apart) > _CLOCK_SECONDS:
+        direction = "ahead of" if apart > 0 else "behind"
+        sentence = f"its clock is {abs(apart):.0f} s {direction} this machine's, so lags are wrong; run NTP on both"
+        yield Finding("warning", "clocks", sentence)
+    else:
+        yield Finding("ok", "clocks", "this machine and Waymark agree within seconds")
+
+
+def _readiness(service: Service) -> Iterator[Finding]:
+    answer = service.answer("GET", "/ready")
+    content: dict[str, Any] = answer.json()
+    if not answer.is_success:
+        yield Finding(
+            "failed", "Redis and readiness", f"{content.get('error')}; docs/troubleshooting.md has the remedies"
+        )
+        return
+    yield Finding("ok", "Redis and readiness", "Redis answers, and the replica is ready")
+    for warning in content.get("warnings", []):
+        yield Finding("warning", "Redis and readiness", warning)
+
+
+def _version(service: Service) -> Finding:
+    theirs = service.get("/openapi.json")["info"]["version"]
+    if theirs != __version__:
+        return Finding("warning", "versions", f"Waymark is {theirs}, this command {__version__}; install the same one")
+    return Finding("ok", "versions", f"Waymark and this command are {theirs}")
+
+
+def _workers(view: dict[str, Any]) -> Iterator[Finding]:
+    if view["workers"]:
+        streams = sum(each["streams"] for each in view["workers"])
+        yield Finding("ok", "ingest workers", f"{len(view['workers'])} alive, with {streams} streams")
+    else:
+        sentence = "none is alive, so no event is applied; run 'waymark ingest' with the same WAYMARK_REDIS_URL"
+        yield Finding("failed", "ingest workers", sentence)
+    for record in view.get("unreadable", []):
+        sentence = f"{record['key']} {record['field']} cannot be read: {record['reason']}; register it again"
+        yield Finding("failed", "records in Redis", sentence)
+
+
+def _publishers(view: dict[str, Any]) -> Iterator[Finding]:
+    if not view["publishers"]:
+        yield Finding("warning", "engines", "none is registered; run 'waymark register URL' for each")
+        return
+    unwell = [each for each in view["publishers"] if each["status"] != "active" or complaint(each)]
+    for each in unwell:
+        verdict: Verdict = "failed" if each["status"] in ("lost", "failed") else "warning"
+        said = complaint(each) or "docs/troubleshooting.md says what the status means"
+        yield Finding(verdict, f"engine {_name(each)}", f"{each['status']}: {said}")
+    well = len(view["publishers"]) - len(unwell)
+    if well:
+        yield Finding("ok", "engines", f"{well} of {len(view['publishers'])} streams are active")
+
+
+def _ports(view: dict[str, Any]) -> Iterator[Finding]:
+    """Whether the sockets of engines can be opened from here, which the ingest workers have to do."""
+    tried = 0
+    for each in view["publishers"]:
+        match = _TCP.fullmatch(each["endpoint"] or "")
+        if match is None:
+            continue
+        if tried == _PORTS_MAX:
+            yield Finding("ok", "ports", f"only the first {_PORTS_MAX} ports of engines were tried")
+            return
+        tried += 1
+        try:
+            socket.create_connection((match[1].strip("[]"), int(match[2])), _CONNECT_SECONDS).close()
+        except OSError as exc:
+            reason = exc.strerror or str(exc)
+            sentence = (
+                f"{each['endpoint']} cannot be opened from this machine: {reason.lower()}; start the engine, check the "
+                "port of its --kv-events-config, or open the network between them"
+            )
+            yield Finding("warning", f"port of {_name(each)}", sentence)
+    if tried:
+        yield Finding("ok", "ports", f"{tried} event sockets were tried from this machine")
+
+
+def _name(publisher: dict[str, Any]) -> str:
+    return f"{shown(publisher['instance_id'])} rank {publisher['dp_rank']}"

@@ -1,0 +1,80 @@
+"""A prompt as it was typed, and the token ids that it has."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from waymark.domain.names import U32_MAX
+from waymark.errors import InvalidValue, NotFound
+from waymark.remote.service import Service
+from waymark.shown import shown
+
+_FROM_INPUT = "-"
+
+
+def group_of(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The model and the tenant that are meant: those of the flags, or the only model that is registered."""
+    tenant: str | None = arguments.tenant_id
+    if arguments.model is not None:
+        return {"model": arguments.model, "tenant_id": tenant}
+    services = service.get("/services")["services"]
+    models = sorted({each["ModelName"] for each in services if each["TenantID"] == (tenant or "default")})
+    if not models:
+        raise NotFound(
+            f"no engine is registered for tenant {shown(tenant or 'default')}; register one, or give --tenant-id"
+        )
+    if len(models) > 1:
+        raise InvalidValue(f"several models are registered; give one with --model: {', '.join(map(shown, models))}")
+    return {"model": models[0], "tenant_id": tenant}
+
+
+def token_ids(service: Service, arguments: argparse.Namespace, group: dict[str, Any]) -> list[int]:
+    """The token ids of a prompt. The service makes them of a text and of messages."""
+    if arguments.tokens is not None:
+        return _ids(sys.stdin.read() if arguments.tokens == _FROM_INPUT else arguments.tokens)
+    if arguments.messages is not None:
+        prompt = _messages(_read(arguments.messages, "--messages"))
+    else:
+        text = arguments.text if arguments.file is None else _read(arguments.file, "--file")
+        prompt = {"prompt": sys.stdin.read() if text == _FROM_INPUT and arguments.file is None else text}
+    found = service.post("/tokenize", {"model": group["model"]} | prompt)
+    return [int(each) for each in found["tokens"]]
+
+
+def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of the prompt besides its tokens."""
+    return {"block_size": arguments.block_size, "lora_name": arguments.lora, "cache_salt": arguments.cache_salt}
+
+
+def _ids(text: str) -> list[int]:
+    words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
+    for place, word in enumerate(words):
+        if not (word.isascii() and word.isdigit() and int(word) <= U32_MAX):
+            raise InvalidValue(f"--tokens: {word!r} at {place} is no token id; they are integers of 0..{U32_MAX}")
+    if not words:
+        raise InvalidValue("--tokens: there are none; give token ids such as 1,2,3")
+    return list(map(int, words))
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return sys.stdin.read() if path == _FROM_INPUT else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidValue(f"{flag}: {path!r} cannot be read: {exc}") from None
+
+
+def _messages(text: str) -> dict[str, Any]:
+    """The messages of a file: their list, or the body of a chat request."""
+    try:
+        content = json.loads(text)
+    except ValueError as exc:
+        raise InvalidValue(f"--messages: the file has no JSON: {exc}") from None
+    if isinstance(content, list):
+        return {"messages": content}
+    if isinstance(content, dict) and isinstance(content.get("messages"), list):
+        return {name: content[name] for name in ("messages", "system", "tools") if name in content}
+    raise InvalidValue("--messages: the file has neither a list of messages nor an object with one")

@@ -1,0 +1,80 @@
+"""The HTTP API of a Waymark, as the commands use it: JSON in, JSON out, and one sentence where that fails."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Self
+
+import httpx
+
+from waymark.errors import InvalidValue, ServiceRefused, ServiceUnreachable
+
+DEFAULT_URL = "http://127.0.0.1:13333"
+#: For how long a command waits for an answer.
+SECONDS = 15.0
+
+_URL = re.compile(r"https?://([^/@:\[\]]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/.*)?")
+#: Errors of the connection that have a short name among the causes of httpx's own error.
+_WHY = {ConnectionRefusedError: "the connection was refused", TimeoutError: "there was no answer in time"}
+
+
+class Service:
+    """One Waymark; used with ``with``."""
+
+    def __init__(self, url: str, api_token: str | None = None, *, seconds: float = SECONDS) -> None:
+        """Raises ``InvalidValue`` where ``url`` is none."""
+        self.url = url.rstrip("/")
+        if not _URL.fullmatch(self.url):
+            raise InvalidValue(f"url is {url!r}; it is a URL such as {DEFAULT_URL}", field="url")
+        headers = {} if api_token is None else {"Authorization": f"Bearer {api_token}"}
+        # A proxy of the environment is not asked: it may be one that only reaches the outside.
+        self._http = httpx.Client(timeout=seconds, headers=headers, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def get(self, path: str) -> Any:
+        """The JSON of a path. Raises ``ServiceRefused``, ``ServiceUnreachable``."""
+        return self._json(self.answer("GET", path))
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that a body is answered with; fields that are None are left out. Raises as ``get``."""
+        return self._json(self.answer("POST", path, {name: each for name, each in body.items() if each is not None}))
+
+    def answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """The answer, whatever its status. Raises ``ServiceUnreachable``."""
+        try:
+            return self._http.request(method, self.url + path, json=body)
+        except httpx.TransportError as error:
+            raise ServiceUnreachable(
+                f"no Waymark answers at {self.url}: {_reason(error)}. Start it with 'waymark serve', or give the URL "
+                "of one that runs by --url or WAYMARK_URL"
+            ) from None
+
+    def _json(self, answer: httpx.Response) -> Any:
+        try:
+            content = answer.json()
+        except ValueError:
+            raise ServiceUnreachable(
+                f"what answers at {self.url} is no Waymark: {answer.request.url.path} was answered with "
+                f"{answer.status_code} and no JSON; give another URL by --url or WAYMARK_URL"
+            ) from None
+        if answer.is_success:
+            return content
+        sentence = content.get("error") if isinstance(content, dict) else None
+        if answer.status_code == 401:
+            sentence = f"{sentence or 'a token is needed'}; give it by --api-token or WAYMARK_API_TOKEN"
+        raise ServiceRefused(f"{sentence or 'the request was refused'} ({answer.status_code})", answer.status_code)
+
+
+def _reason(error: httpx.TransportError) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        for kind, sentence in _WHY.items():
+            if isinstance(cause, kind):
+                return sentence
+        cause = cause.__cause__ or cause.__context__
+    return _WHY[TimeoutError] if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__

@@ -1,0 +1,180 @@
+"""``waymark top``: the engines of a running Waymark, drawn again every few seconds, sorted and filtered by keys.
+
+``View`` is what the keys change and what is drawn, without a terminal; ``run`` has the terminal.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from waymark.console.screen import Grid, Part, Screen, text
+from waymark.domain.media import IN_EVERY_ANSWER
+from waymark.errors import ServiceUnreachable
+from waymark.remote.publishers import STYLES, complaint
+from waymark.remote.service import Service
+
+Publisher: TypeAlias = Mapping[str, Any]
+
+#: The media that have a column.
+_MEDIA = IN_EVERY_ANSWER
+_HELP = "q quit   s sort   r reverse   / filter   j k scroll"
+_SPARE = ("LOAD", *reversed(_MEDIA[1:]), "LAG")
+_WORST = tuple(reversed(STYLES))
+#: Lines of the screen that are no publisher: an error, the head, the table's head, the help, and one to spare.
+_OTHER_LINES = 5
+
+
+def _blocks(publisher: Publisher) -> int:
+    return sum(publisher["blocks"].values())
+
+
+#: What rows can be sorted by; the greatest first.
+SORTS: dict[str, Callable[[Publisher, float], Any]] = {
+    "rate": lambda each, rate: rate,
+    "load": lambda each, rate: each["load"]["requests"],
+    "blocks": lambda each, rate: _blocks(each),
+    "status": lambda each, rate: -_WORST.index(each["status"]),
+    "lag": lambda each, rate: each["lag_seconds"] or 0.0,
+}
+
+
+@dataclass
+class View:
+    """What is shown of the answers of ``/workers``."""
+
+    sort: str = "rate"
+    is_reversed: bool = False
+    filter: str = ""
+    is_typing: bool = False
+    """The keys are letters of the filter."""
+    first: int = 0
+    is_over: bool = False
+    _stored: dict[tuple[str, str, int], tuple[float, int]] = field(default_factory=dict)
+    _rates: dict[tuple[str, str, int], float] = field(default_factory=dict)
+
+    def saw(self, publishers: Sequence[Publisher], now: float) -> None:
+        """Take a new answer: the rates are the blocks stored since the one before."""
+        stored, rates = {}, {}
+        for each in publishers:
+            name, count = _name(each), each["counters"].get("blocks_stored", 0)
+            then, counted = self._stored.get(name, (now, count))
+            stored[name] = (now, count)
+            rates[name] = max(0, count - counted) / (now - then) if now > then else 0.0
+        self._stored, self._rates = stored, rates
+
+    def key(self, key: str) -> None:
+        """What a key changes."""
+        if self.is_typing:
+            if key in ("\r", "\n", "\x1b"):
+                self.is_typing = False
+            elif key in ("\x7f", "\b"):
+                self.filter = self.filter[:-1]
+            elif key.isprintable():
+                self.filter += key
+            return
+        match key:
+            case "q":
+                self.is_over = True
+            case "s":
+                names = list(SORTS)
+                self.sort = names[(names.index(self.sort) + 1) % len(names)]
+            case "r":
+                self.is_reversed = not self.is_reversed
+            case "/":
+                self.is_typing, self.filter, self.first = True, "", 0
+            case "j":
+                self.first += 1
+            case "k":
+                self.first = max(0, self.first - 1)
+
+    def rows(self, publishers: Sequence[Publisher]) -> list[Publisher]:
+        """Those that pass the filter, in order."""
+        wanted = [
+            each for each in publishers if self.filter in f"{each['instance_id']} {each['model_name']} {each['status']}"
+        ]
+        by = SORTS[self.sort]
+        ordered = sorted(wanted, key=lambda each: (each["instance_id"], each["dp_rank"]))
+        ordered.sort(key=lambda each: by(each, self._rates.get(_name(each), 0.0)), reverse=not self.is_reversed)
+        return ordered
+
+    def parts(self, answer: Mapping[str, Any], lines: int) -> list[Part]:
+        """The screen, in so many lines."""
+        rows = self.rows(answer["publishers"])
+        room = max(1, lines - _OTHER_LINES)
+        self.first = min(self.first, max(0, len(rows) - room))
+        count = len(answer["publishers"])
+        filtered = f", filter {self.filter}{'_' if self.is_typing else ''}" if self.filter or self.is_typing else ""
+        head = text(
+            f"{count} streams, {len(answer['workers'])} ingest workers; sorted by {self.sort}"
+            f"{' (reversed)' if self.is_reversed else ''}{filtered}",
+            "bold",
+        )
+        columns = ("INSTANCE", "RANK", "STATUS", "STORED/S", *_MEDIA, "LOAD", "LAG", "COMPLAINT")
+        shown = [self._row(each) for each in rows[self.first : self.first + room]]
+        left = len(rows) - self.first - len(shown)
+        return [
+            head,
+            Grid(columns, shown, frozenset(columns[3:-1]) | {"RANK"}, _SPARE),
+            text(f"{_HELP}{f'   {left} more below' if left > 0 else ''}", "dim"),
+        ]
+
+    def _row(self, each: Publisher) -> tuple[Any, ...]:
+        blocks = each["blocks"]
+        return (
+            text(each["instance_id"]),
+            text(each["dp_rank"]),
+            text(each["status"], STYLES.get(each["status"], "")),
+            text(f"{self._rates.get(_name(each), 0.0):.0f}"),
+            *(text(blocks.get(medium, 0)) for medium in _MEDIA),
+            text(each["load"]["requests"]),
+            text("" if each["lag_seconds"] is None else f"{each['lag_seconds']:.1f}s"),
+            text(complaint(each)[:60], "yellow"),
+        )
+
+
+def _name(publisher: Publisher) -> tuple[str, str, int]:
+    return publisher["instance_id"], publisher["tenant_id"], publisher["dp_rank"]
+
+
+def run(service: Service, seconds: float, screen: Screen) -> None:
+    """Draw until ``q``; into a file or a pipe once."""
+    view = View()
+    answer = service.get("/workers")
+    view.saw(answer["publishers"], time.monotonic())
+    if screen.is_plain or not sys.stdin.isatty():
+        screen.show(view.parts(answer, _OTHER_LINES + len(answer["publishers"]))[:-1])
+        return
+    with _keys(), screen.live() as draw:
+        due = time.monotonic() + seconds
+        trouble = ""
+        while not view.is_over:
+            drawn = view.parts(answer, screen.height)
+            draw([text(trouble, "bold red"), *drawn] if trouble else drawn)
+            if select.select([sys.stdin], [], [], max(0.0, due - time.monotonic()))[0]:
+                view.key(sys.stdin.read(1))
+                continue
+            due = time.monotonic() + seconds
+            try:
+                answer, trouble = service.get("/workers"), ""
+                view.saw(answer["publishers"], time.monotonic())
+            except ServiceUnreachable:
+                trouble = f"no Waymark answers at {service.url}; trying again"
+
+
+@contextmanager
+def _keys() -> Iterator[None]:
+    """Keys arrive one by one and are not echoed inside."""
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

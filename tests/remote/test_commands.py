@@ -1,0 +1,231 @@
+"""The commands that ask a running Waymark over HTTP: what they print, for people and for programs, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live import Live, start
+from tests.patience import patient
+from tests.ports import unused_port
+from waymark import cli
+from waymark.domain.hashing import extend, token_bytes
+from waymark.settings import Settings
+
+pytestmark = pytest.mark.outside
+
+TOKENS = list(range(100, 132))
+SIZE = 4
+TOKEN = "secret"
+
+
+@pytest.fixture
+async def live(redis_url: str, tmp_path: Path) -> AsyncIterator[Live]:
+    """A Waymark with two engines, of which ``a`` has the whole prompt and ``b`` a half."""
+    async with start("serve", redis_url, tmp_path / "log", api_token=TOKEN) as running:
+        async with running.client() as client:
+            for name, blocks in (("a", 8), ("b", 4)):
+                body = {"type": "standard", "modelname": "m", "instance_id": name, "block_size": SIZE}
+                body |= {"address": f"http://10.0.0.1:{8000 + blocks}", "labels": {"rack": name}}
+                assert (await client.post("/register", json=body)).status_code == 200
+                hashes = extend(None, token_bytes(TOKENS), SIZE)[:blocks]
+                event = {"event_id": 1, "event_type": "stored", "backend_id": name, "model_name": "m"}
+                event |= {"block_size": SIZE, "token_ids": TOKENS[: SIZE * blocks], "seq_hashes": list(hashes)}
+                event |= {"timestamp": 1.0, "medium": "gpu", "dp_rank": 0, "base_block_idx": 0}
+                answer = await client.post("/events", json=event)
+                assert answer.json().get("applied") == 1, answer.text
+        yield running
+
+
+async def run(live: Live | None, *words: str, stdin: str = "", **environ: str) -> tuple[int, str, str]:
+    """A command as a process: its exit code, and what it printed."""
+    url = {} if live is None else {"WAYMARK_URL": live.url, "WAYMARK_API_TOKEN": TOKEN}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "waymark", *words,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "160"} | url | environ,
+    )  # fmt: skip
+    async with asyncio.timeout(patient(60)):
+        output, error = await process.communicate(stdin.encode())
+    assert process.returncode is not None
+    assert b"Traceback" not in error
+    return process.returncode, output.decode(), error.decode()
+
+
+async def json_of(live: Live, *words: str, stdin: str = "") -> Any:
+    code, output, error = await run(live, *words, "--json", stdin=stdin)
+    assert code == cli.EXIT_OK, error
+    return json.loads(output)
+
+
+def rows(output: str, first: str) -> dict[str, list[str]]:
+    """The lines of a table below the line that begins with ``first``, by their first word."""
+    lines = output.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(first))
+    cells = [line.split() for line in lines[begin + 1 :]]
+    return {each[0]: each for each in cells if each}
+
+
+async def test_ask_shows_how_much_each_engine_has(live: Live) -> None:
+    code, output, _ = await run(live, "ask", "--tokens", ",".join(map(str, TOKENS)))
+    assert code == cli.EXIT_OK
+    assert output.startswith("m: a prompt of 32 tokens\n")
+    found = rows(output, "ENGINE")
+    assert found["a"][1:3] == ["32", "32"]
+    assert found["b"][1:3] == ["16", "16"]
+    assert found["a"][-1] == "#" * 24
+    assert found["b"][-1] == "#" * 12 + "." * 12
+    assert "\x1b" not in output
+    answer = await json_of(live, "ask", "--model", "m", "--tokens", "-", stdin=" ".join(map(str, TOKENS)))
+    assert {name: row["longest_matched"] for name, row in answer["instances"].items()} == {"a": 32, "b": 16}
+
+
+async def test_ask_with_another_block_size_or_salt_finds_nothing(live: Live) -> None:
+    for flags in (("--block-size", "8"), ("--cache-salt", "x"), ("--lora", "sql")):
+        answer = await json_of(live, "ask", "--tokens", ",".join(map(str, TOKENS)), *flags)
+        assert {row["longest_matched"] for row in answer["instances"].values()} == {0}
+
+
+async def test_a_text_without_a_tokenizer_is_refused_with_the_sentence_of_the_service(
+    live: Live, tmp_path: Path
+) -> None:
+    messages = tmp_path / "chat.json"
+    messages.write_text('[{"role": "user", "content": "Hello"}]')
+    for flags in (("--text", "Hello"), ("--file", str(messages)), ("--messages", str(messages))):
+        code, _, error = await run(live, "ask", *flags)
+        assert code == cli.EXIT_FAILED
+        assert "tokenizer" in error
+
+
+async def test_select_shows_the_target_and_the_parts_of_its_score(live: Live) -> None:
+    code, output, _ = await run(live, "select", "--tokens", ",".join(map(str, TOKENS)))
+    assert code == cli.EXIT_OK
+    assert output.startswith("a rank 0 at http://10.0.0.1:8008\n")
+    assert set(rows(output, "TARGET")) >= {"a", "b"}
+    answer = await json_of(live, "select", "--tokens", ",".join(map(str, TOKENS)))
+    assert answer["selected"]["target"]["instance_id"] == "a"
+    assert answer["selected"]["reservation"] is None
+    assert all(row["parts"] for row in answer["scores"])
+
+
+async def test_publishers_shows_and_filters(live: Live) -> None:
+    code, output, _ = await run(live, "publishers")
+    assert code == cli.EXIT_OK
+    assert {line.split()[2] for line in output.splitlines()[1:]} == {"a", "b"}
+    assert (await json_of(live, "publishers", "--model", "other"))["publishers"] == []
+    assert (await json_of(live, "publishers", "--status", "failed"))["publishers"] == []
+
+
+async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregistered_when_it_has_no_request(
+    live: Live,
+) -> None:
+    prompt = {"model": "m", "token_ids": TOKENS}
+    async with live.client() as client:
+        reservation = (await client.post("/select", json=prompt)).json()["reservation"]
+        before = (await client.get("/services")).json()["services"]
+        code, output, error = await run(live, "drain", "a", "--wait-seconds", "0")
+        assert code == cli.EXIT_FAILED
+        assert output == "a gets no new requests\n"
+        assert "a has 1 requests under way after 0 s" in error
+        after = (await client.get("/services")).json()["services"]
+        assert after == [each | ({"Weight": 0.0} if each["InstanceID"] == "a" else {}) for each in before]
+        assert (await client.post("/select", json=prompt)).json()["target"]["instance_id"] == "b"
+        assert (await run(live, "drain", "a", "--resume"))[0] == cli.EXIT_OK
+        assert (await client.get("/services")).json()["services"] == before
+        waiting = asyncio.create_task(run(live, "drain", "a", "--unregister"))
+        assert (await client.post("/release", json={"reservation": reservation})).json()["released"] == 1
+        code, output, _ = await waiting
+        assert code == cli.EXIT_OK
+        assert output.splitlines()[-1] == "unregistered a|default|0"
+        assert [each["InstanceID"] for each in (await client.get("/services")).json()["services"]] == ["b"]
+
+
+async def test_an_engine_that_is_not_registered_cannot_be_drained(live: Live) -> None:
+    code, _, error = await run(live, "drain", "nobody")
+    assert code == cli.EXIT_FAILED
+    assert 'no engine "nobody" is registered' in error
+
+
+async def test_doctor_names_what_is_wrong_and_the_remedy(live: Live) -> None:
+    code, output, _ = await run(live, "doctor")
+    assert code == cli.EXIT_OK
+    assert "ok      Redis and readiness: Redis answers" in output
+    assert "ok      versions: " in output
+    closed = unused_port()
+    async with live.client() as client:
+        body = {"type": "vLLM", "modelname": "m", "instance_id": "dead", "block_size": SIZE}
+        await client.post("/register", json=body | {"endpoint": f"tcp://127.0.0.1:{closed}"})
+    code, output, _ = await run(live, "doctor", WAYMARK_REDIS_ULR="x")
+    assert code == cli.EXIT_FAILED
+    assert f'warning port of "dead" rank 0: tcp://127.0.0.1:{closed} cannot be opened from this machine' in output
+    assert "failed  settings of this shell: WAYMARK_REDIS_ULR" in output
+    found = await json_of(live, "doctor", "--no-ports")
+    assert {each["verdict"] for each in found} <= {"ok", "warning"}
+
+
+async def test_a_missing_token_is_named_with_the_way_to_give_it(live: Live) -> None:
+    code, _, error = await run(live, "drain", "a", WAYMARK_API_TOKEN="wrong")
+    assert code == cli.EXIT_FAILED
+    assert "--api-token or WAYMARK_API_TOKEN" in error
+
+
+@pytest.mark.parametrize("words", [("publishers",), ("ask", "--tokens", "1"), ("drain", "x"), ("doctor",), ("top",)])
+def test_a_url_where_nothing_listens_fails_at_once_and_is_named(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{unused_port()}"
+    assert cli.main([*words, "--url", url]) == cli.EXIT_NO_SERVICE
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert f"no Waymark answers at {url}: the connection was refused. Start it with 'waymark serve'" in error
+    assert len(error.splitlines()) == 1
+
+
+async def test_what_is_no_waymark_is_named() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, family=socket.AF_INET)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        code, _, error = await run(None, "publishers", "--url", url)
+    assert code == cli.EXIT_NO_SERVICE
+    assert f"what answers at {url} is no Waymark" in error
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:13333", "ftp://host", "http://user:password@host"])
+def test_what_is_no_url_is_a_wrong_argument(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["publishers", "--url", url]) == cli.EXIT_USAGE
+    assert "it is a URL such as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--tokens", "1,x"), "'x' at 1 is no token id"),
+        (("--tokens", "4294967296"), "'4294967296' at 0 is no token id"),
+        (("--tokens", ","), "there are none"),
+        (("--file", "/nowhere"), "--file: '/nowhere' cannot be read"),
+        (("--messages", "/dev/null"), "--messages: the file has no JSON"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_a_wrong_argument(
+    flags: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["ask", "--model", "m", *flags]) == cli.EXIT_USAGE
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_url_of_commands_is_no_setting_of_a_process() -> None:
+    worker = {"WAYMARK_WORKER_ID": "w"}
+    assert Settings.from_env(worker | {"WAYMARK_URL": "http://waymark:13333"}) == Settings.from_env(worker)

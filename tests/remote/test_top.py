@@ -1,0 +1,132 @@
+"""``waymark top``: what its keys do, and that it draws on a terminal of 80 columns and 24 lines."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import pty
+import select
+import struct
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live import start
+from tests.patience import patient
+from waymark.console.screen import Grid
+from waymark.remote.top import SORTS, View
+
+
+def publisher(name: str, **values: Any) -> dict[str, Any]:
+    return {
+        "instance_id": name,
+        "tenant_id": "default",
+        "dp_rank": 0,
+        "model_name": "m",
+        "status": "active",
+        "blocks": {"GPU": 1},
+        "counters": {},
+        "lag_seconds": None,
+        "complaint": None,
+        "load": {"requests": 0, "tokens": 0},
+    } | values
+
+
+def names(view: View, *publishers: dict[str, Any]) -> list[str]:
+    return [each["instance_id"] for each in view.rows(publishers)]
+
+
+def test_rows_are_sorted_by_what_the_key_chose() -> None:
+    view = View(sort="blocks")
+    few, many = publisher("few"), publisher("many", blocks={"GPU": 2, "CPU": 7})
+    assert names(view, few, many) == ["many", "few"]
+    view.key("r")
+    assert names(view, few, many) == ["few", "many"]
+    seen = set()
+    for _ in SORTS:
+        seen.add(view.sort)
+        view.key("s")
+    assert seen == set(SORTS)
+
+
+def test_the_worst_status_comes_first() -> None:
+    view = View(sort="status")
+    each = [publisher(status, status=status) for status in ("active", "failed", "pending", "lost")]
+    assert names(view, *each) == ["failed", "lost", "pending", "active"]
+
+
+def test_the_rate_is_of_two_answers() -> None:
+    view = View()
+    for seconds, stored in ((0.0, 10), (2.0, 50)):
+        view.saw([publisher("a", counters={"blocks_stored": stored}), publisher("b")], seconds)
+    assert names(view, publisher("b"), publisher("a")) == ["a", "b"]
+    grid = view.parts({"publishers": [publisher("a")], "workers": []}, 24)[1]
+    assert isinstance(grid, Grid)
+    assert grid.rows[0][grid.head.index("STORED/S")].plain == "20"
+
+
+def test_a_filter_is_typed_and_ended() -> None:
+    view = View()
+    for key in "/vlx\x7f":
+        view.key(key)
+    assert (view.filter, view.is_typing) == ("vl", True)
+    assert names(view, publisher("vllm"), publisher("sglang")) == ["vllm"]
+    view.key("q")  # a letter like any other
+    assert not view.is_over
+    view.key("\n")
+    view.key("q")
+    assert view.is_over
+
+
+def test_what_does_not_fit_can_be_scrolled_to() -> None:
+    view = View(sort="blocks")
+    answer = {"publishers": [publisher(f"e{n}") for n in range(50)], "workers": []}
+    _, grid, below = view.parts(answer, 24)
+    assert isinstance(grid, Grid)
+    assert len(grid.rows) == 19
+    assert "31 more below" in below.plain  # type: ignore[union-attr]
+    for _ in range(100):
+        view.key("j")
+    assert view.parts(answer, 24)[1].rows[-1][0].plain == "e9"  # type: ignore[union-attr]
+
+
+@pytest.mark.outside
+async def test_it_draws_on_a_small_terminal_and_ends_with_q(redis_url: str, tmp_path: Path) -> None:
+    async with start("serve", redis_url, tmp_path / "log") as live:
+        async with live.client() as client:
+            body = {"type": "standard", "modelname": "m", "instance_id": "engine-x", "block_size": 4}
+            assert (await client.post("/register", json=body)).status_code == 200
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "waymark", "top", "--url", live.url,
+            stdin=theirs, stdout=theirs, stderr=theirs,
+            env={"PATH": os.environ["PATH"], "TERM": "xterm"},
+        )  # fmt: skip
+        os.close(theirs)
+        try:
+            drawn = await asyncio.to_thread(read_until, ours, b"engine-x")
+            assert b"\x1b[?1049h" in drawn, "it has a screen of its own"
+            os.write(ours, b"q")
+            await asyncio.to_thread(read_until, ours, b"\x1b[?1049l")
+            async with asyncio.timeout(patient(20)):
+                assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            os.close(ours)
+
+
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    found, deadline = b"", time.monotonic() + patient(30)
+    while wanted not in found:
+        assert time.monotonic() < deadline, found
+        if select.select([terminal], [], [], 0.5)[0]:
+            found += os.read(terminal, 65536)
+    return found
