@@ -35,7 +35,7 @@ examples:
 
 #: Names a part answers to, and what measures it; it gets the rows that are there already.
 PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], list[Row]]]] = [
-    (("P1", "P2", "P3", "P4"), lambda options, _: queries.measure(options)),
+    (("P1", "P2", "P3", "P3b", "P4"), lambda options, _: queries.measure(options)),
     (("P5", "P6"), lambda options, _: index.measure(options)),
     (("P5",), lambda options, _: streams.measure(options)),
     (("P5b",), lambda options, _: hot.measure(options)),

@@ -90,6 +90,11 @@ def by_tokens(prompt: Prompt) -> bytes:
     return _body(token_ids=tokens(prompt))
 
 
+def by_few_tokens(prompt: Prompt) -> bytes:
+    """The same with the first 16 blocks only."""
+    return _body(token_ids=tokens(prompt)[: 16 * BLOCK_SIZE])
+
+
 def by_hash(prompt: Prompt) -> bytes:
     """Waymark's ``/query_by_hash``: rolling hashes."""
     return _body(seq_hashes=seq_hashes(prompt))

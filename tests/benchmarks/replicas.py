@@ -60,7 +60,7 @@ def measure_start(options: Options) -> list[Row]:
             starts = [_first_answer(folder, redis, asked) for _ in range(3)]
             ours, cpu = (median(each) for each in zip(*starts, strict=True))
             what = f"new replica: from its start to its first right answer, {size:,} blocks"
-            rows.append(Row("P7", what, ours, "s", bar=1.5))
+            rows.append(Row("P7", what, ours, "s", bar=0.4))
             rows.append(Row("P7", "the same: its CPU until then", cpu, "s"))
         if theirs is not None:
             what = "the same, and a peer that takes the index over from another"
@@ -140,7 +140,7 @@ def measure_more(options: Options) -> list[Row]:
     by_wall = [b / a for a, b in zip(one_rate, two_rate, strict=True)]
     what = "two replicas over one, queries per second "
     return [
-        Row("P9", what + "of their CPU", median(gain), "times", bar=1.7, is_least=True),
+        Row("P9", what + "of their CPU", median(gain), "times", bar=1.8, is_least=True),
         Row("P9", what + "on this machine, with Redis and the load on its cores", median(by_wall), "times"),
         Row("P9", "Redis' CPU per query, with two replicas over one", median(redis_ratio), "times"),
         *_ingest_beside(options),

@@ -195,7 +195,7 @@ def visibility(options: Options) -> list[Row]:
         else:
             theirs = median(_probed(bench, "peer", probes))
             what = "published to visible by /query, idle: p50"
-            rows.append(Row("P8", what, by_query, "ms", theirs, PEER, by_query / theirs))
+            rows.append(Row("P8", what, by_query, "ms", theirs, PEER, by_query / theirs, 1.5))
         for publisher in load:
             publisher.register(bench.replica)
         backlog = new_stores(loaded * RATE * 64 // 1000)
