@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from tests.console.conftest import Run
 from tests.patience import patient
 from tests.store.factories import Stream, registration, removed, stored, stream_of
+from waymark.console.holdings import SHOWN_MAX, kind_of, slots_of
 from waymark.console.redis_cli import RedisCli
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
@@ -89,19 +90,65 @@ async def test_what_is_no_hash_is_refused(word: str, streams: list[Stream], waym
 
 async def test_a_holder_tells_its_record_its_publisher_and_what_it_has(streams: list[Stream], waymark: Run) -> None:
     text = await waymark("inspect", "holder", "1")
-    first, record, publisher, head, entries = text.splitlines()
+    first, record, publisher, head, entries, title, row = text.splitlines()
     assert first == "holder 1 of default/m, group 1"
     assert record == "pod-1, rank 0, GPU, blocks of 16 tokens, backend pod-1, scope instance: live"
     assert publisher.startswith("publisher 1: vLLM at tcp://10.0.0.1:5557, pending, watermark 1, lag ")
     assert publisher.endswith(", worker worker-1")
-    assert head.split() == ["KEY", "ROWS", "AND", "COPIES", "APPLIED", "SEQ", "OPS", "OF", "IT"]
-    assert entries.split()[:3] == ["wm:{1}:engine:1", "2", "1"], "one row, and a block in it that has a copy"
+    assert " ".join(head.split()) == "KEY ROWS BRANCH ROWS SINGLES COPIES APPLIED SEQ OPS OF IT"
+    assert entries.split()[:6] == ["wm:{1}:engine:1", "1", "0", "0", "1", "1"], "a block in the row has a copy"
+    assert title.split() == ["ROW", "BLOCKS", "SLOTS", "STATE"]
+    assert row.split() == [f"wm:{{1}}:{WORD}", "3", "0-2", "-"]
+
+
+async def test_the_rows_of_a_holder_are_shown_up_to_a_bound(store: Store, redis: Redis, waymark: Run) -> None:
+    stream = await stream_of(store, redis)
+    gpu, other = await stream.begin("0 GPU", "1 GPU")
+    row = [BLOCK + at for at in range(3)]
+    # The row is full of other chains, so that the last of these is beside it; a block of the middle is gone.
+    tails = [stored(gpu, [at], first=at, after=row[0]) for at in range(100, 190)]
+    await stream.apply(stored(other, row), stored(gpu, row, first=5), removed(gpu, [row[1]], first=9), *tails)
+    lines = (await waymark("inspect", "holder", str(gpu))).splitlines()
+    counts = next(line for line in lines if line.startswith(f"wm:{{1}}:engine:{gpu}")).split()[1:5]
+    branches = int(counts[1])
+    assert (counts[0], branches > SHOWN_MAX, counts[2:]) == ("1", True, ["0", "0"])
+    of_row = next(line for line in lines if line.startswith(f"wm:{{1}}:{WORD} "))
+    assert of_row.split(maxsplit=2)[1:] == [
+        str(63),
+        "0 2-63  marked: further blocks are in branch rows",
+    ]
+    shown = [line for line in lines if line.startswith("wm:") and ":engine:" not in line]
+    assert len(shown) == SHOWN_MAX
+    assert lines[-1] == f"and {1 + branches - SHOWN_MAX} more"
+
+
+async def test_a_row_that_does_not_name_its_holder_or_cannot_be_read_says_so(
+    streams: list[Stream], redis: Redis, waymark: Run
+) -> None:
+    for value, sentence in ((f"{WORD}0 2:1", "does not name the holder"), ("half a", "cannot be read")):
+        await redis.set(f"wm:{{1}}:{WORD}", value)
+        assert sentence in (await waymark("inspect", "holder", "1")).splitlines()[-1]
+    await redis.delete(f"wm:{{1}}:{WORD}")
+    assert "there is no such value" in (await waymark("inspect", "holder", "1")).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("bitmap", "slots"), [(0, ""), (1, "0"), (0b1011, "0-1 3"), (2**64 - 1, "0-63"), (0b10100, "2 4"), (1 << 63, "63")]
+)
+def test_a_bitmap_is_shown_as_ranges_of_slots(bitmap: int, slots: str) -> None:
+    assert slots_of(bitmap) == slots
+
+
+def test_what_a_field_of_an_engine_hash_is_for() -> None:
+    fields = [WORD, f"{WORD}:{WORD}", f"{WORD}:s", f"*{WORD}", "applied", "junk"]
+    assert [kind_of(field.encode()) for field in fields] == ["rows", "branch rows", "singles", "copies", "", ""]
 
 
 async def test_an_ended_holder_says_so_and_what_is_left_of_it(streams: list[Stream], waymark: Run) -> None:
     lines = (await waymark("inspect", "holder", "3")).splitlines()
     assert lines[1] == "its life has ended; its entries are being swept"
-    assert lines[-1].split()[:2] == ["wm:{1}:engine:3", "1"]
+    assert lines[-3].split()[:2] == ["wm:{1}:engine:3", "1"]
+    assert lines[-1].split() == [f"wm:{{1}}:{WORD}", "1", "0", "-"]
 
 
 @pytest.mark.parametrize("shards", [3])
@@ -111,8 +158,9 @@ async def test_shards_are_looked_at_one_by_one(shards: int, redis: Redis, store:
     (gpu,) = await stream.begin("0 GPU")
     await stream.apply(*(stored(gpu, [BLOCK + at], first=at + 1, after=0) for at in range(3)))
     assert stream.key(BLOCK).decode() in await waymark("inspect", "block", WORD)
-    lines = (await waymark("inspect", "holder", str(gpu))).splitlines()[-shards:]
-    assert sum(int(line.split()[1]) for line in lines) == 3
+    lines = (await waymark("inspect", "holder", str(gpu))).splitlines()
+    assert sum(int(line.split()[1]) for line in lines if ":engine:" in line) == 3
+    assert sum(line.split()[1:] == ["1", "0", "-"] for line in lines) == 3
 
 
 async def test_a_namespace_is_computed_and_shown_at_work(waymark: Run) -> None:

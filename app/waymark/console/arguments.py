@@ -30,7 +30,7 @@ _INSPECT_EXAMPLES = {
   $ waymark inspect block cb38e4d7fb2dca5c --model llama               which holders have this block
 """,
     "holder": """\
-  $ waymark inspect holder 17                                          what holder id 17 in a block means
+  $ waymark inspect holder 17                                          what holder id 17 in a row means
 """,
     "namespace": """\
   $ waymark inspect namespace --lora sql --salt tenant-7               the number that is XORed into a block's key
@@ -86,8 +86,8 @@ def _add_inspections(kinds: Commands) -> None:
     block = _inspection(kinds, "block", "show which holders have the block with this key, including dead holders")
     block.add_argument("key", help="the 16 hex digits of the key, which are seq_hash XOR namespace")
     _add_group(block)
-    holder = _inspection(kinds, "holder", "show what a holder id in a block means, and how many blocks the holder has")
-    holder.add_argument("id", type=int, help="the id, as the value of a block contains it")
+    holder = _inspection(kinds, "holder", "show what a holder id in a row means, and which rows the holder has")
+    holder.add_argument("id", type=int, help="the id, as a row contains it")
     _add_group(holder)
     every = _inspection(
         kinds, "keys", "print redis-cli commands that show everything except the blocks", has_keys=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from waymark.console.holdings import holdings
 from waymark.console.screen import Grid, Part, joined, text
 from waymark.console.search import ROWS_MAX, Found, Search
 from waymark.console.status_view import STATUS_STYLE, seconds_text
@@ -14,7 +15,6 @@ from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
 from waymark.inspection.look import Group, Look, shown
 from waymark.store import keys
-from waymark.store.parsing import lenient_text
 
 
 async def block(look: Look, groups: Sequence[Group], key: int) -> list[Part]:
@@ -91,7 +91,7 @@ async def holder(look: Look, groups: Sequence[Group], holder_id: int) -> list[Pa
                 )
             )
             drawn += await _publisher(look, group, record.publisher)
-        drawn.append(await _entries(look, group, holder_id))
+        drawn += await holdings(look, group, holder_id)
     if not drawn:
         names = ", ".join(shown(group.name) for group in groups[:5])
         raise NotFound(
@@ -113,20 +113,6 @@ async def _publisher(look: Look, group: Group, publisher: int) -> list[Part]:
         )
         for state in states
     ]
-
-
-async def _entries(look: Look, group: Group, holder_id: int) -> Part:
-    """What the holder has, shard by shard: a field for each row, and one for each block with copies."""
-    engines = [keys.engine(group.id, shard, holder_id) for shard in range(group.entry.shards)]
-    replies = await look.several(
-        command for engine in engines for command in (("HLEN", engine), ("HGET", engine, "applied"))
-    )
-    rows = []
-    for engine, length, applied in zip(engines, replies[::2], replies[1::2], strict=True):
-        seq, _, ops = ("" if applied is None else lenient_text(applied)).partition(" ")
-        rows.append((text(engine), text(length - (applied is not None)), text(seq or "none"), text(ops)))
-    head = ("KEY", "ROWS AND COPIES", "APPLIED SEQ", "OPS OF IT")
-    return Grid(head, rows, frozenset(head[1:]))
 
 
 def of_namespace(adapter: Adapter, salts: Sequence[str], key: int | None) -> list[Part]:
