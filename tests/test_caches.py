@@ -39,6 +39,8 @@ ELSEWHERE = {
     "api.operations:Operation": "children of a counter",
     "api.query_counts:QueryCounts": "children of a counter",
     "api.answer_cache:AnswerCache": "made by the incarnation, and bound to views of tables",
+    "api.answer_cache:Counted._instances": "rows of one answer, kept and dropped with it",
+    "api.by_address:AddressTables": "made by the incarnation, and bound to tables",
     "api.answer_cache:_NONE_KNOWN": "always empty",
     "api.request_cache:RequestCache": "what texts of requests say, by their bytes",
     "api.admission:AdmissionQueue": "requests that wait",

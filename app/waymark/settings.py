@@ -173,6 +173,8 @@ class Settings(BaseSettings):
     """The seed of the block hashes; all processes that share a Redis need the same seed."""
     shards: int = Field(1, ge=1, le=256)
     """The number of Redis Cluster slots that the blocks of a new group are spread over."""
+    conductor_shape: Literal["auto", "published", "instances"] = "auto"
+    """The form of `/query`: `published`, `instances` (the newer form), or `auto`, which adds it to msgpack answers."""
     query_deadline_ms: int = Field(1000, ge=1, le=60_000)
     """How long a query may take before it answers with what it has found."""
     native: bool = True

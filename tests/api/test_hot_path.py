@@ -211,7 +211,10 @@ async def test_an_answer_is_the_same_however_its_question_is_written(
         packed = {"content-type": "application/msgpack"}
         for tokens in (ids, struct.pack("<8I", *ids)):
             answer = await client.post(path, content=msgpack.packb(fields | {"token_ids": tokens}), headers=packed)
-            found.append(httpx.Response(answer.status_code, json=msgpack.unpackb(answer.content)))
+            told = msgpack.unpackb(answer.content)
+            if not prefix:
+                del told["instances"]  # the newer form, in msgpack alone
+            found.append(httpx.Response(answer.status_code, json=told))
         assert {answer.status_code for answer in found} == {200}
         assert all(answer.json() == found[0].json() for answer in found)
         answers.append(found[0].json())

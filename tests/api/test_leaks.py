@@ -39,6 +39,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/dynamo/register": REGISTER | {"instance_id": 2, "model_name": "m", "additional_salt": SALT},
     "/dynamo/query": PROMPT,
     "/dynamo/query_by_hash": BY_HASH,
+    "/dynamo/query_tiered_by_hash": BY_HASH,
     "/dynamo/unregister": {"instance_id": 2, "model_name": "m"} | SALTED,
     "/dynamo/register_peer": {"url": f"http://user:{PASSWORD}@peer"},
     "/dynamo/deregister_peer": {"url": f"http://user:{PASSWORD}@peer"},

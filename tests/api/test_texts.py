@@ -76,7 +76,9 @@ async def test_a_chat_request_gets_the_rows_of_its_tokens(
             headers={"Content-Type": "application/msgpack"},
         )
         assert by_text.status_code == 200, by_text.text
-        assert by_text.json() == by_tokens.json() == msgpack.unpackb(packed.content)
+        in_msgpack = msgpack.unpackb(packed.content)
+        assert in_msgpack.pop("instances").keys() == {"one", "two"}
+        assert by_text.json() == by_tokens.json() == in_msgpack
         assert by_text.json()["default"][best]["GPU"] == len(tokens) // 2 * 2
 
 

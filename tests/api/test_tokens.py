@@ -266,6 +266,7 @@ BODIES: dict[tuple[str, str], Any] = {
     ("GET", "/docs"): None,
     ("POST", "/dynamo/query"): _DYNAMO | {"token_ids": PROMPT},
     ("POST", "/dynamo/query_by_hash"): _DYNAMO | {"block_hashes": [1]},
+    ("POST", "/dynamo/query_tiered_by_hash"): _DYNAMO | {"block_hashes": [1]},
     ("POST", "/dynamo/register"): _DYNAMO | {"instance_id": 78, "block_size": 2, "endpoint": "tcp://a:1"},
     ("POST", "/dynamo/unregister"): {"instance_id": 77, "model_name": f"{SECRET}-model"},
     ("GET", "/dynamo/workers"): None,

@@ -7,11 +7,12 @@ once, when there is no room.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import orjson
 
-from waymark.domain.match import ConductorRow, Walk, conductor_rows
+from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows
 from waymark.domain.media import BEST, IN_EVERY_ANSWER
 from waymark.domain.table import View
 from waymark.metrics import Metrics
@@ -28,11 +29,21 @@ _ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES = 1200, 100, 300
 _NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], Counted] = {}
 
 
-class Counted(NamedTuple):
+class Counted:
     """The rows of what was found; not to be changed."""
 
-    rows: InTokens
-    json: bytes
+    __slots__ = ("_instances", "json", "rows")
+
+    def __init__(self, rows: InTokens, json: bytes) -> None:
+        self.rows = rows
+        self.json = json
+        self._instances: InTokens | None = None
+
+    def instances(self, walk: Walk | None) -> InTokens:
+        """The same in the newer form of the API, of the walk that the rows are of; made when it is first asked for."""
+        if self._instances is None:
+            self._instances = {} if walk is None else instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
+        return self._instances
 
 
 NOTHING = Counted({}, b"{}")
@@ -93,3 +104,24 @@ def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
         for medium in sorted(media.keys() - answer.keys()):
             answer[medium] = media[medium] * block_size
     return answer
+
+
+def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size: int) -> InTokens:
+    """Instances of the newer form: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
+    return {instance_id: _by_ranks(ranks, block_size) for instance_id, ranks in rows.items()}
+
+
+def _by_ranks(ranks: Mapping[int, DynamoRank], block_size: int) -> dict[str, Any]:
+    found = {
+        str(rank): {"gpu": row.gpu * block_size, "cpu": row.cpu * block_size, "disk": row.disk * block_size}
+        for rank, row in sorted(ranks.items())
+    }
+    disk = max(row["disk"] for row in found.values())
+    return {
+        "longest_matched": disk,
+        "gpu": max(row["gpu"] for row in found.values()),
+        "dp": {rank: row["gpu"] for rank, row in found.items()},
+        "cpu": max(row["cpu"] for row in found.values()),
+        "disk": disk,
+        "rank_matches": found,
+    }

@@ -100,6 +100,25 @@ class InspectAnswer(Explanation):
     keys: list[str] = Field(description="of each block, 16 hex digits: its seq_hash XOR the namespace")
 
 
+class TierMatches(BaseModel):
+    """Unbroken prefixes of one rank, in tokens; each goes on from the one before."""
+
+    gpu: int
+    cpu: int
+    disk: int
+
+
+class TieredInstance(BaseModel):
+    """What one instance has, in tokens, in the newer form of the API: as ``/dynamo/query`` counts it."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[str, int] = Field(description="by rank, as gpu")
+    cpu: int
+    disk: int
+    rank_matches: dict[str, TierMatches]
+
+
 class QueryAnswer(BaseModel):
     """The instances of the tenant, under its name. The object is empty if the tenant is not known."""
 
@@ -107,6 +126,9 @@ class QueryAnswer(BaseModel):
 
     __pydantic_extra__: dict[str, dict[str, InstanceRow]]
 
+    instances: dict[str, TieredInstance] | None = Field(
+        None, description="the newer form of the API: in msgpack, or as WAYMARK_CONDUCTOR_SHAPE has it"
+    )
     explanation: Explanation | None = Field(None, description="with explain: why each instance has no more")
 
 

@@ -53,7 +53,10 @@ _TEXT, _HTML = "text/plain", "text/html"
 
 #: The hot paths.
 _QUERIES = frozenset(
-    {"/query", "/query_by_hash", "/select", "/release", "/score", "/dynamo/query", "/dynamo/query_by_hash"}
+    {
+        *("/query", "/query_by_hash", "/select", "/release", "/score"),
+        *("/dynamo/query", "/dynamo/query_by_hash", "/dynamo/query_tiered_by_hash"),
+    }
 )
 
 _PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
@@ -190,6 +193,14 @@ _DYNAMO_QUERY_BY_HASH = Doc(
     "Returns how much of a prompt of the base model each worker has; the prompt is given as its local hashes.",
     dynamo_bodies.DynamoQueryByHashRequest,
     dynamo_bodies.DynamoQueryAnswer,
+    errors=(404,),
+    headers=_PARTIAL,
+    reach="body",
+)
+_DYNAMO_QUERY_TIERED = Doc(
+    "Returns how many blocks of a prompt of the base model each worker has, tier by tier.",
+    dynamo_bodies.DynamoQueryByHashRequest,
+    dynamo_bodies.DynamoTieredAnswer,
     errors=(404,),
     headers=_PARTIAL,
     reach="body",
@@ -358,6 +369,7 @@ def _operations(
         ("POST", "/score", "read", explained(decisions.score), _SCORE),
         ("POST", "/dynamo/query", "read", dynamo.query, _DYNAMO_QUERY),
         ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, _DYNAMO_QUERY_BY_HASH),
+        ("POST", "/dynamo/query_tiered_by_hash", "read", dynamo.query_tiered_by_hash, _DYNAMO_QUERY_TIERED),
         ("POST", "/tokenize", "read", texts.tokenize, _TOKENIZE),
         ("POST", "/detokenize", "read", texts.detokenize, _DETOKENIZE),
         ("POST", "/register", "write", registrations.register, _REGISTER),

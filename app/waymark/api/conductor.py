@@ -9,6 +9,7 @@ import orjson
 
 from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
 from waymark.api.bodies import Body, Format
+from waymark.api.by_address import AddressTables
 from waymark.api.errors import Unfit
 from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.lookup import KeysOf, Lookup
@@ -38,8 +39,10 @@ class Conductor:
         self._store = store
         self._texts = texts
         self._settings = settings
+        self._shape = settings.conductor_shape
         self._given = GivenPrompts(settings)
         self._lookup = Lookup(store.reader, settings, metrics)
+        self._addresses = store.incarnation.cache(AddressTables())
         self._rows = store.incarnation.cache(AnswerCache(settings.answer_cache_bytes, metrics))
 
     async def query(self, body: Body) -> Answer | Paused:
@@ -63,22 +66,38 @@ class Conductor:
             block_size, reading = await self._lookup.read_in_size(group, block_size_of, keys_of)
         else:
             reading = await self._lookup.read(group, block_size, keys_of(block_size))
-        counted = NOTHING if reading is None else self._rows.of(reading.walk)
+        walk = None if reading is None else reading.walk
+        if asked.is_by_address and walk is not None:
+            table = self._store.reader.table_at_hand(group)
+            walk = walk if table is None else self._addresses.walk(table, walk)
+        counted = NOTHING if walk is None else self._rows.of(walk)
         # A group without instances may be one of a tenant that is gone: groups outlive their registrations.
         seconds = self._settings.query_deadline_ms / 1000
         if not counted.rows and not await self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds):
-            return Answer({}, headers={"X-Waymark-Note": _UNKNOWN})
+            return Answer(self._shaped({}, {}, body_format), headers={"X-Waymark-Note": _UNKNOWN})
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         if reading is None or not reading.walk.view.size:
             note = self._note(group, block_size)
             headers = {**headers, "X-Waymark-Note": note} if note else headers
-        if instance_id is not None:
-            row = counted.rows.get(instance_id) or in_tokens(ConductorRow(), block_size)
-            return Answer({group.tenant_id: {instance_id: row}}, headers=headers)
-        if body_format is Format.JSON:
+        if body_format is Format.JSON and self._shape != "instances":
+            if instance_id is not None:
+                row = counted.rows.get(instance_id) or in_tokens(ConductorRow(), block_size)
+                return Answer({group.tenant_id: {instance_id: row}}, headers=headers)
             content = b"{%b:%b}" % (asked.tenant, counted.json)
             return Answer(content, headers=headers, media_type=_JSON)
-        return Answer({group.tenant_id: counted.rows}, headers=headers)
+        rows, instances = counted.rows, counted.instances(walk)
+        if instance_id is not None:
+            rows = {instance_id: rows.get(instance_id) or in_tokens(ConductorRow(), block_size)}
+            instances = {instance_id: instances[instance_id]} if instance_id in instances else {}
+        return Answer(self._shaped({group.tenant_id: rows}, instances, body_format), headers=headers)
+
+    def _shaped(self, published: dict[str, Any], instances: dict[str, Any], body_format: Format) -> dict[str, Any]:
+        """The answer in the form of the API that the settings choose; ``auto`` answers msgpack in both at once."""
+        if self._shape == "instances":
+            return {"instances": instances}
+        if self._shape == "published" or body_format is Format.JSON:
+            return published
+        return published | {"instances": instances}
 
     def _note(self, group: GroupName, block_size: int) -> str:
         """Why there are only zeros, where no engine could have the prompt; a header cannot hold every name."""
@@ -103,6 +122,7 @@ class _Asked(NamedTuple):
     """The prompt, if it has no tokens yet."""
     items: Items = ()
     """The images and other items among its tokens."""
+    is_by_address: bool = False
 
 
 def _validated(
@@ -110,7 +130,9 @@ def _validated(
 ) -> _Asked:
     ns = namespace(request.adapter, request.salts)
     tenant = orjson.dumps(request.group.tenant_id)
-    return _Asked(request.group, request.instance_id, request.block_size, ns, tenant, text, items)
+    return _Asked(
+        request.group, request.instance_id, request.block_size, ns, tenant, text, items, request.by == "address"
+    )
 
 
 def _by_prompt(fields: dict[str, Any]) -> _Asked:

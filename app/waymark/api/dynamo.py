@@ -31,6 +31,7 @@ from waymark.errors import Conflict, InvalidValue, NotFound
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.shown import shown
+from waymark.store.reader import Reading
 from waymark.store.store import Store
 
 
@@ -111,6 +112,18 @@ class Dynamo:
         return await self._answer(group, prompt)
 
     async def query_by_hash(self, body: Body) -> Answer:
+        return await self._answer(*self._by_hash(body))
+
+    async def query_tiered_by_hash(self, body: Body) -> Answer:
+        """The same in blocks, tier by tier: what a selection service without an index of its own reads."""
+        group, prompt = self._by_hash(body)
+        block_size, reading = await self._read(group, prompt)
+        rows = {} if reading is None else dynamo_rows(reading.walk)
+        headers = PARTIAL if reading is not None and reading.is_partial else {}
+        return Answer({"block_size": block_size, "tiered": in_tiers(rows)}, headers=headers)
+
+    def _by_hash(self, body: Body) -> tuple[GroupName, KeysOf]:
+        """The group and the prompt of a body with local hashes."""
         request = body.asked(DynamoQueryByHashRequest.of)
         if body.fields.get("cache_salt") is not None:
             raise InvalidValue(
@@ -123,21 +136,23 @@ class Dynamo:
             max_tokens=self._settings.max_tokens,
             may_hold_booleans=body.may_hold_booleans,
         )
-        group = _group(request.partition, request.model_name)
 
         def prompt(block_size: int) -> PromptKeys:
             # Only the base model is found: a client's local hashes have adapter and salt in their seed.
             keys = LocalHashKeys(local_hashes, self._settings.hash_seed)
             return PromptKeys(keys, len(local_hashes), len(local_hashes) * block_size)
 
-        return await self._answer(group, prompt)
+        return _group(request.partition, request.model_name), prompt
 
     async def _answer(self, group: GroupName, keys_of: KeysOf) -> Answer:
         """The answer for a prompt in blocks of its group's size."""
-        block_size, reading = await self._lookup.read_in_size(group, partial(_block_size, group), keys_of)
+        block_size, reading = await self._read(group, keys_of)
         rows = {} if reading is None else dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         return Answer(in_tokens(rows, block_size), headers=headers)
+
+    async def _read(self, group: GroupName, keys_of: KeysOf) -> tuple[int, Reading | None]:
+        return await self._lookup.read_in_size(group, partial(_block_size, group), keys_of)
 
 
 def _block_size(group: GroupName, table: HolderTable | None) -> int:
@@ -167,6 +182,20 @@ def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> dict[s
         if any(device.values()):
             scores[instance_id] = {rank: tokens for rank, tokens in device.items() if tokens}
     return {"scores": scores, "frequencies": [], "instances": instances}
+
+
+def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> dict[str, Any]:
+    """Blocks of each worker on its device, and what each tier below adds to them; pairs of a rank and a number."""
+    device, host, disk = [], [], []
+    for instance_id, ranks in rows.items():
+        if is_worker_id(instance_id):
+            for rank in sorted(ranks):
+                row, worker = ranks[rank], {"worker_id": int(instance_id), "dp_rank": rank}
+                device += [[worker, row.gpu]] if row.gpu else []
+                host += [[worker, row.cpu - row.gpu]] if row.cpu > row.gpu else []
+                disk += [[worker, row.disk - row.cpu]] if row.disk > row.cpu else []
+    tiers = [[name, {"hits": hits}] for name, hits in (("host_pinned", host), ("disk", disk)) if hits]
+    return {"device": {"scores": device, "frequencies": []}, "lower_tier": tiers}
 
 
 def is_worker_id(instance_id: str) -> bool:

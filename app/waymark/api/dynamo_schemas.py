@@ -66,6 +66,43 @@ class DynamoQueryByHashRequest(_Grouped):
     )
 
 
+class DynamoWorkerRank(BaseModel):
+    """One rank of a worker."""
+
+    worker_id: InstanceId
+    dp_rank: int
+
+
+RankBlocks = tuple[DynamoWorkerRank, int]
+
+
+class DynamoDeviceBlocks(BaseModel):
+    """Blocks of the unbroken prefix on the device, by rank."""
+
+    scores: list[RankBlocks]
+    frequencies: list[int]
+
+
+class DynamoTierBlocks(BaseModel):
+    """Blocks that a tier adds to those of the tiers above it, by rank."""
+
+    hits: list[RankBlocks]
+
+
+class DynamoTiers(BaseModel):
+    """The device, and the tiers below it that have blocks."""
+
+    device: DynamoDeviceBlocks
+    lower_tier: list[tuple[Literal["host_pinned", "disk", "external"], DynamoTierBlocks]]
+
+
+class DynamoTieredAnswer(BaseModel):
+    """What each worker has of a prompt, in blocks."""
+
+    block_size: int
+    tiered: DynamoTiers
+
+
 class PeerRequest(Request):
     """The base URL of a peer."""
 

@@ -323,6 +323,9 @@ OPTIONAL_BLOCK_SIZE = f"{BLOCK_SIZE}; the default is that of the model's engines
 class _Asked(Named):
     block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
+    by: Literal["instance", "address"] = Field(
+        default="instance", description="instance or address: what the rows of the answer are named by"
+    )
     explain: bool = Field(
         default=False, description="true or false: whether the answer says why each instance has no more of the prompt"
     )

@@ -18,7 +18,7 @@ from typing import Literal
 
 from waymark.domain.names import BY_CLIENT, PublisherName, Registration
 from waymark.domain.rows import FORMAT
-from waymark.errors import Conflict, StoreUnavailable
+from waymark.errors import Conflict, InvalidValue, StoreUnavailable
 from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.claims import Claim
@@ -41,6 +41,10 @@ _FIXED = {
     "copies": "copies",
     "sequence": "sequence",
 }
+
+
+#: Fields that stand beside the tenants in an answer of ``/query``.
+RESERVED_TENANTS = frozenset({"instances", "explanation"})
 
 
 class Registry:
@@ -67,8 +71,14 @@ class Registry:
         Another endpoint begins a new life. A change of the target fields does not interrupt the stream.
 
         Raises Conflict, with the field, if the publisher is registered with another model, block size, type, adapter,
-        salt or scope, or if its registration cannot be read. Nothing changes then.
+        salt or scope, or if its registration cannot be read; InvalidValue if its tenant may not be named so. Nothing
+        changes then.
         """
+        if registration.tenant_id in RESERVED_TENANTS:
+            raise InvalidValue(
+                f"tenant_id is {shown(registration.tenant_id)}, which is a field of answers; choose another name",
+                field="tenant_id",
+            )
         has_moved = False
         for _ in range(_ATTEMPTS):
             claim = await self._directory.claim(registration.name)

@@ -1,0 +1,240 @@
+"""What existing clients of these APIs send, and that their readers find what they need.
+
+Each client was read in its public source; the version and the file stand beside its test. The bodies here have the
+same fields as theirs, and each ``read_*`` looks at an answer for what the reader of that client looks at.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+
+from tests.api.conftest import Hold, MakeClient
+from waymark.domain.hashing import extend, token_bytes
+from waymark.store.store import Store
+
+TOKENS = [101, 15, 100, 55, 89, 63]
+"""Three blocks of two."""
+MSGPACK = {"Content-Type": "application/msgpack"}
+
+Register = Callable[..., Awaitable[None]]
+
+
+def packed(tokens: list[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+async def post_packed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+    answer = await client.post(path, content=msgpack.packb(body, use_bin_type=True), headers=MSGPACK)
+    assert answer.status_code == 200, answer.text
+    return msgpack.unpackb(answer.content, raw=False)
+
+
+# ---- Mooncake's cache-aware proxy ------------------------------------------------------------------------
+# kvcache-ai/Mooncake, mooncake-conductor/example/cache_aware_disagg_proxy.py: in msgpack as of 1d9dff9a (the form of
+# branch dev/conductor), in JSON as merged before.
+
+PROFILE = {
+    "strategy": "vllm_v1",
+    "algorithm": "sha256_cbor",
+    "python_hash_seed": "0",
+    "index_projection": "low64_be",
+}
+
+
+def proxy_registration(instance_id: str, dp_rank: int = 0) -> dict[str, Any]:
+    return {
+        "endpoint": f"tcp://10.0.0.{dp_rank + 1}:5557",
+        "type": "vLLM",
+        "modelname": "m",
+        "instance_id": instance_id,
+        "block_size": 2,
+        "dp_rank": dp_rank,
+        "tenant_id": "default",
+        "lora_name": "",
+        "hash_profile": PROFILE,
+    }
+
+
+def proxy_query(tokens: Any) -> dict[str, Any]:
+    return {"model": "m", "block_size": 2, "token_ids": tokens, "tenant_id": "default", "lora_name": ""}
+
+
+def read_by_proxy(answer: Any, routable: set[str]) -> dict[str, int]:
+    """Its candidates: instances that it knows, with an exact integer."""
+    instances = answer["instances"]
+    assert isinstance(instances, dict)
+    candidates = {}
+    for instance_id, result in instances.items():
+        if instance_id in routable and isinstance(result, dict):
+            longest = result.get("longest_matched")
+            if type(longest) is int and longest >= 0:
+                candidates[instance_id] = longest
+    return candidates
+
+
+ROWS = {
+    "prefill-1": {
+        "longest_matched": 6,
+        "gpu": 4,
+        "dp": {"0": 4, "1": 0},
+        "cpu": 6,
+        "disk": 6,
+        "rank_matches": {"0": {"gpu": 4, "cpu": 6, "disk": 6}, "1": {"gpu": 0, "cpu": 0, "disk": 0}},
+    },
+    "prefill-2": {
+        "longest_matched": 2,
+        "gpu": 2,
+        "dp": {"0": 2},
+        "cpu": 2,
+        "disk": 2,
+        "rank_matches": {"0": {"gpu": 2, "cpu": 2, "disk": 2}},
+    },
+}
+
+
+async def held_by_proxys_engines(hold: Hold) -> None:
+    await hold("prefill-1", TOKENS, blocks=[0, 1])
+    await hold("prefill-1", TOKENS, medium="CPU", blocks=[2])
+    await hold("prefill-2", TOKENS, blocks=[0])
+
+
+async def test_mooncakes_proxy_in_msgpack(client: httpx.AsyncClient, hold: Hold) -> None:
+    bodies = [proxy_registration("prefill-1"), proxy_registration("prefill-1", 1), proxy_registration("prefill-2")]
+    for body in bodies * 2:  # it registers all of them at each start
+        answer = await post_packed(client, "/register", body)
+        assert (answer["status"], answer["instance_id"]) == ("registered successfully", body["instance_id"])
+    await held_by_proxys_engines(hold)
+    answer = await post_packed(client, "/query", proxy_query(packed(TOKENS)))
+    assert read_by_proxy(answer, {"prefill-1", "prefill-2"}) == {"prefill-1": 6, "prefill-2": 2}
+    assert answer["instances"] == ROWS
+    # The published form is in the same answer, for clients that read that in msgpack.
+    assert answer["default"] == (await client.post("/query", json=proxy_query(TOKENS))).json()["default"]
+    unknown = await post_packed(client, "/query", proxy_query(packed(TOKENS)) | {"model": "x"})
+    assert unknown == {"default": {}, "instances": {}}
+    assert await post_packed(client, "/query", proxy_query(packed(TOKENS)) | {"tenant_id": "x"}) == {"instances": {}}
+    one = await post_packed(client, "/query", proxy_query(packed(TOKENS)) | {"instance_id": "prefill-2"})
+    assert one["instances"] == {"prefill-2": ROWS["prefill-2"]}
+    none = await post_packed(client, "/query", proxy_query(packed(TOKENS)) | {"instance_id": "who"})
+    assert none["instances"] == {}
+
+
+@pytest.mark.parametrize("shape", ["auto", "published", "instances"])
+async def test_mooncakes_proxy_in_json(store: Store, make_client: MakeClient, hold: Hold, shape: str) -> None:
+    client = await make_client(store, conductor_shape=shape)
+    for body in (proxy_registration("prefill-1"), proxy_registration("prefill-1", 1), proxy_registration("prefill-2")):
+        assert (await client.post("/register", json=body)).status_code == 200
+    await held_by_proxys_engines(hold)
+    answer = (await client.post("/query", json=proxy_query(TOKENS))).json()
+    if shape == "instances":
+        assert answer == {"instances": ROWS}
+        assert (await client.post("/query", json=proxy_query(TOKENS) | {"model": "x"})).json() == {"instances": {}}
+        assert await post_packed(client, "/query", proxy_query(packed(TOKENS))) == answer
+        explained = (await client.post("/query", json=proxy_query(TOKENS) | {"explain": True})).json()
+        assert explained.keys() == {"instances", "explanation"}
+    else:
+        assert answer.keys() == {"default"}
+        assert answer["default"]["prefill-1"]["longest_matched"] == 6
+    if shape == "published":
+        assert await post_packed(client, "/query", proxy_query(packed(TOKENS))) == answer
+
+
+@pytest.mark.parametrize("path", ["/register", "/dynamo/register"])
+@pytest.mark.parametrize("tenant", ["instances", "explanation"])
+async def test_no_tenant_is_called_as_a_field_of_an_answer(client: httpx.AsyncClient, path: str, tenant: str) -> None:
+    body = proxy_registration("1") | {"tenant_id": tenant, "model_name": "m"}
+    body |= {"instance_id": 1} if path.startswith("/dynamo") else {}
+    answer = await client.post(path, json=body)
+    assert answer.status_code in (400, 422)
+    assert "which is a field of answers" in answer.json()["error"]
+    assert (await client.get("/services")).json()["count"] == 0
+
+
+# ---- the published API, and PyMotor of June ----------------------------------------------------------------
+# kvcache-ai/Mooncake, the page of 3b5a5941 and the proxy of branch dev/kv-indexer (3d88bf91); MindIE-PyMotor 7d15c047.
+
+
+async def test_the_published_form_without_a_tenant(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    await register("vllm-prefill-1")
+    await register("vllm-prefill-1", dp_rank=1)
+    await hold("vllm-prefill-1", TOKENS, rank=1)
+    answer = (await client.post("/query", json={"model": "m", "block_size": 2, "token_ids": TOKENS})).json()
+    ranks = answer["default"]["vllm-prefill-1"]["DP"]
+    assert ranks == {"0": 0, "1": 6}
+    assert min(ranks.values()) == 0  # it takes the least of them, so they are numbers
+
+
+# ---- Dynamo's selection service with a remote indexer --------------------------------------------------------
+# ai-dynamo/dynamo main, lib/kv-router/src/services/indexer/backend.rs (RemoteIndexerClient, TieredQueryResponse) and
+# indexer/types.rs (WireTieredMatchDetails). Its reader fails on a missing field, and takes a status that is no success
+# for an indexer that is offline.
+
+
+def read_tiers(answer: Any) -> tuple[int, dict[tuple[int, int], int], dict[str, dict[tuple[int, int], int]]]:
+    """(block size, device blocks by worker, hits by tier and worker), as its types demand."""
+    assert answer.keys() == {"block_size", "tiered"}
+    tiered = answer["tiered"]
+    assert tiered.keys() == {"device", "lower_tier"}
+    assert tiered["device"].keys() == {"scores", "frequencies"}
+    tiers: dict[str, dict[tuple[int, int], int]] = {}
+    for tier, details in tiered["lower_tier"]:
+        assert tier in ("host_pinned", "disk", "external")
+        assert tier not in tiers
+        assert details.keys() == {"hits"}
+        tiers[tier] = _pairs(details["hits"])
+    return answer["block_size"], _pairs(tiered["device"]["scores"]), tiers
+
+
+def _pairs(rows: list[Any]) -> dict[tuple[int, int], int]:
+    found = {}
+    for worker, blocks in rows:
+        assert worker.keys() == {"worker_id", "dp_rank"}
+        assert type(blocks) is int
+        found[worker["worker_id"], worker["dp_rank"]] = blocks
+    return found
+
+
+def local_hashes(tokens: list[int]) -> list[int]:
+    """As the client sends them: signed."""
+    each = [extend(None, token_bytes(tokens[i : i + 2]), 2)[0] for i in range(0, len(tokens), 2)]
+    return [number - 2**64 if number >= 2**63 else number for number in each]
+
+
+async def test_dynamos_selection_service(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    for name in ("7", "8", "9", "named"):
+        await register(name)
+    await register("7", dp_rank=1)
+    await hold("7", TOKENS, blocks=[0])
+    await hold("7", TOKENS, medium="CPU", blocks=[1])
+    await hold("7", TOKENS, medium="DISK", blocks=[2])
+    await hold("8", TOKENS, medium="CPU", blocks=[0, 1])  # nothing on its device: it starts at the root
+    await hold("named", TOKENS)
+    body = {"block_hashes": local_hashes(TOKENS), "model_name": "m", "routing_group": "default"}
+    answer = await client.post("/dynamo/query_tiered_by_hash", json=body)
+    assert answer.status_code == 200
+    assert read_tiers(answer.json()) == (
+        2,
+        {(7, 0): 1},
+        {"host_pinned": {(7, 0): 1, (8, 0): 2}, "disk": {(7, 0): 1}},
+    )
+    empty = await client.post("/dynamo/query_tiered_by_hash", json=body | {"block_hashes": [1]})
+    assert read_tiers(empty.json()) == (2, {}, {})
+    missing = await client.post("/dynamo/query_tiered_by_hash", json=body | {"model_name": "x"})
+    assert (missing.status_code, missing.json()) == (404, {"error": "no indexer for model=x routing_group=default"})
+
+
+async def test_tiers_agree_with_the_released_answer(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    await register("7")
+    await register("pool", type="Mooncake")
+    await hold("7", TOKENS, blocks=[0])
+    await hold("pool", TOKENS, medium="CPU", blocks=[1, 2])
+    body = {"block_hashes": local_hashes(TOKENS), "model_name": "m"}
+    released = (await client.post("/dynamo/query_by_hash", json=body)).json()["instances"]["7"]
+    _, device, tiers = read_tiers((await client.post("/dynamo/query_tiered_by_hash", json=body)).json())
+    assert (released["gpu"], released["cpu"]) == (2 * device[7, 0], 2 * (device[7, 0] + tiers["host_pinned"][7, 0]))
