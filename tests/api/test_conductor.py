@@ -229,6 +229,7 @@ async def test_msgpack_is_answered_in_msgpack(
 
 async def test_registering_again_moves_or_conflicts(client: httpx.AsyncClient, store: Store) -> None:
     body = {"type": "SGLang", "endpoint": "tcp://a:1", "model": "m", "instance_id": "i", "block_size": 16}
+    body["replay_endpoint"] = "tcp://a:2"
     for _ in range(2):
         answer = await client.post("/register", json=body)
         assert (answer.status_code, answer.json()) == (

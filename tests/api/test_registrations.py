@@ -212,3 +212,28 @@ async def test_a_client_that_registers_keeps_what_was_found(engine: Engine, post
     assert await store.registry.register(replace(first, origin=BY_CLIENT))
     assert await store.registry.register(replace(first, origin=Origin("discovery", "ns/pod"))) is False
     assert (await store.directory.registrations())[0].origin == BY_CLIENT
+
+
+async def test_a_publisher_whose_holes_nothing_fills_is_warned_about(make_client: MakeClient, store: Store) -> None:
+    client = await make_client(store)
+    fields = {"endpoint": "tcp://10.0.0.1:5557", "modelname": "llama", "block_size": 16}
+
+    async def warnings(**more: str) -> list[str]:
+        answer = await client.post("/register", json={"instance_id": "pod-1"} | fields | more)
+        assert answer.status_code == 200, answer.text
+        await client.post("/unregister", json={"instance_id": "pod-1"})
+        return list(answer.json().get("warnings", []))
+
+    (sentence,) = await warnings(type="vLLM")
+    assert "pod-1|default|0" in sentence
+    assert '"copies": "set"' in sentence
+    assert await warnings(type="vLLM", copies="set") == []
+    assert await warnings(type="vLLM", replay_endpoint="tcp://10.0.0.1:5657") == []
+    assert await warnings(type="Mooncake") == [], "it counts no copies"
+
+
+async def test_each_rank_of_a_url_without_a_replay_is_warned_about(engine: Engine, post: Post) -> None:
+    engine.is_vllm("no_replay")
+    answer = (await post(engine.url)).json()
+    (sentence,) = answer["warnings"]
+    assert f"{answer['instance_id']}|default|0" in sentence

@@ -24,6 +24,7 @@ class RegisterAnswer(BaseModel):
     block_size: int | None = Field(None, description="with url: the tokens per block")
     adapters: list[str] | None = Field(None, description="with url: the adapters that the engine has loaded")
     ranks: list[RegisteredRank] | None = Field(None, description="with url: the ranks that were registered")
+    warnings: list[str] = Field(default=[], description="what cannot be repaired after a loss; absent if there is none")
 
 
 class RegisteredRank(BaseModel):

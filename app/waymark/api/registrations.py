@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,19 @@ from waymark.domain.names import DEFAULT_TENANT, Origin, PublisherName, Registra
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import NotFound
 from waymark.settings import Settings
+from waymark.shown import shown
 from waymark.store.store import Store
+
+_NO_REPAIR = (
+    "publisher {} has no replay, so only a full report of the engine fills a hole after a loss; "
+    'it counts as copies unless the publisher is registered with "copies": "set"'
+)
+
+
+def _warnings(registrations: Sequence[Registration]) -> dict[str, list[str]]:
+    """The field of an answer that says what a registration cannot do; absent where there is nothing to say."""
+    found = [_NO_REPAIR.format(shown(str(each.name))) for each in registrations if each.cannot_repair]
+    return {"warnings": found} if found else {}
 
 
 def registration_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> Registration:
@@ -46,7 +59,8 @@ class Registrations:
             return Paused(partial(self._engines.of, origin.source, request.fields(), origin), self._register_ranks)
         registration = self._registration_of(body.fields)
         await self._store.registry.register(registration)
-        return Answer({"status": "registered successfully", "instance_id": registration.instance_id})
+        answer = {"status": "registered successfully", "instance_id": registration.instance_id}
+        return Answer(answer | _warnings([registration]))
 
     async def _register_ranks(self, registrations: list[Registration]) -> Answer:
         """All ranks of an engine, or none of them where one contradicts what is registered."""
@@ -67,6 +81,7 @@ class Registrations:
                     {"dp_rank": each.dp_rank, "endpoint": each.endpoint, "replay_endpoint": each.replay_endpoint}
                     for each in registrations
                 ],
+                **_warnings(registrations),
             }
         )
 

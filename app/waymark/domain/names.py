@@ -92,6 +92,11 @@ class Registration:
         return self.replay_endpoint is not None and self.sequence == "publisher"
 
     @property
+    def cannot_repair(self) -> bool:
+        """What is lost stays lost: nothing can be asked for again, and a full report would count as copies."""
+        return self.endpoint is not None and not self.can_replay and self.copies == "count"
+
+    @property
     def group(self) -> GroupName:
         return GroupName(self.tenant_id, self.model_name)
 

@@ -75,6 +75,7 @@ def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event
         block_hashes, medium, group = _values(listed, named, REMOVED_FIELDS)
         removed = wire.hashes(block_hashes, "block_hashes")
         return Removed(removed, wire.medium(medium), _group(group)) if removed else Ignored.EMPTY
+    # A snapshot of a rank would be read here, as a clear and its stores; no release of vLLM sends one.
     return Cleared() if tag == "AllBlocksCleared" else Ignored.UNKNOWN_TYPE
 
 
