@@ -13,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from tests.routing.conftest import busy, prompt, target
 from waymark.domain.gauges import Gauges
+from waymark.domain.targets import Role
 from waymark.errors import InvalidValue
 from waymark.routing.policy import Decision, Inputs, Ranking, Scored, new_tokens
 from waymark.routing.presets import PRESETS, preset
@@ -265,6 +266,9 @@ candidates = st.lists(
         publisher=amounts,
         instance_id=st.text(min_size=1, max_size=8),
         dp_rank=st.integers(0, 7),
+        address=st.none(),
+        role=st.sampled_from(Role),
+        labels=st.just({}),
         weight=st.floats(0.1, 16),
         device=amounts,
         host=amounts,
@@ -275,6 +279,8 @@ candidates = st.lists(
         active=st.integers(0, 1000),
         context=amounts,
         health=st.floats(0, 1),
+        last_cold=amounts,
+        predicted_ms=st.none() | st.floats(0, 1e6),
         gauges=gauges,
     ),
     min_size=1,

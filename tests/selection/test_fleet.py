@@ -14,6 +14,7 @@ from waymark.routing.policy import Inputs
 from waymark.routing.presets import PRESETS
 from waymark.routing.target import Request
 from waymark.selection.fleet import Fleet, Seen
+from waymark.selection.group_loads import GroupLoads
 from waymark.store.reservations import Load
 
 
@@ -45,7 +46,9 @@ def test_the_short_list_has_the_best_of_all(policy: str, seed: int) -> None:
     whole = [member for member in fleet.members if member.is_whole]
     if not whole:
         return
-    short = fleet.shortlist(fleet.members, seen, preset.linear(values), 8, random)
+    if random.random() < 0.5:
+        seen = Seen(rows, GroupLoads(loads), expected, {})
+    short = fleet.shortlist(seen, preset.linear(values), 8, random)
 
     def costs(members: list[object]) -> list[float]:
         candidates = fleet.candidates(seen, 16, members=members)  # type: ignore[arg-type]
@@ -64,5 +67,5 @@ def test_equal_targets_are_on_the_list_by_chance() -> None:
     found = set()
     nothing = Seen({}, {}, {}, {})
     for seed in range(60):
-        found |= {each.publisher for each in fleet.shortlist(fleet.members, nothing, linear, 8, Random(seed))}
+        found |= {each.publisher for each in fleet.shortlist(nothing, linear, 8, Random(seed))}
     assert len(found) > 90

@@ -62,9 +62,10 @@ class Values:
 
     def __init__(self, values: Mapping[str, float | bool | str]) -> None:
         self._values = dict(values)
+        self._numbers = {name: float(value) for name, value in values.items() if not isinstance(value, bool | str)}
 
     def number(self, name: str) -> float:
-        return float(self._values[name])
+        return self._numbers[name]
 
     def is_on(self, name: str) -> bool:
         return self._values[name] is True

@@ -84,9 +84,23 @@ def least_new(request: Request) -> int:
     return request.tokens - max(0, request.tokens - 1) // request.block_size * request.block_size
 
 
+def count_new(request: Request, values: Values) -> Callable[[Candidate], float]:
+    """Counts the tokens that a candidate would have to compute: for one request, and many candidates."""
+    device_credit, host_credit = values.number("overlap_score_credit"), values.number("host_credit")
+    disk_credit, shared_credit = values.number("disk_credit"), values.number("shared_cache_multiplier")
+    tokens, least = request.tokens, least_new(request)
+
+    def new(candidate: Candidate) -> float:
+        has = device_credit * candidate.device + host_credit * candidate.host
+        has += disk_credit * candidate.disk + shared_credit * candidate.shared
+        return max(tokens - max(has, candidate.expected), least)
+
+    return new
+
+
 def new_tokens(request: Request, candidate: Candidate, values: Values) -> float:
     """The tokens that the candidate would have to compute."""
-    return max(request.tokens - max(credited(candidate, values), candidate.expected), least_new(request))
+    return count_new(request, values)(candidate)
 
 
 def ranked(

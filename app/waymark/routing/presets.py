@@ -21,8 +21,8 @@ from waymark.routing.policy import (
     Preset,
     Ranking,
     Scored,
+    count_new,
     credited,
-    new_tokens,
     ranked,
 )
 from waymark.routing.ring import EPSILON, POINTS, Ring, bound
@@ -32,25 +32,25 @@ from waymark.routing.ring import EPSILON, POINTS, Ring, bound
 
 def _least_work(inputs: Inputs) -> Ranking:
     request, candidates, values, random, _ = inputs
+    new_of = count_new(request, values)
+    new_weight, active_weight = values.number("new_weight"), values.number("active_weight")
     scored = []
     for candidate in candidates:
-        parts = {
-            "wait": candidate.queue,
-            "new": values.number("new_weight") * new_tokens(request, candidate, values),
-            "active": values.number("active_weight") * candidate.requests,
-        }
-        scored.append(Scored(candidate, sum(parts.values()), parts))
+        wait, new = candidate.queue, new_weight * new_of(candidate)
+        active = active_weight * candidate.requests
+        scored.append(Scored(candidate, wait + new + active, {"wait": wait, "new": new, "active": active}))
     return ranked(scored, random, is_cost=True)
 
 
 def _longest(inputs: Inputs) -> Ranking:
     request, candidates, values, random, _ = inputs
     least = min(candidate.queue for candidate in candidates)
+    new_of = count_new(request, values)
     scored = []
     for candidate in candidates:
         is_over = candidate.queue > least + values.number("wait_max")
         parts = {
-            "new": _LONGEST_NEW * new_tokens(request, candidate, values),
+            "new": _LONGEST_NEW * new_of(candidate),
             "wait": candidate.queue,
             "over": _OVER if is_over else 0.0,
         }
@@ -145,9 +145,10 @@ def _hicache(inputs: Inputs) -> Ranking:
 
 def _lmetric(inputs: Inputs) -> Ranking:
     request, candidates, values, random, _ = inputs
+    new_of = count_new(request, values)
     scored = []
     for candidate in candidates:
-        work = candidate.queue + new_tokens(request, candidate, values)
+        work = candidate.queue + new_of(candidate)
         requests = candidate.requests + 1
         scored.append(Scored(candidate, work * requests, {"work": work, "requests": requests}))
     return ranked(scored, random, is_cost=True)

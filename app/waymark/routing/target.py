@@ -7,10 +7,14 @@ holds of one prompt and what it has to do at that moment. All amounts are tokens
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,7 @@ class Request:
         return (self.pool >> blocks).bit_count()
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One target, seen by one request.
 
     ``device``, ``host``, ``shared`` and ``disk`` count each token of the matched prefix once, at its best place in this
@@ -55,7 +58,7 @@ class Candidate:
     role: Role = Role.BOTH
     weight: float = 1.0
     """How large the target is beside others; what it has to do counts divided by it."""
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = _NO_LABELS
     device: int = 0
     host: int = 0
     disk: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -18,6 +17,7 @@ from waymark.routing.policy import Linear
 from waymark.routing.ring import Ring
 from waymark.routing.target import Candidate
 from waymark.selection.asked import Given
+from waymark.selection.order import Order
 from waymark.store.reservations import Load
 
 _NOTHING = TargetRow()
@@ -27,6 +27,8 @@ _UNKNOWN = Given()
 _PARTS = frozenset({Role.PREFILL.value, Role.ENCODE.value, Role.ENCODE_PREFILL.value})
 #: Rings of a fleet that are kept; a request may ask for any number of points.
 _RINGS_MAX = 4
+#: Orders of a fleet that are kept; a request may ask for any weight.
+_ORDERS_MAX = 4
 #: Further names of a model whose targets are kept.
 _NAMES_MAX = 1024
 
@@ -100,6 +102,13 @@ class Fleet:
         self.names = {member.name for member in self.members}
         self._rings: dict[int, Ring] = {}
         self._serving: dict[str, Sequence[Member]] = {}
+        self._whole = {member.publisher: member.target.weight for member in self.members if member.is_whole}
+        """Weights of the members that can take a request with all its stages."""
+        self._publisher_of = {member.name: member.publisher for member in self.members if member.is_whole}
+        self._of_instance: dict[str | None, list[tuple[str, int]]] = {}
+        for member in self.members:
+            self._of_instance.setdefault(member.name[0], []).append(member.name)
+        self._orders: dict[float, Order] = {}
 
     def serving(self, name: str | None) -> Sequence[Member]:
         """The members that serve the model under a further name; all, where none of them says so, or without a name."""
@@ -141,36 +150,47 @@ class Fleet:
             ring = self._rings[points] = Ring((member.name for member in self.members), points)
         return ring
 
-    @staticmethod
     def shortlist(
-        members: Sequence[Member], seen: Seen, linear: Linear, most: int, random: Random, session: str | None = None
+        self,
+        seen: Seen,
+        linear: Linear,
+        most: int,
+        random: Random,
+        *,
+        allowed: Sequence[Member] | None = None,
+        session: str | None = None,
     ) -> list[Member]:
         """The members that can be among the ``most`` best by a linear cost; those for parts of a request are left out.
 
         Whoever has nothing of the prompt has as much to compute as all the others who have nothing: of these, the first
         by what they have to do are enough. So a decision costs little, however many targets there are. The ranks of
-        the instance ``session`` stay.
+        the instance ``session`` stay. ``allowed`` are the members to choose from; None: all.
         """
-        having: list[Member] = []
-        others: list[Member] = []
-        for member in members:
-            if member.is_whole:
-                has_some = (
-                    member.name in seen.rows
-                    or member.publisher in seen.expected
-                    or member.name in seen.prefixes
-                    or member.name[0] == session
-                )
-                (having if has_some else others).append(member)
-        if len(others) <= most:
-            return having + others
+        if allowed is None and len(self._whole) <= most:
+            return [self.by_publisher[publisher] for publisher in self._whole]
+        among = None if allowed is None else {each.publisher for each in allowed}
+        having = {publisher: None for publisher in seen.expected if publisher in self._whole}
+        for name in (*seen.rows, *seen.prefixes, *self._of_instance.get(session, ())):
+            publisher = self._publisher_of.get(name)
+            if publisher is not None:
+                having[publisher] = None
+        short = [publisher for publisher in having if among is None or publisher in among]
+        most += len(short)
+        for publisher in self._order(linear.active, random).least(seen.loads):
+            if len(short) == most:
+                break
+            if publisher not in having and (among is None or publisher in among):
+                short.append(publisher)
+        return [self.by_publisher[publisher] for publisher in short]
 
-        def work(member: Member) -> tuple[float, float]:
-            load = seen.loads.get(member.publisher, _IDLE)
-            # Equal ones by chance, so that many callers do not all take the same.
-            return (load[0] + linear.active * load[1]) / member.target.weight, random.random()
-
-        return having + heapq.nsmallest(most, others, key=work)
+    def _order(self, active: float, random: Random) -> Order:
+        """The members for whole requests by what they have to do."""
+        order = self._orders.get(active)
+        if order is None:
+            if len(self._orders) >= _ORDERS_MAX:
+                self._orders.clear()
+            order = self._orders[active] = Order(self._whole, active, random)
+        return order
 
     def candidates(
         self,
@@ -181,15 +201,16 @@ class Fleet:
     ) -> list[Candidate]:
         """A candidate for each of the members, or for those of ``given``; what is given wins over what is stored."""
         found = []
+        rows, prefixes, loads, expected, gauges = seen.rows, seen.prefixes, seen.loads, seen.expected, seen.gauges
         for publisher, name, target, _, _ in self.members if members is None else members:
             said = _UNKNOWN
             if given is not None:
                 if name not in given:
                     continue
                 said = given[name]
-            row = seen.rows.get(name, _NOTHING)
-            opaque = seen.prefixes.get(name, _NO_PREFIX)
-            load = seen.loads.get(publisher, _IDLE)
+            row = rows.get(name, _NOTHING)
+            opaque = prefixes.get(name, _NO_PREFIX) if prefixes else _NO_PREFIX
+            load = loads.get(publisher, _IDLE)
             found.append(
                 Candidate(
                     publisher,
@@ -203,14 +224,14 @@ class Fleet:
                     row.host * block_size,
                     max(row.disk * block_size, opaque.warm - opaque.hot),
                     row.shared * block_size,
-                    seen.expected.get(publisher, 0) * block_size,
+                    expected.get(publisher, 0) * block_size,
                     load.tokens if said.tokens is None else said.tokens,
                     load.requests if said.requests is None else said.requests,
                     load.context,
                     load.health if said.health is None else said.health,
                     load.cold,
                     None,
-                    seen.gauges.get(publisher) if said.gauges is None else said.gauges,
+                    gauges.get(publisher) if said.gauges is None else said.gauges,
                 )
             )
         return found

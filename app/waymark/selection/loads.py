@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.selection.group_loads import GroupLoads
 from waymark.store.reservations import OVERDUE_MAX, Begin, Load, Reservations
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _GROUPS_MAX = 1024
 
 @dataclass(slots=True)
 class _Group:
-    loads: dict[int, Load] = field(default_factory=dict)
+    loads: GroupLoads = field(default_factory=GroupLoads)
     read_at: float = float("-inf")
     asked_at: float = float("-inf")
     swept_at: float = float("-inf")
@@ -47,6 +48,17 @@ class Loads:
         self._groups: dict[int, _Group] = {}
         metrics.reservations.set_function(self._under_way)
 
+    def at_hand(self, group_id: int) -> Mapping[int, Load] | None:
+        """The loads of a group where they are fresh, and are kept so; else ``of`` reads them."""
+        group = self._groups.get(group_id)
+        if group is None or group.keeping is None or group.keeping.done() or self._seconds == 0:
+            return None
+        now = asyncio.get_running_loop().time()
+        if now - group.read_at > self._seconds:
+            return None
+        group.asked_at = now
+        return group.loads
+
     async def of(self, group_id: int) -> Mapping[int, Load]:
         """The loads of a group, by publisher; StoreUnavailable where they are too old and Redis is away."""
         loop = asyncio.get_running_loop()
@@ -64,7 +76,7 @@ class Loads:
         """What a decision of this replica has made of a target's load."""
         group = self._groups.get(group_id)
         if group is not None:
-            group.loads[publisher] = load
+            group.loads.put(publisher, load)
 
     def clear(self) -> None:
         """Redis came back empty: ids stand for something else."""
@@ -95,7 +107,7 @@ class Loads:
             group.swept_at = now
         # Read when it was asked for, not when it came.
         now = asyncio.get_running_loop().time()
-        group.loads = await self._reservations.loads(group_id)
+        group.loads.read(await self._reservations.values(group_id))
         group.read_at = now
 
     async def _keep(self, group_id: int, group: _Group) -> None:

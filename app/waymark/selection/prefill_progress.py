@@ -25,6 +25,9 @@ from waymark.store.reservations import Begin, Part, Reservation, Reservations
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.1
+#: A reservation is looked at again after this share of the time for which it is watched: a long prefill is given back a
+#: little late, and one that never ends costs little.
+_SHARE = 0.2
 #: Reservations that are remembered; beyond it the oldest is left to its end.
 _WATCHED_MAX = 65_536
 #: Blocks that are looked up at once; the others are looked up in the next turns.
@@ -45,6 +48,15 @@ class Watched(NamedTuple):
     """When the reservation runs out."""
 
 
+class _Watch:
+    __slots__ = ("began_at", "next_at", "of")
+
+    def __init__(self, of: Watched, now: float) -> None:
+        self.of = of
+        self.began_at = now
+        self.next_at = now
+
+
 class PrefillProgress:
     """Watches reservations while there are any."""
 
@@ -53,7 +65,7 @@ class PrefillProgress:
         self._reader = reader
         self._reservations = reservations
         self._released = metrics.prefill_released
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, _Watch] = {}
         """By the reservation's nonce, in the order in which they are looked at."""
         self._task: asyncio.Task[None] | None = None
 
@@ -65,7 +77,7 @@ class PrefillProgress:
             return
         if len(self._watched) >= _WATCHED_MAX:
             self._watched.pop(next(iter(self._watched)))
-        self._watched[watched.reservation.nonce] = watched
+        self._watched[watched.reservation.nonce] = _Watch(watched, asyncio.get_running_loop().time())
         if self._task is None or self._task.done():
             self._task = self._begin(self._keep_looking())
 
@@ -95,14 +107,16 @@ class PrefillProgress:
         estimated: list[Watched] = []
         by_group: dict[GroupName, list[Watched]] = {}
         looked_up = 0
-        for watched in list(self._watched.values()):
+        for watch in list(self._watched.values()):
+            watched = watch.of
             if watched.ends_at <= now:
                 del self._watched[watched.reservation.nonce]
             elif watched.done_at is not None and watched.done_at <= now:
                 estimated.append(watched)
-            elif watched.piece is not None and looked_up < _LOOKED_UP_MAX:
+            elif watched.piece is not None and watch.next_at <= now and looked_up < _LOOKED_UP_MAX:
                 looked_up += 1
                 by_group.setdefault(watched.group, []).append(watched)
+                watch.next_at = now + _SHARE * (now - watch.began_at)
                 # To the back, so that every one has its turn.
                 self._watched[watched.reservation.nonce] = self._watched.pop(watched.reservation.nonce)
         await self._give_back(estimated, "estimate")

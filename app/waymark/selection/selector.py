@@ -186,8 +186,14 @@ class Selector:
         if policy.preset is None or policy.preset.linear is None or policy.values is None:
             return [each for each in members if each.is_whole]
         most = max(CANDIDATES_MAX, taking.count)
-        linear = policy.preset.linear(policy.values)
-        return look.fleet.shortlist(members, look.seen, linear, most, self._random, asked.session)
+        return look.fleet.shortlist(
+            look.seen,
+            policy.preset.linear(policy.values),
+            most,
+            self._random,
+            allowed=None if members is look.fleet.members else members,
+            session=asked.session,
+        )
 
     def select_without_redis(self, asked: Asked, taking: Taking) -> Selected:
         """Take a target by what is known; StoreUnavailable where nothing of the group is."""
@@ -300,8 +306,11 @@ class Selector:
         reader = self._store.reader
         entry = reader.entry_at_hand(asked.group)
         aside = None
+        at_hand = None
         if entry is not None and fleet is not None:
-            aside = asyncio.ensure_future(self._aside(asked, entry, fleet, prompt, expects=expects))
+            at_hand = self._aside_at_hand(asked, entry, fleet, prompt, expects=expects)
+            if at_hand is None:
+                aside = asyncio.ensure_future(self._aside(asked, entry, fleet, prompt, expects=expects))
         try:
             reading = await reader.read(
                 asked.group, block_size, _Keys(prompt.keys), deadline_seconds=self._options.deadline_seconds
@@ -316,10 +325,12 @@ class Selector:
             self._degraded.remember(asked.group, now, fleet)
             if asked.needs_source is not None and not fleet.has_sources:
                 raise asked.needs_source
-            if aside is None or now != entry:
-                beside = await self._aside(asked, now, fleet, prompt, expects=expects)
-            else:
+            if at_hand is not None and now == entry:
+                beside = at_hand
+            elif aside is not None and now == entry:
                 beside = await aside
+            else:
+                beside = await self._aside(asked, now, fleet, prompt, expects=expects)
         finally:
             if aside is not None and not aside.cancel() and not aside.cancelled():
                 aside.exception()  # retrieved: the walk's own error is the one that counts
@@ -335,6 +346,21 @@ class Selector:
             Looked(now, request, fleet, seen, prompt.keys, at, walk), fleet, request, seen, reading.is_partial
         ), table
 
+    def _aside_at_hand(
+        self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None
+    ) -> _Aside | None:
+        """What is asked beside the blocks, if it is the loads alone, and these are known."""
+        if asked.given is not None or self._needs_gauges(asked.policy):
+            return None
+        if (asked.prefix_key is not None and fleet.has_sources) or self._expects(fleet, expects):
+            return None
+        loads = self._loads.at_hand(entry.group_id)
+        return None if loads is None else _Aside(loads, {}, {})
+
+    def _expects(self, fleet: Fleet, expects: bool | None) -> bool:
+        """Whether speculative entries are read."""
+        return fleet.has_silent or (self._options.is_speculative if expects is None else expects)
+
     async def _aside(
         self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None
     ) -> _Aside:
@@ -348,8 +374,7 @@ class Selector:
             gauges = await self._gauges.of(entry.group_id, fleet.scraped)
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         prefixes = await self._prefixes(asked, entry, fleet, prompt, until)
-        is_wanted = fleet.has_silent or (self._options.is_speculative if expects is None else expects)
-        at = depths(len(prompt.keys) // KEY_BYTES) if is_wanted else []
+        at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(fleet, expects) else []
         if not at:
             return _Aside(loads, {}, gauges, prefixes)
         numbers = [_key(prompt.keys, depth) for depth in at]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -17,7 +18,7 @@ from waymark.domain.targets import host_and_port
 from waymark.errors import Saturated
 from waymark.metrics import Metrics
 from waymark.routing.constants import read_constants
-from waymark.routing.policy import CREDITS, Decision, Linear, Scored, new_tokens
+from waymark.routing.policy import CREDITS, Decision, Linear, Scored, count_new
 from waymark.routing.target import Candidate, Request
 from waymark.selection.asked import Asked, Chosen, Selected, Taking
 from waymark.selection.fleet import Fleet, Seen
@@ -137,17 +138,8 @@ class Taker:
     ) -> tuple[Scored, Reservation] | None:
         began = perf_counter()
         first = scored[:CANDIDATES_MAX]
-        matched = [_matched_blocks(each.candidate, looked) for each in first]
-        at = [depth for depth in looked.depths if depth > min(matched)]
-        is_expected = self._options.is_speculative if taking.expects is None else taking.expects
-        offers = [
-            self._offer(
-                place, each, linear, looked, asked, 0 if is_prefill_elsewhere else None,
-                spec_from=sum(depth <= has for depth in at),
-                spec_milliseconds=self._spec_milliseconds(each.candidate, looked, is_expected, taking),
-            )
-            for place, (each, has) in enumerate(zip(first, matched, strict=True))
-        ]  # fmt: skip
+        offers = self._offers(first, linear, looked, asked, is_prefill_elsewhere=is_prefill_elsewhere)
+        offers, spec_keys = self._with_entries(first, offers, looked, taking)
         terms = Terms(
             context=looked.request.tokens,
             weight_new=linear.new,
@@ -156,9 +148,7 @@ class Taker:
             limit=self._options.target_requests_max,
             reservations_max=self._options.reservations_max,
             is_cold=not any(each.candidate.matched or each.candidate.expected for each in scored),
-            spec_keys=[keys.spec(looked.entry.group_id, _key(looked.keys, depth)) for depth in at]
-            if any(offer.spec_milliseconds for offer in offers)
-            else (),
+            spec_keys=spec_keys,
             request_id=taking.request_id,
         )
         found = await self._reservations.reserve(looked.entry.group_id, offers, terms)
@@ -173,31 +163,43 @@ class Taker:
         self._follow(found, found.reservation, first[which].candidate, looked, asked, taking)
         return first[which], found.reservation
 
-    def _offer(
-        self,
-        place: int,
-        scored: Scored,
-        linear: Linear,
-        looked: Looked,
-        asked: Asked,
-        new: int | None,
-        *,
-        spec_from: int,
-        spec_milliseconds: int,
-    ) -> Offer:
-        candidate = scored.candidate
+    def _offers(
+        self, scored: Sequence[Scored], linear: Linear, looked: Looked, asked: Asked, *, is_prefill_elsewhere: bool
+    ) -> list[Offer]:
+        """What Redis ranks them by again: a cost in the linear form, or else their places."""
         values = asked.policy.values
-        if new is None:
-            has_credits = values is not None and asked.policy.preset is not None and _has_credits(asked.policy)
-            tokens = new_tokens(looked.request, candidate, values if has_credits and values is not None else _CREDITS)
-            new = math.ceil(tokens)
-        if linear is _BY_PLACE:
-            return Offer(candidate.publisher, new, place * _PLACE, 1.0, spec_from, spec_milliseconds)
-        # What the cost has beside load and new tokens, a rounded token among it.
-        base = candidate.queue + linear.active * candidate.requests + linear.new * new
-        return Offer(
-            candidate.publisher, new, scored.value - base, candidate.weight, spec_from, spec_milliseconds
-        )  # fmt: skip
+        if values is None or not _has_credits(asked.policy):
+            values = _CREDITS
+        new_of, offers = count_new(looked.request, values), []
+        for place, (candidate, value, _) in enumerate(scored):
+            new = 0 if is_prefill_elsewhere else math.ceil(new_of(candidate))
+            if linear is _BY_PLACE:
+                offers.append(Offer(candidate.publisher, new, place * _PLACE))
+            else:
+                # What the cost has beside load and new tokens, a rounded token among it.
+                beside = value - candidate.queue - linear.active * candidate.requests - linear.new * new
+                offers.append(Offer(candidate.publisher, new, beside, candidate.weight))
+        return offers
+
+    def _with_entries(
+        self, scored: Sequence[Scored], offers: list[Offer], looked: Looked, taking: Taking
+    ) -> tuple[list[Offer], Sequence[str]]:
+        """The offers with the speculative entries that each would get, and the keys of all of these."""
+        is_expected = self._options.is_speculative if taking.expects is None else taking.expects
+        if not (is_expected or looked.fleet.has_silent):
+            return offers, ()
+        matched = [_matched_blocks(each.candidate, looked) for each in scored]
+        at = [depth for depth in looked.depths if depth > min(matched)]
+        offers = [
+            offer._replace(
+                spec_from=bisect_right(at, has),
+                spec_milliseconds=self._spec_milliseconds(each.candidate, looked, is_expected, taking),
+            )
+            for offer, each, has in zip(offers, scored, matched, strict=True)
+        ]
+        if not any(offer.spec_milliseconds for offer in offers):
+            return offers, ()
+        return offers, [keys.spec(looked.entry.group_id, _key(looked.keys, depth)) for depth in at]
 
     def _spec_milliseconds(self, candidate: Candidate, looked: Looked, is_expected: bool, taking: Taking) -> int:
         if looked.fleet.by_publisher[candidate.publisher].tells_events:

@@ -259,5 +259,9 @@ class Reservations:
 
     async def loads(self, group_id: int) -> dict[int, Load]:
         """The load of every target by publisher id; a target that never got a request is absent."""
-        found = await self._client.hgetall(keys.load(group_id))
+        found = await self.values(group_id)
         return {int(publisher): Load.parse(value) for publisher, value in found.items() if publisher.isdigit()}
+
+    async def values(self, group_id: int) -> dict[bytes, bytes]:
+        """The same, as Redis has them."""
+        return await self._client.hgetall(keys.load(group_id))
