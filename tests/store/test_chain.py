@@ -184,6 +184,15 @@ def test_rows_with_many_holders_are_not_asked_for_again() -> None:
     assert [len(names) for names in Followed(CHAIN[:128], values, hot=hot, now=61.0).requests] == [4]
 
 
+@pytest.mark.parametrize("has_singles", [False, True])
+def test_no_row_is_used_longer_than_it_may_be_kept(has_singles: bool) -> None:
+    hot = HotRows(60.0, 1 << 20)
+    many, none = whole(CHAIN[:64], *range(1, 20)), whole(CHAIN[:64], 1)
+    Followed(CHAIN[:64], many, hot=hot, has_singles=has_singles)
+    assert Followed(CHAIN[:64], none, hot=hot, has_singles=has_singles, now=59.0).holders[0].startswith(b"1 2 ")
+    assert Followed(CHAIN[:64], none, hot=hot, has_singles=has_singles, now=61.0).holders == [b"1"] * 64
+
+
 def test_what_comes_before_an_open_block_is_certain() -> None:
     """A query that ends at its deadline, or whose holders have ended, does not wait for branch rows."""
     chain = Chain(source_of(SHARED + TAIL[:50]), HotRows(0, 0))

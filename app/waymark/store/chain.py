@@ -93,7 +93,8 @@ class Chain:
         following = range(0) if self._is_at_end else self._next_pieces(pieces)
         self._rows += [None] * len(following)
         self._rows_asked = following
-        if self.has_singles or self._hot.expire(now):
+        has_hot = self._hot.expire(now)
+        if has_hot or self.has_singles:
             self._rows_asked = [piece for piece in following if self._ask_piece(piece)]
         return Asked(self._heads(self._rows_asked), [name for _, _, name in self._beside_asked])
 
