@@ -33,6 +33,7 @@ PARTS: dict[str, set[str]] = {
     "selection": LEAVES | {"domain", "store", "routing", "chat", "tokenization"},
     "ingest": BELOW_ROLES | {"chat"},
     "api": BELOW_ROLES | {"discovery", "selection", "routing", "chat", "tokenization", "inspection"},
+    "gateway": LEAVES | {"domain", "store", "selection", "routing", "chat", "tokenization", "discovery", "serving"},
     "simulator": {"client", "domain", "errors"},
     "client": {"domain", "errors", "native"},
     "serving": LEAVES,
@@ -42,7 +43,18 @@ PARTS: dict[str, set[str]] = {
     **{
         top: BELOW_ROLES
         | TOP
-        | {"api", "serving", "console", "client", "remote", "ingest", "simulator", "tokenization", "discovery"}
+        | {
+            "api",
+            "gateway",
+            "serving",
+            "console",
+            "client",
+            "remote",
+            "ingest",
+            "simulator",
+            "tokenization",
+            "discovery",
+        }
         for top in TOP
     },
 }
@@ -52,7 +64,7 @@ ON_THE_WIRE = {"store", "serving"}
 
 # Third-party package -> the parts or modules that may import it.
 LIBRARIES: dict[str, set[str]] = {
-    "aiohttp": {"asker", "simulator"},
+    "aiohttp": {"asker", "gateway", "simulator"},
     "argcomplete": {"cli"},
     "annotated_types": {"settings"},
     "fakeredis": {"store"},
@@ -64,7 +76,7 @@ LIBRARIES: dict[str, set[str]] = {
     "huggingface_hub": {"tokenization"},
     "minijinja": {"tokenization"},
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
-    "orjson": {"store", "discovery", "ingest", "api", "serving", *TOP},
+    "orjson": {"store", "discovery", "ingest", "api", "gateway", "serving", *TOP},
     "prometheus_client": {"instruments", "metrics", "engines.gauges"},
     "pydantic": {"settings", "api", "simulator"},
     "pydantic_core": {"api"},
@@ -77,6 +89,7 @@ LIBRARIES: dict[str, set[str]] = {
     "uvloop": {"cli", "runtime"},
     "xxhash": {"domain.hashing", "ingest", "tokenization"},
     "yaml": {"publishers_file", "routing.picker_config"},
+    "yarl": {"gateway.upstream"},
     "zmq": {"ingest", "simulator"},
 }
 

@@ -24,6 +24,7 @@ _REQUEST_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
 )
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _SCRIPT_BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 _LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 # In blocks; the longest prompt that is read has 2,097,152 tokens.
@@ -79,6 +80,13 @@ class Metrics:
     reservations_expired = counter("How many reservations ran out that nobody had released.")
     prefill_released = counter("How many reservations had their prefill released, by the event that ended it.", "by")
     speculative_tokens = counter("How many tokens were expected at a target of a decision, beyond what it had.")
+
+    # ---- the gateway
+    gateway_requests = gauge("How many requests of clients the gateway has under way.")
+    gateway_retries = counter("How many times a request was sent to another engine, by reason.", "reason")
+    gateway_interrupted = counter("How many answers of engines ended before they were complete.")
+    gateway_untokenized = counter("How many requests were routed without token ids, by reason.", "reason")
+    ttft_seconds = histogram("How long it took from a request to the first content of its answer.", _TTFT_BUCKETS)
 
     # ---- what publishers send
     frames = counter("How many frames were received, live or by replay.")

@@ -27,12 +27,15 @@ from waymark.api.registrations import registration_of
 from waymark.apply.options import ApplyOptions
 from waymark.asker import Asker
 from waymark.discovery.describe import Describer
+from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.kubernetes import ApiServer
 from waymark.discovery.pods import PodPorts
 from waymark.discovery.run import Discovery, DiscoveryOptions
 from waymark.domain.targets import URL, is_url
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import SettingsError, StoreUnavailable
+from waymark.gateway.application import Gateway
+from waymark.gateway.engines import GivenEngines
 from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
@@ -47,7 +50,7 @@ from waymark.settings import Settings, hide_password
 from waymark.store.credentials import Credentials
 from waymark.store.hot import HotRows
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
+from waymark.tokenization.tokenizers import ENGINE, Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +141,12 @@ def _discovery(store: Store, settings: Settings, metrics: Metrics, asker: Asker)
     )
 
 
+def _given_engines(store: Store, settings: Settings, asker: Asker) -> GivenEngines:
+    allowed = AllowedEndpoints(settings.allowed_endpoints)
+    engines = EngineRegistrations(Describer(asker, allowed), partial(registration_of, allowed=allowed))
+    return GivenEngines(store, engines, settings.gateway_engines)
+
+
 def freeze_heap() -> None:
     """Take what there is now out of every later garbage collection.
 
@@ -155,7 +164,14 @@ def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
     return listen(settings.host, port, host_name=names[0], port_name=names[1]) if port else []
 
 
-async def run(settings: Settings, *, has_api: bool, has_worker: bool, sockets: Sequence[socket.socket]) -> None:
+async def run(
+    settings: Settings,
+    *,
+    has_api: bool,
+    has_worker: bool,
+    sockets: Sequence[socket.socket],
+    has_gateway: bool = False,
+) -> None:
     """One process, until a signal ends it; ``SettingsError`` where the file of publishers is wrong.
 
     ``sockets`` are those of ``open_port``. The caller closes them.
@@ -163,7 +179,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool, sockets: S
     options = worker_options(settings) if has_worker else None
     if has_worker:
         discovery_options(settings, os.environ)  # what is wrong ends the process before anything is opened
-    role = "serve" if has_api and has_worker else "query" if has_api else "ingest"
+    role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role=role, is_native=is_native, models_max=settings.metrics_models_max)
     store = Store.open(
@@ -182,17 +198,20 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool, sockets: S
     worker_files = 0
     if options is not None:
         # Where both are in one process, HTTP connections get the other half.
-        room = room_for(options.streams_max, options.replays_max, part=0.5 if has_api else 1.0)
+        room = room_for(options.streams_max, options.replays_max, part=0.5 if has_api or has_gateway else 1.0)
         options = replace(options, streams_max=room.streams, replays_max=room.replays)
         worker_files = room.files
     bounds = Bounds(
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
     )
-    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store))
+    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store), fallback=ENGINE if has_gateway else None)
     asker = Asker.of(settings)
     app: Any = create_probes(store, settings, metrics)
     if has_api:
         app = create_app(store, settings, metrics, tokenizers, asker)
+    gateway = None
+    if has_gateway:
+        app = gateway = Gateway(store, settings, metrics, tokenizers, app)
     server = _Server(
         uvicorn.Config(
             app,
@@ -205,7 +224,7 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool, sockets: S
             proxy_headers=False,  # nobody here asks who the client is
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+            timeout_graceful_shutdown=settings.gateway_drain_seconds if has_gateway else _SHUTDOWN_SECONDS,
         )
     )
     freeze_heap()
@@ -240,12 +259,16 @@ async def run(settings: Settings, *, has_api: bool, has_worker: bool, sockets: S
             if options is not None:
                 workers.append(tasks.create_task(work(Worker(store, metrics, options, Asker.of(settings)))))
                 workers.append(tasks.create_task(_discovery(store, settings, metrics, asker).run()))
+            if has_gateway and settings.gateway_engines:
+                workers.append(tasks.create_task(_given_engines(store, settings, asker).run()))
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             stop.set()
             server.should_exit = True
             for worker in (*workers, format_check):
                 worker.cancel()
     finally:
+        if gateway is not None:
+            await gateway.close()
         await tokenizers.close()
         await asker.close()
         await store.close()

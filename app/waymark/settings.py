@@ -104,6 +104,12 @@ def _checked_source(url: str) -> str:
     return url
 
 
+def _checked_engine(url: str) -> str:
+    if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", url):
+        raise ValueError(f"{hide_password(url)!r} is no URL of an engine: give http://host:port")
+    return url
+
+
 def _lower(text: Any) -> Any:
     return text.lower() if isinstance(text, str) else text
 
@@ -114,6 +120,7 @@ def _new_worker_id() -> str:
 
 
 _Url = Annotated[str, AfterValidator(_checked_url)]
+_EngineUrl = Annotated[str, AfterValidator(_checked_engine)]
 _TokenSource = Annotated[str, AfterValidator(_checked_source)]
 _Medium = Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,32}$")]
 _Ttl = Annotated[int, Field(ge=1, le=365 * _DAY)]
@@ -313,6 +320,26 @@ class Settings(BaseSettings):
     """How fast a target computes a prompt if no event reports its end; 0 waits for the end of the request."""
     prefix_bytes: int = Field(1024, ge=1, le=_MIB)
     """How many bytes of a system prompt, or of a first message, make the prefix key."""
+    gateway_engines: Annotated[tuple[_EngineUrl, ...], BeforeValidator(_split)] = ()
+    """The URLs of engines that a gateway registers when it starts, by commas."""
+    gateway_keys: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    """The keys of the gateway's clients, each as `name:sha256` or `name:sha256:tenant`; without keys all may call."""
+    gateway_keys_file: Path | None = None
+    """A file with further keys, one in each line; it is read again if it changes."""
+    gateway_key_requests: int = Field(0, ge=0, le=1_000_000)
+    """How many requests of one key a gateway has under way at once; 0 means no limit."""
+    gateway_key_tokens: int = Field(0, ge=0, le=10**12)
+    """How many prompt tokens of one key a gateway has under way at once; 0 means no limit."""
+    tenant_header: str | None = Field(None, pattern=r"^[A-Za-z0-9-]{1,64}$")
+    """The header that names the tenant of a request to a gateway without keys."""
+    gateway_first_byte_seconds: float = Field(600.0, ge=0.1, le=_DAY)
+    """How long a gateway waits for an engine to begin its answer."""
+    gateway_idle_seconds: float = Field(300.0, ge=0.1, le=_DAY)
+    """How long an engine may pause within an answer before the gateway ends the answer."""
+    gateway_drain_seconds: int = Field(30, ge=1, le=3600)
+    """How long requests to a gateway may take to end after SIGTERM."""
+    profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
+    """Whether a gateway sends a request to one engine, or its prefill to another one; `auto` is as the policy says."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
     """The lowest level of log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"

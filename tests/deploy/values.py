@@ -26,7 +26,11 @@ def every_value() -> dict[str, Any]:
 def every_setting() -> dict[str, Any]:
     """A value within its bounds for every setting in ``config``; numbers are at their largest."""
     allowed = settings_schema()["properties"]
-    return {name: _sample(rule) for name, rule in allowed.items()} | {"WAYMARK_TOKENIZERS": '{"m": "file:///models/m"}'}
+    return {name: _sample(rule) for name, rule in allowed.items()} | {
+        "WAYMARK_TOKENIZERS": '{"m": "file:///models/m"}',
+        "WAYMARK_GATEWAY_ENGINES": "http://10.0.0.7:8000",
+        "WAYMARK_TENANT_HEADER": "X-Tenant",
+    }
 
 
 def _sample(rule: dict[str, Any]) -> Any:

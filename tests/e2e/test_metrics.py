@@ -36,6 +36,19 @@ ELSEWHERE = {
         "tests/discovery/test_kubernetes.py",
         "test_an_api_server_that_fails_unregisters_nothing",
     ),
+    "waymark_gateway_retries_total": (
+        "tests/gateway/test_proxy.py",
+        "test_an_engine_without_a_listener_is_replaced_at_most_twice",
+    ),
+    **dict.fromkeys(
+        ("waymark_gateway_interrupted_total", "waymark_gateway_requests"),
+        ("tests/gateway/test_proxy.py", "test_a_stream_that_breaks_off_ends_with_an_error_event"),
+    ),
+    "waymark_gateway_untokenized_total": (
+        "tests/gateway/test_gateway.py",
+        "test_without_a_tokenizer_equal_beginnings_go_to_the_same_engine",
+    ),
+    "waymark_ttft_seconds": ("tests/gateway/test_proxy.py", "test_prefill_ends_with_the_first_content"),
     **dict.fromkeys(
         ("waymark_discovery_engines", "waymark_discovery_unregistered_total"),
         ("tests/discovery/test_kubernetes.py", "test_a_pod_that_goes_is_unregistered_and_may_come_back"),

@@ -31,6 +31,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "serve": Command("roles", "run the HTTP API and an ingest worker in one process"),
         "query": Command("roles", "run a query replica, which serves the HTTP API"),
         "ingest": Command("roles", "run an ingest worker, which applies the events of publishers"),
+        "gateway": Command("roles", "run a gateway, which sends OpenAI requests to engines", extra="gateway"),
     },
     "engines of a running Waymark": {
         "register": Command("registrations", "register an engine by its URL, and show its streams"),

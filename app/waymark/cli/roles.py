@@ -1,4 +1,4 @@
-"""``waymark serve``, ``query`` and ``ingest``: the processes of the service."""
+"""``waymark serve``, ``query``, ``ingest`` and ``gateway``: the processes of the service."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from waymark import __version__
 from waymark.cli.exits import EXIT_OK, EXIT_USAGE
 
 #: A role -> whether it has the HTTP API, whether it has an ingest worker.
-_ROLES = {"serve": (True, True), "query": (True, False), "ingest": (False, True)}
+_ROLES = {"serve": (True, True), "query": (True, False), "ingest": (False, True), "gateway": (False, False)}
+_GATEWAY = "gateway"
 
 #: The address of a trial that names none.
 _TRIAL_HOST = "127.0.0.1"
@@ -31,13 +32,25 @@ examples, of which any number may run:
   $ waymark ingest --redis-url redis://redis:6379/0
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 WAYMARK_DISCOVERY=kubernetes waymark ingest
 """,
+    "gateway": """\
+examples:
+  # two engines behind one base_url, for a trial on an embedded Redis
+  $ waymark gateway --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
+
+  # one of any number of gateways; ingest workers and the registered engines are those of the same Redis
+  $ waymark gateway --redis-url redis://redis:6379/0
+""",
 }
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = _EXAMPLES[command]
     parser.add_argument("--redis-url", help="the URL of Redis, in place of WAYMARK_REDIS_URL")
-    if _ROLES[command][0]:
+    if command == _GATEWAY:
+        parser.add_argument(
+            "--engine", action="append", metavar="URL", help="an engine to register; give one for each engine"
+        )
+    if _ROLES[command][0] or command == _GATEWAY:
         parser.add_argument("--host", help="the address to listen on, in place of WAYMARK_HOST")
         parser.add_argument("--port", help="the port to listen on, in place of WAYMARK_PORT")
 
@@ -47,10 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.cli import loop
 
     has_api, has_worker = _ROLES[arguments.command]
-    settings = loop.settings_with({name: getattr(arguments, name, None) for name in ("redis_url", "host", "port")})
+    has_gateway = arguments.command == _GATEWAY
+    flags = {name: getattr(arguments, name, None) for name in ("redis_url", "host", "port")}
+    flags["gateway_engines"] = ",".join(getattr(arguments, "engine", None) or ()) or None
+    settings = loop.settings_with(flags)
     logs.configure(settings.log_level, settings.log_format)
     if settings.redis_url == "memory://":
-        if not (has_api and has_worker):
+        # A gateway for a trial brings the worker that it needs.
+        has_worker = has_worker or has_gateway
+        if not ((has_api and has_worker) or has_gateway):
             print(
                 f"waymark {arguments.command}: WAYMARK_REDIS_URL is memory://, which other processes cannot reach; "
                 "give a redis:// URL, or run 'waymark serve'",
@@ -59,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             return EXIT_USAGE
         if "host" not in settings.model_fields_set:  # a trial is not open to the network unless someone asks for it
             settings = settings.model_copy(update={"host": _TRIAL_HOST})
-    sockets = runtime.open_port(settings, has_api=has_api)
+    sockets = runtime.open_port(settings, has_api=has_api or has_gateway)
     if settings.redis_url == "memory://":
         print(
             f"waymark {__version__} runs on an embedded, emulated Redis, for a trial. The index is lost when the "
@@ -68,7 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     try:
-        loop.run(runtime.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets))
+        loop.run(
+            runtime.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets, has_gateway=has_gateway)
+        )
     finally:
         for each in sockets:
             each.close()

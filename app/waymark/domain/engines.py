@@ -89,6 +89,8 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
 
 UNNAMED: Final = EngineKind.VLLM
 """The kind of a registration in a dialect that does not name kinds."""
+WITHOUT_EVENTS: Final = next(kind for kind, traits in TRAITS.items() if not traits.tells_events)
+"""The kind of an engine of whose cache nothing is known."""
 OVER_HTTP: Final = next(kind for kind, traits in TRAITS.items() if traits.tells_events and not traits.needs_endpoint)
 """The kind whose events come by ``POST /events``."""
 

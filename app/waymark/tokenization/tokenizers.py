@@ -62,8 +62,9 @@ class Tokenizers:
         seconds: float | None = None,
         new_asker: Callable[[], Asker] = Asker,
         engines: Engines | None = None,
+        fallback: str | None = None,
     ) -> None:
-        """``engines`` finds the engines that a source ``engine:`` asks."""
+        """``engines`` finds the engines that a source ``engine:`` asks. ``fallback``: of models without a source."""
         self._configured = dict(sources)
         self._directory = directory
         self._metrics = metrics
@@ -71,6 +72,7 @@ class Tokenizers:
         self._seconds = SECONDS if seconds is None else seconds
         self._new_asker = new_asker
         self._engines = engines
+        self._fallback = fallback
         # Each turn of a conversation is a prompt with all tokens of those before, so pieces get the most of it.
         self._prompts = SegmentMemo(cache_bytes // 4)
         self._memo = SegmentMemo(cache_bytes - cache_bytes // 4)
@@ -85,7 +87,9 @@ class Tokenizers:
         self._under_way: dict[bytes, asyncio.Task[Any]] = {}
 
     @classmethod
-    def of(cls, settings: Settings, metrics: Metrics, addresses: Addresses | None = None) -> Tokenizers:
+    def of(
+        cls, settings: Settings, metrics: Metrics, addresses: Addresses | None = None, *, fallback: str | None = None
+    ) -> Tokenizers:
         """As the settings say; ``addresses`` finds the engines that a source ``engine:`` asks."""
         return cls(
             settings.tokenizers,
@@ -97,6 +101,7 @@ class Tokenizers:
             new_asker=partial(Asker.of, settings, is_bounded=False),
             # Their addresses are from registrations.
             engines=None if addresses is None else Engines(addresses, Asker.of(settings)),
+            fallback=fallback,
         )
 
     async def tokens(self, model: str, prompt: Prompt, tenant_id: str = DEFAULT_TENANT) -> Tokens:
@@ -185,7 +190,7 @@ class Tokenizers:
         source = self._open.get(model)
         if source is not None:
             return source
-        url = self._configured.get(model) or await self._discover(model)
+        url = self._configured.get(model) or await self._discover(model) or self._fallback
         if url is None:
             raise no_tokenizer(model)
         if url == ENGINE:

@@ -1,0 +1,203 @@
+"""The gateway as an ASGI application: its paths, the bounds of a request, and what its end does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import orjson
+
+from waymark.errors import StoreUnavailable, WaymarkError
+from waymark.gateway.lifecycle import Lifecycle
+from waymark.gateway.placing import Placing
+from waymark.gateway.prompts import wanted_of
+from waymark.gateway.proxy import Exchange, Message, Proxy, Send
+from waymark.gateway.security import Client, Keys, Limits
+from waymark.gateway.shapes import PATHS, Api, Refusal, body_of, refusal_of
+from waymark.gateway.upstream import Upstream
+from waymark.metrics import Metrics
+from waymark.selection.options import SelectionOptions
+from waymark.selection.selector import Selector
+from waymark.selection.startup import StartupGate
+from waymark.settings import Settings
+from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
+
+log = logging.getLogger(__name__)
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_MODELS = "/v1/models"
+_IS_SANE = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
+_IS_QUERY = re.compile(rb"[!-~]{0,2048}").fullmatch
+_HEADER = b"x-request-id"
+
+
+class Gone(Exception):
+    """The client does not wait any more."""
+
+
+class Gateway:
+    """``others`` answers the paths that are none of the gateway's: health, readiness, metrics, admin."""
+
+    def __init__(
+        self, store: Store, settings: Settings, metrics: Metrics, tokenizers: Tokenizers, others: Application
+    ) -> None:
+        """Raises SettingsError where the keys or the policy cannot be used."""
+        self._others = others
+        self._metrics = metrics
+        self._body_bytes_max = settings.max_body_bytes
+        self._prefix_bytes = settings.prefix_bytes
+        self._keys = Keys.of(settings)
+        self._limits = Limits(settings.gateway_key_requests, settings.gateway_key_tokens)
+        selector = Selector(store, SelectionOptions.of(settings), metrics)
+        gate = StartupGate(store.directory, settings.min_initial_workers)
+        self._placing = Placing(store, settings, metrics, selector, tokenizers, gate)
+        self._upstream = Upstream.of(settings)
+        self._proxy = Proxy(self._placing, Lifecycle(selector, store.begin), self._upstream, metrics)
+
+    async def close(self) -> None:
+        """Close the connections to engines."""
+        await self._upstream.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        if scope["type"] != "http" or not (path in PATHS or path.startswith("/v1/")):
+            await self._others(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(_HEADER, b"")
+        request_id = given.decode() if _IS_SANE(given) else secrets.token_hex(8)
+        scope["request_id"] = request_id
+        answer = _Answer(send, request_id)
+        began = perf_counter()
+        route = path if path in PATHS or path == _MODELS else "none"
+        try:
+            await self._answer(scope, headers, receive, answer, request_id)
+        except Gone:
+            answer.status = 499
+        except WaymarkError as error:
+            await answer.refuse(refusal_of(error), PATHS.get(path))
+        finally:
+            status = str(answer.status)
+            self._metrics.http_requests.labels(route=route, method=scope["method"], status=status).inc()
+            self._metrics.http_request_duration_seconds.labels(route=route).observe(perf_counter() - began)
+
+    async def _answer(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, answer: _Answer, request_id: str
+    ) -> None:
+        path, method = scope["path"], scope["method"]
+        api = PATHS.get(path)
+        if api is None and not (path == _MODELS or path.startswith(_MODELS + "/")):
+            raise Refusal(404, "there is no such path; this gateway has " + ", ".join(PATHS), "not_found")
+        if method != ("GET" if api is None else "POST"):
+            raise Refusal(405, f"{path} takes {'GET' if api is None else 'POST'}", "method_not_allowed")
+        client = self._keys.client(headers)
+        if api is None:
+            await self._models(client, path.removeprefix(_MODELS).removeprefix("/"), answer)
+            return
+        body = await self._body(headers, receive)
+        query: bytes = scope["query_string"]
+        if not _IS_QUERY(query):
+            raise Refusal(400, "the query of the URL is too long or has other characters than ASCII", "invalid_value")
+        exchange = Exchange(api, path, query, scope["headers"], body, request_id, answer)
+        await _while_connected(self._exchange(client, headers, exchange), receive)
+
+    async def _exchange(self, client: Client, headers: Mapping[bytes, bytes], exchange: Exchange) -> None:
+        wanted = wanted_of(exchange.api, exchange.body, prefix_bytes=self._prefix_bytes)
+        with self._limits.request(client) as share:
+            self._metrics.gateway_requests.inc()
+            try:
+                order = await self._placing.order(client, wanted, headers, share)
+                await self._proxy.pass_on(exchange, order)
+            finally:
+                self._metrics.gateway_requests.dec()
+
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        length = headers.get(b"content-length", b"0")
+        too_large = Refusal(
+            413, f"the body has more than {self._body_bytes_max} bytes; send less, or raise WAYMARK_MAX_BODY_BYTES",
+            "too_large",
+        )  # fmt: skip
+        if length.isdigit() and int(length) > self._body_bytes_max:
+            raise too_large
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            pieces.append(message["body"])
+            size += len(message["body"])
+            if size > self._body_bytes_max:
+                raise too_large
+            if not message["more_body"]:
+                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _models(self, client: Client, name: str, answer: _Answer) -> None:
+        try:
+            models = await self._placing.models(client)
+        except StoreUnavailable as error:
+            raise Refusal(503, error.sentence, "unavailable", retry_after_seconds=1) from None
+        cards = [
+            {"id": each, "object": "model", "created": 0, "owned_by": "waymark", "parent": parent}
+            for each, parent in models
+            if not name or each == name
+        ]
+        if name and not cards:
+            raise Refusal(404, "there is no such model; GET /v1/models lists those that exist", "model_not_found")
+        await answer.whole(200, orjson.dumps(cards[0] if name else {"object": "list", "data": cards}))
+
+
+class _Answer:
+    """``send`` of an ASGI application that knows the status, and adds the request's id."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id.encode()
+        self.status = 0
+        """0 while no answer has begun."""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (_HEADER, self._request_id)]
+        await self._send(message)
+
+    async def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        lines = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+        start = {"type": "http.response.start", "status": status}
+        await self({**start, "headers": [(b"content-type", b"application/json"), *lines]})
+        await self({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def refuse(self, refusal: Refusal, api: Api | None) -> None:
+        headers = refusal.headers | ({"Connection": "close"} if refusal.status == 413 else {})
+        await self.whole(refusal.status, body_of(refusal, api), headers)
+
+
+async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
+    """Run ``work`` to its end; cancel it and raise Gone where the client goes away before."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        await working
+    finally:
+        for task in (working, watching):
+            if not task.done():
+                task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,66 @@
+"""Registers the engines that a gateway was given by their URLs, each as soon as it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from waymark.discovery.describe import base_of
+from waymark.discovery.engines import EngineRegistrations
+from waymark.domain.engines import WITHOUT_EVENTS
+from waymark.domain.names import Origin, Registration
+from waymark.errors import Conflict, InvalidValue, RemoteUnavailable, StoreUnavailable
+from waymark.logs import fields
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+_AGAIN_SECONDS, _AGAIN_SECONDS_MAX = 0.5, 10.0
+
+
+class GivenEngines:
+    """``run`` ends when all are registered. An engine that cannot be is tried again, later and later."""
+
+    def __init__(self, store: Store, engines: EngineRegistrations, urls: Sequence[str]) -> None:
+        self._store = store
+        self._engines = engines
+        self._urls = tuple(dict.fromkeys(urls))
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for url in self._urls:
+                tasks.create_task(self._keep_trying(url))
+
+    async def _keep_trying(self, url: str) -> None:
+        pause = _AGAIN_SECONDS
+        last = ""
+        while True:
+            try:
+                first = await self._register(url)
+            except (Conflict, InvalidValue, RemoteUnavailable, StoreUnavailable) as error:
+                if error.sentence != last:
+                    log.warning("an engine is not registered yet", extra=fields(url=url, error=error.sentence))
+                last = error.sentence
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _AGAIN_SECONDS_MAX)
+            else:
+                about = {"url": url, "model": first.model_name, "type": str(first.kind), "block_size": first.block_size}
+                log.info("an engine is registered", extra=fields(**about))
+                return
+
+    async def _register(self, url: str) -> Registration:
+        """All ranks of an engine, by what it says of itself; the first of them."""
+        origin = Origin("url", base_of(url))
+        try:
+            registrations = await self._engines.of(url, {}, origin)
+        except InvalidValue as error:
+            if error.reason != "missing" or error.field != "endpoint":
+                raise
+            log.warning("an engine names no event socket, so what it holds is only estimated", extra=fields(url=url))
+            registrations = await self._engines.of(url, {"type": str(WITHOUT_EVENTS)}, origin)
+        for registration in registrations:
+            await self._store.registry.check(registration)
+        for registration in registrations:
+            await self._store.registry.register(registration)
+        return registrations[0]

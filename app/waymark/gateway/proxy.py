@@ -1,0 +1,193 @@
+"""One request through the gateway: to an engine, to another one where no answer has begun, and its answer back.
+
+Bytes go on as they arrive, and an answer is never begun twice: an engine is replaced only until the first byte of its
+answer has gone to the client.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias
+
+import aiohttp
+
+from waymark.domain.targets import host_and_port
+from waymark.errors import NoTarget
+from waymark.gateway.lifecycle import Held, Lifecycle
+from waymark.gateway.placing import SESSION, Order, Placed, Placing, session_token
+from waymark.gateway.security import Headers, to_client, to_engine
+from waymark.gateway.shapes import Api, Refusal, event_of
+from waymark.gateway.upstream import Interrupted, Unreachable, Upstream
+from waymark.logs import fields
+from waymark.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+Message: TypeAlias = MutableMapping[str, Any]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+#: Engines that a request is sent to at most.
+ATTEMPTS = 3
+#: Statuses by which an engine says that it cannot take the request now.
+_PASSED_ON = frozenset({502, 503})
+#: What the first event with content has in it, where events come before that the prompt is computed.
+_CONTENT: Mapping[Api, bytes] = {Api.MESSAGES: b"content_block_delta", Api.RESPONSES: b"response.output_"}
+
+
+class Broken(Exception):
+    """An answer without an end, which only the end of the connection can say."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request, and what has become of its answer."""
+
+    api: Api
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+    request_id: str
+    send: Send
+    began: float = field(default_factory=perf_counter)
+    status: int = 0
+    """Of the answer; 0 while it has not begun."""
+
+
+class Answered(NamedTuple):
+    """The engine that answers."""
+
+    placed: Placed
+    held: Held
+    response: aiohttp.ClientResponse
+
+
+class Proxy:
+    def __init__(self, placing: Placing, lifecycle: Lifecycle, upstream: Upstream, metrics: Metrics) -> None:
+        self._placing = placing
+        self._lifecycle = lifecycle
+        self._upstream = upstream
+        self._metrics = metrics
+
+    async def pass_on(self, exchange: Exchange, order: Order, extra: Headers = ()) -> None:
+        """Have a request answered, with ``extra`` headers. Raises WaymarkError where no answer has begun."""
+        answered = await self._answered(exchange, order)
+        is_ok = True
+        try:
+            is_ok = await self._relay(exchange, answered, extra)
+        except Interrupted as error:
+            is_ok = False
+            self._metrics.gateway_interrupted.inc()
+            log.warning(
+                "an answer broke off",
+                extra=fields(request_id=exchange.request_id, engine=_instance(answered), reason=str(error)),
+            )
+            await self._say_broken(exchange, answered.response)
+        finally:
+            # A client that has gone away is no failure of the engine.
+            answered.held.end(is_ok=is_ok)
+            answered.response.close()
+
+    async def _answered(self, exchange: Exchange, order: Order) -> Answered:
+        """The head of an engine's answer."""
+        excluded: frozenset[str] = frozenset()
+        failure = ""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                placed = await self._placing.place(order, excluded)
+            except NoTarget:
+                if excluded:
+                    break  # no further one is left
+                raise
+            held = self._lifecycle.hold(placed.reservations)
+            is_kept = False
+            try:
+                response = await self._send(exchange, placed)
+                is_last = attempt == ATTEMPTS
+                if response.status not in _PASSED_ON or is_last:
+                    is_kept = True
+                    return Answered(placed, held, response)
+                failure = str(response.status)
+                response.close()
+            except Unreachable as error:
+                failure = str(error)
+            finally:
+                if not is_kept:
+                    held.end(is_ok=not failure)
+            self._metrics.gateway_retries.labels(reason=failure).inc()
+            log.info(
+                "an engine has not answered, the request goes to another one",
+                extra=fields(
+                    request_id=exchange.request_id, engine=placed.selected.target.candidate.instance_id, reason=failure
+                ),
+            )
+            excluded |= {placed.selected.target.candidate.instance_id}
+        raise Refusal(
+            502, f"none of the engines that were tried has answered ({failure}); try again in a moment",
+            "no_answer", retry_after_seconds=1,
+        )  # fmt: skip
+
+    async def _send(self, exchange: Exchange, placed: Placed) -> aiohttp.ClientResponse:
+        selected = placed.selected
+        headers = to_engine(exchange.headers)
+        headers += [(name, value) for name, value in selected.headers.items() if not name.startswith("x-gateway-")]
+        headers.append(("x-request-id", exchange.request_id))
+        if selected.target.candidate.dp_rank:
+            headers.append(("x-data-parallel-rank", str(selected.target.candidate.dp_rank)))
+        return await self._upstream.send(placed.address, exchange.path, exchange.query, exchange.body, headers)
+
+    async def _relay(self, exchange: Exchange, answered: Answered, extra: Headers) -> bool:
+        """Send the answer on; whether it is none that counts against the engine."""
+        response = answered.response
+        exchange.status = response.status
+        is_fine = response.status < 400
+        marker = _CONTENT.get(exchange.api, b"") if _is_events(response) else b""
+        waits = is_fine
+        await exchange.send(
+            {
+                "type": "http.response.start",
+                "status": response.status,
+                "headers": [*to_client(response.raw_headers), *_own_headers(answered.placed), *extra],
+            }
+        )
+        async for piece in self._upstream.pieces(response):
+            if waits and marker in piece:
+                waits = False
+                answered.held.prefilled()
+                self._metrics.ttft_seconds.observe(perf_counter() - exchange.began)
+            await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+        await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
+        return response.status < 500
+
+    async def _say_broken(self, exchange: Exchange, response: aiohttp.ClientResponse) -> None:
+        """Tell the client that the answer has no end, where its form allows it."""
+        if not _is_events(response) or response.content_length is not None:
+            raise Broken("the engine's answer broke off")
+        refusal = Refusal(502, "the engine has broken off its answer; send the request again", "interrupted")
+        # An event of its own, even where the last one is cut.
+        body = b"\n\n" + event_of(refusal, exchange.api)
+        await exchange.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _is_events(response: aiohttp.ClientResponse) -> bool:
+    return response.headers.get("Content-Type", "").startswith("text/event-stream")
+
+
+def _instance(answered: Answered) -> str:
+    return answered.placed.selected.target.candidate.instance_id
+
+
+def _own_headers(placed: Placed) -> list[tuple[bytes, bytes]]:
+    selected = placed.selected
+    headers = [
+        (SESSION, session_token(selected.target.candidate.instance_id)),
+        (b"x-waymark-decision", ("degraded" if selected.is_degraded else selected.decision.value).encode()),
+        (b"x-decoder-host-port", host_and_port(placed.address).encode()),
+    ]
+    prefill = selected.prefill and selected.prefill.candidate.address
+    if prefill:
+        headers.append((b"x-prefiller-host-port", host_and_port(prefill).encode()))
+    return headers

@@ -1,0 +1,230 @@
+"""Who may call the gateway, how much at once, and which headers pass from one side to the other."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeAlias
+
+from waymark.domain.names import DEFAULT_TENANT
+from waymark.errors import SettingsError
+from waymark.gateway.shapes import Refusal
+from waymark.logs import fields
+from waymark.settings import Settings
+from waymark.shown import shown
+
+log = logging.getLogger(__name__)
+
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
+
+_LOOK_SECONDS = 1.0
+_FILE_BYTES_MAX = 2**20
+_KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,128}):(?P<digest>[0-9a-f]{64})(?::(?P<tenant>[^\s:,]{1,255}))?")
+_FORM = "name:<SHA-256 of the key, 64 hex digits>, or name:<SHA-256>:tenant"
+
+#: Headers of one connection (RFC 9110, 7.6.1).
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+        b"trailer", b"transfer-encoding", b"upgrade",
+    }
+)  # fmt: skip
+#: What the gateway decides or writes itself, so that no client can.
+_OWN = frozenset(
+    {
+        b"host", b"content-length", b"expect", b"accept-encoding", b"authorization", b"x-api-key", b"api-key",
+        b"cookie", b"x-session-token", b"x-data-parallel-rank", b"x-prefiller-host-port", b"x-encoder-hosts-ports",
+        b"x-decoder-host-port", b"x-gateway-destination-endpoint", b"x-request-id",
+    }
+)  # fmt: skip
+_OWN_BEGINNINGS = (b"x-waymark-", b"mif-")
+_NOT_TO_CLIENTS = frozenset({b"server", b"date", b"set-cookie", b"x-session-token", b"x-request-id", b"x-cache"})
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who calls. Its tenant decides which engines it reaches and whose answers it may share."""
+
+    name: str = ""
+    tenant_id: str = DEFAULT_TENANT
+
+
+class Keys:
+    """The keys of clients, from a setting and from a file that is read again where it changes."""
+
+    def __init__(self, entries: Iterable[str], path: Path | None = None, tenant_header: str | None = None) -> None:
+        """Raises SettingsError where an entry, or the file, cannot be used."""
+        self._own = [_parsed(entry, "WAYMARK_GATEWAY_KEYS") for entry in entries]
+        self._path = path
+        self._tenant_header = None if tenant_header is None else tenant_header.lower().encode()
+        self._looked = time.monotonic()
+        self._version = self._stat()
+        self._filed = [] if path is None else _read(path)
+        self.is_open = not self._own and path is None
+        """Every client may call."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Keys:
+        return cls(settings.gateway_keys, settings.gateway_keys_file, settings.tenant_header)
+
+    def client(self, headers: Mapping[bytes, bytes]) -> Client:
+        """Whose request it is. Raises Refusal without a known key. The time does not depend on the key."""
+        if self.is_open:
+            if self._tenant_header is None:
+                return Client()
+            tenant = headers.get(self._tenant_header, b"").decode("latin-1")
+            return Client(tenant_id=tenant or DEFAULT_TENANT)
+        self._look()
+        digest = sha256(_key_of(headers)).hexdigest()
+        found = None
+        for known, client in (*self._own, *self._filed):
+            if hmac.compare_digest(known, digest):
+                found = client
+        if found is None:
+            raise Refusal(
+                401, "the API key is missing or unknown; send it as 'Authorization: Bearer <key>'", "invalid_api_key"
+            )
+        return found
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._path is None or now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        version = self._stat()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._filed = _read(self._path)
+        except SettingsError as exc:
+            log.error("keys file cannot be used, the previous keys stay valid", extra=fields(error=str(exc)))
+        else:
+            log.info("keys file read again", extra=fields(keys=len(self._filed)))
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        if self._path is None:
+            return None
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+
+
+def _read(path: Path) -> list[tuple[str, Client]]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_FILE_BYTES_MAX + 1).decode()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise SettingsError(f"WAYMARK_GATEWAY_KEYS_FILE {shown(str(path))} cannot be read: {exc}") from None
+    if len(text) > _FILE_BYTES_MAX:
+        raise SettingsError(f"WAYMARK_GATEWAY_KEYS_FILE {shown(str(path))} is longer than {_FILE_BYTES_MAX} bytes")
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    return [
+        _parsed(line, f"WAYMARK_GATEWAY_KEYS_FILE, line {number}")
+        for number, line in lines
+        if line and not line.startswith("#")
+    ]
+
+
+def _parsed(entry: str, where: str) -> tuple[str, Client]:
+    match = _KEY.fullmatch(entry)
+    if match is None:  # what was given may be a key, so it is not shown
+        raise SettingsError(f"{where} has an entry that is not {_FORM}; printf %s KEY | sha256sum makes it")
+    return match["digest"], Client(match["name"], match["tenant"] or DEFAULT_TENANT)
+
+
+class Limits:
+    """What the requests of one key may have under way; 0 is no limit."""
+
+    def __init__(self, requests_max: int, tokens_max: int) -> None:
+        self._requests_max = requests_max
+        self._tokens_max = tokens_max
+        self._requests: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    @contextmanager
+    def request(self, client: Client) -> Iterator[Share]:
+        """Count a request while it is under way. Raises Refusal where the key has as many as it may have."""
+        name = client.name
+        if self._requests_max and self._requests[name] >= self._requests_max:
+            raise _too_much(f"{self._requests_max} requests", "WAYMARK_GATEWAY_KEY_REQUESTS")
+        self._requests[name] += 1
+        share = Share(self, name)
+        try:
+            yield share
+        finally:
+            self._requests[name] -= 1
+            self._tokens[name] -= share.tokens
+            if not self._requests[name]:
+                del self._requests[name], self._tokens[name]
+
+    def take(self, name: str, tokens: int) -> None:
+        if self._tokens_max and self._tokens[name] + tokens > self._tokens_max:
+            raise _too_much(f"{self._tokens_max} prompt tokens", "WAYMARK_GATEWAY_KEY_TOKENS")
+        self._tokens[name] += tokens
+
+
+class Share:
+    """What one request has of its key's tokens."""
+
+    def __init__(self, limits: Limits, name: str) -> None:
+        self._limits = limits
+        self._name = name
+        self.tokens = 0
+
+    def take(self, tokens: int) -> None:
+        """Count prompt tokens. Raises Refusal where the key has as many as it may have."""
+        self._limits.take(self._name, tokens)
+        self.tokens += tokens
+
+
+def _too_much(what: str, setting: str) -> Refusal:
+    return Refusal(
+        429, f"this key may have {what} under way ({setting}); try again later", "rate_limit_exceeded",
+        retry_after_seconds=1,
+    )  # fmt: skip
+
+
+def to_engine(headers: Headers) -> list[tuple[str, str]]:
+    """The headers of a request that go on to an engine."""
+    named = _named_by_connection(headers)
+    return [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in headers
+        if name not in _HOP_BY_HOP and name not in _OWN and name not in named and not name.startswith(_OWN_BEGINNINGS)
+    ]
+
+
+def to_client(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """The headers of an answer that go on to a client."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    named = _named_by_connection(lowered)
+    return [
+        (name, value)
+        for name, value in lowered
+        if name not in _HOP_BY_HOP
+        and name not in _NOT_TO_CLIENTS
+        and name not in named
+        and not name.startswith(_OWN_BEGINNINGS)
+    ]
+
+
+def _named_by_connection(headers: Headers) -> set[bytes]:
+    """The headers that a Connection header makes those of one connection."""
+    return {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}

@@ -1,0 +1,115 @@
+"""The paths that the gateway proxies, and errors in the shape that the clients of each path know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Final
+
+import orjson
+
+from waymark.errors import (
+    InvalidValue,
+    NoTarget,
+    RemoteUnavailable,
+    Saturated,
+    Starting,
+    StoreUnavailable,
+    WaymarkError,
+)
+
+
+class Api(StrEnum):
+    """What a path speaks."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
+
+
+PATHS: Final[Mapping[str, Api]] = MappingProxyType(
+    {
+        "/v1/chat/completions": Api.CHAT,
+        "/v1/completions": Api.COMPLETIONS,
+        "/v1/embeddings": Api.EMBEDDINGS,
+        "/v1/messages": Api.MESSAGES,
+        "/v1/responses": Api.RESPONSES,
+    }
+)
+
+#: Status -> the type of an error, in OpenAI's and in Anthropic's words.
+_TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("invalid_request_error", "authentication_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    502: ("server_error", "api_error"),
+    503: ("server_error", "overloaded_error"),
+    504: ("server_error", "api_error"),
+}
+
+
+class Refusal(WaymarkError):
+    """The answer that the gateway gives itself. ``code`` is a short word for programs."""
+
+    def __init__(
+        self, status: int, sentence: str, code: str, *, field: str | None = None, retry_after_seconds: int | None = None
+    ) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.sentence = sentence
+        self.code = code
+        self.field = field
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
+        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def refusal_of(error: WaymarkError) -> Refusal:
+    """How an error of a decision is answered. Anything else is raised again."""
+    match error:
+        case Refusal():
+            return error
+        case InvalidValue(sentence=sentence, reason=reason, field=field):
+            return Refusal(413 if reason == "too_large" else 400, sentence, reason, field=field)
+        case NoTarget(sentence=sentence):
+            return Refusal(503, sentence, "no_target", retry_after_seconds=1)
+        case Starting(sentence=sentence):
+            return Refusal(503, sentence, "starting", retry_after_seconds=1)
+        case Saturated(sentence=sentence):
+            return Refusal(429, sentence, "saturated", retry_after_seconds=1)
+        case StoreUnavailable(sentence=sentence) | RemoteUnavailable(sentence=sentence):
+            return Refusal(503, sentence, "unavailable", retry_after_seconds=error.retry_after_seconds)
+    raise error
+
+
+def body_of(refusal: Refusal, api: Api | None) -> bytes:
+    """The body of a refusal in the shape of its API; that of OpenAI where the path has none."""
+    return orjson.dumps(_error(refusal, api))
+
+
+def event_of(refusal: Refusal, api: Api) -> bytes:
+    """The same as an event, for a stream that has begun."""
+    if api is Api.RESPONSES:
+        fields = {"type": "error", "code": refusal.code, "message": refusal.sentence, "param": None}
+        return b"event: error\ndata: " + orjson.dumps(fields) + b"\n\n"
+    name = b"event: error\n" if api is Api.MESSAGES else b""
+    return name + b"data: " + orjson.dumps(_error(refusal, api)) + b"\n\n"
+
+
+def _error(refusal: Refusal, api: Api | None) -> dict[str, Any]:
+    openai, anthropic = _TYPES.get(refusal.status, _TYPES[500])
+    if api is Api.MESSAGES:
+        return {"type": "error", "error": {"type": anthropic, "message": refusal.sentence}}
+    return {
+        "error": {"message": refusal.sentence, "type": openai, "param": refusal.field, "code": refusal.code},
+    }

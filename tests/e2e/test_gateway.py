@@ -1,0 +1,220 @@
+"""The two commands of docs/gateway.md, and the official clients of OpenAI and Anthropic against them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+
+from tests.conftest import wait_until
+from tests.patience import patient, within
+from tests.ports import unused_port
+from waymark.simulator.texts import mark_of
+
+pytestmark = pytest.mark.outside
+
+ROOT = Path(__file__).parents[2]
+LONG = " ".join(f"word{n}" for n in range(200))
+
+
+@dataclass
+class Pair:
+    """The two processes that the page starts."""
+
+    url: str
+    gateway: asyncio.subprocess.Process
+    engines: list[str]
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=patient(30),
+            http_client=httpx2.AsyncClient(trust_env=False),
+        )
+
+    def anthropic(self) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(
+            base_url=self.url,
+            api_key="none",
+            max_retries=0,
+            timeout=patient(30),
+            http_client=httpx2.AsyncClient(trust_env=False),
+        )
+
+
+def commands() -> list[list[str]]:
+    """The words of the page's two commands."""
+    text = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\$ waymark (simulate|gateway) (.+) &$", text, re.MULTILINE)
+    assert [name for name, _ in found] == ["simulate", "gateway"]
+    return [[name, *words.split()] for name, words in found]
+
+
+@asynccontextmanager
+async def pair(*more: str, **environ: str) -> AsyncIterator[Pair]:
+    """Both, with free ports in place of the page's, and ``more`` words for the engines."""
+    simulate, gateway = commands()
+    assert simulate.count("8000") == 1
+    simulate[simulate.index("8000")] = "0"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    engines = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "waymark", *simulate, "--base-port", "0", *more),
+        stdout=asyncio.subprocess.PIPE,
+        env=clean,
+    )
+    process = None
+    try:
+        assert engines.stdout is not None
+        urls: list[str] = []
+        async with within(60):
+            while len(urls) < 2:
+                line = (await engines.stdout.readline()).decode()
+                assert line, "waymark simulate has ended"
+                urls += re.findall(r"http://[\d.:]+", line)
+        words = " ".join(gateway).replace("http://127.0.0.1:8000", urls[0]).replace("http://127.0.0.1:8001", urls[1])
+        port = unused_port()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "waymark", *words.split(), "--port", str(port)), env=clean | environ
+        )
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=patient(10)) as client:
+
+            async def is_up() -> bool:
+                assert process is not None
+                assert process.returncode is None
+                try:
+                    text = (await client.get("/metrics")).text
+                    return 'waymark_streams{status="active"} 2.0' in text
+                except httpx.TransportError:
+                    return False
+
+            await wait_until(is_up, "the gateway follows both engines", 60)
+        yield Pair(url, process, urls)
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        async with within(60):
+            assert await process.wait() == 0
+    finally:
+        for each in (process, engines):
+            if each is not None and each.returncode is None:
+                each.kill()
+                await each.wait()
+
+
+async def test_the_second_turn_goes_to_the_engine_that_has_the_first() -> None:
+    async with pair() as running, running.openai() as client:
+        assert [each.id for each in (await client.models.list()).data] == ["demo"]
+        places = [await _converse(client, f"{conversation} {LONG}") for conversation in range(4)]
+        assert [len(set(turns)) for turns in places] == [1, 1, 1, 1]
+        assert len({turns[0] for turns in places}) == 2
+
+
+async def _converse(client: openai.AsyncOpenAI, beginning: str) -> list[str]:
+    """Three turns of a conversation, each of which finds what was computed before; the engines that answered."""
+    messages: list[Any] = [{"role": "user", "content": beginning}]
+    places: list[str] = []
+    cached = -1
+    for turn in range(3):
+        raw: Any = None
+
+        async def has_more(said: list[Any], before: int) -> bool:
+            nonlocal raw, cached
+            raw = await client.chat.completions.with_raw_response.create(model="demo", messages=said)
+            cached = raw.parse().usage.prompt_tokens_details.cached_tokens
+            return cached > before
+
+        # A turn that comes before the events of the last one is asked again.
+        await wait_until(partial(has_more, messages, cached), "the turn before is found", 10)
+        places.append(raw.headers["x-decoder-host-port"])
+        answer = raw.parse().choices[0].message
+        assert answer.content == "".join(f"{mark_of(messages[-1]['content'])}.{n} " for n in range(16))
+        messages += [answer, {"role": "user", "content": f"go on, {turn}"}]
+    assert cached >= 192
+    return places
+
+
+async def test_openai_s_client_gets_what_an_engine_gives() -> None:
+    async with pair("--lora-names", "sql") as running, running.openai() as client:
+        body: Any = {"model": "sql", "messages": [{"role": "user", "content": "hello"}]}
+        text = ""
+        stream = await client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True})
+        usage = None
+        async for chunk in stream:
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            usage = chunk.usage or usage
+        assert text == "".join(f"{mark_of('hello')}.{n} " for n in range(16))
+        assert usage is not None
+        assert usage.completion_tokens == 16
+        tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+        called = await client.chat.completions.create(**body, tools=tools, tool_choice="required")
+        calls: Any = called.choices[0].message.tool_calls
+        assert [json.loads(call.function.arguments) for call in calls] == [{"mark": mark_of("hello")}]
+        completion = await client.completions.create(model="demo", prompt=["a", "b"], max_tokens=3)
+        assert [each.text for each in completion.choices] == [
+            "".join(f"{mark_of(prompt)}.{n} " for n in range(3)) for prompt in ("a", "b")
+        ]
+        response = await client.responses.create(model="demo", input="hello")
+        assert response.output_text.startswith(mark_of("hello"))
+        async with client.responses.stream(model="demo", input="hello") as events:
+            async for _ in events:
+                pass
+            assert (await events.get_final_response()).output_text == response.output_text
+        assert len((await client.embeddings.create(model="demo", input=["a", "b"])).data) == 2
+        with pytest.raises(openai.NotFoundError, match="GET /v1/models"):
+            await client.chat.completions.create(**body | {"model": "nope"})
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            await client.chat.completions.create(model="demo", messages=[])
+
+
+async def test_anthropic_s_client_gets_what_an_engine_gives() -> None:
+    async with pair() as running, running.anthropic() as client:
+        body: Any = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+        wanted = "".join(f"{mark_of('hello')}.{n} " for n in range(4))
+        message = await client.messages.create(**body, system="be short")
+        assert [each.text for each in message.content if each.type == "text"] == [wanted]
+        async with client.messages.stream(**body) as stream:
+            assert "".join([piece async for piece in stream.text_stream]) == wanted
+        with pytest.raises(anthropic.NotFoundError) as error:
+            await client.messages.create(**body | {"model": "nope"})
+        assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+
+async def test_a_client_that_cancels_and_sigterm_in_the_middle_of_a_stream() -> None:
+    async with pair("--tokens-per-second", "8") as running, running.openai() as client:
+        body: Any = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+        stream = await client.chat.completions.create(**body)
+        await anext(aiter(stream))
+        await stream.close()
+        async with httpx.AsyncClient(trust_env=False, timeout=patient(10)) as asking:
+
+            async def are_idle() -> bool:
+                texts = [(await asking.get(f"{url}/metrics")).text for url in running.engines]
+                return all(re.search(r"num_requests_running\S+ 0\.0", text) for text in texts)
+
+            await wait_until(are_idle, "the cancelled request has ended at its engine", 10)
+        stream = await client.chat.completions.create(**body)
+        text = ""
+        async for chunk in stream:
+            if not text:
+                running.gateway.send_signal(signal.SIGTERM)
+            text += chunk.choices[0].delta.content or ""
+        assert text == "".join(f"{mark_of('hello')}.{n} " for n in range(16))
+        async with within(60):
+            assert await running.gateway.wait() == 0

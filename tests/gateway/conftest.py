@@ -1,0 +1,185 @@
+"""A gateway in this process, over a real Redis and real sockets, in front of engines that do what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import httpx
+import pytest
+from aiohttp import web
+
+from tests.patience import patient
+from tests.serving.wire import answer, connections, served
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import Registration
+from waymark.domain.targets import Target
+from waymark.gateway.application import Gateway, Receive, Scope
+from waymark.gateway.proxy import Send
+from waymark.metrics import Metrics
+from waymark.serving.connection import protocol
+from waymark.settings import Settings
+from waymark.store.reservations import Load
+from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Engine:
+    """An engine. ``handler`` may be replaced at any time; ``asked`` are the requests that arrived, and their bodies."""
+
+    url: str = ""
+    handler: Handler | None = None
+    asked: list[tuple[web.Request, bytes]] = field(default_factory=list)
+    ended: int = 0
+    """Requests whose handler has ended, also by a client that went away."""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((request, await request.read()))
+        try:
+            if self.handler is None:
+                return web.json_response({"object": "made up", "path": request.path})
+            return await self.handler(request)
+        finally:
+            self.ended += 1
+
+
+@dataclass
+class Running:
+    """A gateway that runs."""
+
+    client: httpx.AsyncClient
+    engines: list[Engine]
+    store: Store
+    metrics: Metrics
+    gateway: Gateway
+    port: int
+
+    async def post(self, body: Any = None, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
+        return await self.client.post(path, json=chat("hello") if body is None else body, **more)
+
+    async def loads(self) -> list[Load]:
+        """The load of each engine, in the order of the engines."""
+        (group,) = (await self.store.directory.groups()).values()
+        found = await self.store.reservations.loads(group.group_id)
+        claims = await self.store.directory.claims()
+        by_url = {each.registration.target.address: found.get(each.publisher, Load()) for each in claims}
+        return [by_url[engine.url] for engine in self.engines]
+
+    async def requests(self) -> int:
+        """Requests under way, by the loads of all engines."""
+        return sum(load.requests for load in await self.loads())
+
+    @property
+    def first_contents(self) -> float:
+        """Requests whose first content has arrived."""
+        found = self.metrics.registry.get_sample_value("waymark_ttft_seconds_count")
+        assert found is not None
+        return found
+
+    @property
+    def asked(self) -> list[int]:
+        """How many requests each engine got."""
+        return [len(engine.asked) for engine in self.engines]
+
+
+def chat(*texts: str, **more: Any) -> dict[str, Any]:
+    """A conversation in turns, a user's first."""
+    roles = ("user", "assistant")
+    return {
+        "model": "demo",
+        "messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)],
+        **more,
+    }
+
+
+class Start(Protocol):
+    def __call__(self, engines: int = 2, **settings: Any) -> Awaitable[Running]: ...
+
+
+@pytest.fixture
+async def start(redis_url: str) -> AsyncIterator[Start]:
+    """Starts a gateway with that many engines and those settings; ``redis_url`` among them wins."""
+    async with AsyncExitStack() as stack:
+
+        async def begin(engines: int = 2, *, fallback: str | None = None, **given: Any) -> Running:
+            url = given.pop("redis_url", redis_url)
+            settings = Settings(redis_url=url, **given)
+            metrics = Metrics()
+            store = Store.open(url, timeout_seconds=settings.redis_timeout_seconds, metrics=metrics)
+            stack.push_async_callback(store.close)
+            found = [await stack.enter_async_context(_engine()) for _ in range(engines)]
+            for number, engine in enumerate(found):
+                await store.registry.register(registration(engine.url, number))
+            tokenizers = Tokenizers.of(settings, metrics, fallback=fallback)
+            stack.push_async_callback(tokenizers.close)
+            gateway = Gateway(store, settings, metrics, tokenizers, _others)
+            stack.push_async_callback(gateway.close)
+            port = await stack.enter_async_context(served(gateway, protocol(connections(metrics))))
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(30), trust_env=False)
+            )
+            return Running(client, found, store, metrics, gateway, port)
+
+        yield begin
+
+
+def registration(url: str, number: int, model: str = "demo", **target: Any) -> Registration:
+    """An engine without events."""
+    return Registration(
+        kind=EngineKind.NONE,
+        instance_id=f"engine-{number}",
+        tenant_id=target.pop("tenant_id", "default"),
+        dp_rank=0,
+        model_name=model,
+        block_size=16,
+        endpoint=None,
+        replay_endpoint=None,
+        lora_name=None,
+        additional_salt=None,
+        scope="instance",
+        copies="count",
+        sequence="publisher",
+        target=Target(address=url, **target),
+    )
+
+
+@asynccontextmanager
+async def _engine() -> AsyncIterator[Engine]:
+    engine = Engine()
+    application = web.Application(client_max_size=2**26)
+    application.router.add_route("*", "/{path:.*}", engine.answer)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield engine
+    finally:
+        await runner.cleanup()
+
+
+async def _others(scope: Scope, receive: Receive, send: Send) -> None:
+    await answer(send, 418, b"other")
+
+
+async def events(request: web.Request, *pieces: bytes, until: asyncio.Event | None = None) -> web.StreamResponse:
+    """Answer with an event stream: all pieces but the last, then that one once ``until`` is set."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for piece in pieces[:-1]:
+        await response.write(piece)
+    if until is not None:
+        await until.wait()
+    await response.write(pieces[-1])
+    await response.write_eof()
+    return response
+
+
+def texts(stream: Sequence[bytes]) -> str:
+    return b"".join(stream).decode()

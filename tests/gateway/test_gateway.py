@@ -1,0 +1,283 @@
+"""Who may call, where requests go, and what is answered in the gateway's own name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.gateway.conftest import Start, chat, events, registration
+from waymark.domain.targets import Target
+from waymark.errors import SettingsError
+from waymark.gateway.placing import session_token
+from waymark.gateway.security import Keys
+from waymark.gateway.upstream import Upstream
+from waymark.settings import Settings
+
+pytestmark = pytest.mark.outside
+
+DONE = b"data: [DONE]\n\n"
+
+
+def digest(key: str) -> str:
+    return sha256(key.encode()).hexdigest()
+
+
+# ---- keys and limits -------------------------------------------------------------------------------
+
+
+async def test_a_client_needs_a_key_where_keys_are_set(start: Start) -> None:
+    running = await start(1, gateway_keys=(f"a:{digest('one')}", f"b:{digest('two')}:other"))
+    answer = await running.post()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert (await running.post(headers={"authorization": "Bearer two-"})).status_code == 401
+    assert (await running.post(headers={"authorization": "Bearer one"})).status_code == 200
+    assert (await running.post(headers={"x-api-key": "one"})).status_code == 200
+    # The other key's tenant has no engine.
+    assert (await running.post(headers={"authorization": "Bearer two"})).status_code == 404
+    models = await running.client.get("/v1/models", headers={"x-api-key": "two"})
+    assert models.json() == {"object": "list", "data": []}
+    assert "one" not in str([request.headers for request, _ in running.engines[0].asked])
+
+
+async def test_keys_of_a_file_change_without_a_restart(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# clients\n\na:{digest('one')}\n")
+    running = await start(1, gateway_keys_file=path)
+    assert (await running.post(headers={"x-api-key": "one"})).status_code == 200
+    path.write_text(f"b:{digest('two')}\n")
+    os.utime(path, (1, 1))
+
+    async def is_known() -> bool:
+        return (await running.post(headers={"x-api-key": "two"})).status_code == 200
+
+    await wait_until(is_known, "the new key is known", 10)
+    assert (await running.post(headers={"x-api-key": "one"})).status_code == 401
+    path.write_text("nonsense")
+    os.utime(path, (2, 2))
+    assert (await running.post(headers={"x-api-key": "two"})).status_code == 200
+
+
+@pytest.mark.parametrize("entry", ["secret", "a:one", f"a b:{'0' * 64}", f"a:{'0' * 63}", f"a:{'0' * 64}:t:x"])
+def test_an_entry_that_is_no_key_ends_the_start_and_is_not_shown(entry: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="WAYMARK_GATEWAY_KEYS has an entry") as error:
+        Keys([entry])
+    assert entry not in str(error.value)
+    (tmp_path / "keys").write_text(f"\n{entry}\n")
+    with pytest.raises(SettingsError, match="line 2"):
+        Keys([], tmp_path / "keys")
+
+
+async def test_a_key_has_so_many_requests_and_tokens_under_way(start: Start) -> None:
+    running = await start(
+        1, gateway_keys=(f"a:{digest('one')}", f"b:{digest('two')}"), gateway_key_requests=1, gateway_key_tokens=4
+    )
+    go_on = asyncio.Event()
+    running.engines[0].handler = lambda request: events(request, b"", DONE, until=go_on)
+    body = {"model": "demo", "prompt": [1, 2, 3]}
+    one, two = {"x-api-key": "one"}, {"x-api-key": "two"}
+    first = asyncio.create_task(running.post(body, "/v1/completions", headers=one))
+    await wait_until(lambda: running.asked == [1], "the first request is under way", 10)
+    refused = await running.post(body, "/v1/completions", headers=one)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert "WAYMARK_GATEWAY_KEY_REQUESTS" in refused.text
+    refused = await running.post({"model": "demo", "prompt": [1, 2, 3, 4, 5]}, "/v1/completions", headers=two)
+    assert (refused.status_code, "WAYMARK_GATEWAY_KEY_TOKENS" in refused.text) == (429, True)
+    go_on.set()
+    assert (await first).status_code == 200
+    for _ in range(3):
+        assert (await running.post(body, "/v1/completions", headers=one)).status_code == 200
+
+
+async def test_a_header_names_the_tenant_where_there_are_no_keys(start: Start) -> None:
+    running = await start(1, tenant_header="X-Tenant")
+    assert (await running.post()).status_code == 200
+    assert (await running.post(headers={"x-tenant": "other"})).status_code == 404
+
+
+# ---- answers in the gateway's own name ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("content", "status", "word"),
+    [
+        (b"{", 400, "JSON"),
+        (b"[]", 400, "object"),
+        (b"{}", 400, "model"),
+        (b'{"model": 1}', 400, "model"),
+        (b'{"model": "nope"}', 404, "nope"),
+        (b'{"model": "demo", "pad": "' + b"x" * 2000 + b'"}', 413, "1500 bytes"),
+    ],
+)
+async def test_errors_have_the_shape_of_their_path(
+    start: Start, path: str, content: bytes, status: int, word: str
+) -> None:
+    running = await start(1, max_body_bytes=1500)
+    answer = await running.client.post(path, content=content)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/json"
+    fields = answer.json()
+    if path == "/v1/messages":
+        kinds = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large"}
+        assert (fields["type"], fields["error"]["type"]) == ("error", kinds[status])
+    else:
+        assert fields["error"].keys() == {"message", "type", "param", "code"}
+        assert fields["error"]["type"] == "invalid_request_error"
+    assert word in fields["error"]["message"]
+    assert running.asked == [0]
+
+
+async def test_paths_that_are_none(start: Start) -> None:
+    running = await start(1)
+    assert (await running.client.get("/v1/chat/completions")).status_code == 405
+    assert (await running.client.post("/v1/audio/speech", json={})).json()["error"]["code"] == "not_found"
+    assert (await running.client.get("/health")).text == "other"
+
+
+async def test_models_are_those_of_the_engines(start: Start) -> None:
+    running = await start(1)
+    await running.store.registry.register(
+        registration(running.engines[0].url, 0, adapters=("sql",), aliases=("demo-1",))
+    )
+    found = (await running.client.get("/v1/models")).json()["data"]
+    assert [(each["id"], each["parent"]) for each in found] == [("demo", None), ("demo-1", None), ("sql", "demo")]
+    assert (await running.client.get("/v1/models/sql")).json()["parent"] == "demo"
+    assert (await running.client.get("/v1/models/other")).status_code == 404
+
+    async def is_served() -> bool:
+        return {(await running.post({**chat("a"), "model": name})).status_code for name in ("sql", "demo-1")} == {200}
+
+    await wait_until(is_served, "the names are known", 10)
+    assert {json.loads(body)["model"] for _, body in running.engines[0].asked} == {"sql", "demo-1"}
+
+
+async def test_an_engine_without_an_address_gets_no_request(start: Start) -> None:
+    running = await start(0)
+    await running.store.registry.register(replace(registration("", 0), target=Target()))
+    answer = await running.post()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_target")
+    assert "without an address" in answer.text
+
+
+# ---- where requests go ------------------------------------------------------------------------------
+
+
+async def test_without_a_tokenizer_equal_beginnings_go_to_the_same_engine(start: Start) -> None:
+    running = await start(4, loads_ms=0)
+
+    async def is_free() -> bool:
+        return await running.requests() == 0
+
+    places: dict[str, set[str]] = {}
+    for _ in range(4):
+        for n in range(8):
+            body = chat(f"question {n}", "answer", f"more {len(places)}")
+            answer = await running.post(body)
+            assert answer.headers["x-waymark-decision"] == "prefix_hash"
+            await wait_until(is_free, "nothing is reserved", 10)
+            places.setdefault(f"question {n}", set()).add(answer.headers["x-decoder-host-port"])
+    assert all(len(found) == 1 for found in places.values())
+    assert len(set.union(*places.values())) > 1
+    assert running.metrics.gateway_untokenized.labels(reason="no_tokenizer").value == 32
+
+
+async def test_a_session_stays_at_its_engine(start: Start) -> None:
+    running = await start(4)
+    for number in range(4):
+        token = session_token(f"engine-{number}").decode()
+        answer = await running.post(headers={"x-session-token": token})
+        assert answer.headers["x-session-token"] == token
+        assert answer.headers["x-waymark-decision"] == "session"
+    assert running.asked == [1, 1, 1, 1]
+    answer = await running.post(headers={"x-session-token": "no base64!"})
+    assert (answer.status_code, answer.headers["x-waymark-decision"] == "session") == (200, False)
+
+
+async def test_the_same_prompt_goes_where_it_was(start: Start) -> None:
+    running = await start(4, loads_ms=0)
+    prompt = list(range(200))
+
+    async def is_free() -> bool:
+        return await running.requests() == 0
+
+    first = await running.post({"model": "demo", "prompt": prompt}, "/v1/completions")
+    assert first.headers["x-waymark-decision"] == "kv_aware"
+    for n in range(4):
+        await wait_until(is_free, "nothing is reserved", 10)
+        again = await running.post({"model": "demo", "prompt": [*prompt, n]}, "/v1/completions")
+        assert again.headers["x-decoder-host-port"] == first.headers["x-decoder-host-port"]
+
+
+async def test_a_saturated_fleet_is_429_in_the_shape_of_the_path(start: Start) -> None:
+    running = await start(1, target_requests_max=1)
+    go_on = asyncio.Event()
+    running.engines[0].handler = lambda request: events(request, b"", DONE, until=go_on)
+    first = asyncio.create_task(running.post())
+    await wait_until(lambda: running.asked == [1], "the first request is under way", 10)
+    refused = await running.post(path="/v1/messages")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    go_on.set()
+    await first
+
+
+async def test_a_place_that_is_not_allowed_gets_no_request(start: Start) -> None:
+    running = await start(1, allowed_endpoints=("10.0.0.0/8",))
+    answer = await running.post()
+    assert (answer.status_code, "not_allowed" in answer.text) == (502, True)
+    assert running.asked == [0]
+
+
+async def test_no_redirect_is_followed(start: Start) -> None:
+    from aiohttp import web
+
+    running = await start(2)
+
+    async def redirects(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": "http://169.254.169.254/"})
+
+    for engine in running.engines:
+        engine.handler = redirects
+    answer = await running.post()
+    assert answer.status_code == 307
+    assert sum(running.asked) == 1
+
+
+@pytest.mark.parametrize("query", ["?a=%20b", ""])
+async def test_nothing_of_a_query_changes_the_place(start: Start, query: str) -> None:
+    running = await start(1)
+    answer = await running.client.post(f"/v1/chat/completions{query}", json=chat("a"))
+    assert answer.status_code == 200
+    assert running.engines[0].asked[0][0].path_qs == f"/v1/chat/completions{query}"
+
+
+async def test_certificates_that_cannot_be_read_are_a_sentence() -> None:
+    upstream = Upstream.of(Settings(engine_ca_file="/nowhere/ca.pem"))
+    with pytest.raises(SettingsError, match="WAYMARK_ENGINE_CA_FILE"):
+        await upstream.send("http://127.0.0.1:1", "/v1/models", b"", b"", ())
+
+
+async def test_a_request_of_every_form_is_passed_on(start: Start) -> None:
+    """The engine says what is wrong with a body, not the gateway."""
+    running = await start(1)
+    bodies: list[tuple[str, Any]] = [
+        ("/v1/chat/completions", {"messages": "none"}),
+        ("/v1/chat/completions", {"messages": [1, None, {"role": 2}], "tools": 3, "n": "x"}),
+        ("/v1/completions", {"prompt": {"a": 1}}),
+        ("/v1/completions", {"prompt": [2**40]}),
+        ("/v1/completions", {"prompt": ["a", ["b"]]}),
+        ("/v1/messages", {"messages": [], "system": [1]}),
+        ("/v1/responses", {"input": [{"type": "function_call_output", "output": "x"}]}),
+        ("/v1/embeddings", {"input": [[1], [2]]}),
+    ]
+    for path, body in bodies:
+        answer = await running.post({"model": "demo", **body}, path)
+        assert answer.status_code == 200, (path, body, answer.text)

@@ -1,0 +1,296 @@
+"""Requests through the gateway: bytes, streams, retries, clients that go away, and the load that all of it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from tests.conftest import wait_until
+from tests.gateway.conftest import Running, Start, chat, events, registration
+from tests.patience import within
+
+pytestmark = pytest.mark.outside
+
+DELTA = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+async def fails(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": "busy"}, status=503)
+
+
+async def breaks(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def hangs(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    return web.Response()
+
+
+def free(running: Running) -> Any:
+    async def is_free() -> bool:
+        return await running.requests() == 0
+
+    return is_free
+
+
+async def test_a_body_goes_on_byte_for_byte_with_the_headers_that_may_pass(start: Start) -> None:
+    running = await start(1, engine_api_key="engine-key")
+    body = b'{ "model":"demo",  "messages": [{"role":"user","content":"\\u00e9 \xc3\xa9"}], "unknown": 1e3 }'
+    headers = {
+        "authorization": "Bearer mine",
+        "x-api-key": "mine",
+        "x-waymark-decision": "x",
+        "mif-prefill-endpoint": "10.0.0.1:1",
+        "x-prefiller-host-port": "10.0.0.1:1",
+        "x-data-parallel-rank": "7",
+        "connection": "keep-alive, x-hop",
+        "x-hop": "1",
+        "te": "trailers",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "x-request-id": "mine-1",
+        "openai-organization": "kept",
+    }
+    answer = await running.client.post("/v1/chat/completions?beta=true", content=body, headers=headers)
+    assert answer.json() == {"object": "made up", "path": "/v1/chat/completions"}
+    assert answer.headers["x-request-id"] == "mine-1"
+    request, received = running.engines[0].asked[0]
+    assert (received, request.query_string) == (body, "beta=true")
+    assert request.headers["authorization"] == "Bearer engine-key"
+    assert request.headers["traceparent"] == headers["traceparent"]
+    assert (request.headers["x-request-id"], request.headers["openai-organization"]) == ("mine-1", "kept")
+    gone = {"x-api-key", "x-waymark-decision", "mif-prefill-endpoint", "x-prefiller-host-port", "x-hop", "te"}
+    assert not gone & {name.lower() for name in request.headers}
+    assert "x-data-parallel-rank" not in request.headers
+
+
+async def test_headers_of_an_answer_that_the_gateway_decides_are_its_own(start: Start) -> None:
+    running = await start(1)
+
+    async def forges(request: web.Request) -> web.StreamResponse:
+        headers = {
+            "x-waymark-decision": "x",
+            "x-session-token": "x",
+            "connection": "x-hop",
+            "x-hop": "1",
+            "x-kept": "1",
+        }
+        return web.json_response({}, headers=headers)
+
+    running.engines[0].handler = forges
+    answer = await running.post()
+    assert answer.headers.get_list("x-waymark-decision") != ["x"]
+    assert len(answer.headers.get_list("x-session-token")) == 1
+    assert ("x-hop" in answer.headers, answer.headers["x-kept"]) == (False, "1")
+
+
+async def test_a_stream_arrives_while_it_is_made(start: Start) -> None:
+    running = await start(1)
+    go_on = asyncio.Event()
+    running.engines[0].handler = lambda request: events(request, DELTA, DONE, until=go_on)
+    async with running.client.stream("POST", "/v1/chat/completions", json=chat("a", stream=True)) as answer:
+        pieces = answer.aiter_bytes()
+        assert await anext(pieces) == DELTA
+        assert running.metrics.gateway_requests.value == 1
+        go_on.set()
+        assert b"".join([piece async for piece in pieces]) == DONE
+    await wait_until(free(running), "nothing is reserved", 10)
+
+
+@pytest.mark.parametrize("fault", [fails, breaks])
+async def test_an_engine_that_does_not_begin_an_answer_is_replaced(start: Start, fault: Any) -> None:
+    running = await start(2)
+    for engine in running.engines:
+        engine.handler = fault
+    refused = await running.post()
+    assert refused.status_code == 502
+    assert refused.json()["error"]["code"] == "no_answer"
+    assert running.asked == [1, 1]
+    running.engines[0].handler = None
+    assert [(await running.post()).status_code for _ in range(8)] == [200] * 8
+    await wait_until(free(running), "nothing is reserved", 10)
+    assert (await running.loads())[1].failed > 0
+
+
+async def test_an_engine_without_a_listener_is_replaced_at_most_twice(start: Start, free_port: int) -> None:
+    running = await start(4)
+    for engine in running.engines:
+        engine.handler = fails
+    answer = await running.post()
+    assert sum(running.asked) == 3
+    assert (answer.status_code, answer.json()) == (503, {"error": "busy"})
+    await running.store.registry.register(registration(f"http://127.0.0.1:{free_port}", 9))
+    for engine in running.engines:
+        engine.handler = None
+    answers = [await running.post(chat(f"hello {n}")) for n in range(40)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert running.metrics.gateway_retries.labels(reason="connect").value > 0
+
+
+async def test_other_errors_of_an_engine_are_the_answer(start: Start) -> None:
+    running = await start(2)
+
+    async def rejects(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    for engine in running.engines:
+        engine.handler = rejects
+    answer = await running.post()
+    assert (answer.status_code, answer.json()) == (400, {"error": {"message": "too long"}})
+    assert sum(running.asked) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_stream_that_breaks_off_ends_with_an_error_event(start: Start, path: str) -> None:
+    running = await start(2)
+
+    async def begins(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(DELTA[:-10])
+        assert request.transport is not None
+        await asyncio.sleep(0)
+        request.transport.abort()
+        return response
+
+    for engine in running.engines:
+        engine.handler = begins
+    answer = await running.post(chat("a", stream=True, input="a"), path)
+    assert sum(running.asked) == 1
+    last = answer.text.rstrip().split("\n\n")[-1]
+    fields = json.loads(last.partition("data: ")[2])
+    assert "broken off" in json.dumps(fields)
+    assert last.startswith("event: error") == (path != "/v1/chat/completions")
+    assert running.metrics.gateway_interrupted.value == 1
+    await wait_until(free(running), "nothing is reserved", 10)
+    assert sum(load.failed for load in await running.loads()) == 1
+
+
+async def test_an_answer_of_a_length_that_breaks_off_ends_the_connection(start: Start) -> None:
+    running = await start(1)
+
+    async def begins(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "100"})
+        await response.prepare(request)
+        await response.write(b"half")
+        assert request.transport is not None
+        await asyncio.sleep(0)
+        request.transport.abort()
+        return response
+
+    running.engines[0].handler = begins
+    with pytest.raises(httpx.RemoteProtocolError):
+        await running.post()
+    await wait_until(free(running), "nothing is reserved", 10)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_client_that_goes_away_ends_its_request_at_the_engine(start: Start, has_begun: bool) -> None:
+    running = await start(1)
+    never = asyncio.Event()
+    running.engines[0].handler = (lambda request: events(request, DELTA, DONE, until=never)) if has_begun else hangs
+    asked = asyncio.create_task(running.post(chat("a", stream=True)))
+    await wait_until(lambda: running.asked == [1], "the engine has the request", 10)
+
+    async def is_reserved() -> bool:
+        return await running.requests() == 1
+
+    await wait_until(is_reserved, "the request is reserved", 10)
+    asked.cancel()
+    async with within(10):
+        await asyncio.wait({asked})
+    await wait_until(lambda: running.engines[0].ended == 1, "the engine's request has ended", 10)
+    await wait_until(free(running), "nothing is reserved", 10)
+    load = (await running.loads())[0]
+    assert (load.failed, load.ok) == (0, 1)
+    assert running.metrics.gateway_requests.value == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "has_begun"), [("gateway_first_byte_seconds", False), ("gateway_idle_seconds", True)]
+)
+async def test_an_engine_that_hangs_is_given_up_after_its_time(start: Start, setting: str, has_begun: bool) -> None:
+    running = await start(1, **{setting: 0.3})
+    never = asyncio.Event()
+    running.engines[0].handler = (lambda request: events(request, DELTA, DONE, until=never)) if has_begun else hangs
+    answer = await running.post(chat("a", stream=True))
+    if has_begun:
+        assert answer.text.startswith(DELTA.decode())
+        assert "broken off" in answer.text
+    else:
+        assert (answer.status_code, "timeout" in answer.text) == (502, True)
+    await wait_until(free(running), "nothing is reserved", 10)
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "content"),
+    [
+        ("/v1/completions", b"", DELTA),
+        ("/v1/messages", b"event: message_start\ndata: {}\n\n", b"event: content_block_delta\n\n"),
+        ("/v1/responses", b"event: response.created\n\n", b"event: response.output_item.added\n\n"),
+    ],
+)
+async def test_prefill_ends_with_the_first_content(start: Start, path: str, before: bytes, content: bytes) -> None:
+    running = await start(1)
+    goes, ends = asyncio.Event(), asyncio.Event()
+
+    async def streams(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if before:
+            await response.write(before)
+        await goes.wait()
+        await response.write(content)
+        await ends.wait()
+        return response
+
+    running.engines[0].handler = streams
+    # Token ids need no tokenizer, so that the load is one in tokens.
+    prompt = {"prompt": [1, 2, 3]} if path == "/v1/completions" else chat("a")
+    asked = asyncio.create_task(running.post({"model": "demo", "input": "a", **prompt, "stream": True}, path))
+
+    async def is_load(*, has_tokens: bool) -> bool:
+        load = (await running.loads())[0]
+        return (load.tokens > 0, load.requests) == (has_tokens, 1)
+
+    await wait_until(lambda: running.asked == [1], "the engine has the request", 10)
+    await wait_until(lambda: is_load(has_tokens="prompt" in prompt), "all of it is reserved", 10)
+    assert running.first_contents == 0
+    goes.set()
+    await wait_until(lambda: running.first_contents == 1, "the first content was seen", 10)
+    await wait_until(lambda: is_load(has_tokens=False), "its prefill is released", 10)
+    ends.set()
+    await asked
+    await wait_until(free(running), "nothing is reserved", 10)
+
+
+@pytest.mark.parametrize(
+    ("body", "requests"),
+    [
+        ({"prompt": [1, 2, 3], "n": 3}, 3),
+        ({"prompt": [[1, 2, 3], [4, 5], [6]]}, 3),
+        ({"prompt": [[1, 2, 3], [4, 5]], "n": 2}, 4),
+        ({"prompt": [1], "n": 1000}, 64),
+    ],
+)
+async def test_each_sequence_is_reserved(start: Start, body: dict[str, Any], requests: int) -> None:
+    running = await start(1)
+    go_on = asyncio.Event()
+    running.engines[0].handler = lambda request: events(request, DELTA, DONE, until=go_on)
+    asked = asyncio.create_task(running.post({"model": "demo", "stream": True, **body}, "/v1/completions"))
+
+    async def are_reserved() -> bool:
+        return await running.requests() == requests
+
+    await wait_until(are_reserved, "each sequence is reserved", 10)
+    go_on.set()
+    await asked
+    await wait_until(free(running), "nothing is reserved", 10)
