@@ -289,10 +289,10 @@ async def test_texts_under_way_hold_up_no_query_of_tokens(
         kind = "local"
         name = "slow"
 
-        def known(self, _: Prompt) -> Made | None:
+        def key(self, _: Prompt) -> bytes | None:
             return None
 
-        async def tokens(self, _: Prompt) -> Made:
+        async def tokens(self, _: Prompt, key: bytes | None = None) -> Made:
             nonlocal asked
             asked += 1
             await may_answer.wait()

@@ -34,6 +34,12 @@ PECULIAR = (
 Open = Callable[..., LocalTokenizer]
 
 
+def known(local: LocalTokenizer, prompt: Prompt) -> Made | None:
+    """What is had at once."""
+    key = local.key(prompt)
+    return None if key is None else local.known(key)
+
+
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2) as pool:
@@ -87,9 +93,9 @@ def test_ids_are_those_of_the_whole_text_with_the_memo_and_without(kind: small.K
         nonlocal remembered
         expected = whole(reference, prompt)
         assert await local.tokens(prompt) == Made(expected)
-        known = local.known(prompt)
-        remembered += known is not None
-        assert known in (None, Made(expected))
+        at_once = known(local, prompt)
+        remembered += at_once is not None
+        assert at_once in (None, Made(expected))
 
     with asyncio.Runner() as runner:
 
@@ -122,12 +128,12 @@ async def test_a_new_turn_is_all_that_is_encoded(opened: Open) -> None:
     counts = [metrics.tokenize_segments.labels(known=known) for known in ("true", "false")]
     before = [count.value for count in counts]
     more = ChatPrompt([*turns, {"role": "user", "content": "What is new?"}])
-    assert local.known(more) is None
+    assert known(local, more) is None
     second = await local.tokens(more)
     assert [count.value - was for count, was in zip(counts, before, strict=True)] == [4, 1]
     text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n"
     assert second.ids.startswith(whole(small.tokenizer(), TextPrompt(text, False)))
-    assert local.known(more) == second != first
+    assert known(local, more) == second != first
 
 
 def test_the_memo_stays_below_its_bound_and_forgets_the_least_used() -> None:
@@ -303,7 +309,7 @@ async def test_a_known_prompt_is_not_rendered_again(opened: Open, monkeypatch: p
         raise AssertionError("rendered again")
 
     monkeypatch.setattr(ChatTemplate, "render", render)
-    assert local.known(ChatPrompt([{"role": "user", "content": "Hello"}])) == first
+    assert known(local, ChatPrompt([{"role": "user", "content": "Hello"}])) == first
 
 
 _HELLO = {"role": "user", "content": "Hello"}
@@ -329,8 +335,8 @@ _HELLO = {"role": "user", "content": "Hello"}
 async def test_a_prompt_that_differs_in_anything_is_another_one(opened: Open, other: TextPrompt | ChatPrompt) -> None:
     local = opened(template=small.CHATML)
     await local.tokens(ChatPrompt([_HELLO]))
-    assert local.known(ChatPrompt([_HELLO])) is not None
-    assert local.known(other) is None
+    assert known(local, ChatPrompt([_HELLO])) is not None
+    assert known(local, other) is None
 
 
 async def test_tokenizers_that_share_a_memo_do_not_share_its_prompts(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
@@ -342,8 +348,8 @@ async def test_tokenizers_that_share_a_memo_do_not_share_its_prompts(tmp_path: P
         for kind in ("byte-level", "wordpiece")
     )
     await one.tokens(TextPrompt("Hello"))
-    assert one.known(TextPrompt("Hello")) is not None
-    assert other.known(TextPrompt("Hello")) is None
+    assert known(one, TextPrompt("Hello")) is not None
+    assert known(other, TextPrompt("Hello")) is None
 
 
 async def test_a_prompt_with_another_date_is_another_one(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,13 +362,13 @@ async def test_a_prompt_with_another_date_is_another_one(opened: Open, monkeypat
                 return cls(2026, 11, day, tzinfo=tz)  # noqa: B023  # used before the next
 
         monkeypatch.setattr(templates, "datetime", Then)
-        assert local.known(ChatPrompt([_HELLO])) is None
+        assert known(local, ChatPrompt([_HELLO])) is None
         made = await local.tokens(ChatPrompt([_HELLO]))
-        assert local.known(ChatPrompt([_HELLO])) == made
+        assert known(local, ChatPrompt([_HELLO])) == made
         assert (await local.text(unpack_tokens(made.ids))).startswith(f"{day} Nov 2026")
 
 
 async def test_a_prompt_whose_template_asks_the_clock_in_its_own_way_is_not_remembered(opened: Open) -> None:
     local = opened(template="{% set form = '%d' %}{{ strftime_now(form) }}" + small.CHATML)
     await local.tokens(ChatPrompt([_HELLO]))
-    assert local.known(ChatPrompt([_HELLO])) is None
+    assert known(local, ChatPrompt([_HELLO])) is None

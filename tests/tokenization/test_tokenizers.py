@@ -125,8 +125,8 @@ async def test_without_the_packages_the_refusal_names_the_extra(
 ) -> None:
     import sys
 
-    for module in ("waymark.tokenization.local", "waymark.tokenization.templates"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    for module in ("local", "model_files", "templates"):
+        monkeypatch.delitem(sys.modules, f"waymark.tokenization.{module}", raising=False)
     for package in ("tokenizers", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, package, None)
     tokenizers = make({"a": tmp_path.as_uri(), "b": "hf://org/name"})
@@ -146,10 +146,13 @@ class Slow:
         self.may_answer = asyncio.Event()
         self.calls = 0
 
-    def known(self, prompt: Prompt) -> Made | None:
+    def key(self, prompt: Prompt) -> bytes | None:
         return None
 
-    async def tokens(self, prompt: Prompt) -> Made:
+    def known(self, key: bytes) -> Made | None:
+        return None
+
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
         self.calls += 1
         await self.may_answer.wait()
         return Made(b"\1\0\0\0")

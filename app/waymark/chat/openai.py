@@ -45,14 +45,17 @@ def as_message(system: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | None = None) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
+    if not isinstance(message, dict | Mapping):  # the first is asked much faster
         raise _unfit(index, "is no object", "send role and content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _unfit(index, "has no role", "send a text such as user")
-    found = list(_parts(message.get("content"), index, has_media=mark is not None))
-    if takes_parts:
-        content: Any = [
+    given = message.get("content")
+    found = [] if isinstance(given, str) else list(_parts(given, index, has_media=mark is not None))
+    if isinstance(given, str):
+        content: Any = [{"type": "text", "text": given}] if takes_parts else given
+    elif takes_parts:
+        content = [
             {"type": kind}
             if kind != "text" and not mark
             else {"type": "text", "text": text if kind == "text" else mark}
@@ -79,9 +82,6 @@ def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | 
 def _parts(content: Any, index: int | None, *, has_media: bool) -> Iterable[tuple[str, str]]:
     """The parts of a content: ``text`` with the text, or what kind of media it is."""
     if content is None:
-        return
-    if isinstance(content, str):
-        yield "text", content
         return
     if not isinstance(content, list):
         raise _unfit(index, "has a content that is neither a text nor a list of parts", "send one of them")

@@ -37,11 +37,13 @@ class EngineTokenizer:
         self._seconds = seconds
         self._bytes_max = bytes_max
 
-    def known(self, prompt: Prompt) -> Made | None:
-        """Nothing is: engines come and go."""
-        return None
+    def key(self, prompt: Prompt) -> bytes | None:
+        """None: engines come and go."""
 
-    async def tokens(self, prompt: Prompt) -> Made:
+    def known(self, key: bytes) -> Made | None:
+        """Nothing is."""
+
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
         """The tokens of a prompt, as the first engine makes them that answers."""
         return await self._first(lambda engine: engine.tokens(prompt))
 

@@ -1,22 +1,20 @@
 """A tokenizer in this process: ``tokenizer.json``, ``tokenizer_config.json`` and the chat template of a model.
 
 ``encode_batch_fast`` alone is called, and in the pool's threads: ``encode`` holds the GIL as long as it takes. What
-is known from before, and all of a short text but its encoding, costs less than the way to a thread and back.
+is known from before, all of a short text but its encoding, and the encoding of a few words cost less than the way to a
+thread and back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import marshal
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
 
-from tokenizers import Tokenizer
 from xxhash import xxh3_128_digest
 
 from waymark.chat.media import has_media
@@ -24,16 +22,18 @@ from waymark.domain.hashing import pack_tokens
 from waymark.errors import InvalidValue
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.tokenization.model_files import read_templates, read_tokenizer, splitter_of
 from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
-from waymark.tokenization.segments import Segment, SegmentMemo, Splitter
-from waymark.tokenization.templates import ChatTemplate
+from waymark.tokenization.segments import Segment, SegmentMemo
 
 log = logging.getLogger(__name__)
 
 #: Characters that are rendered and split on the loop; beyond it a thread does it.
 _SHORT = 2**16
+#: Characters that are encoded on the loop, in less than a millisecond; the way to a thread and back takes longer. It
+#: is a new turn of a conversation.
+_FEW = 2**11
 _SAMPLES = 20
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Pieces of the samples: what a tokenizer may treat otherwise at a border.
 _PIECES = (
     *("", "a", " a", "a ", "  two  blanks  ", "\n", "\n\nnew line", "line\n", "Hello, world!", "don't", "12345", " 7"),
@@ -69,9 +69,9 @@ class LocalTokenizer:
         self._segments_known = metrics.tokenize_segments.labels(known="true")
         self._segments_new = metrics.tokenize_segments.labels(known="false")
         self._bytes_max = bytes_max
-        self._tokenizer = _tokenizer(directory)
-        self._template = _template(directory, bytes_max)
-        self._splitter = _splitter(self._tokenizer)
+        self._tokenizer = read_tokenizer(directory)
+        self._template = read_templates(directory, bytes_max)
+        self._splitter = splitter_of(self._tokenizer)
         self._around = self._added_around()
         self.splits = self._are_samples_equal()
         self.encodes_whole = not self.splits
@@ -81,30 +81,51 @@ class LocalTokenizer:
                 extra=fields(source=name),
             )
 
-    def known(self, prompt: Prompt) -> Made | None:
+    def key(self, prompt: Prompt) -> bytes | None:
+        """Of all that the ids of a short prompt depend on, and of this tokenizer."""
+        if not _is_short(prompt):
+            return None
+        said = prompt.said
+        if isinstance(prompt, ChatPrompt):
+            dates = None if self._template is None else self._template.of(prompt).dates()
+            if dates is None:
+                return None
+            said = (*said, dates)
+        try:
+            # Exact, and fast. From version 3 on one value may be written in two ways.
+            return xxh3_128_digest(marshal.dumps(said, 2), self._seed)
+        except ValueError:
+            return None  # too deep, or no JSON
+
+    def known(self, key: bytes) -> Made | None:
         """The ids of a short prompt that came before."""
-        key = self._key(prompt)
-        ids = None if key is None else self._prompts.find(key)
+        ids = self._prompts.find(key)
         if ids is None:
             return None
         self._segments_known.inc()
         return Made(ids)
 
-    async def tokens(self, prompt: Prompt) -> Made:
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
         """The ids of a prompt; ``InvalidValue`` where it is too long or the template refuses it."""
-        # Before the template is rendered: the day may end meanwhile.
-        key = self._key(prompt)
+        if key is None:
+            # Before the template is rendered: the day may end meanwhile.
+            key = self.key(prompt)
         loop = asyncio.get_running_loop()
-        pieces = (
-            self._pieces(prompt) if _is_short(prompt) else await loop.run_in_executor(self._pool, self._pieces, prompt)
-        )
+        if key is not None or _is_short(prompt):
+            pieces = self._pieces(prompt)
+        else:
+            pieces = await loop.run_in_executor(self._pool, self._pieces, prompt)
         found = self._find(pieces)
         self._segments_known.inc(len(found))
         new = {piece.key: piece.text for piece in pieces if piece.token < 0 and piece.key not in found}
         if new:
             adds = not self.splits and prompt.add_special_tokens
             self._segments_new.inc(len(new))
-            encoded = await loop.run_in_executor(self._pool, self._encoded, list(new.values()), adds)
+            texts = list(new.values())
+            if sum(map(len, texts)) <= _FEW:
+                encoded = self._encoded(texts, adds)
+            else:
+                encoded = await loop.run_in_executor(self._pool, self._encoded, texts, adds)
             for piece, ids in zip(new, encoded, strict=True):
                 found[piece] = ids
                 self._memo.keep(piece, ids)
@@ -124,33 +145,6 @@ class LocalTokenizer:
 
     async def close(self) -> None:
         """Nothing is open."""
-
-    def _key(self, prompt: Prompt) -> bytes | None:
-        """Of all that the ids of a short prompt depend on; None where that cannot be told."""
-        if not _is_short(prompt):
-            return None
-        said: Any
-        if isinstance(prompt, TextPrompt):
-            said = prompt.text, prompt.add_special_tokens
-        else:
-            dates = None if self._template is None else self._template.of(prompt).dates()
-            if dates is None:
-                return None
-            said = (
-                prompt.messages,
-                prompt.system,
-                prompt.tools,
-                dict(prompt.template_kwargs),
-                prompt.add_generation_prompt,
-                prompt.continue_final_message,
-                prompt.add_special_tokens,
-                dates,
-            )
-        try:
-            # Exact, and fast. From version 3 on one value may be written in two ways.
-            return xxh3_128_digest(marshal.dumps(said, 2), self._seed)
-        except ValueError:
-            return None  # too deep, or no JSON
 
     # ---- a prompt in pieces ------------------------------------------------------------------------
 
@@ -272,80 +266,3 @@ def _samples(words: Sequence[str]) -> Iterator[str]:
         for _ in range(12):
             pieces += [chance.choice(marks) if marks else "", chance.choice(_PIECES), chance.choice(_PIECES)]
         yield "".join(pieces)
-
-
-# ---- the files of a model ------------------------------------------------------------------------------
-
-
-def _tokenizer(directory: Path) -> Tokenizer:
-    path = directory / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise InvalidValue(
-            f"{path} is no tokenizer that can be read: {str(error)[:200]}; put one there, or give the model another "
-            "source in WAYMARK_TOKENIZERS",
-            reason="no_tokenizer",
-            field="model",
-        ) from None
-    # Engines cut and fill prompts themselves, if at all.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _splitter(tokenizer: Tokenizer) -> Splitter:
-    tokens, peculiar = {}, []
-    for number, token in tokenizer.get_added_tokens_decoder().items():
-        if not token.content or token.normalized:
-            continue  # the tokenizer looks for these in each piece, after it has normalized it
-        if token.lstrip or token.rstrip or token.single_word:
-            peculiar.append(token.content)
-        else:
-            tokens[token.content] = number
-    return Splitter(tokens, peculiar, SegmentMemo.seed())
-
-
-class Templates:
-    """The chat templates of a model: one, or one more for requests with tools."""
-
-    def __init__(self, default: ChatTemplate, with_tools: ChatTemplate | None) -> None:
-        self._default = default
-        self._with_tools = with_tools
-
-    def of(self, prompt: ChatPrompt) -> ChatTemplate:
-        return self._with_tools if prompt.tools and self._with_tools is not None else self._default
-
-
-def _template(directory: Path, bytes_max: int) -> Templates | None:
-    config = _json(directory / "tokenizer_config.json")
-    special: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
-        token = config.get(name)
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            special[name] = content
-    file = directory / "chat_template.jinja"
-    found: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if found is None:
-        found = _json(directory / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-    else:
-        named = {"default": found}
-    made = {
-        name: ChatTemplate(source, special, bytes_max=bytes_max)
-        for name, source in named.items()
-        if name in ("default", "tool_use") and isinstance(source, str)
-    }
-    return Templates(made["default"], made.get("tool_use")) if "default" in made else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidValue(f"{path} is not JSON: {error}; mend it", reason="no_tokenizer", field="model") from None
-    return found if isinstance(found, dict) else {}

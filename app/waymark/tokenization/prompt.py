@@ -17,6 +17,11 @@ class TextPrompt:
     add_special_tokens: bool = True
     """Such as the BOS of the model, as its tokenizer adds them."""
 
+    @property
+    def said(self) -> tuple[Any, ...]:
+        """All of it, as plain values."""
+        return self.text, self.add_special_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -31,6 +36,19 @@ class ChatPrompt:
     """The template writes them itself."""
     system: Any = None
     """A text or a list of blocks that stands before the messages, as in Anthropic's form."""
+
+    @property
+    def said(self) -> tuple[Any, ...]:
+        """All of it, as plain values."""
+        return (
+            self.messages,
+            self.system,
+            self.tools,
+            dict(self.template_kwargs),
+            self.add_generation_prompt,
+            self.continue_final_message,
+            self.add_special_tokens,
+        )
 
 
 Prompt: TypeAlias = TextPrompt | ChatPrompt
@@ -63,11 +81,14 @@ class Source(Protocol):
     encodes_whole: bool
     """Each text costs all of its tokens again, because its pieces cannot be encoded one by one."""
 
-    def known(self, prompt: Prompt) -> Made | None:
-        """The tokens, where they can be had at once."""
+    def key(self, prompt: Prompt) -> bytes | None:
+        """What stands for all that the tokens depend on; None where the source cannot tell, or it costs too much."""
 
-    async def tokens(self, prompt: Prompt) -> Made:
-        """The tokens of a prompt."""
+    def known(self, key: bytes) -> Made | None:
+        """The tokens of a prompt that came before, by its key."""
+
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
+        """The tokens of a prompt; ``key`` is its key, where the caller has it already."""
 
     async def text(self, ids: Sequence[int]) -> str:
         """The text of token ids."""

@@ -38,11 +38,13 @@ class RemoteTokenizer:
         self._bytes_max = bytes_max
         self._asker = asker
 
-    def known(self, prompt: Prompt) -> Made | None:
-        """Nothing is: an engine may come back with another tokenizer."""
-        return None
+    def key(self, prompt: Prompt) -> bytes | None:
+        """None: an engine may come back with another tokenizer."""
 
-    async def tokens(self, prompt: Prompt) -> Made:
+    def known(self, key: bytes) -> Made | None:
+        """Nothing is."""
+
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
         """The tokens of a prompt, as the engine makes them."""
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
             rendered = await self._post(_CHAT_RENDER, self._chat(prompt), "messages")

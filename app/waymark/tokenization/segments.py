@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_digest
@@ -69,7 +69,7 @@ class Splitter:
     """
 
     def __init__(self, tokens: Mapping[str, int], peculiar: Sequence[str], seed: int) -> None:
-        self._tokens = dict(tokens)
+        self._tokens = {content: Segment("", b"", number) for content, number in tokens.items()}
         self._seed = seed
         self._longest = max(map(len, tokens), default=0)
         self._pattern = re.compile(_any_of(tokens)) if tokens else None
@@ -84,7 +84,7 @@ class Splitter:
         for start, end in self._found(self._pattern, text):
             if start > at:
                 pieces.append(self.whole(text[at:start]))
-            pieces.append(Segment("", b"", self._tokens[text[start:end]]))
+            pieces.append(self._tokens[text[start:end]])
             at = end
         if at < len(text):
             pieces.append(self.whole(text[at:]))
@@ -94,7 +94,12 @@ class Splitter:
         """A text that is not split; ``kind`` tells apart what is made of one text in two ways."""
         return Segment(text, xxh3_128_digest(kind + text.encode(), self._seed))
 
-    def _found(self, pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:
+    def _found(self, pattern: re.Pattern[str], text: str) -> Iterable[tuple[int, int]]:
+        if len(text) <= _WINDOW:
+            return [found.span() for found in pattern.finditer(text)]
+        return self._found_in_windows(pattern, text)
+
+    def _found_in_windows(self, pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:
         at = 0
         while at < len(text):
             # A token that begins in this window may end behind it.

@@ -23,7 +23,7 @@ from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.tokenization.engines import Addresses, EngineTokenizer
-from waymark.tokenization.prompt import Prompt, Source, TextPrompt, Tokens
+from waymark.tokenization.prompt import Prompt, Source, Tokens
 from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.segments import SegmentMemo
 from waymark.tokenization.sources import directory_of, found_in, missing, no_tokenizer
@@ -113,11 +113,11 @@ class Tokenizers:
         """
         began = monotonic()
         source = self._open.get(model)
-        known = None if source is None else source.known(prompt)
+        key = None if source is None else source.key(prompt)
+        known = None if source is None or key is None else source.known(key)
         if source is None or known is None:
-            tokens = await self._once(
-                _digest(model, prompt, tenant_id), lambda: self._made(GroupName(tenant_id, model), prompt)
-            )
+            work = _digest(model, prompt, tenant_id) if key is None else key
+            tokens = await self._once(work, lambda: self._made(GroupName(tenant_id, model), prompt, key))
         else:
             tokens = Tokens(known.ids, source.kind, known.items)
         self._metrics.tokenize_duration_seconds.labels(source=tokens.source).observe(monotonic() - began)
@@ -175,9 +175,9 @@ class Tokenizers:
         if not task.cancelled():
             task.exception()  # whoever waits for it has it; where nobody does any more, nobody needs it
 
-    async def _made(self, group: GroupName, prompt: Prompt) -> Tokens:
+    async def _made(self, group: GroupName, prompt: Prompt, key: bytes | None) -> Tokens:
         source = await self._source(group)
-        made = await source.tokens(prompt)
+        made = await source.tokens(prompt, key)
         return Tokens(made.ids, source.kind, made.items)
 
     async def _text(self, group: GroupName, ids: Sequence[int]) -> str:
@@ -258,20 +258,8 @@ class Tokenizers:
 
 def _digest(model: str, prompt: Prompt, tenant_id: str) -> bytes:
     """The same for the same work."""
-    if isinstance(prompt, TextPrompt):
-        said: Any = prompt.text, prompt.add_special_tokens
-    else:
-        said = (
-            prompt.messages,
-            prompt.system,
-            prompt.tools,
-            dict(prompt.template_kwargs),
-            prompt.add_generation_prompt,
-            prompt.continue_final_message,
-            prompt.add_special_tokens,
-        )
     try:
-        text = json.dumps([model, tenant_id, type(prompt).__name__, said])
+        text = json.dumps([model, tenant_id, type(prompt).__name__, prompt.said])
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidValue(f"messages hold what JSON cannot: {str(error)[:100]}; send JSON", field="messages") from None
     return blake2b(text.encode(), digest_size=32).digest()

@@ -107,11 +107,13 @@ class UdsTokenizer:
         self._channel: Any = None
         self._is_initialized = False
 
-    def known(self, prompt: Prompt) -> Made | None:
-        """Nothing is: the service may come back with another tokenizer."""
-        return None
+    def key(self, prompt: Prompt) -> bytes | None:
+        """None: the service may come back with another tokenizer."""
 
-    async def tokens(self, prompt: Prompt) -> Made:
+    def known(self, key: bytes) -> Made | None:
+        """Nothing is."""
+
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
         """The tokens of a prompt, as the service makes them."""
         is_chat = isinstance(prompt, ChatPrompt)
         field = "messages" if is_chat else "prompt"
