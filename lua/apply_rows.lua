@@ -1,4 +1,4 @@
--- apply_rows(fence, engine*, row*, branches, record; publisher, token, watermark, ts, newest_ts, digest, before, slots_max, bytes_max, holders, events, part*) -> {verdict, parts, offset}
+-- apply_rows(fence, engine*, row*, branches, record; publisher, token, watermark, ts, newest_ts, digest, before, slots_max, bytes_max, holders, events, seqs, part*) -> {verdict, parts, offset}
 --
 -- Apply folded batches of one stream to the rows of one shard, exactly once and in order. `app/waymark/domain/rows.py`
 -- says what a row is.
@@ -21,19 +21,22 @@
 --       holders    how many there are in the call; then the id of each
 --       events     how many event_ids move with this call; then for each: holder id, event_id. They are written when
 --                  all is done, and only into a record
---       part*      four words each: header, slots, engine hashes, copies. The blocks of a part are consecutive blocks
---                  of one batch, for one holder, with one place, and none is there twice
---                    header  `<kind> <holder> <seq> <last> <row> <branch> <namespace>`
---                            kind       + store, - remove, * only write copies
---                            holder     1..holders
---                            last       position of the last block in its batch; positions go up by two
---                            row        its number in row*; of a part in a branch row, the row of its piece
---                            branch     the number of the branch row; 0 for none
---                            namespace  '' or 16 hex
---                    slots   17 characters each: 16 hex of the block's key, its depth in the piece
---                    engine hashes  8 bytes each, or '' where they are the seq_hashes
---                    copies  '' or, for each block, what `*<key>` says from now on ('' as before, 0 nothing), joined
---                            by semicolons
+--       seqs       how many batches the parts are of; then the seq of each
+--       part*      one string each. The blocks of a part are consecutive blocks of one batch, for one holder, with one
+--                  place, and none is there twice. Numbers are binary, big-endian
+--                    1 byte   + store, - remove, * only write copies
+--                    2 bytes  its holder, 1..holders
+--                    2 bytes  its batch, 1..seqs
+--                    4 bytes  position of the last block in its batch; positions go up by two
+--                    2 bytes  number of its row in row*; of a part in a branch row, the row of its piece
+--                    2 bytes  number of its branch row; 0 for none
+--                    1 byte   how many blocks
+--                    1 byte   1 with engine hashes, plus 2 with a namespace
+--                    16 hex   the namespace, if there is one
+--                    slots    17 characters each: 16 hex of the block's key, its depth in the piece
+--                    engine hashes  8 bytes each; none where they are the seq_hashes
+--                    copies   nothing or, for each block, what `*<key>` says from now on ('' as before, 0 nothing),
+--                             joined by semicolons
 --
 -- {'applied', parts, 0}      so many parts are done, from the first; fewer than all where `bytes_max` were read: call again
 --                            with the rest
@@ -52,30 +55,43 @@
 
 local LONG = 4096 -- bytes of a row from which on a holder is appended, and looked for in its entry
 local DEAD = 2048 -- bytes of holders up to which slots that nobody has are looked for
-local KEYS, ARGV = KEYS, ARGV -- a local is cheaper than a global
+-- A local is cheaper than a global.
+local KEYS, ARGV, byte, sub, find, match, format =
+  KEYS, ARGV, string.byte, string.sub, string.find, string.match, string.format
 
 -- ---- check -------------------------------------------------------------------------------------------
 
 local fence, publisher, token, commit, before = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[7]
 local slots_max, bytes_max, holders = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 local first_event = 12 + holders
-local first_part = first_event + 2 * tonumber(ARGV[first_event - 1])
+local first_seq = first_event + 2 * tonumber(ARGV[first_event - 1]) + 1
+local first_part = first_seq + tonumber(ARGV[first_seq - 1])
 
 local seen = redis.call('HMGET', fence, publisher, 'holder', 'seq:' .. publisher)
 if seen[1] ~= token then return {'fenced', 0} end
 
+local seqs = {}
+for at = first_seq, first_part - 1 do seqs[at - first_seq + 1] = tonumber(ARGV[at]) end
+
+local STORE, REMOVE, WRITE_COPIES = 43, 45, 42 -- the characters + - *
 local parts, first_row, last_row = {}, 1 + holders, 0
-for at = first_part, #ARGV, 4 do
-  local kind, holder, seq, last, row, branch, namespace =
-    ARGV[at]:match('^(.) (%d+) (%d+) (%d+) (%d+) (%d+) (%x*)$')
-  local part = {
-    kind = kind, holder = tonumber(holder), seq = tonumber(seq), last = tonumber(last), row = tonumber(row),
-    branch = tonumber(branch), namespace = namespace, slots = ARGV[at + 1], hashes = ARGV[at + 2],
-    copies = ARGV[at + 3], n = #ARGV[at + 1] / 17,
+for at = first_part, #ARGV do
+  local word = ARGV[at]
+  local kind, h1, h0, s1, s0, l3, l2, l1, l0, r1, r0, b1, b0, n, flags = byte(word, 1, 15)
+  local row, branch, namespace, slots, hashes = 256 * r1 + r0, 256 * b1 + b0, '', 16, ''
+  if flags > 1 then namespace, slots = sub(word, 16, 31), 32 end
+  local rest = slots + 17 * n
+  if flags % 2 == 1 then
+    hashes = sub(word, rest, rest + 8 * n - 1)
+    rest = rest + 8 * n
+  end
+  local place = branch > 0 and branch or row
+  if place > last_row then last_row = place end
+  parts[at - first_part + 1] = {
+    kind = kind, holder = 256 * h1 + h0, seq = seqs[256 * s1 + s0], last = 16777216 * l3 + 65536 * l2 + 256 * l1 + l0,
+    row = row, branch = branch, place = place, namespace = namespace, slots = sub(word, slots, slots + 17 * n - 1),
+    hashes = hashes, copies = rest > #word and '' or sub(word, rest), n = n, field = false, is_done = false,
   }
-  part.place = part.branch > 0 and part.branch or part.row
-  if part.place > last_row then last_row = part.place end
-  parts[#parts + 1] = part
 end
 
 -- `branches` and the record are the last two keys, or the record is absent.
@@ -133,7 +149,7 @@ for _, part in ipairs(parts) do
   part.is_done = watermark and part.seq <= watermark
     or part.seq < mark.seq
     or part.seq == mark.seq and part.last <= mark.position
-  if part.kind ~= '*' and not part.is_done then
+  if part.kind ~= WRITE_COPIES and not part.is_done then
     part.field = field_of(part)
     if values[part.place] and fields[part.holder][part.field] == nil then
       fields[part.holder][part.field] = false
@@ -149,6 +165,21 @@ end
 
 -- ---- rows --------------------------------------------------------------------------------------------
 
+local POWER = {}
+for i = 0, 32 do POWER[i] = 2 ^ i end
+local function has_bit(word, at) return word % POWER[at + 1] >= POWER[at] end
+
+-- A bitmap is two words of 32 bits.
+local function text_of(id, low, high)
+  if high > 0 then return format(' %s:%x%08x', id, high, low) end
+  return low > 0 and format(' %s:%x', id, low) or ''
+end
+
+local function words_of(hex)
+  if #hex <= 8 then return tonumber(hex, 16) or 0, 0 end
+  return tonumber(sub(hex, -8), 16) or 0, tonumber(sub(hex, -16, -9), 16) or 0
+end
+
 -- A row while the parts are decided: its slots, its mark, the holders in `text` from `at` on, those that came in
 -- `tail`. A value that nothing of ours can have written is no row.
 local function cut(value)
@@ -163,8 +194,11 @@ local function cut(value)
   return row
 end
 
-local rows = {}
+local rows, notes = {}, {}
+local settle -- below: of a row in notes
+
 local function open(i)
+  if notes[i] then settle(i) end
   if not rows[i] then rows[i] = cut(values[i]) end
   return rows[i]
 end
@@ -195,8 +229,8 @@ end
 -- The slot of a block, from 0. Keys are compared where slots begin: digits across two slots may be the same.
 local function slot_of(row, key)
   if row.index then return row.index[key] end
-  local at = row.slots:find(key, 1, true)
-  while at and at % 17 ~= 1 do at = row.slots:find(key, at + 1, true) end
+  local at = find(row.slots, key, 1, true)
+  while at and at % 17 ~= 1 do at = find(row.slots, key, at + 1, true) end
   return at and (at - 1) / 17
 end
 
@@ -214,23 +248,18 @@ end
 local function bits_of(row, id, entry)
   if row.tail == '' and #row.text > LONG and not entry then return nil, nil, 0, 0 end
   local name = ' ' .. id .. ':'
-  local first, last = row.text:find(name, row.at, true)
+  local first, last = find(row.text, name, row.at, true)
   if not first and row.tail:find(name, 1, true) then
     row.text, row.at, row.tail, row.has_new_head = row.text:sub(row.at) .. row.tail, 1, '', true
     first, last = row.text:find(name, 1, true)
   end
   if not first then return nil, nil, 0, 0 end
-  local hex = row.text:match('^%x*', last + 1)
-  return first, last + #hex, tonumber(hex:sub(-8), 16) or 0, tonumber(hex:sub(-16, -9), 16) or 0
+  local hex = match(row.text, '^%x*', last + 1)
+  return first, last + #hex, words_of(hex)
 end
 
 local function write_bits(row, id, first, last, low, high)
-  local bits = ''
-  if high > 0 then
-    bits = string.format(' %s:%x%08x', id, high, low)
-  elseif low > 0 then
-    bits = string.format(' %s:%x', id, low)
-  end
+  local bits = text_of(id, low, high)
   if first then
     row.text, row.at = row.text:sub(row.at, first - 1) .. bits .. row.text:sub(last + 1), 1
     row.has_new_head = true
@@ -240,23 +269,20 @@ local function write_bits(row, id, first, last, low, high)
   row.is_changed = true
 end
 
-local POWER = {}
-for i = 0, 32 do POWER[i] = 2 ^ i end
-local function has_bit(word, at) return math.floor(word / POWER[at]) % 2 == 1 end
-
--- Slots that no holder has and no block of the part has `taken`, the lowest last. The first slot names the value, and is
--- never given away.
+-- Slots that no holder has and that are not among those `taken`, the lowest last. The first slot names the value, and
+-- is never given away.
 local function dead_slots(row, taken)
   local dead, used, count = {}, {}, #row.slots / 17
   if #row.text - row.at + #row.tail > DEAD then return dead end
+  for _, slot in ipairs(taken) do used[slot] = true end
   for hex in (row.text:sub(row.at) .. row.tail):gmatch(':(%x+)') do
-    local low, high = tonumber(hex:sub(-8), 16) or 0, tonumber(hex:sub(-16, -9), 16) or 0
+    local low, high = words_of(hex)
     for slot = 0, count - 1 do
       if slot < 32 and has_bit(low, slot) or slot > 31 and has_bit(high, slot - 32) then used[slot] = true end
     end
   end
   for slot = count - 1, 1, -1 do
-    if not used[slot] and not taken[slot] then dead[#dead + 1] = slot end
+    if not used[slot] then dead[#dead + 1] = slot end
   end
   return dead
 end
@@ -265,45 +291,68 @@ local function has_room(row)
   return row.mark == '' and (#row.slots < 17 * slots_max or #dead_slots(row, {}) > 0)
 end
 
--- A slot for a block that has none; nil where the row has no room. `text` is the slot.
-local function new_slot(row, part, text, taken)
-  if row.mark ~= '' then return nil end
-  local name = KEYS[first_row + part.place]:sub(prefix, prefix + 15)
-  if row.slots == '' and text:sub(1, 16) ~= name then
-    row.slots = name .. '0' -- a row begins with its head, also where nobody has that
-    if row.index then row.index[name] = 0 end
+local function key_at(part, i) return sub(part.slots, 17 * i - 16, 17 * i - 1) end
+
+-- The next blocks of a part, from the i-th on, get slots at the end of the row: those of them that have none, as far as
+-- there is room. Returns how many.
+local function append(row, part, i, found)
+  local from = #row.slots / 17
+  local n = math.min(part.n - i + 1, slots_max - from)
+  if row.slots ~= '' then
+    local to = 1
+    while to < n and not slot_of(row, key_at(part, i + to)) do to = to + 1 end
+    n = math.min(n, to)
+  elseif key_at(part, i) ~= sub(KEYS[first_row + part.place], prefix, prefix + 15) then
+    row.slots = sub(KEYS[first_row + part.place], prefix, prefix + 15) .. '0' -- its head, also where nobody has that
+    return append(row, part, i, found)
   end
-  local slot = #row.slots / 17
-  if slot < slots_max then
-    row.slots = row.slots .. text
-  else
-    slot = table.remove(dead_slots(row, taken))
-    if not slot then return nil end
-    if row.index then row.index[row.slots:sub(17 * slot + 1, 17 * slot + 16)] = nil end
-    row.slots = row.slots:sub(1, 17 * slot) .. text .. row.slots:sub(17 * slot + 18)
+  row.slots = row.slots .. sub(part.slots, 17 * i - 16, 17 * (i + n - 1))
+  for more = 0, n - 1 do
+    found[i + more] = from + more
+    if row.index then row.index[key_at(part, i + more)] = from + more end
   end
-  if row.index then row.index[text:sub(1, 16)] = slot end
   row.is_there, row.is_changed, row.has_new_head = true, true, true
-  return slot
+  return n
+end
+
+-- A dead slot is given to the i-th block of a part. False where there is none.
+local function give_dead_slot(row, part, i, found)
+  local slot = table.remove(dead_slots(row, found))
+  if not slot then return false end
+  if row.index then
+    row.index[sub(row.slots, 17 * slot + 1, 17 * slot + 16)] = nil
+    row.index[key_at(part, i)] = slot
+  end
+  row.slots = sub(row.slots, 1, 17 * slot) .. sub(part.slots, 17 * i - 16, 17 * i) .. sub(row.slots, 17 * slot + 18)
+  found[i] = slot
+  row.is_there, row.is_changed, row.has_new_head = true, true, true
+  return true
 end
 
 -- The slots of a part's blocks. To store, a block that has none gets one, and the list ends at the first that gets
 -- none; else it is false.
 local function slots_of(row, part, is_store)
-  local found, taken = {}, {}
-  local at = row.slots:find(part.slots, 1, true)
+  local found, i = {}, 1
+  local at = row.slots ~= '' and find(row.slots, part.slots, 1, true)
   if at and at % 17 == 1 then -- mostly a row has its blocks in their order
-    for i = 1, part.n do found[i] = (at - 1) / 17 + i - 1 end
+    for block = 1, part.n do found[block] = (at - 1) / 17 + block - 1 end
     return found
   end
-  if part.n > 3 then make_index(row) end
-  for i = 1, part.n do
-    local text = part.slots:sub(17 * i - 16, 17 * i)
-    local slot = slot_of(row, text:sub(1, 16))
-    if is_store then slot = slot or new_slot(row, part, text, taken) end
-    if is_store and not slot then return found end
-    found[i] = slot or false
-    if slot then taken[slot] = true end
+  if part.n > 3 and row.slots ~= '' then make_index(row) end
+  while i <= part.n do
+    local slot = slot_of(row, key_at(part, i))
+    if slot or not is_store then
+      found[i] = slot or false
+      i = i + 1
+    elseif row.mark ~= '' then
+      return found
+    elseif #row.slots < 17 * slots_max then
+      i = i + append(row, part, i, found)
+    elseif give_dead_slot(row, part, i, found) then
+      i = i + 1
+    else
+      return found
+    end
   end
   return found
 end
@@ -321,20 +370,94 @@ local function set_field(h, name, value)
   end
 end
 
+-- Most parts of an engine that decodes are one block: a new one at the end of a row that its holder is in, or one that
+-- goes. Such a row is not cut up: what changes is noted beside its value, and the new value is made once.
+
+-- What is noted of a row, at first nothing; nil where its value is not that simple.
+local function new_note(i, h, name)
+  local value, entry = values[i], fields[h][name]
+  if rows[i] or not value or not entry or #value > LONG then return nil end
+  local space = find(value, ' ', 1, true)
+  if not space or space % 17 ~= 1 or space == 1 or space > 17 * slots_max + 1 then return nil end
+  local first, last = find(value, ' ' .. ARGV[10 + h] .. ':', space, true)
+  if not first then return nil end
+  local hex = match(value, '^%x*', last + 1)
+  local low, high = words_of(hex)
+  local count, length = (space - 1) / 17, #entry % 8 == 1 and #entry - 17 or #entry
+  notes[i] = {
+    holder = h, field = name, space = space, first = first, last = last + #hex, low = low, high = high, count = count,
+    slots = '', hashes = '', is_identity = length == 0, is_whole = length == 0 or length == 8 * count,
+  }
+  return notes[i]
+end
+
+-- Whether the block of a part is noted; else nothing has changed.
+local function note(part)
+  if part.n > 1 or part.copies ~= '' then return false end
+  local i, h = part.place, part.holder
+  local noted = notes[i] or new_note(i, h, part.field)
+  if not noted or noted.holder ~= h then return false end
+  local key, low, high = sub(part.slots, 1, 16), noted.low, noted.high
+  local at = find(values[i], key, 1, true)
+  if part.kind == STORE then
+    local slot, hashes = noted.count, part.hashes
+    if at or slot >= slots_max or not noted.is_whole or (hashes == '') ~= noted.is_identity then return false end
+    if noted.slots ~= '' and find(noted.slots, key, 1, true) then return false end
+    noted.slots, noted.hashes, noted.count = noted.slots .. part.slots, noted.hashes .. hashes, slot + 1
+    if slot < 32 then noted.low = low + POWER[slot] else noted.high = high + POWER[slot - 32] end
+    return true
+  end
+  if not at or at % 17 ~= 1 or at > noted.space then return false end
+  local slot = (at - 1) / 17
+  if slot < 32 then
+    if not has_bit(low, slot) then return false end
+    low = low - POWER[slot]
+  else
+    if not has_bit(high, slot - 32) then return false end
+    high = high - POWER[slot - 32]
+  end
+  if low == 0 and high == 0 then return false end -- the holder leaves the row
+  noted.low, noted.high = low, high
+  return true
+end
+
+-- What was noted goes into the value and the entry.
+local function finish(i)
+  local noted, value = notes[i], values[i]
+  notes[i] = nil
+  values[i] = sub(value, 1, noted.space - 1) .. noted.slots .. sub(value, noted.space, noted.first - 1)
+    .. text_of(ARGV[10 + noted.holder], noted.low, noted.high) .. sub(value, noted.last + 1)
+  if noted.hashes ~= '' then
+    set_field(noted.holder, noted.field, fields[noted.holder][noted.field] .. noted.hashes)
+  end
+end
+
+function settle(i)
+  finish(i)
+  rows[i] = cut(values[i])
+  rows[i].is_changed, rows[i].has_new_head = true, true
+end
+
 -- The entry with the engine hashes of the first n blocks of a part in their slots.
 local function merged(entry, part, found, n)
   local body = entry or ''
-  if #body % 8 == 1 then body = body:sub(18) elseif #body % 8 > 1 then body = '' end
+  if #body % 8 == 1 then body = sub(body, 18) elseif #body % 8 > 1 then body = '' end
   local i = 1
   while i <= n and (part.hashes ~= '' or body ~= '') do
     local from, slot = i, found[i]
     while i < n and found[i + 1] == found[i] + 1 do i = i + 1 end
-    if #body < 8 * slot then body = body .. UNKNOWN:rep(slot - #body / 8) end
-    local hashes = part.hashes ~= '' and part.hashes:sub(8 * from - 7, 8 * i) or UNKNOWN:rep(i - from + 1)
-    body = body:sub(1, 8 * slot) .. hashes .. body:sub(8 * (slot + i - from + 1) + 1)
+    local hashes = part.hashes ~= '' and sub(part.hashes, 8 * from - 7, 8 * i) or UNKNOWN:rep(i - from + 1)
+    local count = #body / 8
+    if count == slot then
+      body = body .. hashes
+    elseif count < slot then
+      body = body .. UNKNOWN:rep(slot - count) .. hashes
+    else
+      body = sub(body, 1, 8 * slot) .. hashes .. sub(body, 8 * (slot + i - from + 1) + 1)
+    end
     i = i + 1
   end
-  return (part.namespace ~= '' and part.namespace .. ':' or '') .. body
+  return part.namespace == '' and body or part.namespace .. ':' .. body
 end
 
 local counts = {} -- head to number of branch rows, where it changes
@@ -373,7 +496,7 @@ local function store(part)
     for i = 1, n do
       local slot = found[i]
       if slot < 32 then
-        if not has_bit(low, slot) then low = low + POWER[slot] end
+        if low % POWER[slot + 1] < POWER[slot] then low = low + POWER[slot] end
       elseif not has_bit(high, slot - 32) then
         high = high + POWER[slot - 32]
       end
@@ -414,21 +537,22 @@ local function write_copies(part, n)
     i = i + 1
     if i > n then return end
     if value ~= '' then
-      set_field(part.holder, '*' .. part.slots:sub(17 * i - 16, 17 * i - 1), value ~= '0' and value)
+      set_field(part.holder, '*' .. key_at(part, i), value ~= '0' and value)
     end
   end
 end
 
-local verdict, done, offset, moved = 'applied', 0, 0, {}
+local verdict, done, offset = 'applied', 0, 0
+local moved, moved_to = {}, {} -- of each engine hash: the seq and the position of its last block
 for _, part in ipairs(parts) do
   if not part.is_done then
     local n = part.n
-    if part.kind ~= '*' and part.place > rows_read then break end
-    if part.kind == '+' then verdict, n = store(part) elseif part.kind == '-' then remove(part) end
-    write_copies(part, n)
-    if n > 0 then
-      moved[part.holder] = string.format('%.0f %.0f', part.seq, part.last - 2 * (part.n - n))
+    if part.kind ~= WRITE_COPIES and part.place > rows_read then break end
+    if part.kind ~= WRITE_COPIES and not note(part) then
+      if part.kind == STORE then verdict, n = store(part) else remove(part) end
     end
+    write_copies(part, n)
+    if n > 0 then moved[part.holder], moved_to[part.holder] = part.seq, part.last - 2 * (part.n - n) end
     if verdict ~= 'applied' then
       offset = n
       break
@@ -460,6 +584,11 @@ for head, count in pairs(counts) do
 end
 
 local pairs_, gone = {}, {}
+for i in pairs(notes) do
+  finish(i)
+  pairs_[#pairs_ + 1] = KEYS[first_row + i]
+  pairs_[#pairs_ + 1] = values[i]
+end
 for i, row in pairs(rows) do
   local key = KEYS[first_row + i]
   if row.is_changed and not row.is_there then
@@ -487,7 +616,7 @@ for h = 1, holders do
   end
   if moved[h] then
     kept[#kept + 1] = 'applied'
-    kept[#kept + 1] = moved[h]
+    kept[#kept + 1] = string.format('%.0f %.0f', moved[h], moved_to[h])
   end
   call_all('HDEL', KEYS[1 + h], dropped)
   call_all('HSET', KEYS[1 + h], kept)
@@ -497,7 +626,7 @@ if verdict == 'branch' then return {'branch', done, offset} end
 if verdict == 'row' then return {'row', done, 0} end
 if done < #parts then return {'applied', done, 0} end
 if record then
-  for i = first_event, first_part - 1, 2 do redis.call('HSET', record, 'event:' .. ARGV[i], ARGV[i + 1]) end
+  for i = first_event, first_seq - 2, 2 do redis.call('HSET', record, 'event:' .. ARGV[i], ARGV[i + 1]) end
   if commit ~= '' then
     redis.call('HSET', record, 'watermark', commit, 'ts', ARGV[4], 'newest_ts', ARGV[5], 'digest', ARGV[6])
   end

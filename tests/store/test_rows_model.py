@@ -31,6 +31,18 @@ DEFECTS = {
         "local from, slot = i, found[i]",
         "local from, slot = i, i - 1",
     ),
+    "a block that is noted may be there": ("apply_rows", "if at or slot >= slots_max or", "if slot >= slots_max or"),
+    "the engine hash of a noted block is not kept": (
+        "apply_rows",
+        "noted.hashes .. hashes, slot",
+        "noted.hashes, slot",
+    ),
+    "a noted removal leaves a holder without blocks": (
+        "apply_rows",
+        "if low == 0 and high == 0 then return false end",
+        "",
+    ),
+    "a row is cut up without what is noted": ("apply_rows", "if notes[i] then settle(i) end", ""),
     "a mark stays after its branch rows": ("sweep_rows", "if row and row:byte(at) == 43 then", "if false then"),
 }
 

@@ -7,6 +7,7 @@ atomically and that may be repeated.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -26,6 +27,8 @@ CALL_BLOCKS = 2048
 CALL_BYTES = 65_536
 #: A part in a row of its own costs as much as so many blocks in a long part.
 _PART_COST = 8
+#: Of a packed part: kind, holder, batch, position of its last block, row, branch row, blocks, flags.
+_HEADER = struct.Struct(">cHHIHHBB")
 
 
 Hold = Callable[[], Awaitable[None]]
@@ -161,6 +164,7 @@ class Index:
     ) -> Outcome:
         prefix = keys.block_prefix(grant.group_id, shard)
         holders = {holder: i for i, holder in enumerate(dict.fromkeys(part.holder for part in parts), 1)}
+        seqs = {seq: i for i, seq in enumerate(dict.fromkeys(part.seq for part in parts), 1)}
         rows = {
             name: i for i, name in enumerate(dict.fromkeys(part.place.name for part in parts if part.kind != "*"), 1)
         }
@@ -182,7 +186,8 @@ class Index:
             self._call_bytes,
             list(holders),
             events,
-            [word for part in parts for word in _words(part, holders, rows)],
+            list(seqs),
+            [_packed(part, holders[part.holder], seqs[part.seq], rows) for part in parts],
         )
         if hold is None:
             return await call()
@@ -233,21 +238,15 @@ def _next_call(waiting: Sequence[Part], moves: Moves) -> tuple[list[Part], list[
     return call, []
 
 
-def _words(part: Part, holders: Mapping[int, int], rows: Mapping[bytes, int]) -> tuple[bytes, bytes, bytes, bytes]:
+def _packed(part: Part, holder: int, batch: int, rows: Mapping[bytes, int]) -> bytes:
     """A part as the script reads it."""
     place = part.place
     row = branch = 0
     if part.kind != "*":
         row = rows[place.name] if place.branch is None else rows[Place(place.head).name]
         branch = 0 if place.branch is None else rows[place.name]
+    hashes = part.packed_hashes if part.kind == "+" else b""
+    flags = (1 if hashes else 0) + (2 if part.namespace else 0)
+    header = _HEADER.pack(part.kind.encode(), holder, batch, part.last, row, branch, len(part.keys), flags)
     namespace = b"%016x" % part.namespace if part.namespace else b""
-    header = b"%b %d %d %d %d %d %b" % (
-        part.kind.encode(),
-        holders[part.holder],
-        part.seq,
-        part.last,
-        row,
-        branch,
-        namespace,
-    )
-    return header, part.slots, part.packed_hashes if part.kind == "+" else b"", b";".join(part.copies)
+    return b"".join((header, namespace, part.slots, hashes, b";".join(part.copies)))

@@ -89,13 +89,14 @@ class Scripts:
         bytes_max: int,
         holders: Sequence[Arg],
         events: Sequence[Arg],
+        seqs: Sequence[Arg],
         part: Sequence[Arg],
     ) -> Outcome:
         keys: list[str | bytes] = [fence, *engine, *row, branches]
         if record is not None:
             keys.append(record)
         args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, before, slots_max, bytes_max]
-        args += (len(engine), *holders, len(events) // 2, *events, *part)
+        args += (len(engine), *holders, len(events) // 2, *events, len(seqs), *seqs, *part)
         return await self._run("apply_rows", keys, args)
 
     async def commit_batch(
