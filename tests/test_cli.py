@@ -24,7 +24,7 @@ from waymark.simulator.faults import AnswerFaults
 ROOT = Path(__file__).parents[1]
 RUNNING = ("serve", "query", "ingest", "register", "unregister", "reset", "demo", "status", "inspect", "simulate")
 REMOTE = ("ask", "select", "publishers", "drain", "top", "doctor")
-COMMANDS = (*RUNNING, "gateway", *REMOTE, "bench", "completion")
+COMMANDS = (*RUNNING, "gateway", *REMOTE, "epp", "bench", "completion")
 INSPECTIONS = ("prompt", "block", "holder", "keys", "namespace")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOP = {"__main__", "cli", "demo", "registering", "runtime", "publishers_file"}
+TOP = {"__main__", "cli", "demo", "registering", "runtime", "runtime_epp", "publishers_file"}
 LEAVES = {"errors", "instruments", "settings", "metrics", "logs", "native", "shown", "endpoints", "asker"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
 
@@ -40,21 +40,12 @@ PARTS: dict[str, set[str]] = {
     "inspection": LEAVES | {"domain", "store"},
     "console": LEAVES | {"domain", "store", "tokenization", "inspection"},
     "remote": {"console", "domain", "errors", "settings", "shown"},
+    "epp": LEAVES | {"domain", "selection", "routing", "chat", "tokenization", "discovery", "serving"},
     **{
         top: BELOW_ROLES
         | TOP
-        | {
-            "api",
-            "gateway",
-            "serving",
-            "console",
-            "client",
-            "remote",
-            "ingest",
-            "simulator",
-            "tokenization",
-            "discovery",
-        }
+        | {"api", "epp", "gateway", "serving", "console", "client", "remote", "ingest", "simulator"}
+        | {"selection", "tokenization", "discovery"}
         for top in TOP
     },
 }
@@ -67,16 +58,19 @@ LIBRARIES: dict[str, set[str]] = {
     "aiohttp": {"asker", "gateway", "simulator"},
     "argcomplete": {"cli"},
     "annotated_types": {"settings"},
+    "cryptography": {"epp.tls"},
+    "envoy": {"epp"},
     "fakeredis": {"store"},
-    "google": {"tokenization.uds"},
-    "grpc": {"tokenization.uds"},
+    "google": {"tokenization.uds", "epp"},
+    "grpc": {"tokenization.uds", "epp"},
+    "grpc_health": {"epp"},
     "httptools": {"serving"},
     "httpx": {"client", "remote"},
     "hiredis": {"store"},
     "huggingface_hub": {"tokenization"},
     "minijinja": {"tokenization"},
     "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
-    "orjson": {"store", "discovery", "ingest", "api", "gateway", "serving", *TOP},
+    "orjson": {"store", "discovery", "epp", "ingest", "api", "gateway", "serving", *TOP},
     "prometheus_client": {"instruments", "metrics", "engines.gauges"},
     "pydantic": {"settings", "api", "simulator"},
     "pydantic_core": {"api"},

@@ -23,6 +23,7 @@ OUTSIDE_DIRECTORIES = {
     "deploy",
     "e2e",
     "endurance",
+    "epp",
     "ingest",
     "lua",
     "serving",

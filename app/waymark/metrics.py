@@ -88,6 +88,12 @@ class Metrics:
     gateway_untokenized = counter("How many requests were routed without token ids, by reason.", "reason")
     ttft_seconds = histogram("How long it took from a request to the first content of its answer.", _TTFT_BUCKETS)
 
+    # ---- the endpoint picker
+    epp_requests = counter("How many requests of Envoy were answered, by outcome.", "outcome")
+    epp_streams = gauge("How many requests of Envoy are under way.")
+    epp_streams_cut = counter("How many streams of Envoy were ended early, by reason.", "reason")
+    epp_bodies_bytes = gauge("How many bytes of bodies wait for a decision.")
+
     # ---- what publishers send
     frames = counter("How many frames were received, live or by replay.")
     frame_bytes = counter("How many bytes of payload were received, live or by replay.")

@@ -164,6 +164,52 @@ def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
     return listen(settings.host, port, host_name=names[0], port_name=names[1]) if port else []
 
 
+def open_store(settings: Settings, metrics: Metrics) -> Store:
+    """The store of a process. It connects on the first command."""
+    return Store.open(
+        settings.redis_url,
+        settings.redis_read_url,
+        shards=settings.shards,
+        are_shards_set="shards" in settings.model_fields_set,
+        hash_seed=settings.hash_seed,
+        timeout_seconds=settings.redis_timeout_seconds,
+        credentials=Credentials.of(settings),
+        hot=HotRows(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
+        metrics=metrics,
+        apply_blocks_max=settings.apply_blocks_max,
+    )
+
+
+def http_server(
+    app: Any, bounds: Bounds, metrics: Metrics, *, shutdown_seconds: int = _SHUTDOWN_SECONDS
+) -> uvicorn.Server:
+    """An HTTP server, which ends when its ``should_exit`` is set."""
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=protocol(Connections(bounds, metrics)),
+            interface="asgi3",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # nobody here asks who the client is
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=shutdown_seconds,
+        )
+    )
+
+
+def stop_signal() -> asyncio.Event:
+    """Set when the process is told to end, by SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
 async def run(
     settings: Settings,
     *,
@@ -182,19 +228,8 @@ async def run(
     role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role=role, is_native=is_native, models_max=settings.metrics_models_max)
-    store = Store.open(
-        settings.redis_url,
-        settings.redis_read_url,
-        shards=settings.shards,
-        are_shards_set="shards" in settings.model_fields_set,
-        hash_seed=settings.hash_seed,
-        timeout_seconds=settings.redis_timeout_seconds,
-        credentials=Credentials.of(settings),
-        hot=HotRows(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
-        metrics=metrics,
-        apply_blocks_max=settings.apply_blocks_max,
-    )
-    await _report_redis(store)
+    store = open_store(settings, metrics)
+    await report_redis(store)
     worker_files = 0
     if options is not None:
         # Where both are in one process, HTTP connections get the other half.
@@ -212,26 +247,11 @@ async def run(
     gateway = None
     if has_gateway:
         app = gateway = Gateway(store, settings, metrics, tokenizers, app)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=protocol(Connections(bounds, metrics)),
-            interface="asgi3",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # nobody here asks who the client is
-            lifespan="off",
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=settings.gateway_drain_seconds if has_gateway else _SHUTDOWN_SECONDS,
-        )
+    server = http_server(
+        app, bounds, metrics, shutdown_seconds=settings.gateway_drain_seconds if has_gateway else _SHUTDOWN_SECONDS
     )
     freeze_heap()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signal()
     fit = asyncio.Event()
     refusals: list[str] = []
 
@@ -276,7 +296,7 @@ async def run(
         raise SettingsError(refusals[0])
 
 
-async def _report_redis(store: Store) -> None:
+async def report_redis(store: Store) -> None:
     """Report in the log, before anything else, what is wrong with Redis."""
     health = await store.health.look()
     if not health.is_up:

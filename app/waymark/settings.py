@@ -340,6 +340,28 @@ class Settings(BaseSettings):
     """How long requests to a gateway may take to end after SIGTERM."""
     profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
     """Whether a gateway sends a request to one engine, or its prefill to another one; `auto` is as the policy says."""
+    epp_port: int = Field(9002, ge=1, le=65535)
+    """The TCP port on which an endpoint picker answers Envoy over gRPC."""
+    epp_health_port: int = Field(9003, ge=0, le=65535)
+    """The TCP port on which it answers gRPC health checks without TLS; 0 means `WAYMARK_EPP_PORT` alone."""
+    epp_metrics_port: int = Field(9090, ge=0, le=65535)
+    """The TCP port on which it answers `/health`, `/ready` and `/metrics`; 0 means no port."""
+    epp_tls: bool = True
+    """Whether the gRPC port of an endpoint picker has TLS."""
+    epp_cert_file: Path | None = None
+    """The PEM file with its certificate; the default is a certificate that it makes when it starts."""
+    epp_key_file: Path | None = None
+    """The PEM file with the key of that certificate."""
+    epp_tenant: str = Field("default", min_length=1)
+    """The tenant whose targets an endpoint picker picks."""
+    epp_streams_max: int = Field(4096, ge=1, le=1_000_000)
+    """How many requests an endpoint picker has under way at once; it refuses a further one."""
+    epp_idle_seconds: float = Field(600.0, ge=1, le=_DAY)
+    """After how long without a message the stream of a request is ended."""
+    epp_drain_seconds: float = Field(5.0, ge=0, le=3600)
+    """How long it still takes requests after SIGTERM, while its health says that it ends."""
+    epp_finish_seconds: float = Field(60.0, ge=0, le=_DAY)
+    """How long its requests may then take to end."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
     """The lowest level of log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
@@ -362,6 +384,8 @@ class Settings(BaseSettings):
                 f"WAYMARK_MAX_BODY_BYTES is {self.max_body_bytes}, more than all bodies together may hold:"
                 f" give at most WAYMARK_BODIES_MAX_BYTES, {self.bodies_max_bytes}"
             )
+        if (self.epp_cert_file is None) != (self.epp_key_file is None):
+            raise ValueError("WAYMARK_EPP_CERT_FILE and WAYMARK_EPP_KEY_FILE belong together: set both, or neither")
         if self.replay_idle_seconds > self.replay_seconds:
             raise ValueError(
                 f"WAYMARK_REPLAY_IDLE_SECONDS is {self.replay_idle_seconds:g}, longer than a whole replay may take:"

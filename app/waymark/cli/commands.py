@@ -32,6 +32,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "query": Command("roles", "run a query replica, which serves the HTTP API"),
         "ingest": Command("roles", "run an ingest worker, which applies the events of publishers"),
         "gateway": Command("roles", "run a gateway, which sends OpenAI requests to engines", extra="gateway"),
+        "epp": Command("epp", "run an endpoint picker, which Envoy asks over gRPC where a request goes", extra="epp"),
     },
     "engines of a running Waymark": {
         "register": Command("registrations", "register an engine by its URL, and show its streams"),

@@ -16,7 +16,7 @@ from waymark.chat.requests import InferenceRequest
 from waymark.domain.hashing import block_keys, namespace, pack_tokens
 from waymark.domain.multimodal import Items, block_keys_with
 from waymark.domain.names import DEFAULT_TENANT, GroupName
-from waymark.errors import InvalidValue, RemoteUnavailable, StoreUnavailable
+from waymark.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.routing.presets import PRESETS
@@ -55,6 +55,7 @@ class RequestSelector:
         gate: StartupGate,
     ) -> None:
         self.selector = selector
+        self._directory = store.directory
         deadline = settings.query_deadline_ms / 1000
         self._served = store.incarnation.cache(ServedNames(store.directory, store.reader, store.begin, deadline))
         self._tokenizers = tokenizers
@@ -89,6 +90,16 @@ class RequestSelector:
             self._gate.check_latched()
             selected = self.selector.select_without_redis(asked, taking)
         return Routed(selected, served or ServedModel(named))
+
+    async def select_any(self, taking: Taking, *, tenant_id: str = DEFAULT_TENANT) -> Routed:
+        """Take a target of any model, for a request that names none; raises as ``select``."""
+        registrations = await self._directory.registrations()
+        for group in dict.fromkeys(each.group for each in registrations if each.tenant_id == tenant_id):
+            try:
+                return await self.select(InferenceRequest(group.model_name), taking, tenant_id=tenant_id)
+            except NoTarget:
+                continue
+        raise NoTarget(f"no target is left for tenant {tenant_id!r}; register one with an address")
 
     async def _asked(self, request: InferenceRequest, served: ServedModel, session: str | None) -> Asked:
         policy, key = self.selector.default_policy, self._prefix_key(request)

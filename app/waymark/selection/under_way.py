@@ -33,6 +33,7 @@ class RequestsUnderWay:
         self._begin = begin
         self._renew_seconds = renew_seconds
         self._running: set[RequestUnderWay] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -63,7 +64,13 @@ class RequestsUnderWay:
 
     def begin_release(self, reservations: Sequence[Reservation], part: Part) -> None:
         if reservations:
-            self._begin(self.release(reservations, part))
+            task = self._begin(self.release(reservations, part))
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+
+    async def settle(self) -> None:
+        """Wait for the releases that have begun: before the store is closed."""
+        await asyncio.gather(*self._releasing, return_exceptions=True)
 
     async def reserve(self, routed: Routed, address: str) -> Reservation | None:
         """A reservation of the target at ``address``; None where there is none, or it cannot be had."""

@@ -1,0 +1,264 @@
+"""One HTTP request as Envoy's external processing filter shows it: a stream of messages, from its headers to its end.
+
+The answer to the headers waits until the body is whole, because the prompt decides. Then the body goes back as it
+came. The answer of the engine passes unchanged: its first byte says that the prompt is computed, its end that the
+request is over. Where the stream ends earlier, the request is over too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Literal
+
+import orjson
+
+from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
+from waymark.domain.targets import host_and_port
+from waymark.epp import messages
+from waymark.epp.bodies import BodyBytes
+from waymark.epp.refusals import Refusal, misconfigured, overloaded, refusal_of, too_large
+from waymark.errors import InvalidValue, WaymarkError
+from waymark.metrics import Metrics
+from waymark.selection.asked import Taking
+from waymark.selection.requests import RequestSelector, Routed
+from waymark.selection.under_way import RESERVED_SECONDS, RequestsUnderWay, RequestUnderWay
+
+#: Targets that the proxy is told of: the best, and those to try if it does not answer.
+_TARGETS_MAX = 3
+
+Read = Callable[[], Awaitable[Any]]
+"""The next message of the proxy; None at the end of the stream."""
+Write = Callable[[Any], Awaitable[None]]
+
+_MODES = (
+    "the endpoint picker reads bodies in the modes FULL_DUPLEX_STREAMED and BUFFERED; set processing_mode of the "
+    "ext_proc filter"
+)
+
+
+class Cut(Exception):
+    """The stream ends because of its peer. ``reason`` is a word for the counter."""
+
+    def __init__(self, reason: Literal["late", "idle", "unexpected"], sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+        self.sentence = sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Picker:
+    """What all exchanges of a process have in common."""
+
+    selector: RequestSelector
+    under_way: RequestsUnderWay
+    metrics: Metrics
+    bodies: BodyBytes
+    tenant_id: str
+    request_seconds: float
+    """How long the proxy may take to send a request."""
+    idle_seconds: float
+    """How long an answer may take until its next message."""
+
+
+class Exchange:
+    """The messages of one stream, answered in order."""
+
+    def __init__(self, picker: Picker, read: Read, write: Write) -> None:
+        self._picker = picker
+        self._read = read
+        self._write = write
+        self._began = monotonic()
+        self._headers: dict[str, str] = {}
+        self._form: Form | None = None
+        self._subset: frozenset[str] | None = None
+        self._parts: list[bytes] = []
+        self._held = 0
+        self._request_mode = messages.DUPLEX
+        self._response_mode = messages.DUPLEX
+        self._under_way: RequestUnderWay | None = None
+        self._is_ok = True
+        self._has_content = False
+
+    async def run(self) -> None:
+        """Until the request is over. Raises Cut where the peer does not behave as a proxy does."""
+        try:
+            try:
+                async with asyncio.timeout(self._picker.request_seconds):
+                    goes_on = await self._request()
+            except TimeoutError:
+                raise Cut("late", f"no whole request within {self._picker.request_seconds:g} s") from None
+            if goes_on:
+                await self._response()
+        finally:
+            self._drop_body()
+            if self._under_way is not None:
+                self._under_way.end(is_ok=self._is_ok)
+
+    # ---- the request -------------------------------------------------------------------------------
+
+    async def _request(self) -> bool:
+        """Read the request, and answer it; False where nothing follows."""
+        first = await self._read()
+        if first is None:
+            return False
+        if first.WhichOneof("request") != "request_headers":
+            raise Cut("unexpected", "a stream begins with the headers of a request")
+        self._headers = messages.headers_of(first.request_headers)
+        self._form = form_of(self._headers.get(":path", ""))
+        self._subset = messages.subset_of(first)
+        if first.HasField("protocol_config"):
+            self._request_mode = first.protocol_config.request_body_mode
+            self._response_mode = first.protocol_config.response_body_mode
+        if self._request_mode not in (messages.DUPLEX, messages.BUFFERED, messages.NONE):
+            return await self._refuse(misconfigured(_MODES, self._form))
+        is_whole = first.request_headers.end_of_stream or self._request_mode == messages.NONE
+        has_trailers = False
+        if not is_whole:
+            if self._request_mode == messages.BUFFERED:
+                await self._write(messages.GO_ON["request_headers"])
+            ended = await self._body()
+            if isinstance(ended, Refusal):
+                return await self._refuse(ended)
+            if ended is None:
+                return False
+            has_trailers = ended == "trailers"
+        picked = await self._pick()
+        if isinstance(picked, Refusal):
+            return await self._refuse(picked)
+        if self._request_mode == messages.BUFFERED and not is_whole:
+            await self._write(messages.picked_by_body(picked))
+        else:
+            await self._write(messages.picked_by_headers(picked))
+            if not is_whole:
+                for piece in messages.pieces(self._parts, is_request=True, is_end=not has_trailers):
+                    await self._write(piece)
+        if has_trailers:
+            await self._write(messages.GO_ON["request_trailers"])
+        self._drop_body()
+        return True
+
+    async def _body(self) -> Literal["body", "trailers"] | Refusal | None:
+        """Read the body to its end; what ended it, or None where the client went away."""
+        while (message := await self._read()) is not None:
+            kind = message.WhichOneof("request")
+            if kind == "request_trailers":
+                return "trailers"
+            if kind != "request_body":
+                raise Cut("unexpected", f"{kind} is no part of a request's body")
+            part = message.request_body.body
+            bound = self._picker.bodies.exceeded(self._held, len(part))
+            if bound == "one":
+                most = self._picker.bodies.one_max
+                return too_large(f"the body has more than {most} bytes; send less", self._form)
+            if bound == "all":
+                return overloaded("too many requests arrive at once; try again in a moment", self._form)
+            self._held += len(part)
+            self._parts.append(part)
+            if message.request_body.end_of_stream or self._request_mode == messages.BUFFERED:
+                return "body"
+        return None
+
+    def _drop_body(self) -> None:
+        self._parts.clear()
+        self._picker.bodies.release(self._held)
+        self._held = 0
+
+    async def _refuse(self, refusal: Refusal) -> bool:
+        self._picker.metrics.epp_requests.labels(outcome=refusal.slug).inc()
+        await self._write(messages.immediate(refusal.status, refusal.body, refusal.slug, refusal.headers))
+        return False
+
+    # ---- the decision ------------------------------------------------------------------------------
+
+    async def _pick(self) -> dict[str, str] | Refusal:
+        """The headers that name the targets."""
+        taking = Taking(
+            only=self._subset,
+            count=_TARGETS_MAX,
+            milliseconds=int(1000 * RESERVED_SECONDS),
+            needs_address=True,
+        )
+        try:
+            routed = await self._routed(self._said(), taking)
+        except WaymarkError as error:
+            return refusal_of(error, self._form)
+        self._under_way = self._picker.under_way.add(routed)
+        self._picker.metrics.epp_requests.labels(outcome="picked").inc()
+        selected = routed.selected
+        addresses = [selected.target.candidate.address, *(each.address for each in selected.others)]
+        # Ranks of one engine share its address.
+        places = dict.fromkeys(host_and_port(address) for address in addresses if address is not None)
+        return {**selected.headers, messages.DESTINATION: ",".join(places)}
+
+    async def _routed(self, request: InferenceRequest | None, taking: Taking) -> Routed:
+        selector, tenant_id = self._picker.selector, self._picker.tenant_id
+        if request is None:
+            return await selector.select_any(taking, tenant_id=tenant_id)
+        session = messages.session_of(self._headers)
+        return await selector.select(request, taking, tenant_id=tenant_id, session=session)
+
+    def _said(self) -> InferenceRequest | None:
+        """What the body says; None where it need not say anything, as of ``GET /v1/models``.
+
+        Raises InvalidValue.
+        """
+        try:
+            fields = orjson.loads(b"".join(self._parts))
+        except orjson.JSONDecodeError as exc:
+            if self._form is None or self._request_mode == messages.NONE:
+                return None
+            raise InvalidValue(f"the body is no JSON: {exc}; send an object with the field model") from None
+        if self._form is None and not (isinstance(fields, dict) and isinstance(fields.get("model"), str)):
+            return None
+        return read_request(self._headers.get(":path", ""), fields)
+
+    # ---- the answer --------------------------------------------------------------------------------
+
+    async def _response(self) -> None:
+        while (message := await self._next()) is not None:
+            kind = message.WhichOneof("request")
+            if kind == "response_body":
+                body = message.response_body
+                if body.body and not self._has_content:
+                    self._saw_content()
+                if self._response_mode == messages.DUPLEX:
+                    for piece in messages.pieces([body.body], is_request=False, is_end=body.end_of_stream):
+                        await self._write(piece)
+                else:
+                    await self._write(messages.GO_ON[kind])
+                is_end = body.end_of_stream
+            else:
+                if kind not in messages.GO_ON:
+                    raise Cut("unexpected", f"{kind} is no part of an answer")
+                if kind == "response_headers":
+                    await self._answered(message)
+                await self._write(messages.GO_ON[kind])
+                is_end = kind == "response_trailers" or (
+                    kind == "response_headers" and message.response_headers.end_of_stream
+                )
+            if is_end and self._under_way is not None:
+                self._under_way.end(is_ok=self._is_ok)
+
+    async def _next(self) -> Any:
+        try:
+            async with asyncio.timeout(self._picker.idle_seconds):
+                return await self._read()
+        except TimeoutError:
+            raise Cut("idle", f"no message within {self._picker.idle_seconds:g} s") from None
+
+    async def _answered(self, message: Any) -> None:
+        headers = messages.headers_of(message.response_headers)
+        place = messages.served_of(message, headers)
+        if place is not None and self._under_way is not None:
+            await self._under_way.move(place)
+        # A status that is none of the engine's fault, such as 429 or 404, is an answer.
+        self._is_ok = not headers.get(":status", "").startswith("5")
+
+    def _saw_content(self) -> None:
+        self._has_content = True
+        if self._under_way is not None and self._is_ok:
+            self._under_way.prefilled()
+            self._picker.metrics.ttft_seconds.observe(monotonic() - self._began)

@@ -1,0 +1,147 @@
+"""Messages of ``envoy.service.ext_proc.v3``: what the proxy reports, and what it is answered.
+
+The names of headers and metadata are those of the endpoint picker protocol of the Gateway API Inference Extension.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.type.v3.http_status_pb2 import HttpStatus
+from google.protobuf.struct_pb2 import Struct, Value
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SESSION = "x-session-token"
+_LB = "envoy.lb"
+_SUBSET, _SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+
+#: Bytes of a body in one answer: below 64 KiB with all that is around them.
+PIECE_BYTES = 62_000
+
+NONE = ProcessingMode.NONE
+BUFFERED = ProcessingMode.BUFFERED
+DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
+
+_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+# ---- what the proxy reports --------------------------------------------------------------------------
+
+
+def headers_of(message: Any) -> dict[str, str]:
+    """Headers by name; of a name that is there twice the first, as a proxy reads it."""
+    found: dict[str, str] = {}
+    for each in message.headers.headers:
+        value = each.raw_value.decode("utf-8", "replace") if each.raw_value else each.value
+        found.setdefault(each.key.lower(), value)
+    return found
+
+
+def subset_of(request: Any) -> frozenset[str] | None:
+    """The ``host:port`` that the proxy allows; None: all."""
+    value = _metadata(request, _SUBSET, _SUBSET_KEY)
+    if value is None:
+        return None
+    if value.WhichOneof("kind") == "list_value":
+        names = [each.string_value for each in value.list_value.values]
+    else:
+        names = value.string_value.split(",")
+    return frozenset(name.strip() for name in names if name.strip())
+
+
+def served_of(request: Any, headers: Mapping[str, str]) -> str | None:
+    """The ``host:port`` that answered, as the proxy reports it; None where it does not."""
+    value = _metadata(request, _LB, SERVED)
+    place = value.string_value if value is not None else headers.get(SERVED, "")
+    return place.strip() or None
+
+
+def session_of(headers: Mapping[str, str]) -> str | None:
+    """The instance that the session token names; None without one that can be read."""
+    try:
+        return base64.b64decode(headers.get(SESSION, ""), validate=True).decode() or None
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _metadata(request: Any, namespace: str, key: str) -> Any:
+    if not request.HasField("metadata_context"):
+        return None
+    found = request.metadata_context.filter_metadata
+    if namespace not in found or key not in found[namespace].fields:
+        return None
+    return found[namespace].fields[key]
+
+
+# ---- what it is answered -----------------------------------------------------------------------------
+
+
+def _mutation(headers: Mapping[str, str]) -> Any:
+    options = [
+        HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=_OVERWRITE)
+        for name, value in headers.items()
+    ]
+    return pb.HeaderMutation(set_headers=options)
+
+
+def _picked(headers: Mapping[str, str]) -> tuple[Any, Any]:
+    """The common part of an answer, and the metadata that goes beside it."""
+    common = pb.CommonResponse(header_mutation=_mutation(headers), clear_route_cache=True)
+    inner = Struct(fields={DESTINATION: Value(string_value=headers[DESTINATION])})
+    return common, Struct(fields={_LB: Value(struct_value=inner)})
+
+
+def picked_by_headers(headers: Mapping[str, str]) -> Any:
+    """The targets, in the answer to the request's headers; ``headers`` has ``DESTINATION``."""
+    common, metadata = _picked(headers)
+    return pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common), dynamic_metadata=metadata)
+
+
+def picked_by_body(headers: Mapping[str, str]) -> Any:
+    """The same in the answer to a body that was sent as a whole."""
+    common, metadata = _picked(headers)
+    return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=metadata)
+
+
+def pieces(parts: Sequence[bytes], *, is_request: bool, is_end: bool) -> Iterator[Any]:
+    """A body as it is; ``is_end``: nothing follows, no trailers either."""
+    cut = [part[at : at + PIECE_BYTES] for part in parts for at in range(0, len(part), PIECE_BYTES)]
+    if not cut and is_end:
+        cut = [b""]
+    for number, piece in enumerate(cut, 1):
+        streamed = pb.StreamedBodyResponse(body=piece, end_of_stream=is_end and number == len(cut))
+        common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
+        answer = pb.BodyResponse(response=common)
+        yield pb.ProcessingResponse(request_body=answer) if is_request else pb.ProcessingResponse(response_body=answer)
+
+
+#: Answers that change nothing.
+GO_ON = {
+    "request_headers": pb.ProcessingResponse(request_headers=pb.HeadersResponse()),
+    "request_body": pb.ProcessingResponse(request_body=pb.BodyResponse()),
+    "request_trailers": pb.ProcessingResponse(request_trailers=pb.TrailersResponse()),
+    "response_headers": pb.ProcessingResponse(response_headers=pb.HeadersResponse()),
+    "response_body": pb.ProcessingResponse(response_body=pb.BodyResponse()),
+    "response_trailers": pb.ProcessingResponse(response_trailers=pb.TrailersResponse()),
+}
+
+
+def immediate(status: int, body: bytes, details: str, headers: Mapping[str, str]) -> Any:
+    """An answer to the client in place of the engine's. ``details`` is a word for the proxy's access log."""
+    return pb.ProcessingResponse(
+        immediate_response=pb.ImmediateResponse(
+            status=HttpStatus(code=status),
+            headers=_mutation({"content-type": "application/json", **headers}),
+            body=body,
+            details=f"waymark_{details}",
+        )
+    )

@@ -1,0 +1,40 @@
+"""What an endpoint picker's servers need of the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from waymark.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class EppOptions:
+    """Times in seconds."""
+
+    host: str = "0.0.0.0"
+    port: int = 9002
+    """0: any that is free."""
+    health_port: int | None = 9003
+    """None: health is answered on ``port`` alone."""
+    has_tls: bool = True
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    streams_max: int = 4096
+    drain_seconds: float = 5.0
+    finish_seconds: float = 60.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        return cls(
+            host=settings.host,
+            port=settings.epp_port,
+            health_port=settings.epp_health_port or None,
+            has_tls=settings.epp_tls,
+            cert_file=settings.epp_cert_file,
+            key_file=settings.epp_key_file,
+            streams_max=settings.epp_streams_max,
+            drain_seconds=settings.epp_drain_seconds,
+            finish_seconds=settings.epp_finish_seconds,
+        )

@@ -1,0 +1,153 @@
+"""The gRPC servers of an endpoint picker: its port, with bounds, and one for health checks alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc
+from grpc_health.v1 import health_pb2_grpc
+
+from waymark.epp import messages, tls
+from waymark.epp.exchange import Cut, Exchange, Picker
+from waymark.epp.health import Health
+from waymark.epp.options import EppOptions
+from waymark.errors import SettingsError
+from waymark.logs import fields
+
+log = logging.getLogger(__name__)
+
+#: Bytes of one message: pieces of bodies are far smaller, and what is larger is refused before it is read.
+_MESSAGE_BYTES_MAX = 4 * 2**20
+#: Of the streams of a health port.
+_HEALTH_STREAMS_MAX = 256
+_LOOK_SECONDS = 1.0
+
+_STATUS_OF: Mapping[str, Any] = {
+    "late": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "idle": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "unexpected": grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+WaitsFor = Callable[[], Awaitable[str | None]]
+"""What the process waits for before it can pick targets, as a sentence; None: nothing."""
+
+
+class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
+    """``ExternalProcessor.Process``: one exchange a stream."""
+
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+
+    async def Process(self, _: Any, context: Any) -> None:
+        metrics = self._picker.metrics
+
+        async def read() -> Any:
+            message = await context.read()
+            return None if message is grpc.aio.EOF else message
+
+        metrics.epp_streams.inc()
+        try:
+            await Exchange(self._picker, read, context.write).run()
+        except Cut as cut:
+            metrics.epp_streams_cut.labels(reason=cut.reason).inc()
+            await context.abort(_STATUS_OF[cut.reason], cut.sentence)
+        finally:
+            metrics.epp_streams.dec()
+
+
+class EppServer:
+    """``async with EppServer(...) as server``, then ``await server.serve(stop)``."""
+
+    def __init__(self, options: EppOptions, picker: Picker, waits_for: WaitsFor) -> None:
+        self._options = options
+        self._waits_for = waits_for
+        self._health = Health(messages.SERVICE)
+        self.port = self.health_port = 0
+        """What was really bound; 0: no port."""
+        self._server = _new_server(options.streams_max)
+        ext_proc.add_ExternalProcessorServicer_to_server(Processor(picker), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health_server = _new_server(_HEALTH_STREAMS_MAX)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+
+    async def __aenter__(self) -> EppServer:
+        options = self._options
+        credentials = _credentials(options)
+        self.port = _bound(self._server, options.host, options.port, credentials, "WAYMARK_EPP_PORT")
+        await self._server.start()
+        if options.health_port is not None:
+            name = "WAYMARK_EPP_HEALTH_PORT"
+            self.health_port = _bound(self._health_server, options.host, options.health_port, None, name)
+            await self._health_server.start()
+        log.info("the endpoint picker listens", extra=fields(port=self.port, health_port=self.health_port))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(0)
+        await self._health_server.stop(0)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._health.is_ready
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Until ``stop`` is set; then say so, take what still comes for a while, and finish what has begun."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            await stop.wait()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            self._health.set(is_ready=False)
+        await asyncio.sleep(self._options.drain_seconds)
+        self._health.end()
+        await self._server.stop(self._options.finish_seconds)
+
+    async def _watch(self) -> None:
+        """Ready from the moment at which targets can be picked. It stays so: what comes later is decided without
+        Redis."""
+        logged = None
+        while (waits_for := await self._waits_for()) is not None:
+            if waits_for != logged:
+                log.info("the endpoint picker is not ready", extra=fields(waits_for=waits_for))
+                logged = waits_for
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._health.set(is_ready=True)
+
+
+def _new_server(streams_max: int) -> Any:
+    return grpc.aio.server(
+        maximum_concurrent_rpcs=streams_max,
+        options=[
+            ("grpc.so_reuseport", 0),  # a port that is taken is an error
+            ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
+            ("grpc.max_concurrent_streams", streams_max),
+            # Envoy may ping idle connections; it would be closed for that otherwise.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            # A peer that is gone without a word is noticed.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+        ],
+    )
+
+
+def _credentials(options: EppOptions) -> Any:
+    if options.cert_file is not None and options.key_file is not None:
+        return tls.from_files(options.cert_file, options.key_file)
+    return tls.self_signed() if options.has_tls else None
+
+
+def _bound(server: Any, host: str, port: int, credentials: Any, variable: str) -> int:
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        found = server.add_insecure_port(place) if credentials is None else server.add_secure_port(place, credentials)
+    except RuntimeError:
+        found = 0
+    if not found:
+        raise SettingsError(f"{variable}: cannot listen on {place}; is another process there?")
+    return int(found)

@@ -1,0 +1,93 @@
+"""The process of an endpoint picker, put together: selection, its gRPC servers, and HTTP for probes and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+from waymark import native
+from waymark.api.application import create_probes
+from waymark.api.engine_addresses import EngineAddresses
+from waymark.epp.bodies import BodyBytes
+from waymark.epp.exchange import Picker
+from waymark.epp.options import EppOptions
+from waymark.epp.server import EppServer
+from waymark.errors import SettingsError, StoreUnavailable
+from waymark.metrics import Metrics
+from waymark.runtime import freeze_heap, http_server, open_store, report_redis, stop_signal
+from waymark.selection.options import SelectionOptions
+from waymark.selection.requests import RequestSelector
+from waymark.selection.selector import Selector
+from waymark.selection.startup import StartupGate
+from waymark.selection.under_way import RequestsUnderWay
+from waymark.serving.limits import Bounds, files_for
+from waymark.serving.listening import listen
+from waymark.settings import Settings
+from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
+
+
+def open_port(settings: Settings) -> list[socket.socket]:
+    """The sockets of its HTTP port; none where it has none. Raises ``PortUnavailable``."""
+    names = ("WAYMARK_HOST", "WAYMARK_EPP_METRICS_PORT")
+    if not settings.epp_metrics_port:
+        return []
+    return listen(settings.host, settings.epp_metrics_port, host_name=names[0], port_name=names[1])
+
+
+async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
+    """One process, until a signal ends it. Raises SettingsError."""
+    is_native = native.select(settings.native) == "native"
+    metrics = Metrics(role="epp", is_native=is_native, models_max=settings.metrics_models_max)
+    options = SelectionOptions.of(settings)
+    store = open_store(settings, metrics)
+    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store))
+    try:
+        await report_redis(store)
+        selector = Selector(store, options, metrics)
+        gate = StartupGate(store.directory, settings.min_initial_workers)
+        under_way = RequestsUnderWay(selector, store.begin)
+        picker = Picker(
+            RequestSelector(store, settings, metrics, selector, tokenizers, gate),
+            under_way,
+            metrics,
+            BodyBytes(settings.max_body_bytes, settings.bodies_max_bytes, metrics),
+            settings.epp_tenant,
+            settings.request_seconds,
+            settings.epp_idle_seconds,
+        )
+        bounds = Bounds(settings.request_seconds, files_for(settings.connections_max, 0), settings.bodies_max_bytes)
+        http = http_server(create_probes(store, settings, metrics), bounds, metrics)
+        freeze_heap()
+        stop = stop_signal()
+        refusals: list[str] = []
+
+        async def waits_for() -> str | None:
+            return await _waits_for(store, gate, refusals, stop)
+
+        async with EppServer(EppOptions.of(settings), picker, waits_for) as server, asyncio.TaskGroup() as tasks:
+            if sockets:
+                tasks.create_task(http.serve(list(sockets)))
+            await server.serve(stop)
+            http.should_exit = True
+            await under_way.settle()
+        if refusals:
+            raise SettingsError(refusals[0])
+    finally:
+        await tokenizers.close()
+        await store.close()
+
+
+async def _waits_for(store: Store, gate: StartupGate, refusals: list[str], stop: asyncio.Event) -> str | None:
+    """What a picker waits for before it is ready; an index of another format ends the process."""
+    try:
+        refusal = await store.other_format()
+        if refusal is not None:
+            refusals.append(refusal)
+            stop.set()
+            return refusal
+        reasons = await store.check()
+        return "; ".join(reasons) if reasons else await gate.waiting()
+    except StoreUnavailable as exc:
+        return exc.sentence

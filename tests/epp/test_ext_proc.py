@@ -1,0 +1,407 @@
+"""The protocol of endpoint pickers, against the messages that Envoy sends."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+from tests.conftest import wait_until
+from tests.epp.conftest import StartEpp, loads, register
+from tests.epp.proxy import Stream, destinations, mutation, refused
+from waymark.domain.names import GroupName
+from waymark.domain.targets import Role
+from waymark.epp.options import EppOptions
+from waymark.metrics import Metrics
+from waymark.store.store import Store
+
+CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+#: A channel would share the connection of another one to the same place.
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+TOKENS = {"model": "llama", "prompt": list(range(256))}
+
+
+async def nothing_under_way(store: Store) -> None:
+    found: Any = None
+
+    async def is_so() -> bool:
+        nonlocal found
+        found = await loads(store)
+        return not found
+
+    await wait_until(is_so, lambda: f"nothing is under way: {found}")
+
+
+async def test_a_request_is_held_picked_for_and_sent_on_as_it_came(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    stream = (await start_epp(store)).stream()
+    answer = await stream.ask(CHAT)
+    places = destinations(answer)
+    assert sorted(places) == sorted(pods.values()), "the best, and two to try if it does not answer"
+    assert await stream.request_back() == json.dumps(CHAT).encode()
+    assert (await loads(store))[places[0]].requests == 1
+    await stream.answered()
+    assert await stream.content(b"data: a\n\n") == b"data: a\n\n"
+    assert await stream.content(b"x" * 150_000, is_end=True) == b"x" * 150_000
+    await nothing_under_way(store)
+    await stream.close()
+    exported = metrics.render()[0].decode()
+    assert 'waymark_epp_requests_total{outcome="picked"} 1.0' in exported
+    assert "waymark_epp_streams 0.0" in exported
+
+
+async def test_the_headers_are_answered_only_when_the_body_is_whole(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
+) -> None:
+    stream = (await start_epp(store)).stream()
+    await stream.headers("/v1/completions")
+    await stream.body(b'{"model": "llama", ', is_end=False)
+    assert await loads(store) == {}
+    await stream.body(b'"prompt": [1, 2, 3]}')
+    assert destinations(await stream.receive())
+    assert await stream.request_back() == b'{"model": "llama", "prompt": [1, 2, 3]}'
+
+
+async def test_a_large_body_comes_back_in_pieces_and_trailers_stay_behind_it(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
+) -> None:
+    stream = (await start_epp(store)).stream()
+    body = b'{"model": "llama", "prompt": "%s"}' % (b"long " * 60_000)
+    await stream.headers("/v1/completions")
+    for at in range(0, len(body), 50_000):
+        await stream.body(body[at : at + 50_000], is_end=False)
+    await stream.send(request_trailers=pb.HttpTrailers())
+    assert destinations(await stream.receive())
+    found = b""
+    while (answer := await stream.receive()).WhichOneof("response") == "request_body":
+        streamed = answer.request_body.response.body_mutation.streamed_response
+        assert len(streamed.body) <= 62_000
+        assert not streamed.end_of_stream
+        found += streamed.body
+    assert found == body
+    assert answer.request_trailers == pb.TrailersResponse()
+
+
+async def test_the_first_content_ends_the_prefill(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    stream = (await start_epp(store)).stream()
+    place = destinations(await stream.ask(TOKENS, "/v1/completions"))[0]
+    await stream.request_back()
+    assert (await loads(store))[place].tokens == 256
+    await stream.answered()
+    assert (await loads(store))[place].tokens == 256, "headers alone are no content"
+    await stream.content(b"a")
+
+    async def is_computed() -> bool:
+        return (await loads(store))[place][:2] == (0, 1)
+
+    await wait_until(is_computed, "its prompt is computed")
+    await stream.send(response_trailers=pb.HttpTrailers())
+    assert (await stream.receive()).response_trailers == pb.TrailersResponse()
+    await nothing_under_way(store)
+    assert b"waymark_ttft_seconds_count 1.0" in metrics.render()[0]
+
+
+async def test_a_prefix_goes_where_it_was_before(store: Store, pods: dict[str, str], start_epp: StartEpp) -> None:
+    epp = await start_epp(store)
+    places = []
+    for _ in range(4):
+        stream = epp.stream()
+        places.append(destinations(await stream.ask(TOKENS, "/v1/completions"))[0])
+        await stream.request_back()
+        await stream.answered(is_end=True)
+        await stream.close()
+        await nothing_under_way(store)
+    assert len(set(places)) == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+async def test_only_the_subset_is_picked_from(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, count: int
+) -> None:
+    subset = list(pods.values())[:count]
+    answer = await (await start_epp(store)).stream().ask(CHAT, subset=subset)
+    if subset:
+        assert sorted(destinations(answer)) == subset
+    else:
+        assert refused(answer)[0] == 503
+
+
+async def test_the_reservation_moves_to_the_fallback_that_served(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
+) -> None:
+    stream = (await start_epp(store)).stream()
+    first, second, _ = destinations(await stream.ask(CHAT))
+    await stream.request_back()
+    assert set(await loads(store)) == {first}
+    await stream.answered(served=second)
+
+    async def has_moved() -> bool:
+        return set(await loads(store)) == {second}
+
+    await wait_until(has_moved, "the fallback has it")
+    await stream.content(b"x", is_end=True)
+    await nothing_under_way(store)
+
+
+@pytest.mark.parametrize("when", ["body", "picked", "answered"])
+async def test_a_client_that_goes_away_leaves_nothing(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics, when: str
+) -> None:
+    stream = (await start_epp(store)).stream()
+    if when == "body":
+        await stream.headers()
+        await stream.body(b'{"model"', is_end=False)
+    else:
+        await stream.ask(CHAT)
+        await stream.request_back()
+        assert len(await loads(store)) == 1
+        if when == "answered":
+            await stream.answered()
+            await stream.content(b"data: a\n\n")
+    stream.cancel()
+    await nothing_under_way(store)
+    await wait_until(lambda: metrics.epp_streams.value == 0, "its stream has ended")
+    assert metrics.epp_bodies_bytes.value == 0
+
+
+async def health(store: Store, place: str) -> float:
+    group_loads = await store.reservations.loads(1)
+    table = await store.reader.table(GroupName("default", "llama"))
+    assert table is not None
+    return group_loads[next(n for n, t in table.targets.items() if t.address == f"http://{place}")].health
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, 1.0), (429, 1.0), (404, 1.0), (500, 0.5), (503, 0.5)])
+async def test_a_status_of_an_engine_counts_for_its_health(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, status: int, expected: float
+) -> None:
+    stream = (await start_epp(store)).stream()
+    place = destinations(await stream.ask(CHAT))[0]
+    await stream.request_back()
+    await stream.answered(status)
+    await stream.content(b"x", is_end=True)
+    await nothing_under_way(store)
+    assert await health(store, place) == expected
+
+
+# ---- refusals ----------------------------------------------------------------------------------------
+
+
+async def test_without_targets_it_is_503_and_saturated_429(store: Store, start_epp: StartEpp, metrics: Metrics) -> None:
+    epp = await start_epp(store, target_requests_max=1)
+    status, said = refused(await epp.stream().ask(CHAT))
+    assert (status, said["error"]["code"]) == (503, "no_target")
+    await register(store, "pod-1")
+    busy = epp.stream()
+    destinations(await busy.ask(CHAT))
+    answer = await epp.stream().ask(CHAT)
+    status, said = refused(answer)
+    assert (status, said["error"]["code"]) == (429, "saturated")
+    assert answer.immediate_response.details == "waymark_saturated"
+    counted = {name: metrics.epp_requests.labels(outcome=name).value for name in ("picked", "saturated", "no_target")}
+    assert counted == {"picked": 1, "saturated": 1, "no_target": 1}
+
+
+async def test_before_enough_engines_it_is_503(store: Store, pods: dict[str, str], start_epp: StartEpp) -> None:
+    epp = await start_epp(store, min_initial_workers=4)
+    status, said = refused(await epp.stream().ask(CHAT))
+    assert (status, said["error"]["code"]) == (503, "starting")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        ("/v1/chat/completions", b"no json", "no JSON"),
+        ("/v1/chat/completions", b"", "no JSON"),
+        ("/v1/chat/completions", b"{}", "names no model"),
+        ("/v1/chat/completions", b"[1]", "no JSON object"),
+        ("/v1/messages", b'{"model": 7}', "must be a text"),
+    ],
+)
+async def test_a_body_that_names_no_model_is_400_in_the_shape_of_its_path(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, path: str, body: bytes, word: str
+) -> None:
+    stream = (await start_epp(store)).stream()
+    await stream.headers(path)
+    await stream.body(body)
+    status, said = refused(await stream.receive())
+    assert status == 400
+    assert word in said["error"]["message"]
+    assert said["error"]["type"] == "invalid_request_error"
+    assert (said.get("type") == "error") == (path == "/v1/messages")
+
+
+async def test_a_body_above_the_bound_is_413_and_too_many_bytes_at_once_503(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    epp = await start_epp(store, bodies=(1000, 1500))
+    large, waiting, other = epp.stream(), epp.stream(), epp.stream()
+    assert refused(await large.ask(b"x" * 2000))[0] == 413
+    await waiting.headers()
+    await waiting.body(b"x" * 900, is_end=False)
+    await wait_until(lambda: metrics.epp_bodies_bytes.value == 900, "its bytes are held")
+    assert refused(await other.ask(b"x" * 800))[0] == 503
+    waiting.cancel()
+    await wait_until(lambda: metrics.epp_bodies_bytes.value == 0, "nothing is held")
+    assert destinations(await epp.stream().ask(CHAT))
+
+
+# ---- other requests and other modes ------------------------------------------------------------------
+
+
+async def test_a_request_without_a_body_goes_to_any_target(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
+) -> None:
+    epp = await start_epp(store)
+    found: Counter[str] = Counter()
+    for _ in range(3):
+        stream = epp.stream()
+        await stream.headers("/v1/models", is_end=True)
+        found[destinations(await stream.receive())[0]] += 1
+    assert found == dict.fromkeys(pods.values(), 1)
+    stream = epp.stream()
+    assert destinations(await stream.ask(b"--boundary, no json", "/v1/audio/transcriptions"))
+
+
+async def test_a_session_token_names_its_instance(store: Store, pods: dict[str, str], start_epp: StartEpp) -> None:
+    epp = await start_epp(store)
+    token = base64.b64encode(b"pod-2").decode()
+    for _ in range(3):
+        stream = epp.stream()
+        assert destinations(await stream.ask(CHAT, x_session_token=token))[0] == pods["pod-2"]
+
+
+async def test_a_buffered_body_is_picked_for_in_its_own_answer(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
+) -> None:
+    stream = (await start_epp(store)).stream()
+    await stream.headers("/v1/completions", modes=("BUFFERED", "NONE"))
+    assert (await stream.receive()).request_headers == pb.HeadersResponse()
+    await stream.body(b'{"model": "llama", "prompt": [1, 2]}')
+    answer = await stream.receive()
+    assert answer.WhichOneof("response") == "request_body"
+    assert destinations(answer)
+    await stream.answered()
+    await stream.close()
+    await nothing_under_way(store)
+
+
+async def test_a_mode_that_cannot_hold_a_body_is_named(store: Store, pods: dict[str, str], start_epp: StartEpp) -> None:
+    stream = (await start_epp(store)).stream()
+    await stream.headers(modes=("STREAMED", "NONE"))
+    status, said = refused(await stream.receive())
+    assert (status, "FULL_DUPLEX_STREAMED" in said["error"]["message"]) == (500, True)
+
+
+async def test_targets_of_two_stages_are_named_in_headers(store: Store, start_epp: StartEpp, tmp_path: Any) -> None:
+    for name, role in (("pod-1", "prefill"), ("pod-2", "decode")):
+        await register(store, name, role=Role(role))
+    (tmp_path / "picker.yaml").write_text(
+        """
+plugins:
+- type: disagg-headers-handler
+- type: prefill-filter
+- type: decode-filter
+- type: prefix-based-pd-decider
+  parameters: {nonCachedTokens: 16}
+- type: disagg-profile-handler
+  parameters: {deciders: {prefill: prefix-based-pd-decider}}
+schedulingProfiles:
+- name: prefill
+  plugins: [{pluginRef: prefill-filter}]
+- name: decode
+  plugins: [{pluginRef: decode-filter}]
+"""
+    )
+    epp = await start_epp(store, picker_config=str(tmp_path / "picker.yaml"))
+    answer = await epp.stream().ask(TOKENS, "/v1/completions")
+    assert destinations(answer) == ["10.0.0.2:8000"]
+    assert mutation(answer.request_headers.response)["x-prefiller-host-port"] == "10.0.0.1:8000"
+    assert set(await loads(store)) == {"10.0.0.1:8000", "10.0.0.2:8000"}
+
+
+# ---- peers that do not behave ------------------------------------------------------------------------
+
+
+async def test_a_request_that_never_ends_is_cut(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    epp = await start_epp(store, request_seconds=0.2)
+    stream = epp.stream()
+    await stream.headers()
+    await stream.body(b"{", is_end=False)
+    assert await stream.status() == grpc.StatusCode.DEADLINE_EXCEEDED
+    exported = metrics.render()[0].decode()
+    assert 'waymark_epp_streams_cut_total{reason="late"} 1.0' in exported
+    assert "waymark_epp_bodies_bytes 0.0" in exported
+    silent = epp.stream()
+    assert await silent.status() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_an_answer_that_never_ends_is_cut(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    epp = await start_epp(store, idle_seconds=0.3)
+    stream = epp.stream()
+    destinations(await stream.ask(CHAT))
+    await stream.request_back()
+    assert await stream.status() == grpc.StatusCode.DEADLINE_EXCEEDED
+    await nothing_under_way(store)
+    assert metrics.epp_streams_cut.labels(reason="idle").value == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"request_body": pb.HttpBody(body=b"x")},
+        {"response_headers": pb.HttpHeaders()},
+        {},
+    ],
+)
+async def test_a_stream_that_begins_with_anything_else_is_cut(
+    store: Store, start_epp: StartEpp, metrics: Metrics, message: dict[str, Any]
+) -> None:
+    stream = (await start_epp(store)).stream()
+    await stream.send(**message)
+    assert await stream.status() == grpc.StatusCode.INVALID_ARGUMENT
+    assert metrics.epp_streams_cut.labels(reason="unexpected").value == 1
+
+
+async def test_a_message_that_is_too_large_is_refused_and_others_go_on(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
+) -> None:
+    epp = await start_epp(store)
+    stream = epp.stream()
+    await stream.headers()
+    await stream.call.write(pb.ProcessingRequest(request_body=pb.HttpBody(body=b"x" * 8 * 2**20)))
+    assert await stream.status() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert destinations(await epp.stream().ask(CHAT))
+
+
+async def test_more_streams_than_may_be_are_refused_and_the_others_go_on(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    options = EppOptions("127.0.0.1", 0, None, has_tls=False, streams_max=8, drain_seconds=0.0, finish_seconds=0.0)
+    epp = await start_epp(store, options=options)
+    held: list[Stream] = []
+    for _ in range(8):
+        held.append(epp.stream())
+        await held[-1].headers()
+    await wait_until(lambda: metrics.epp_streams.value == 8, "eight streams are open")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{epp.server.port}", options=OWN_CONNECTION) as other:
+        further = [Stream(other) for _ in range(100)]
+        statuses = [(await each.status(), await each.call.details()) for each in further]
+        # Beyond the bound of the process, and beyond that of one connection.
+        refusals = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+        assert {code for code, _ in statuses} <= refusals, statuses
+    for stream in held:
+        await stream.body(b'{"model": "llama", "prompt": [1]}')
+        assert destinations(await stream.receive())
