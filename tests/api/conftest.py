@@ -123,7 +123,7 @@ def hold(store: Store) -> Hold:
         salts: Sequence[str] = (),
     ) -> None:
         name = (instance_id, tenant_id, rank)
-        claim = next(claim for claim in await store.directory.claims() if claim.registration.name == name)
+        claim = next(claim for claim in await store.directory.claims() if claim.registration.name.rank == name)
         grant = await store.leases.take(claim, "test", 60.0, force=True)
         assert grant is not None
         of = claim.registration

@@ -238,3 +238,114 @@ async def test_tiers_agree_with_the_released_answer(client: httpx.AsyncClient, r
     released = (await client.post("/dynamo/query_by_hash", json=body)).json()["instances"]["7"]
     _, device, tiers = read_tiers((await client.post("/dynamo/query_tiered_by_hash", json=body)).json())
     assert (released["gpu"], released["cpu"]) == (2 * device[7, 0], 2 * (device[7, 0] + tiers["host_pinned"][7, 0]))
+
+
+# ---- PyMotor after June -------------------------------------------------------------------------------------
+# MindIE-PyMotor, motor/coordinator/api_client/conductor_api_client.py: in between (25ac8399, JSON, "npu") and newest
+# ("xpu", the pool registered once for a cluster).
+
+XPU, CPU, SSD = "tcp://10.0.0.7:5557", "tcp://10.0.0.7:6557", "tcp://10.0.0.7:7557"
+
+
+def motor_rank(dp_rank: int = 0, **media: str) -> dict[str, Any]:
+    """As its re-registration sends it: a medium without an endpoint is an empty text."""
+    return {
+        "medium_endpoints": {"xpu": XPU, "cpu": "", "disk": ""} | media,
+        "type": "vLLM",
+        "store_backend": "YuanRong",
+        "modelname": "m",
+        "block_size": 2,
+        "instance_id": "vllm-prefill-1",
+        "dp_rank": dp_rank,
+    }
+
+
+def motor_pool() -> dict[str, Any]:
+    return {
+        "instance_id": "mooncake-pool",
+        "endpoint": "tcp://pool:5557",
+        "type": "vLLM",
+        "store_backend": "Mooncake",
+        "modelname": "m",
+        "block_size": 2,
+        "dp_rank": 0,
+    }
+
+
+async def ids(store: Store) -> dict[str, int]:
+    """The publisher behind each socket; another life has another number."""
+    return {claim.registration.endpoint or "": claim.publisher for claim in await store.directory.claims()}
+
+
+async def test_pymotor_registers_several_sockets_of_a_rank(client: httpx.AsyncClient, store: Store, hold: Hold) -> None:
+    body = motor_rank(cpu=CPU, disk=SSD)
+    for _ in range(3):  # again at each of its intervals, as GET /workers lists no engine that it knows
+        assert (await client.post("/register", json=body)).status_code == 200
+    before = await ids(store)
+    assert before.keys() == {XPU, CPU, SSD}
+    again = body | {"medium_endpoints": {"npu": CPU, "dram": SSD, "ssd": XPU, "hbm": CPU}}
+    assert (await client.post("/register", json=again)).status_code == 200
+    assert await ids(store) == before
+    await hold("vllm-prefill-1", TOKENS)
+    query = {"model": "m", "block_size": 2, "token_ids": TOKENS, "hit_detail": True}
+    answer = (await client.post("/query", json=query)).json()
+    assert answer["default"]["vllm-prefill-1"]["DP"] == {"0": 6}
+    # One rank is one target, however many sockets it has.
+    scores = (await client.post("/score", json={"model": "m", "token_ids": TOKENS})).json()["scores"]
+    assert [(row["instance_id"], row["dp_rank"]) for row in scores] == [("vllm-prefill-1", 0)]
+    answer = await client.post("/unregister", json={"instance_id": "vllm-prefill-1", "dp_rank": 0, "type": "vLLM"})
+    assert sorted(answer.json()["removed_instances"]) == [
+        "vllm-prefill-1|default|0",
+        f"vllm-prefill-1|default|0|{CPU}",
+        f"vllm-prefill-1|default|0|{SSD}",
+    ]
+    assert await ids(store) == {}
+
+
+async def test_one_socket_under_several_media_is_one_registration(client: httpx.AsyncClient, store: Store) -> None:
+    same = motor_rank(cpu=XPU, disk=XPU) | {"replay_endpoint": "tcp://10.0.0.7:5558"}
+    assert (await client.post("/register", json=same)).status_code == 200
+    before = await ids(store)
+    assert before.keys() == {XPU}
+    assert (await client.post("/register", json=same | {"medium_endpoints": {"gpu": XPU}})).status_code == 200
+    plain = {name: value for name, value in same.items() if name not in ("medium_endpoints", "store_backend")}
+    assert (await client.post("/register", json=plain | {"endpoint": XPU})).status_code == 200
+    assert await ids(store) == before
+
+
+async def test_a_socket_that_is_no_more_named_is_unregistered(client: httpx.AsyncClient, store: Store) -> None:
+    assert (await client.post("/register", json=motor_rank(cpu=CPU))).status_code == 200
+    before = await ids(store)
+    assert (await client.post("/register", json=motor_rank())).status_code == 200
+    assert await ids(store) == {XPU: before[XPU]}
+
+
+async def test_pymotors_pool_is_no_row(client: httpx.AsyncClient, store: Store, hold: Hold) -> None:
+    assert (await client.post("/register", json=motor_rank())).status_code == 200
+    for _ in range(2):
+        assert (await client.post("/register", json=motor_pool())).status_code == 200
+    assert {each["InstanceID"]: each["Type"] for each in (await client.get("/services")).json()["services"]} == {
+        "vllm-prefill-1": "vLLM",
+        "mooncake-pool": "Mooncake",
+    }
+    await hold("mooncake-pool", TOKENS, medium="CPU")
+    query = {"model": "m", "block_size": 2, "token_ids": TOKENS, "hit_detail": True}
+    answer = (await client.post("/query", json=query)).json()
+    assert answer["default"].keys() == {"vllm-prefill-1"}
+    assert answer["default"]["vllm-prefill-1"]["CPU"] == 6
+
+
+async def test_sockets_that_do_not_fit_are_refused(client: httpx.AsyncClient, store: Store) -> None:
+    for fields, field in (
+        ({"medium_endpoints": {"npu": "http://a"}}, "medium_endpoints"),
+        ({"medium_endpoints": {"npu": 1}}, "medium_endpoints"),
+        ({"medium_endpoints": {str(i): XPU for i in range(17)}}, "medium_endpoints"),
+        ({"endpoint": CPU}, "endpoint"),
+    ):
+        answer = await client.post("/register", json=motor_rank() | fields)
+        assert (answer.status_code, answer.json().get("field")) == (400, field), answer.text
+    conflict = motor_rank(cpu=CPU)
+    assert (await client.post("/register", json=conflict)).status_code == 200
+    before = await ids(store)
+    assert (await client.post("/register", json=conflict | {"block_size": 4})).status_code == 409
+    assert await ids(store) == before

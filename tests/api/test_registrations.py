@@ -70,7 +70,7 @@ async def test_one_url_registers_every_rank(engine: Engine, post: Post, store: S
 async def test_sglang_is_registered_by_one_url(engine: Engine, post: Post, store: Store) -> None:
     engine.is_sglang()
     assert (await post(engine.url + "/", instance_id="pod-1")).status_code == 200
-    assert {each.name for each in await store.directory.registrations()} == {
+    assert {each.name.rank for each in await store.directory.registrations()} == {
         ("pod-1", "default", 0),
         ("pod-1", "default", 1),
     }

@@ -118,7 +118,7 @@ class Controller:
     async def _missing(self) -> list[Publisher]:
         services = (await answered(lambda: self._crew.up[0].get("/services")))["services"]
         there = {(each["InstanceID"], each["TenantID"], each["DPRank"]): each["Endpoint"] for each in services}
-        known = {publisher.spec.name: publisher for publisher in self._publishers}
+        known = {publisher.spec.name.rank: publisher for publisher in self._publishers}
         for name in there.keys() - known.keys():
             raise Mismatch(f"{name} is registered and never was")
         return [

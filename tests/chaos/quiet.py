@@ -108,7 +108,8 @@ class Quiet:
     async def _states(self) -> dict[Publisher, dict[str, Any]]:
         rows = (await answered(lambda: self._crew.up[0].get("/workers")))["publishers"]
         by_name = {(row["instance_id"], row["tenant_id"], row["dp_rank"]): row for row in rows}
-        return {each: by_name[each.spec.name] for each in self._publishers if each.spec.name in by_name}
+        named = {each: by_name.get(each.spec.name.rank) for each in self._publishers}
+        return {each: row for each, row in named.items() if row is not None}
 
     def _about(self, publisher: Publisher, states: Mapping[Publisher, Mapping[str, Any]]) -> list[str]:
         state = states.get(publisher)

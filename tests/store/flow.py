@@ -77,6 +77,8 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert await store.registry.register(registration())
     assert await store.registry.register(registration("pod-2"))
     assert not await store.registry.register(registration())
+    further = registration("pod-1", endpoint="tcp://10.0.0.1:6557", is_further=True)
+    assert await store.registry.register(further)
     assert await store.directory.group(GROUP) == GroupEntry(1, shards)
     assert await store.records.alive("worker-1", keep_seconds=30) == ["worker-1"]
 
@@ -122,6 +124,7 @@ async def live_and_end(store: Store, shards: int) -> None:
     await store.leases.drop(heir)
 
     names = [PublisherName(pod, "default", 0) for pod in ("pod-1", "pod-2")]
+    names.insert(1, further.name)
     assert await store.registry.unregister(names) == names
     assert await asked(store) == {}
     await swept(store, GroupEntry(1, shards))

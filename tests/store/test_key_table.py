@@ -87,6 +87,11 @@ async def live(client: RedisClient, redis: Redis) -> None:
     await one.registry.register(registration())
     await publish_and_unregister(await stream_of(three, redis, registration("pod-2", model_name="large")))
     await one.registry.register(registration("pod-4"))
+    further = registration("pod-4", endpoint="tcp://10.0.0.1:6557", is_further=True)
+    await one.registry.register(further)
+    await one.registry.unregister([further.name])
+    await one.registry.register(further)
+    await one.registry.unregister([further.name])
     await redis.delete("wm:groups")  # as a failover may forget what was handed out last
     await one.registry.register(registration("pod-4"))
     lease_lost = await stream_of(one, redis, registration("pod-3"))

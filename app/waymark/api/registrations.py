@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,9 +33,20 @@ def _warnings(registrations: Sequence[Registration]) -> dict[str, list[str]]:
     return {"warnings": found} if found else {}
 
 
+def registrations_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> list[Registration]:
+    """A registration for each socket that the fields of ``POST /register`` name; ``InvalidValue`` if one is unfit."""
+    found = RegisterRequest.of(fields).registrations()
+    for each in found[1:]:
+        allowed.check(each.endpoint, "medium_endpoints")
+    return [_checked(found[0], allowed), *found[1:]]
+
+
 def registration_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> Registration:
     """The registration that the fields of ``POST /register`` make; ``InvalidValue`` where one does not fit."""
-    registration = RegisterRequest.of(fields).registration()
+    return _checked(RegisterRequest.of(fields).registration(), allowed)
+
+
+def _checked(registration: Registration, allowed: AllowedEndpoints) -> Registration:
     allowed.check(registration.endpoint, "endpoint")
     allowed.check(registration.replay_endpoint, "replay_endpoint")
     allowed.check(registration.target.address, "address")
@@ -57,10 +69,40 @@ class Registrations:
             self._allowed.check(request.url, "url")
             origin = Origin("url", base_of(request.url))
             return Paused(partial(self._engines.of, origin.source, request.fields(), origin), self._register_ranks)
-        registration = self._registration_of(body.fields)
-        await self._store.registry.register(registration)
-        answer = {"status": "registered successfully", "instance_id": registration.instance_id}
-        return Answer(answer | _warnings([registration]))
+        sockets = registrations_of(body.fields, self._allowed)
+        await self._register_sockets(sockets)
+        answer = {"status": "registered successfully", "instance_id": sockets[0].instance_id}
+        return Answer(answer | _warnings(sockets[:1]))
+
+    async def _register_sockets(self, sockets: list[Registration]) -> None:
+        """All sockets of a rank; those that it had before and has no more are unregistered.
+
+        The same sockets under other media are the same registration: which of them is the first stays as it is.
+        """
+        first = sockets[0]
+        registered = await self._store.directory.registrations()
+        before = [each for each in registered if each.name.rank == first.name.rank]
+        if len(before) > 1 and {each.endpoint for each in before} == {each.endpoint for each in sockets}:
+            stays = {each.endpoint: each for each in before}
+            target = {False: first.target, True: sockets[-1].target}
+            sockets = [
+                replace(
+                    first,
+                    endpoint=endpoint,
+                    is_further=each.is_further,
+                    target=target[each.is_further],
+                    # A replay is of the socket that it was registered with.
+                    replay_endpoint=each.replay_endpoint and first.replay_endpoint,
+                )
+                for endpoint, each in stays.items()
+            ]
+        for each in sockets:
+            await self._store.registry.check(each)
+        for each in sockets:
+            await self._store.registry.register(each)
+        gone = {each.name for each in before if each.is_further} - {each.name for each in sockets}
+        if gone:
+            await self._store.registry.unregister(sorted(gone))
 
     async def _register_ranks(self, registrations: list[Registration]) -> Answer:
         """All ranks of an engine, or none of them where one contradicts what is registered."""
@@ -88,13 +130,14 @@ class Registrations:
     async def unregister(self, body: Body) -> Answer:
         request = UnregisterRequest.of(body.fields)
         tenant_id = request.tenant_id or DEFAULT_TENANT
-        if request.dp_rank is None:
-            names = [
-                registration.name
-                for registration in await self._store.directory.registrations()
-                if registration.instance_id == request.instance_id and registration.tenant_id == tenant_id
-            ]
-        else:
+        names = [
+            registration.name
+            for registration in await self._store.directory.registrations()
+            if registration.instance_id == request.instance_id
+            and registration.tenant_id == tenant_id
+            and request.dp_rank in (None, registration.dp_rank)
+        ]
+        if request.dp_rank is not None and not names:  # also where its claim cannot be read, which is said
             names = [PublisherName(request.instance_id, tenant_id, request.dp_rank)]
         removed = await self._store.registry.unregister(names) if names else []
         if not removed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,7 +20,7 @@ from waymark.api.errors import Unfit
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
 from waymark.api.text_schemas import TextFields
 from waymark.domain.engines import TRAITS, Copies, EngineKind, Scope, kinds_where
-from waymark.domain.media import UNNAMED
+from waymark.domain.media import UNNAMED, normal_medium, order_of
 from waymark.domain.multimodal import Items, items_of
 from waymark.domain.names import (
     DEFAULT_TENANT,
@@ -95,8 +96,21 @@ def _labels(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+#: Media in ``medium_endpoints``.
+_MEDIA_MAX = 16
+
+
+def _sockets(value: dict[str, Any]) -> dict[str, str]:
+    if len(value) > _MEDIA_MAX:
+        raise PydanticCustomError("out_of_range", "too many media")
+    if any(endpoint is not None and not is_endpoint(endpoint) for endpoint in value.values()):
+        raise PydanticCustomError("invalid_value", "no such endpoint")
+    return {medium: endpoint for medium, endpoint in value.items() if endpoint is not None}
+
+
 Kind = Annotated[EngineKind, BeforeValidator(_kind), WithJsonSchema({"enum": [*EngineKind], "type": "string"})]
 Endpoint = Annotated[str | None, BeforeValidator(_endpoint)]
+MediumEndpoints = Annotated[dict[str, Endpoint], AfterValidator(_sockets)]
 Url = Annotated[str | None, BeforeValidator(_url)]
 ARole = Annotated[Role, BeforeValidator(_role), WithJsonSchema({"enum": [*Role], "type": "string"})]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]
@@ -135,6 +149,16 @@ class _PublisherFields(Request):
         f"{kinds_where('needs_endpoint', False)} may leave it out",
     )
     replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
+    medium_endpoints: MediumEndpoints | None = Field(
+        default=None,
+        description=f"an object of at most {_MEDIA_MAX} endpoints by medium, such as npu, cpu or disk: the sockets of "
+        "a rank that has several; the same socket may be there under several media",
+    )
+    store_backend: OptionalName = Field(
+        default=None,
+        description=f"{OPTIONAL_NAME}, the store behind the engines; with endpoint and without medium_endpoints it is "
+        "the store itself that is registered, a pool",
+    )
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
     additionalsalt: OptionalName = Field(
@@ -196,8 +220,28 @@ class RegisterRequest(_PublisherFields):
     block_size: BlockSize = Field(description=BLOCK_SIZE)
     dp_rank: Rank = Field(default=0, description=RANK)
 
+    def registrations(self) -> list[Registration]:
+        """One for each socket of the rank, the one that is picked first; ``Unfit`` as ``registration``."""
+        sockets = sorted((self.medium_endpoints or {}).items(), key=lambda item: order_of(normal_medium(item[0]) or ""))
+        endpoints = list(dict.fromkeys(endpoint for _, endpoint in sockets))
+        if not endpoints:
+            return [self.registration()]
+        if self.endpoint is not None and self.endpoint not in endpoints:
+            raise Unfit(
+                f"endpoint is {shown(self.endpoint)}, and is none of medium_endpoints; leave it out", field="endpoint"
+            )
+        first = self.model_copy(update={"endpoint": endpoints[0], "store_backend": None}).registration()
+        further = replace(
+            first, replay_endpoint=None, is_further=True, target=replace(first.target, weight=0.0, metrics_url=None)
+        )
+        return [first, *(replace(further, endpoint=endpoint) for endpoint in endpoints[1:])]
+
     def registration(self) -> Registration:
         """The registration with its defaults filled in; ``Unfit`` where fields contradict each other."""
+        if self.store_backend is not None and self.endpoint is not None:
+            pool = _KINDS.get(self.store_backend.lower(), self.type)
+            kind = pool if pool.traits.scope == "shared" else self.type
+            return self.model_copy(update={"type": kind, "scope": "shared", "store_backend": None}).registration()
         traits = self.type.traits
         if not traits.tells_events and self.endpoint is not None:
             raise Unfit(

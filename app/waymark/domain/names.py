@@ -32,9 +32,17 @@ class PublisherName(NamedTuple):
     instance_id: str
     tenant_id: str
     dp_rank: int
+    socket: str = ""
+    """The endpoint, of a further socket of a rank that has several; empty for its first one."""
 
     def __str__(self) -> str:
-        return f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
+        name = f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
+        return f"{name}|{self.socket}" if self.socket else name
+
+    @property
+    def rank(self) -> tuple[str, str, int]:
+        """Whose socket it is."""
+        return self[:3]
 
 
 class GroupName(NamedTuple):
@@ -81,10 +89,13 @@ class Registration:
     origin: Origin = BY_CLIENT
     prefixes: PrefixSource = DEFAULT_PREFIXES
     """Of a source of opaque prefixes."""
+    is_further: bool = False
+    """A further socket of a rank that has several: its blocks are the rank's, and nobody picks it."""
 
     @property
     def name(self) -> PublisherName:
-        return PublisherName(self.instance_id, self.tenant_id, self.dp_rank)
+        socket = (self.endpoint or "") if self.is_further else ""
+        return PublisherName(self.instance_id, self.tenant_id, self.dp_rank, socket)
 
     @property
     def can_replay(self) -> bool:

@@ -64,9 +64,11 @@ class Claim:
 
     def encode(self) -> bytes:
         registration = {name: value for name, value in asdict(self.registration).items() if value is not None}
-        del registration["target"], registration["origin"], registration["prefixes"]
+        del registration["target"], registration["origin"], registration["prefixes"], registration["is_further"]
         registration |= _changed(self.registration.target) | _origin(self.registration) | _options_of(self.registration)
         ids: dict[str, Any] = {"publisher": self.publisher, "group": self.group_id, "shards": self.shards}
+        if self.registration.is_further:
+            ids["further"] = True
         if self.is_leaving:
             ids["leaving"] = True
         if self.successor is not None:
@@ -98,6 +100,7 @@ class Claim:
             target=_target_of(of),
             origin=_origin_of(of),
             prefixes=_prefixes_of(of),
+            is_further=of.flag("further"),
         )
         return cls(
             registration,
@@ -259,7 +262,7 @@ def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> Ho
 
 def decode_group(raw: bytes) -> GroupName:
     """A group's name, ``["<tenant>","<model>"]``; raises ``Malformed``."""
-    tenant_id, model_name = names_of(raw, 2, "the group's name")
+    tenant_id, model_name = names_of(raw, (2,), "the group's name")
     if not isinstance(tenant_id, str) or not isinstance(model_name, str):
         raise Malformed("the group's name is no list of two texts")
     return GroupName(tenant_id, model_name)

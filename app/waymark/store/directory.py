@@ -123,7 +123,7 @@ def _entry(value: bytes) -> GroupEntry:
 def _tenant_of(field: bytes) -> str | None:
     """The tenant in a publisher's field; None for another field, which is counted when its value is read."""
     try:
-        tenant_id = names_of(field, 3, "it")[1]
+        tenant_id = names_of(field, (3, 4), "it")[1]
     except Malformed:
         return None
     return tenant_id if isinstance(tenant_id, str) else None

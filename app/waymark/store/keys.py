@@ -123,4 +123,4 @@ def group_field(group: GroupName) -> bytes:
 
 
 def publisher_field(name: PublisherName) -> bytes:
-    return orjson.dumps([name.instance_id, name.tenant_id, name.dp_rank])
+    return orjson.dumps(list(name) if name.socket else name.rank)

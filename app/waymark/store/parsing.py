@@ -241,12 +241,12 @@ class Document:
         return found[0]
 
 
-def names_of(raw: bytes, count: int, what: str) -> list[Any]:
-    """A JSON list of ``count`` elements, which is the form of field names."""
+def names_of(raw: bytes, counts: tuple[int, ...], what: str) -> list[Any]:
+    """A JSON list of one of these lengths, which is the form of field names."""
     try:
         names = orjson.loads(raw)
     except orjson.JSONDecodeError:
         raise Malformed(f"{what} is no JSON") from None
-    if not isinstance(names, list) or len(names) != count:
-        raise Malformed(f"{what} is no list of {count}")
+    if not isinstance(names, list) or len(names) not in counts:
+        raise Malformed(f"{what} is no list of {' or '.join(map(str, counts))}")
     return names
