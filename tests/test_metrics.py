@@ -16,6 +16,8 @@ from waymark.instruments import Row, rows
 from waymark.metrics import Metrics
 
 EXPORTED = [
+    "waymark_activity_clients",
+    "waymark_activity_dropped_total",
     "waymark_answer_cache_bytes",
     "waymark_answer_cache_hits_total",
     "waymark_apply_duration_seconds",

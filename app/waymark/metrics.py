@@ -94,6 +94,10 @@ class Metrics:
     epp_streams_cut = counter("How many streams of Envoy were ended early, by reason.", "reason")
     epp_bodies_bytes = gauge("How many bytes of bodies wait for a decision.")
 
+    # ---- activity
+    activity_clients = gauge("How many clients follow the activity.")
+    activity_dropped = counter("How many entries of the activity were dropped while Redis was unavailable.")
+
     # ---- what publishers send
     frames = counter("How many frames were received, live or by replay.")
     frame_bytes = counter("How many bytes of payload were received, live or by replay.")

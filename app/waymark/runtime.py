@@ -241,9 +241,10 @@ async def run(
     )
     tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store), fallback=ENGINE if has_gateway else None)
     asker = Asker.of(settings)
+    stop = stop_signal()
     app: Any = create_probes(store, settings, metrics)
     if has_api:
-        app = create_app(store, settings, metrics, tokenizers, asker)
+        app = create_app(store, settings, metrics, tokenizers, asker, stop)
     gateway = None
     if has_gateway:
         app = gateway = Gateway(store, settings, metrics, tokenizers, app)
@@ -251,7 +252,6 @@ async def run(
         app, bounds, metrics, shutdown_seconds=settings.gateway_drain_seconds if has_gateway else _SHUTDOWN_SECONDS
     )
     freeze_heap()
-    stop = stop_signal()
     fit = asyncio.Event()
     refusals: list[str] = []
 

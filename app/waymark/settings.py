@@ -366,6 +366,8 @@ class Settings(BaseSettings):
     """The lowest level of log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
     """The format of log lines: `text` for people, `json` for programs."""
+    activity_clients: int = Field(32, ge=0, le=10_000)
+    """How many clients may follow `GET /activity` of a process."""
     access_log: bool = False
     """Whether every HTTP request is logged."""
     metrics_models_max: int = Field(100, ge=0, le=10_000)

@@ -33,6 +33,7 @@ PATHS = {
         "/workers",
         "/global_view",
     ),
+    "/activity",
     *("/health", "/ready", "/metrics", "/openapi.json", "/docs"),
     *(
         "/dynamo/query",

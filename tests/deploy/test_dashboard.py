@@ -96,3 +96,12 @@ def test_every_metric_has_its_place_on_it() -> None:
         name for exported in EXPORTED if not re.search(rf"\b{(name := exported.partition('{')[0])}(_|\b)", shown)
     ]
     assert missing == []
+
+
+def test_restarts_and_takeovers_are_marked_on_every_panel() -> None:
+    marks = {each["name"]: each for each in DASHBOARD["annotations"]["list"]}
+    assert set(marks) == {"Engine restarts", "Takeovers"}
+    for mark in marks.values():
+        assert mark["enable"]
+        assert mark["datasource"]["uid"] == "${datasource}"
+        assert list(complaints(mark["expr"])) == []

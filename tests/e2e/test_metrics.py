@@ -32,6 +32,11 @@ HOT = "test_hot_rows_are_not_asked_for_again_and_ended_holders_vanish_at_once"
 
 #: Moved by a test of its own: file and name.
 ELSEWHERE = {
+    "waymark_activity_clients": (
+        "tests/api/test_activity.py",
+        "test_what_happens_is_sent_and_a_client_goes_on_where_it_was",
+    ),
+    "waymark_activity_dropped_total": ("tests/store/test_activity.py", "test_what_does_not_fit_is_dropped_and_counted"),
     "waymark_discovery_requests_total": (
         "tests/discovery/test_kubernetes.py",
         "test_an_api_server_that_fails_unregisters_nothing",

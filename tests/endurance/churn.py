@@ -41,7 +41,14 @@ GROWTH = 0.03
 GROWTH_BYTES = 2 * 2**20
 SETTINGS = {"lease_seconds": 2}
 #: What is never deleted, whatever is unregistered.
-LASTING = {b"wm:groups", b"wm:birth", b"wm:workers", b"wm:discovery", b"wm:unregistered:{wm:publishers}"}
+LASTING = {
+    b"wm:groups",
+    b"wm:birth",
+    b"wm:workers",
+    b"wm:discovery",
+    b"wm:activity",
+    b"wm:unregistered:{wm:publishers}",
+}
 
 
 def resident_bytes(pid: int) -> int:

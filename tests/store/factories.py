@@ -394,9 +394,13 @@ async def hgetall(redis: Redis, key: str | bytes) -> dict[bytes, bytes]:
     return await cast("Awaitable[dict[bytes, bytes]]", redis.hgetall(cast("str", key)))
 
 
-async def snapshot(redis: Redis) -> dict[bytes, tuple[str, bool, Any]]:
-    """Every key: its type, whether it runs out by itself, and all it holds."""
+async def snapshot(redis: Redis, *, has_activity: bool = False) -> dict[bytes, tuple[str, bool, Any]]:
+    """Every key: its type, whether it runs out by itself, and all it holds.
+
+    The activity is left out unless it is asked for: it is written in the background, at any moment.
+    """
     names = sorted(cast("list[bytes]", await redis.keys("*")))
+    names = [name for name in names if has_activity or name != keys.ACTIVITY.encode()]
     async with redis.pipeline(transaction=False) as pipeline:
         for name in names:
             pipeline.type(cast("str", name))
@@ -412,6 +416,8 @@ async def snapshot(redis: Redis) -> dict[bytes, tuple[str, bool, Any]]:
                     pipeline.smembers(cast("str", name))
                 case b"zset":
                     pipeline.zrange(cast("str", name), 0, -1, withscores=True)
+                case b"stream":
+                    pipeline.xrange(cast("str", name))
                 case _:
                     pipeline.exists(cast("str", name))
         held = await pipeline.execute()

@@ -97,6 +97,8 @@ def facts(held: Held) -> Iterator[tuple[str, str, bool, str, str]]:
                 parts = list(value.items())
             case "set":
                 parts = [(member, b"") for member in value]
+            case "stream":
+                parts = [part for _, entry in value for part in entry.items()]
             case _:
                 parts = [(member, b"%d" % score) for member, score in value]
         for field, part in parts:

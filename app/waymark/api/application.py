@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from waymark.api import schemas as bodies
 from waymark.api import text_schemas as text_bodies
 from waymark.api.access import Access, Gate
 from waymark.api.access_log import AccessLog
+from waymark.api.activity import ActivityFeed
 from waymark.api.admin import Admin
 from waymark.api.admission import AdmissionQueue
 from waymark.api.bodies import Format, encode
@@ -77,6 +79,12 @@ _METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, need
 _OPENAPI = Doc("Returns this contract.", needs_redis=False, reach="none")
 _SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer, reach="filtered")
 _WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer, reach="filtered")
+_ACTIVITY = Doc(
+    "Sends what happens as server-sent events: registrations, restarts, losses, takeovers and sweeps.",
+    media_type="text/event-stream",
+    request_headers=("Last-Event-ID",),
+    reach="filtered",
+)
 _GLOBAL_VIEW = Doc(
     "Lists contexts with their instances and block counts.",
     answer=answers.GlobalViewAnswer,
@@ -284,8 +292,12 @@ def create_app(
     metrics: Metrics,
     tokenizers: Tokenizers | None = None,
     asker: Asker | None = None,
+    stopping: asyncio.Event | None = None,
 ) -> ASGIApp:
-    """The ASGI application over an open store. The caller closes the store, the tokenizers and the asker."""
+    """The ASGI application over an open store. The caller closes the store, the tokenizers and the asker.
+
+    ``stopping`` ends the answers that have no end of their own.
+    """
     token = None if settings.api_token is None else settings.api_token.get_secret_value()
     tokens = None if settings.api_tokens_file is None else TokensFile(Path(settings.api_tokens_file))
     gate = Gate(token, protect_reads=settings.protect_reads, tokens=tokens)
@@ -297,6 +309,7 @@ def create_app(
         dependencies,
         Texts(tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store)), settings),
         Registrations(store, settings, asker or Asker.of(settings)),
+        ActivityFeed(store.activity, settings, metrics, stopping),
     )
     contract.describe(operations)
 
@@ -348,7 +361,12 @@ def _json(content: Any, status: int) -> Response:
 
 
 def _operations(
-    store: Store, contract: Contract, dependencies: Dependencies, texts: Texts, registrations: Registrations
+    store: Store,
+    contract: Contract,
+    dependencies: Dependencies,
+    texts: Texts,
+    registrations: Registrations,
+    feed: ActivityFeed,
 ) -> list[Operation]:
     settings, metrics = dependencies.settings, dependencies.metrics
     gate = StartupGate(store.directory, settings.min_initial_workers)
@@ -378,6 +396,7 @@ def _operations(
         ("POST", "/inspect/prompt", "read", explanations.inspect, _INSPECT_PROMPT),
         ("GET", "/services", "read", views.services, _SERVICES),
         ("GET", "/workers", "read", views.workers, _WORKERS),
+        ("GET", "/activity", "read", feed.follow, _ACTIVITY),
         ("GET", "/global_view", "read", views.global_view, _GLOBAL_VIEW),
         ("GET", "/health", "open", probes.health, _HEALTH),
         ("GET", "/ready", "open", probes.ready, _READY),

@@ -137,6 +137,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         described["requestBody"] = {"required": True, "content": _content(doc.request, tuple(Format))}
     parameters = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", operation.path)]
     parameters += [_parameter(name, "query") for name in doc.parameters]
+    parameters += [_parameter(name, "header") for name in doc.request_headers]
     if parameters:
         described["parameters"] = parameters
     if operation.access != "open":

@@ -6,8 +6,10 @@ does without them, down to the answer to an exception that nobody expected.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
@@ -41,6 +43,8 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     media_type: bytes = b"text/plain; charset=utf-8"
     """Of ``content`` that is bytes."""
+    stream: AsyncGenerator[bytes] | None = None
+    """Where the answer has no end: its pieces, in the place of ``content``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class Doc:
     """Of its success: name to what it says."""
     parameters: tuple[str, ...] = ()
     """Of the query string; all are optional."""
+    request_headers: tuple[str, ...] = ()
+    """Headers that it reads beside those of every operation; a handler finds them among its parameters."""
     reach: Reach = "fleet"
     """What it shows of tenants. A path that does not say so is closed to tokens of some tenants."""
     queue: Queue | None = None
@@ -153,10 +159,13 @@ class Operation:
             except Exception as exc:
                 answer, body_format = self._unexpected(scope, exc), Format.JSON
             status = answer.status
-            await send_answer(answer, body_format, scope, send)
+            if answer.stream is None:
+                await send_answer(answer, body_format, scope, send)
         finally:
             self._duration.observe(perf_counter() - started)
             self._count(scope["method"], status)
+        if answer.stream is not None:  # it may last for hours, which are no duration of a request
+            await send_stream(answer, answer.stream, scope, receive, send)
 
     def _unexpected(self, scope: Scope, error: Exception) -> Answer:
         """The answer to an exception that nobody expected, which is logged under the request's id."""
@@ -249,11 +258,14 @@ class Operation:
 
     def _parameters(self, scope: Scope) -> Mapping[str, str] | None:
         """What path and query string name; None where the operation has no such names."""
-        if not (self.doc.parameters or "{" in self.path):
+        doc = self.doc
+        if not (doc.parameters or doc.request_headers or "{" in self.path):
             return None
+        sent = {name: value.decode("latin-1") for name, value in scope["headers"] if doc.request_headers}
+        headers = {name: sent[key] for name in doc.request_headers if (key := name.lower().encode()) in sent}
         told = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         named: Mapping[str, str] = scope.get("path_params", {})
-        return {name: told[name] for name in self.doc.parameters if name in told} | dict(named)
+        return {name: told[name] for name in doc.parameters if name in told} | headers | dict(named)
 
     def _method_not_allowed(self, method: str) -> Answer:
         sent = " or ".join(each for each in self.allowed if each != "HEAD")
@@ -295,6 +307,36 @@ def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependenc
                     spellings, name not in ("token_ids", "tokens"), count_max, dependencies.request_cache, path.encode()
                 )
     return None
+
+
+async def send_stream(
+    answer: Answer, pieces: AsyncGenerator[bytes], scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Send an answer piece by piece, until its pieces or its client end."""
+    headers = [(b"content-type", answer.media_type)]
+    headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    if scope["method"] == "HEAD":
+        await send({"type": "http.response.body", "body": b""})
+        return
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def sent() -> None:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    tasks = [asyncio.ensure_future(left()), asyncio.ensure_future(sent())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:

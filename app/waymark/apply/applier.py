@@ -41,6 +41,7 @@ from waymark.domain.slices import Slices
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.store.activity import Kind, about
 from waymark.store.entries import GroupEntries
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.records import Begin, Facts, StreamState
@@ -103,6 +104,10 @@ class Applier:
         """When the lease was last taken or renewed."""
         self._changing: str | None = None
         """The nonce of a change of holders whose reply has not arrived yet."""
+
+    def happened(self, kind: Kind, detail: str = "") -> None:
+        """Note what has happened to the publisher, for people."""
+        self._store.activity.note(kind, **about(self.grant.claim.registration), detail=detail)
 
     async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
         """The reply of ``call``, which a patient applier repeats until Redis answers.

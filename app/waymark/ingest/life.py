@@ -22,6 +22,7 @@ from waymark.ingest.frames import DIGEST_SLICE_BYTES, digest, digest_slices
 from waymark.ingest.order import Order
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.store.activity import Kind
 from waymark.store.records import StreamState
 
 log = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ class Life:
         if self.is_lost:
             self.is_lost = False
             await self.applier.set_lost(is_lost=False)
+            self.applier.happened(Kind.FOUND)
             log.info("publisher reconnected", extra=fields(stream=self.name))
 
     async def lost(self) -> None:
@@ -192,6 +194,7 @@ class Life:
         # Written first: after a crash in between, the worker that takes over marks it found again.
         await self.applier.write({"status": StreamStatus.LOST}, {})
         await self.applier.set_lost(is_lost=True)
+        self.applier.happened(Kind.LOST)
         log.warning("publisher lost", extra=fields(stream=self.name))
 
     # ---- what a replay has to show -----------------------------------------------------------------
@@ -241,6 +244,7 @@ class Life:
     async def begin_anew(self, why: str) -> None:
         """All holders end; there is no watermark any more."""
         await self._end(why)
+        self.applier.happened(Kind.RESTART, why)
         self.count("restarts")
 
     async def _end(self, why: str) -> None:

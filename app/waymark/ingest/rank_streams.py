@@ -11,6 +11,7 @@ from waymark.apply.applier import Incoming
 from waymark.ingest.frames import Frame
 from waymark.ingest.life import BATCHES_LOST, Life
 from waymark.ingest.order import Judgement, Order
+from waymark.store.activity import Kind
 
 #: Ranks come from batches; above this number the rank that was known first is forgotten.
 _RANKS_MAX = 1024
@@ -53,6 +54,7 @@ class RankStreams:
             is_end = is_late = await self._lose(order, incoming.seq)
         if is_end:
             await life.applier.new_life(dp_rank)
+            life.applier.happened(Kind.RESTART, f"rank {dp_rank}")
             life.count("restarts")
             order.restart()
             order.last_live = frame.seq

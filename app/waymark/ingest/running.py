@@ -24,6 +24,7 @@ from waymark.ingest.sockets import Context
 from waymark.ingest.stream import Stream
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.store.activity import Kind, about
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
 from waymark.store.records import StreamState
@@ -86,9 +87,12 @@ class StreamRunner:
         try:
             # What it begins for a claim that is not there any more, nobody else would take back.
             await whole(asyncio.ensure_future(self._store.registry.begin(claim)))
+            before = await self._store.leases.last_worker(claim)
             grant = await self._take(claim)
             if grant is not None:
                 self._metrics.leases_taken.inc()
+                if before not in (None, self._options.worker_id):
+                    self._store.activity.note(Kind.TAKEOVER, **about(claim.registration), detail=f"from {before}")
                 await self._build(running, grant)
                 assert running.stream is not None
                 await running.stream.run()

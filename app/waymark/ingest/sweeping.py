@@ -12,9 +12,11 @@ import time
 from collections import deque
 from collections.abc import Coroutine
 
+from waymark.domain.names import GroupName
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.store.activity import Kind
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
@@ -56,12 +58,13 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
     while True:
         left = swept = 0
         try:
-            entries = list((await store.directory.groups()).values())
+            groups = await store.directory.groups()
+            entries = list(groups.values())
             for entry in entries:
                 left += await _unless_damaged(store.sweeper.left(entry))
             metrics.dead_holders.set(left)
-            for entry in entries:
-                swept += await _sweep_one(store, entry, pace)
+            for group, entry in groups.items():
+                swept += await _sweep_one(store, group, entry, pace)
             metrics.dead_holders.set(left - swept)
         except StoreUnavailable as exc:
             log.debug("sweep waits for redis", extra=fields(error=exc.sentence))
@@ -73,7 +76,7 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
             await asyncio.sleep(pause_seconds)
 
 
-async def _sweep_one(store: Store, entry: GroupEntry, pace: Pace) -> bool:
+async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Pace) -> bool:
     """Sweep one dead holder of a group, where there is one; a group that cannot be read delays no other."""
     try:
         holder = await store.sweeper.pick(entry)
@@ -81,9 +84,14 @@ async def _sweep_one(store: Store, entry: GroupEntry, pace: Pace) -> bool:
             return False
         began = time.perf_counter()
         pace.start(began)
+        count = 0
         async for blocks in store.sweeper.steps(entry, holder):
+            count += blocks
             await asyncio.sleep(pace.pause(blocks, began, time.perf_counter()))
             began = time.perf_counter()
+        store.activity.note(
+            Kind.SWEEP, tenant_id=group.tenant_id, model=group.model_name, detail=f"holder {holder}: {count} blocks"
+        )
     except StoreUnavailable as exc:
         log.debug("sweep waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
         return False

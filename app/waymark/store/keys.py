@@ -24,6 +24,8 @@ SEEN = "wm:seen:{wm:counts}"
 #: Workers as clients of the Dynamo dialect describe them.
 CATALOG = "wm:catalog"
 DISCOVERY = "wm:discovery"
+#: What has happened, for people.
+ACTIVITY = "wm:activity"
 INCARNATION = "wm:birth"
 #: The channel on which changes of registrations are announced; a hint to read them again.
 CONTROL = "wm:control"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
+from waymark.store.parsing import lenient_text
 from waymark.store.scripts import Scripts, Verdict
 
 
@@ -104,6 +105,11 @@ class Leases:
                 return Grant(claim, own, holder, shard_seqs, seconds=seconds, is_forgotten=is_forgotten)
             # A failover has set the record back, and a shard has a higher token.
             above = counter
+
+    async def last_worker(self, claim: Claim) -> str | None:
+        """The worker that has the stream, or stopped without releasing it."""
+        found = await self._client.hget(keys.record(claim.group_id, claim.publisher), "worker")
+        return lenient_text(found) if found else None
 
     async def _is_forgotten(self, claim: Claim) -> bool:
         """Whether a shard other than the first has no token. Called before fences are raised."""

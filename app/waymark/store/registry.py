@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -21,6 +21,7 @@ from waymark.domain.rows import FORMAT
 from waymark.errors import Conflict, InvalidValue, StoreUnavailable
 from waymark.shown import shown
 from waymark.store import keys
+from waymark.store.activity import Kind, about
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
 from waymark.store.directory import Directory
@@ -57,13 +58,16 @@ class Registry:
         *,
         shards: int,
         hash_seed: int,
+        note: Callable[..., None],
     ) -> None:
+        """``note`` is that of the activity."""
         self._client = client
         self._directory = directory
         self._scripts = scripts
         self._leases = leases
         self._shards = shards
         self._hash_seed = hash_seed
+        self._note = note
 
     async def register(self, registration: Registration) -> bool:
         """Register a publisher. True: it is new or has changed; False: the same registration exists.
@@ -151,6 +155,7 @@ class Registry:
             clash = await self._clash(claimed)
             if clash is None and await self._confirm(claimed):
                 await self._client.publish(keys.CONTROL, "registered")
+                self._note(Kind.REGISTERED, **about(registration), detail="put back" if is_restored else "")
                 return True
             # Another claim has one of its ids, or another caller has changed the claim meanwhile.
             if clash is None:
@@ -282,7 +287,8 @@ class Registry:
         if claim.successor is not None:
             await self._claim_anew(claim.successor, claim)
         else:
-            await self._withdraw(claim)
+            if await self._withdraw(claim):
+                self._note(Kind.UNREGISTERED, **about(claim.registration))
             await self._client.publish(keys.CONTROL, "unregistered")
 
     async def _end(self, claim: Claim) -> None:

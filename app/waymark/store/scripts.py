@@ -289,6 +289,9 @@ class Scripts:
     async def add_counts(self, counts: str, seen: str, count: Sequence[Arg], prefix: Sequence[str]) -> Outcome:
         return await self._run("add_counts", [counts, seen], [len(count) // 2, *count, *prefix])
 
+    async def note_activity(self, activity: str, length: int, entry: Sequence[bytes]) -> Outcome:
+        return await self._run("note_activity", [activity], [length, *entry])
+
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """The workers that are alive, as members of ``wm:workers``."""
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])

@@ -11,6 +11,7 @@ from waymark.domain.hashing import DEFAULT_SEED
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import index_format, keys
+from waymark.store.activity import Activity
 from waymark.store.client import RedisClient, Subscription
 from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
@@ -66,7 +67,16 @@ class Store:
         self.scripts = Scripts(client, metrics)
         self.leases = Leases(client, self.scripts)
         self.directory = Directory(client, self.parser)
-        self.registry = Registry(client, self.scripts, self.leases, self.directory, shards=shards, hash_seed=hash_seed)
+        self.activity = Activity(client, self.scripts, metrics, self.begin)
+        self.registry = Registry(
+            client,
+            self.scripts,
+            self.leases,
+            self.directory,
+            shards=shards,
+            hash_seed=hash_seed,
+            note=self.activity.note,
+        )
         self.discovery = DiscoveryLease(client, self.scripts)
         self.pacer = Pacer(apply_blocks_max)
         self.index = Index(client, self.scripts, self.pacer)

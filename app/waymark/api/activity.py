@@ -1,0 +1,165 @@
+"""``GET /activity``: what happens, as server-sent events.
+
+One task reads the stream for all clients of this replica. A client has a bounded queue: one that falls behind is ended,
+and goes on with ``Last-Event-ID`` where it was. While Redis is unavailable the connections stay, and go on afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any, Final
+
+import orjson
+
+from waymark.api.bodies import Body
+from waymark.api.operations import Answer
+from waymark.api.tokens_file import Caller
+from waymark.errors import InvalidValue, StoreUnavailable
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.shown import shown
+from waymark.store.activity import Activity, Entry, is_entry_id
+
+log = logging.getLogger(__name__)
+
+#: Entries that a client without ``Last-Event-ID`` gets first.
+_FIRST = 100
+#: Entries that are read at once, and that wait for one client.
+_READ_MAX = 500
+_WAITING_MAX = 1_000
+_POLL_SECONDS = 1.0
+#: A comment that keeps proxies from ending a silent connection.
+_SILENT_SECONDS = 15.0
+_ALIVE: Final = b": alive\n\n"
+#: How long a browser waits before it connects again.
+_RETRY: Final = b"retry: 2000\n\n"
+
+
+class _Client:
+    """One connection."""
+
+    def __init__(self, caller: Caller, last: str) -> None:
+        self.caller = caller
+        self.last = last
+        self.waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """None: the connection ends."""
+        self.is_over = False
+
+    def take(self, entry: Entry) -> None:
+        """Queue an entry that this client may see and has not got."""
+        if _order(entry.id) <= _order(self.last):
+            return
+        self.last = entry.id
+        if self.caller.tenants is None or self.caller.has(entry.content.get("tenant_id", "")):
+            self.put(_event(entry))
+
+    def put(self, event: bytes | None) -> None:
+        """Queue an event; a client that is too far behind is ended after what it has."""
+        if not self.is_over:
+            self.is_over = event is None or self.waiting.qsize() >= _WAITING_MAX
+            self.waiting.put_nowait(None if self.is_over else event)
+
+
+class ActivityFeed:
+    """The handler of ``/activity``. ``stopping`` ends all connections."""
+
+    def __init__(
+        self, activity: Activity, settings: Settings, metrics: Metrics, stopping: asyncio.Event | None = None
+    ) -> None:
+        self._activity = activity
+        self._clients_max = settings.activity_clients
+        self._metrics = metrics
+        self._stopping = stopping or asyncio.Event()
+        self._clients: set[_Client] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def follow(self, body: Body) -> Answer:
+        """The answer, which has no end."""
+        last = body.path.get("Last-Event-ID")
+        if last is not None and not is_entry_id(last):
+            raise InvalidValue(
+                f"Last-Event-ID is {shown(last)}; send the id of an event as it was received, or leave it out",
+                field="Last-Event-ID",
+            )
+        if len(self._clients) >= self._clients_max:
+            raise StoreUnavailable(
+                f"{self._clients_max} clients follow /activity of this process, and no more are allowed "
+                "(WAYMARK_ACTIVITY_CLIENTS); try again later",
+                retry_after_seconds=5,
+            )
+        client = _Client(body.caller, last or "0-0")
+        found = await (self._activity.newest(_FIRST) if last is None else self._activity.after(last, _READ_MAX))
+        for entry in found:
+            client.take(entry)
+        return Answer(
+            b"", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+            media_type=b"text/event-stream", stream=self._events(client),
+        )  # fmt: skip
+
+    async def _events(self, client: _Client) -> AsyncGenerator[bytes]:
+        if len(self._clients) >= self._clients_max:  # others came while its first entries were read
+            return
+        self._join(client)
+        try:
+            yield _RETRY
+            while True:
+                try:
+                    async with asyncio.timeout(_SILENT_SECONDS):
+                        event = await client.waiting.get()
+                except TimeoutError:
+                    event = _ALIVE
+                if event is None:
+                    return
+                yield event
+        finally:
+            self._leave(client)
+
+    def _join(self, client: _Client) -> None:
+        self._clients.add(client)
+        self._metrics.activity_clients.set(len(self._clients))
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._read())
+
+    def _leave(self, client: _Client) -> None:
+        self._clients.discard(client)
+        self._metrics.activity_clients.set(len(self._clients))
+
+    async def _read(self) -> None:
+        """Read while there are clients."""
+        while self._clients and not self._stopping.is_set():
+            last = min((client.last for client in self._clients), key=_order)
+            try:
+                found = await self._activity.after(last, _READ_MAX)
+            except StoreUnavailable as exc:
+                log.debug("activity waits for redis", extra=fields(error=exc.sentence))
+                found = []
+            for client in list(self._clients):
+                for entry in found:
+                    client.take(entry)
+            if len(found) < _READ_MAX:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), _POLL_SECONDS)
+        for client in list(self._clients):
+            client.put(None)
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, number = entry_id.partition("-")
+    return int(milliseconds), int(number)
+
+
+def _event(entry: Entry) -> bytes:
+    """One server-sent event; JSON has no line break."""
+    milliseconds = int(entry.id.partition("-")[0])
+    content: dict[str, Any] = {"at": milliseconds / 1000} | entry.content
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (entry.id.encode(), _kind(entry), orjson.dumps(content))
+
+
+def _kind(entry: Entry) -> bytes:
+    """The kind, which another release may have written."""
+    kind = entry.content["kind"]
+    return kind.encode() if isinstance(kind, str) and kind.isidentifier() and kind.isascii() else b"other"

@@ -1,0 +1,129 @@
+"""What has happened: restarts, losses, takeovers, sweeps and registrations, in one stream for all processes.
+
+It is for people who look. Noting never waits and never fails: entries wait in a bounded queue until Redis takes them,
+and what does not fit is counted and dropped. A reply that is lost may note an entry twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import deque
+from collections.abc import Callable, Coroutine
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import orjson
+
+from waymark.domain.names import Registration
+from waymark.errors import StoreUnavailable
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.scripts import Scripts
+
+log = logging.getLogger(__name__)
+
+#: Entries that Redis keeps, about.
+LENGTH = 10_000
+#: Entries that wait while Redis is unavailable.
+_WAITING_MAX = 1_000
+_PER_CALL = 100
+_AGAIN_SECONDS = 1.0
+_ID = re.compile(r"\d{1,15}-\d{1,10}")
+
+Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+class Kind(StrEnum):
+    """The kinds of entries."""
+
+    REGISTERED = "registered"
+    UNREGISTERED = "unregistered"
+    TAKEOVER = "takeover"
+    RESTART = "restart"
+    LOST = "lost"
+    FOUND = "found"
+    SWEEP = "sweep"
+
+
+class Entry(NamedTuple):
+    """One thing that has happened."""
+
+    id: str
+    """``<milliseconds since 1970>-<number>``, by the clock of Redis; ids grow."""
+    content: dict[str, Any]
+    """``kind``, ``tenant_id``, ``model``, ``instance_id``, ``dp_rank`` and ``detail``, as far as they apply."""
+
+
+class Activity:
+    """The stream: ``note`` adds to it, ``after`` and ``newest`` read it. ``begin`` runs the writes."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts, metrics: Metrics, begin: Begin) -> None:
+        self._client = client
+        self._scripts = scripts
+        self._metrics = metrics
+        self._begin = begin
+        self._waiting: deque[bytes] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def note(self, kind: Kind, **content: Any) -> None:
+        """Add an entry as soon as Redis takes it. It returns at once."""
+        if len(self._waiting) >= _WAITING_MAX:
+            self._metrics.activity_dropped.inc()
+            return
+        self._waiting.append(orjson.dumps({"kind": kind} | content))
+        if self._task is None or self._task.done():
+            self._task = self._begin(self._write())
+
+    async def _write(self) -> None:
+        while self._waiting:
+            entries = [self._waiting[place] for place in range(min(_PER_CALL, len(self._waiting)))]
+            try:
+                await self._scripts.note_activity(keys.ACTIVITY, LENGTH, entries)
+            except StoreUnavailable as exc:
+                log.debug("activity not noted yet", extra=fields(error=exc.sentence))
+                await asyncio.sleep(_AGAIN_SECONDS)
+            else:
+                for _ in entries:
+                    self._waiting.popleft()
+
+    async def after(self, entry_id: str, count: int) -> list[Entry]:
+        """At most ``count`` entries after one, oldest first. An id that was trimmed stands for the oldest one kept."""
+        return await self._read("XRANGE", f"({entry_id}", "+", count)
+
+    async def newest(self, count: int) -> list[Entry]:
+        """At most ``count`` entries, oldest first."""
+        return (await self._read("XREVRANGE", "+", "-", count))[::-1]
+
+    async def _read(self, command: str, start: str, end: str, count: int) -> list[Entry]:
+        (found,) = await self._client.several([(command, keys.ACTIVITY, start, end, "COUNT", count)])
+        return [entry for each in found if (entry := _entry(each)) is not None]
+
+
+def about(registration: Registration) -> dict[str, Any]:
+    """The fields of an entry about a publisher."""
+    return {
+        "tenant_id": registration.tenant_id,
+        "model": registration.model_name,
+        "instance_id": registration.instance_id,
+        "dp_rank": registration.dp_rank,
+    }
+
+
+def is_entry_id(text: str) -> bool:
+    """Whether a text is the id of an entry."""
+    return _ID.fullmatch(text) is not None
+
+
+def _entry(found: Any) -> Entry | None:
+    """An entry of a reply; None where another release wrote what this one cannot read."""
+    entry_id, parts = found
+    pairs = parts.items() if isinstance(parts, dict) else zip(parts[::2], parts[1::2], strict=False)
+    try:
+        content = orjson.loads(dict(pairs)[b"entry"])
+    except (KeyError, ValueError):
+        return None
+    return Entry(entry_id.decode(), content) if isinstance(content, dict) and "kind" in content else None

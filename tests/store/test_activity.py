@@ -1,0 +1,51 @@
+"""The stream of what has happened: written in the background, bounded, and read from any place."""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+
+from tests.conftest import wait_until
+from waymark.metrics import Metrics
+from waymark.store import activity, keys
+from waymark.store.activity import Kind, is_entry_id
+from waymark.store.client import RedisClient
+from waymark.store.store import Store
+
+
+async def test_entries_are_read_in_order_and_after_one_of_them(redis: Redis) -> None:
+    store = Store(RedisClient(redis, "redis://test"))
+    for number in range(5):
+        store.activity.note(Kind.SWEEP, detail=str(number))
+
+    async def are_written() -> bool:
+        return len(await store.activity.newest(10)) == 5
+
+    await wait_until(are_written, "the entries are written")
+    found = await store.activity.newest(2)
+    assert [entry.content for entry in found] == [{"kind": "sweep", "detail": "3"}, {"kind": "sweep", "detail": "4"}]
+    assert all(is_entry_id(entry.id) for entry in found)
+    every = await store.activity.after("0-0", 10)
+    assert [entry.content["detail"] for entry in await store.activity.after(every[1].id, 2)] == ["2", "3"]
+    assert await store.activity.after(every[-1].id, 10) == []
+
+
+async def test_an_entry_of_another_form_is_left_out(redis: Redis) -> None:
+    store = Store(RedisClient(redis, "redis://test"))
+    for name, value in (
+        ("entry", "no JSON"),
+        ("other", "1"),
+        ("entry", "[]"),
+        ("entry", "{}"),
+        ("entry", '{"kind":"x"}'),
+    ):
+        await redis.xadd(keys.ACTIVITY, {name: value})
+    assert [entry.content for entry in await store.activity.newest(10)] == [{"kind": "x"}]
+
+
+async def test_what_does_not_fit_is_dropped_and_counted() -> None:
+    metrics = Metrics()
+    store = Store.open("redis://127.0.0.1:1", metrics=metrics)
+    for _ in range(activity._WAITING_MAX + 3):
+        store.activity.note(Kind.SWEEP)
+    assert b"waymark_activity_dropped_total 3.0" in metrics.render()[0]
+    await store.close()
