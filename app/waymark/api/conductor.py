@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,9 +57,9 @@ class Conductor:
     async def _answer_text(self, asked: _Asked, body_format: Format, tokens: Tokens) -> Answer:
         return await self._answer(asked, self._given.of_tokens(tokens.ids, asked.namespace, tokens.items), body_format)
 
-    async def query_by_hash(self, body: Body) -> Answer:
+    def query_by_hash(self, body: Body) -> Awaitable[Answer]:
         asked = body.asked(_by_hash)
-        return await self._answer(asked, self._given.keys_of(QueryByHashRequest, body, asked.namespace), body.format)
+        return self._answer(asked, self._given.keys_of(QueryByHashRequest, body, asked.namespace), body.format)
 
     async def _answer(self, asked: _Asked, keys_of: KeysOf, body_format: Format) -> Answer:
         group, instance_id, block_size = asked.group, asked.instance_id, asked.block_size

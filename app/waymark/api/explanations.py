@@ -7,6 +7,7 @@ the tenant that was asked for, and of no other: whether another one exists is no
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import orjson
@@ -63,10 +64,10 @@ class Explanations:
     def explained(self, handler: Handler) -> Handler:
         """The handler with an explanation beside its answer where a body asks for it."""
 
-        async def handle(body: Body) -> Answer | Paused:
-            if body.fields.get("explain") is not True:
-                return await handler(body)
+        def handle(body: Body) -> Awaitable[Answer | Paused]:
+            return beside(body) if body.fields.get("explain") is True else handler(body)
 
+        async def beside(body: Body) -> Paused:
             async def work() -> dict[str, Any]:
                 return await self._beside(body)
 
