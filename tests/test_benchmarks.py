@@ -81,7 +81,7 @@ def test_two_trees_are_measured_in_turns(tmp_path: Path) -> None:
         scripts = tmp_path / name / ".venv" / "bin"
         scripts.mkdir(parents=True)
         (scripts / "waymark").symlink_to(Path(sys.executable).parent / "waymark")
-    sizes = compare.Sizes(1, queries=4, frames=32, blocks_max=1024, live_frames=4)
+    sizes = compare.Sizes(1, queries=4, turns=1, frames=32, blocks_max=1024, live_frames=4)
 
     rows = compare.measure([tmp_path / "now", tmp_path / "before"], compare.KINDS, sizes)
 

@@ -1,6 +1,6 @@
 """Two trees of the repository in turns: did a change make the ordinary path slower?
 
-    python -m tests.benchmarks.compare TREE [--rounds 15] [--only hash,new,1,4,64,512,steps,live] [--tree .]
+    python -m tests.benchmarks.compare TREE [--rounds 15] [--only hash,new,c64,c256,1,4,64,512,steps,live] [--tree .]
 
 ``TREE`` is a checkout with an environment of its own in ``.venv``, such as one of the commit before. Each tree's Redis,
 worker and replica run at once, and every round asks both the same, first the one and then the other. CPU time is of the
@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,7 +28,7 @@ from tests.benchmarks.prompts import PIECE_BLOCKS, Prompt
 from tests.benchmarks.report import Row, against, table
 from tests.benchmarks.streams import SEQUENCES, Payload, decode_steps, new_stores
 
-#: What the ratio of CPU, and of the median latency, may be.
+#: What the ratio of CPU, and of latency, may be.
 BAR = 1.05
 NAME = "the tree before"
 
@@ -36,8 +36,10 @@ QUERIES: dict[str, tuple[str, str, Callable[[Prompt], bytes]]] = {
     "hash": ("/query_by_hash", "/query_by_hash, every prompt new", prompts.by_hash),
     "new": ("/query", "/query, every prompt new", prompts.by_tokens),
 }
+#: ``/query`` over so many connections at once, whose longest waits are looked at.
+CROWDS = {"c64": 64, "c256": 256}
 STORES = {"1": 1, "4": 4, "64": 64, "512": 512}
-KINDS = (*QUERIES, *STORES, "steps", "live")
+KINDS = (*QUERIES, *CROWDS, *STORES, "steps", "live")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Sizes:
 
     rounds: int
     queries: int = 60
+    turns: int = 4
+    """How often each connection of a crowd asks."""
     frames: int = 640
     blocks_max: int = 16_384
     live_frames: int = 150
@@ -80,7 +84,7 @@ class Contender:
 
 def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[Row]:
     """``trees`` are the one that is asked about, and the one it is held against."""
-    asked = list(islice(prompts.fresh(), sizes.rounds * sizes.queries if set(kinds) & set(QUERIES) else 0))
+    asked = list(islice(prompts.fresh(), sizes.rounds * sizes.queries if set(kinds) & {*QUERIES, *CROWDS} else 0))
     warm = list(islice(prompts.fresh(), 40))
     figures: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     with ExitStack() as stack:
@@ -93,7 +97,7 @@ def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[R
         for number in range(-1, sizes.rounds):  # the first round warms up
             part = warm if number < 0 else asked[number * sizes.queries :][: sizes.queries]
             for kind in kinds:
-                ask = _query(kind, part, folder) if kind in QUERIES else _ingest(kind, sizes)
+                ask = _asked(kind, part, folder, sizes)
                 for i in (0, 1) if number % 2 else (1, 0):
                     for name, figure in ask(contenders[i]).items():
                         if number >= 0:
@@ -108,6 +112,12 @@ Ask: TypeAlias = Callable[[Contender], dict[str, float]]
 """Asks a contender, and returns microseconds by the name of their row."""
 
 
+def _asked(kind: str, part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask:
+    if kind in QUERIES:
+        return _query(kind, part, folder)
+    return _crowd(kind, part, folder, sizes) if kind in CROWDS else _ingest(kind, sizes)
+
+
 def _query(kind: str, part: Sequence[Prompt], folder: Path) -> Ask:
     path, what, body = QUERIES[kind]
     bodies = write_bodies(folder / "bodies", map(body, part))
@@ -118,6 +128,22 @@ def _query(kind: str, part: Sequence[Prompt], folder: Path) -> Ask:
         load = run(replica.port, path, bodies)
         cpu = (replica.cpu() - before) / load.requests
         return {f"{what}: CPU of the replica": cpu * 1e6, f"{what}: p50": load.p50_ms * 1e3}
+
+    return ask
+
+
+def _crowd(kind: str, part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask:
+    connections = CROWDS[kind]
+    asked = islice(cycle(part), sizes.turns * connections)
+    bodies = write_bodies(folder / "bodies", map(prompts.by_tokens, asked))
+    what = f"/query, {connections} connections"
+
+    def ask(contender: Contender) -> dict[str, float]:
+        replica = contender.replica
+        before = replica.cpu()
+        load = run(replica.port, "/query", bodies, connections)
+        cpu = (replica.cpu() - before) / load.requests
+        return {f"{what}: CPU of the replica": cpu * 1e6, f"{what}: p99": load.percentile_ms(99) * 1e3}
 
     return ask
 
