@@ -61,10 +61,23 @@ def test_the_page_of_capacity_holds_what_was_measured() -> None:
             f"| {of(what + 'ingest workers')} cores | {of(what + 'query replicas')} cores |"
         )
 
-    entry = measured["entry of a vLLM publisher"]
-    second, later = measured["second holder, without its entry"], measured["each later holder, without its entry"]
+    second, later, standard_later = (
+        f"{measured[what]:.0f}"
+        for what in (
+            "second holder, with a vLLM publisher's entry",
+            "each later holder, with a vLLM publisher's entry",
+            "a further holder, with a standard publisher's entry",
+        )
+    )
     vllm, standard = (f"{measured[f'blocks per GiB, {kind}'] / 1e6:.1f}" for kind in ("vLLM", "standard publisher"))
     sizes = ("64", "512", "2,048")
+
+    def rates(what: str) -> str:
+        cores = ("Redis", "Redis"), ("worker", "ingest workers")
+        return ", ".join(
+            f"{of(f'{what} blocks per second and {core} core')} per core of {name}" for core, name in cores
+        )
+
     replica, redis = (
         ", ".join(of(f"queries of {size} blocks per second and {core} core") for size in sizes)
         for core in ("replica", "Redis")
@@ -72,10 +85,11 @@ def test_the_page_of_capacity_holds_what_was_measured() -> None:
     lines = [
         f"| blocks per GiB of Redis, one holder each | {vllm} million of vLLM, "
         f"{standard} million of standard publishers |",
-        f"| a second holder of a block, each later one | {second + entry:.0f} bytes, "
-        f"{later + entry:.0f} bytes, with its entry |",
-        f"| new blocks per second | {of('new blocks per second and Redis core')} per core of Redis, "
-        f"{of('new blocks per second and worker core')} per core of ingest workers |",
+        f"| a second holder of a block, each later one, with its entry | {second} bytes, {later} bytes of vLLM; "
+        f"{standard_later} bytes of a standard publisher |",
+        f"| new blocks per second, in stores of 64 | {rates('new')} |",
+        f"| decoded blocks per second, one a store | {rates('decoded')} |",
+        f"| removed blocks per second, 64 at a time | {rates('removed')} |",
         f"| queries of 64, 512, 2,048 blocks per second | {replica} per core of query replicas; "
         f"{redis} per core of Redis |",
         *map(needs, ("100", "1,000")),
