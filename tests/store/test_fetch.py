@@ -61,10 +61,12 @@ class Proxy:
                     spoil, self.spoil = self.spoil, None
                 back.write(command)
         finally:
-            back.close()
+            # Redis ends its side when it has answered what came before.
+            back.write_eof()
             await answering
+            back.close()
             with suppress(ConnectionError):
-                await writer.wait_closed()
+                await asyncio.gather(back.wait_closed(), writer.wait_closed())
             self.open -= 1
 
 
