@@ -123,6 +123,8 @@ async def test_bodies_say_what_is_required_and_how_else_it_may_be_called(documen
         "also accepted as model_name, modelname"
     )
     assert schemas["QueryRequest"]["properties"]["token_ids"]["items"]["maximum"] == 2**32 - 1
+    assert schemas["QueryRequest"]["properties"]["explain"]["type"] == ["boolean", "null"], "null is absent"
+    assert "null" not in str(schemas["QueryRequest"]["properties"]["model"])
     assert schemas["RegisterRequest"]["properties"]["type"]["enum"] == [
         "vLLM",
         "SGLang",

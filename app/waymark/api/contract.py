@@ -101,6 +101,7 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     for model in models:
         if issubclass(model, Request):
             _add_spellings(schemas[model.__name__], model)
+            _allow_null(schemas[model.__name__])
     paths: dict[str, Any] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
@@ -128,6 +129,22 @@ def _add_spellings(schema: dict[str, Any], model: type[Request]) -> None:
         usual, *others = model.spellings(name)
         if others:
             schema["properties"][usual]["description"] += "; also accepted as " + ", ".join(others)
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Say of each field that may be absent that it may be null: a request's null is taken for an absent field."""
+    for name, field in schema.get("properties", {}).items():
+        if name in schema.get("required", ()):
+            continue
+        match field:
+            case {"anyOf": choices}:
+                if {"type": "null"} not in choices:
+                    choices.append({"type": "null"})
+            case {"type": str(one)} if not {"enum", "const"} & field.keys():
+                field["type"] = [one, "null"]
+            case {"type": _} | {"$ref": _}:
+                outside = {word: field.pop(word) for word in ("title", "description", "default") if word in field}
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **outside}
 
 
 def _operation(operation: Operation) -> dict[str, Any]:
