@@ -39,12 +39,12 @@ PARTS: dict[str, set[str]] = {
     "serving": LEAVES,
     "inspection": LEAVES | {"domain", "store"},
     "console": LEAVES | {"domain", "store", "tokenization", "inspection"},
-    "remote": {"console", "domain", "errors", "settings", "shown"},
+    "remote": {"console", "domain", "errors", "settings", "shown", "tokenization"},
     "epp": LEAVES | {"domain", "selection", "routing", "chat", "tokenization", "discovery", "serving"},
     **{
         top: BELOW_ROLES
         | TOP
-        | {"api", "epp", "gateway", "serving", "console", "client", "remote", "ingest", "simulator"}
+        | {"api", "epp", "gateway", "serving", "console", "inspection", "client", "remote", "ingest", "simulator"}
         | {"selection", "tokenization", "discovery"}
         for top in TOP
     },

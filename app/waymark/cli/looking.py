@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 from waymark.console.arguments import add_inspect, add_status
+
+if TYPE_CHECKING:
+    from waymark.console.screen import Part
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
@@ -13,6 +18,44 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    return _over_http(arguments) if getattr(arguments, "url", None) else _through_redis(arguments)
+
+
+def _over_http(arguments: argparse.Namespace) -> int:
+    """The same of a running Waymark, which needs no Redis here."""
+    import asyncio
+    import json
+    import os
+
+    from waymark.console.screen import Screen
+    from waymark.remote.service import Service
+
+    screen = Screen()
+    with Service(arguments.url, arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None) as service:
+        if arguments.command == "inspect":
+            from waymark.console.run_inspect import drawn
+            from waymark.inspection.explanation import of_json
+            from waymark.remote.look import inspected
+
+            screen.show(drawn(of_json(inspected(service, arguments)), screen, top=arguments.top))
+            return EXIT_OK
+        from waymark.remote.publishers import parts, publishers
+
+        arguments.tenant_id = arguments.tenant
+        if arguments.json:
+            screen.write(json.dumps(publishers(service, arguments), indent=2))
+        elif arguments.watch:
+
+            async def draw() -> Sequence[Part]:
+                return parts(await asyncio.to_thread(publishers, service, arguments))
+
+            asyncio.run(screen.watch(arguments.watch, draw))
+        else:
+            screen.show(parts(publishers(service, arguments)))
+    return EXIT_OK
+
+
+def _through_redis(arguments: argparse.Namespace) -> int:
     import asyncio
     import signal
 

@@ -16,6 +16,7 @@ _STATUS_EXAMPLES = """\
 examples:
   $ waymark status                                   show everything once
   $ waymark status --watch                           show it every two seconds, until Ctrl-C
+  $ waymark status --url http://waymark:13333         ask a running Waymark in place of Redis
   $ waymark status --status failed --status lost     show only streams that need attention
   $ waymark status --json | jq '.publishers[] | select(.lag_seconds > 60)'
 """
@@ -46,6 +47,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     """The flags of ``status``."""
     parser.epilog = _STATUS_EXAMPLES
     _add_redis(parser)
+    _add_url(parser)
     parser.add_argument("--tenant", help="show only publishers of this tenant")
     parser.add_argument("--model", help="show only publishers of this model")
     parser.add_argument(
@@ -72,6 +74,7 @@ def _add_inspections(kinds: Commands) -> None:
     prompt = _inspection(
         kinds, "prompt", "show which instance has which block of a prompt, in a line per rank and medium"
     )
+    _add_url(prompt)
     prompt.add_argument("--model", required=True, help="the name of the model, as it is registered")
     prompt.add_argument("--tenant", default=DEFAULT_TENANT, help=f"the tenant (default: {DEFAULT_TENANT})")
     prompt.add_argument("--block-size", type=int, help="tokens per block (default: the registered number)")
@@ -114,6 +117,11 @@ def _inspection(kinds: Commands, name: str, sentence: str, *, has_keys: bool = T
 
 def _add_redis(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--redis-url", help="the URL of Redis, in place of WAYMARK_REDIS_URL")
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="the URL of a running Waymark, which is asked in place of Redis")
+    parser.add_argument("--api-token", help="the bearer token for it; the default is WAYMARK_API_TOKEN")
 
 
 def _add_group(parser: argparse.ArgumentParser) -> None:

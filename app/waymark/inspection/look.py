@@ -114,8 +114,8 @@ async def looking(settings: Settings) -> AsyncIterator[Look]:
     if settings.redis_url == "memory://":
         raise SettingsError(
             "WAYMARK_REDIS_URL is memory://, an emulated Redis inside 'waymark serve' that no other process can see; "
-            "give the URL of a real one (--redis-url redis://host:6379/0), or ask that process: "
-            "curl http://127.0.0.1:13333/workers"
+            "give the URL of a real one (--redis-url redis://host:6379/0), or ask that process "
+            "(--url http://127.0.0.1:13333, GET /workers)"
         )
     store = Store.open(
         settings.redis_url,

@@ -1,0 +1,53 @@
+"""``waymark inspect prompt --url``: the prompt of the flags, looked up over the HTTP API."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from waymark.console.prompts import read_file, read_hashes, read_prompt, read_tokens
+from waymark.errors import InvalidValue
+from waymark.remote.service import Service
+from waymark.tokenization.prompt import TextPrompt
+
+#: A request has an additional salt and a cache salt.
+_SALTS_MAX = 2
+#: As many instances as an answer has; the page shows fewer.
+_TOP = 1000
+
+
+def inspected(service: Service, arguments: argparse.Namespace) -> Any:
+    """The answer of ``/inspect/prompt`` for the prompt of the flags. ``InvalidValue`` where they name none."""
+    if arguments.keys:
+        raise InvalidValue("--keys prints commands for Redis; leave it out, or leave out --url", field="--keys")
+    if len(arguments.salt) > _SALTS_MAX:
+        raise InvalidValue(f"--salt is given {len(arguments.salt)} times; give at most {_SALTS_MAX}", field="--salt")
+    salts = dict(zip(("cache_salt", "additional_salt"), reversed(arguments.salt), strict=False))
+    body = {
+        "model": arguments.model,
+        "tenant_id": arguments.tenant,
+        "block_size": arguments.block_size,
+        "lora_name": arguments.lora,
+        "lora_id": arguments.lora_id,
+        "top": _TOP,
+    }
+    return service.post("/inspect/prompt", body | salts | _prompt(arguments))
+
+
+def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.hashes is not None:
+        return {"seq_hashes": list(read_hashes(arguments.hashes, option="--hashes"))}
+    if arguments.tokens_file is not None:
+        tokens = read_file(arguments.tokens_file, option="--tokens-file")
+        return {"token_ids": list(read_tokens(tokens, option="--tokens-file"))}
+    if arguments.tokens is not None:
+        return {"token_ids": list(read_tokens(arguments.tokens, option="--tokens"))}
+    prompt = read_prompt(arguments.text, arguments.messages)
+    if isinstance(prompt, TextPrompt):
+        return {"prompt": prompt.text}
+    return {
+        "messages": prompt.messages,
+        "tools": prompt.tools,
+        "chat_template_kwargs": dict(prompt.template_kwargs) or None,
+        "system": prompt.system,
+    }

@@ -1,0 +1,48 @@
+"""``--url``: the pages of a running Waymark, without its Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.console.conftest import Run, blocks, words
+from tests.live import start
+from tests.store.factories import registration, stored, stream_of
+from waymark import cli
+from waymark.store.store import Store
+
+PROMPT = list(range(1000, 1160))
+
+
+async def test_the_pages_are_those_that_redis_gives(
+    store: Store, redis: Redis, redis_url: str, waymark: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = await stream_of(store, redis, registration("pod-1"))
+    await stream_of(store, redis, registration("pod-2", endpoint="tcp://10.0.0.2:5557"))
+    (gpu,) = await one.begin("0 GPU")
+    await one.apply(stored(gpu, blocks(PROMPT)[:4]))
+
+    async def printed(*arguments: str, code: int = cli.EXIT_OK) -> str:
+        assert await asyncio.to_thread(cli.main, arguments) == code
+        return capsys.readouterr().out
+
+    async with start("query", redis_url, tmp_path / "log") as live:
+        ask = ("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
+        through_redis = await waymark(*ask)
+        over_http = await printed(*ask, "--url", live.url)
+        # Over HTTP there are no ids, which are counted over all tenants.
+        assert over_http == through_redis.replace(", group 1", "").replace(f" #{gpu}", "")
+        assert "pod-1: 64 of 160 tokens, 4 of 10 blocks; block 4 is next, and nobody has it" in over_http
+        by_hash = ("--hashes", ",".join(map(str, blocks(PROMPT))))
+        assert await printed(*ask[:4], *by_hash, "--url", live.url) == over_http
+        salted = await printed(*ask, "--salt", "a", "--salt", "b", "--url", live.url)
+        assert "Why nothing? Without adapter and salts it is held by 'pod-1'" in salted
+        await printed(*ask[:3], "who", *ask[4:], "--url", live.url, code=cli.EXIT_FAILED)
+        await printed(*ask, "--keys", "--url", live.url, code=cli.EXIT_USAGE)
+        status = await printed("status", "--url", live.url)
+        assert "pod-1" in status
+        assert "no ingest worker applies it" in status
+        assert "pod-2" in await printed("status", "--url", live.url, "--json")
