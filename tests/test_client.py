@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,6 +18,7 @@ from tests.conftest import wait_until
 from tests.live import start
 from tests.patience import patient, within
 from tests.ports import unused_port
+from tests.tokenization import small
 from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers, seq_hashes
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator import Prompt, build_engine
@@ -76,6 +78,47 @@ async def test_register_query_unregister_against_a_live_service(redis_url: str, 
             with pytest.raises(Refused) as closed:
                 await stranger.services()
         assert closed.value.status == 401
+
+
+async def test_text_and_messages_stand_in_place_of_token_ids(redis_url: str, tmp_path: Path) -> None:
+    small.directory(tmp_path / "models" / "m", template=small.CHATML)
+    text, messages = "Hello, world!", [{"role": "user", "content": "Hello, world!"}]
+    shown = "<|im_start|>user\nHello, world!<|im_end|>\n<|im_start|>assistant\n"
+    of_text = small.tokenizer().encode(text).ids
+    of_messages = small.tokenizer().encode(shown, add_special_tokens=False).ids
+    async with (
+        start("serve", redis_url, tmp_path / "log", tokenizers_dir=tmp_path / "models") as live,
+        AsyncClient(live.url) as waymark,
+    ):
+        await waymark.register("i", None, model="m", block_size=2, type="none")
+        assert list(await waymark.query("m", prompt=text)) == list(await waymark.query("m", messages=messages)) == ["i"]
+
+        async def new(**prompt: Any) -> tuple[int, int]:
+            (score,) = await waymark.score("m", **prompt)
+            async with waymark.select("m", expect=False, **prompt) as target:
+                return score.new_tokens, target.selection.new_tokens
+
+        assert await new(prompt=text) == (len(of_text), len(of_text))
+        assert await new(messages=messages) == (len(of_messages), len(of_messages))
+        # What was sent there as messages is expected there as token ids.
+        async with waymark.select("m", messages=messages, expect=True):
+            (score,) = await waymark.score("m", of_messages)
+            assert score.new_tokens < len(of_messages)
+
+        def ask_blocking() -> tuple[int, int]:
+            with Client(live.url) as blocking:
+                (score,) = blocking.score("m", prompt=text)
+                with blocking.select("m", messages=messages, expect=False) as target:
+                    return score.new_tokens, target.selection.device_tokens
+
+        assert await asyncio.to_thread(ask_blocking) == (len(of_text), 0)
+        for options in ({"prompt": text, "messages": messages}, {"prompt": text, "token_ids": [1]}):
+            with pytest.raises(Refused) as refused:
+                await waymark.query("m", **options)
+            assert refused.value.status == 400
+        with pytest.raises(Refused) as lacking:
+            await waymark.score("other", prompt=text)
+        assert (lacking.value.reason, lacking.value.field) == ("no_tokenizer", "model")
 
 
 async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path: Path) -> None:

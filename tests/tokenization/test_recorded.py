@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.tokenization import small
+from tests.tokenization import record_tools, small
 from tests.tokenization.record import RECORDED, bodies, templates
 from waymark.api.text_schemas import TokenizeRequest
 from waymark.api.texts import prompt_of
@@ -20,8 +20,9 @@ from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.tokenization.local import LocalTokenizer
-from waymark.tokenization.prompt import Prompt
+from waymark.tokenization.prompt import ChatPrompt, Prompt
 from waymark.tokenization.segments import SegmentMemo
+from waymark.tokenization.templates import ChatTemplate
 
 SESSION = json.loads(RECORDED.read_text(encoding="utf-8"))
 CASES = [pytest.param(case, id=f"{case['template']}-{number}") for number, case in enumerate(SESSION["cases"])]
@@ -65,6 +66,24 @@ async def test_the_ids_are_those_of_the_engine(case: dict[str, Any], tmp_path: P
         assert unpack_tokens((await local.tokens(prompt(case["body"]))).ids) == expected
     if case["render"]["status"] == 200:
         assert case["render"]["token_ids"] == expected
+
+
+@pytest.mark.parametrize("case", json.loads(record_tools.RECORDED.read_text(encoding="utf-8"))["cases"])
+def test_a_template_gets_tools_as_the_engine_writes_them(case: dict[str, Any]) -> None:
+    template = ChatTemplate("{% for tool in tools %}{{ tool | tojson }}{% endfor %}", {}, bytes_max=2**16)
+    text = template.render(ChatPrompt([{"role": "user", "content": "Hi"}], tools=[case["tool"]]))
+    assert text == json.dumps(case["shown"]), "each null and each place is in the prompt"
+
+
+def test_the_tools_that_were_recorded_are_those_that_would_be() -> None:
+    cases = json.loads(record_tools.RECORDED.read_text(encoding="utf-8"))["cases"]
+    assert [case["tool"] for case in cases] == record_tools.TOOLS
+
+
+@pytest.mark.parametrize("tool", ["now", {"name": "now", "input_schema": {}}, {"type": "function"}, None])
+def test_a_tool_of_another_form_stays_as_it_is(tool: Any) -> None:
+    template = ChatTemplate("{{ tools[0] | tojson }}", {}, bytes_max=2**16)
+    assert template.render(ChatPrompt([], tools=[tool])) == json.dumps(tool)
 
 
 async def test_a_tokenizer_that_adds_no_bos_differs_and_is_seen(tmp_path: Path, pool: ThreadPoolExecutor) -> None:

@@ -39,6 +39,30 @@ def for_template(
     return first + shown
 
 
+def tools_for_template(tools: Sequence[Any]) -> list[Any]:
+    """The tools as a template gets them: with null for what a function lacks, and without what vLLM does not know.
+
+    A template may write them as JSON, and so each null and each place is in the prompt. One that is not of OpenAI's
+    form stays as it is.
+    """
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        return tool
+    later = tool.get("defer_loading")
+    shown = {name: function.get(name) for name in ("name", "description", "parameters", "strict", "defer_loading")}
+    if shown["defer_loading"] is None:
+        shown["defer_loading"] = later
+    for name in ("strict", "defer_loading"):
+        if shown[name] is None:
+            del shown[name]
+    found = {"type": tool.get("type", "function"), "function": shown}
+    return found if later is None else found | {"defer_loading": later}
+
+
 def as_message(system: Any) -> list[dict[str, Any]]:
     """The message that Anthropic's ``system`` stands for; none where it is absent or empty."""
     return [{"role": "system", "content": system}] if system else []

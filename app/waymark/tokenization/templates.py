@@ -18,7 +18,7 @@ from typing import Any
 
 from minijinja import Environment, TemplateError
 
-from waymark.chat.openai import for_template
+from waymark.chat.openai import for_template, tools_for_template
 from waymark.errors import InvalidValue
 from waymark.tokenization.prompt import ChatPrompt
 
@@ -111,7 +111,7 @@ class ChatTemplate:
         context = {
             **self._special,
             "messages": messages,
-            "tools": list(prompt.tools) if prompt.tools else None,
+            "tools": tools_for_template(prompt.tools) if prompt.tools else None,
             "documents": None,
             "add_generation_prompt": prompt.add_generation_prompt,
             **prompt.template_kwargs,
