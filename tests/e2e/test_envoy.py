@@ -1,0 +1,291 @@
+"""A real Envoy asks endpoint pickers, over a real Redis, and sends requests to simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import wait_until
+from tests.e2e.conftest import EXIT_SECONDS, READY_SECONDS, spawn
+from tests.e2e.envoy import Envoy, binary, envoy
+from tests.patience import patient
+from tests.ports import unused_port
+from tests.store.factories import registration
+from tests.tokenization import small
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import GroupName
+from waymark.domain.targets import Target
+from waymark.simulator import build_engine
+from waymark.simulator.generation import Pace
+from waymark.simulator.http import EngineHttp
+from waymark.store.store import Store
+
+pytestmark = pytest.mark.envoy
+
+MODEL = "llama"
+SYSTEM = "You answer in one word. " * 20
+
+
+class Picker:
+    """A process of ``waymark epp``; started again it has the same port."""
+
+    def __init__(self, directory: Path, redis_url: str, number: int, **settings: Any) -> None:
+        self.port = unused_port()
+        self._metrics_port = unused_port()
+        self._directory = directory
+        self._number = number
+        self._starts = 0
+        values = {
+            "redis_url": redis_url, "host": "127.0.0.1", "epp_port": self.port, "epp_health_port": 0,
+            "epp_metrics_port": self._metrics_port, "epp_drain_seconds": 2, "epp_finish_seconds": 60,
+        } | settings  # fmt: skip
+        self._environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in values.items()}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log = directory
+
+    async def start(self) -> None:
+        self._starts += 1
+        self.log = self._directory / f"epp-{self._number}-{self._starts}.log"
+        self._process = spawn("epp", self._environ, self.log)
+        async with self._client() as client:
+
+            async def is_ready() -> bool:
+                assert self._process is not None
+                assert self._process.poll() is None, self.log.read_text()
+                try:
+                    return (await client.get("/ready")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await wait_until(is_ready, "the picker is ready", READY_SECONDS)
+
+    def _client(self) -> httpx.AsyncClient:
+        url = f"http://127.0.0.1:{self._metrics_port}"
+        return httpx.AsyncClient(base_url=url, timeout=patient(10.0), trust_env=False)
+
+    async def picked(self) -> float:
+        async with self._client() as client:
+            text = (await client.get("/metrics")).text
+        lines = [line for line in text.splitlines() if line.startswith('waymark_epp_requests_total{outcome="picked"}')]
+        return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(patient(EXIT_SECONDS))
+
+    async def stop(self) -> None:
+        """As an orchestrator does."""
+        process = self._process
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        await wait_until(lambda: process.poll() is not None, "the picker has ended", 90.0)
+        assert process.returncode == 0, self.log.read_text()
+
+    def end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+
+
+class Fleet:
+    """Engines, pickers and Envoy."""
+
+    def __init__(self, store: Store, engines: list[EngineHttp], pickers: list[Picker], proxy: Envoy) -> None:
+        self.store = store
+        self.engines = engines
+        self.pickers = pickers
+        self.envoy = proxy
+        self.client = httpx.AsyncClient(base_url=proxy.url, timeout=patient(60.0), trust_env=False)
+
+    async def chat(self, text: str, **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json=body_of(text, **fields))
+
+    def served(self) -> list[int]:
+        """Requests by engine."""
+        return [engine.generator.requests for engine in self.engines]
+
+    async def under_way(self) -> int:
+        entry = await self.store.directory.group(GroupName("default", MODEL))
+        assert entry is not None
+        return sum(load.requests for load in (await self.store.reservations.loads(entry.group_id)).values())
+
+    async def is_idle(self) -> bool:
+        return await self.under_way() == 0
+
+
+def body_of(text: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+    return {"model": MODEL, "messages": messages, "max_tokens": 8} | fields
+
+
+@pytest.fixture
+async def fleet(redis_url: str, tmp_path: Path) -> AsyncIterator[Fleet]:
+    binary()
+    small.directory(tmp_path / "models" / MODEL, template=small.CHATML)
+    async with AsyncExitStack() as stack:
+        store = Store.open(redis_url)
+        stack.push_async_callback(store.close)
+        engines = []
+        for number in range(3):
+            engine = build_engine("tcp://127.0.0.1:0", seed=number)
+            await stack.enter_async_context(engine.publisher)
+            http = EngineHttp(
+                engine, host="127.0.0.1", port=0, model_name=MODEL, block_size=16, gpu_blocks=4096,
+                pace=Pace(tokens_per_second=50.0),
+            )  # fmt: skip
+            engines.append(await stack.enter_async_context(http))
+            await store.registry.register(
+                registration(
+                    f"pod-{number}", kind=EngineKind.NONE, model_name=MODEL, endpoint=None,
+                    target=Target(address=http.url),
+                )
+            )  # fmt: skip
+        pickers = []
+        for number in range(2):
+            picker = Picker(tmp_path, redis_url, number, tokenizers_dir=tmp_path / "models")
+            stack.callback(picker.end)
+            pickers.append(picker)
+        await asyncio.gather(*(picker.start() for picker in pickers))
+        ports = [int(engine.url.rpartition(":")[2]) for engine in engines]
+        proxy = await stack.enter_async_context(envoy(tmp_path, [picker.port for picker in pickers], ports))
+        fleet = Fleet(store, engines, pickers, proxy)
+        stack.push_async_callback(fleet.client.aclose)
+        yield fleet
+
+
+async def test_chats_go_where_their_beginning_is_through_both_pickers(fleet: Fleet) -> None:
+    for turn in range(8):
+        answer = await fleet.chat(f"hello {turn}")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"]
+        await wait_until(fleet.is_idle, "its reservation is released")
+    assert sorted(fleet.served()) == [0, 0, 8], "each shares the system prompt with the first"
+    assert min([await picker.picked() for picker in fleet.pickers]) > 0, "both replicas are active"
+
+
+async def test_load_is_spread_over_engines(fleet: Fleet) -> None:
+    texts = [f"{number} " * 200 for number in range(12)]
+    bodies = [{"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8} for text in texts]
+    answers = await asyncio.gather(*(fleet.client.post("/v1/chat/completions", json=body) for body in bodies))
+    assert {answer.status_code for answer in answers} == {200}
+    assert min(fleet.served()) > 0
+    await wait_until(fleet.is_idle, "every reservation is released")
+
+
+async def test_a_stream_arrives_piece_by_piece(fleet: Fleet) -> None:
+    pieces = []
+    async with fleet.client.stream("POST", "/v1/chat/completions", json=body_of("hello", stream=True)) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line.removeprefix("data: ")))
+                if len(pieces) == 2:
+                    assert await fleet.under_way() == 1, "it is under way while it streams"
+    said = [piece["choices"][0]["delta"].get("content") for piece in pieces if piece["choices"]]
+    numbers = [int(text.strip().rpartition(".")[2]) for text in said if text]
+    assert numbers == list(range(8))
+    await wait_until(fleet.is_idle, "its reservation is released")
+
+
+async def test_a_large_body_arrives_whole(fleet: Fleet) -> None:
+    tokens = [100_000 + number for number in range(150_000)]
+    body = {"model": MODEL, "prompt": tokens, "max_tokens": 1}
+    assert len(json.dumps(body)) > 2**20
+    answer = await fleet.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+
+
+async def test_requests_without_a_body_and_without_a_model(fleet: Fleet) -> None:
+    answer = await fleet.client.get("/v1/models")
+    assert answer.json()["data"][0]["id"] == MODEL
+    answer = await fleet.client.post("/v1/chat/completions", json={"messages": []})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_a_client_that_goes_away_leaves_nothing(fleet: Fleet) -> None:
+    body = body_of("hello", stream=True, max_tokens=100_000)
+    async with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                break
+    await wait_until(fleet.is_idle, "its reservation is released")
+    await wait_until(lambda: sum(engine.generator.cancelled for engine in fleet.engines) == 1, "its engine has stopped")
+
+
+async def test_an_engine_that_dies_costs_no_request(fleet: Fleet) -> None:
+    first = (await fleet.chat("hello")).status_code
+    assert first == 200
+    (dead,) = [engine for engine in fleet.engines if engine.generator.requests]
+    await dead.__aexit__(None, None, None)
+    for turn in range(6):
+        answer = await fleet.chat(f"hello {turn}")
+        assert answer.status_code == 200, answer.text
+    assert sorted(fleet.served())[1:] != [0, 1], "others have answered"
+    await wait_until(fleet.is_idle, "every reservation is released, the dead engine's too")
+
+
+class Load:
+    """Chats without an end, from several clients; every one of them must be answered."""
+
+    def __init__(self, fleet: Fleet, clients: int = 6) -> None:
+        self.answers: Counter[int] = Counter()
+        self.errors: list[str] = []
+        self._fleet = fleet
+        self._is_over = False
+        self._tasks = [asyncio.create_task(self._run(number)) for number in range(clients)]
+
+    async def _run(self, number: int) -> None:
+        turn = 0
+        while not self._is_over:
+            turn += 1
+            try:
+                answer = await self._fleet.chat(f"client {number}, turn {turn}", max_tokens=4)
+            except httpx.HTTPError as error:
+                self.errors.append(repr(error))
+                continue
+            self.answers[answer.status_code] += 1
+            if answer.status_code != 200:
+                self.errors.append(f"{answer.status_code}: {answer.text[:200]}")
+
+    async def further(self, count: int) -> None:
+        """Until so many more are answered."""
+        until = self.answers[200] + count
+        await wait_until(lambda: self.answers[200] >= until or bool(self.errors), "requests are answered", 60.0)
+
+    async def end(self) -> None:
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+async def test_a_picker_that_ends_and_comes_back_under_load_costs_no_request(fleet: Fleet, how: str) -> None:
+    load = Load(fleet)
+    await load.further(20)
+    first, second = fleet.pickers
+    for picker in (first, second):
+        if how == "killed":
+            picker.kill()
+        else:
+            await picker.stop()
+        await load.further(20)
+        await picker.start()
+
+        async def are_healthy() -> bool:
+            return await fleet.envoy.healthy_pickers() == 2
+
+        await wait_until(are_healthy, "Envoy has both again", 30.0)
+        await load.further(20)
+    await load.end()
+    assert load.errors == []
+    await wait_until(fleet.is_idle, "what a killed picker had reserved runs out", 60.0)
