@@ -20,6 +20,7 @@ import uvloop
 from redis.exceptions import ResponseError
 
 from tests.conftest import wait_until
+from tests.patience import within
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store.client import RedisClient
@@ -256,6 +257,25 @@ async def test_one_that_gives_up_takes_nobody_along() -> None:
             await late
         server.open[0].write(b"".join(echo(word) for word in (b"first", b"late", b"cancelled", b"last")))
         assert [await first, await last] == [[b"first"], [b"last"]]
+        assert server.opened == 1
+        await client.close()
+
+
+async def test_each_question_has_its_own_deadline_whatever_those_of_others_are() -> None:
+    """One timer serves all of them: it is set forward for an earlier deadline, and again for the next."""
+    async with fake() as server:
+        client = server.client()
+        server.said = lambda word: b""
+        first = asyncio.ensure_future(ask(client, b"first"))
+        late = [asyncio.ensure_future(ask(client, b"late", seconds=seconds)) for seconds in (0.3, 0.05, 0.2)]
+        async with within(20):
+            found = await asyncio.gather(*late, return_exceptions=True)
+        assert list(map(type, found)) == [TimeoutError] * 3
+        with pytest.raises(TimeoutError):
+            await ask(client, b"later", seconds=0.05)
+        assert not first.done()
+        server.open[0].write(b"".join(echo(word) for word in (b"first", b"late", b"late", b"late", b"later")))
+        assert await first == [b"first"]
         assert server.opened == 1
         await client.close()
 
