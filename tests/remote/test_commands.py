@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.live import Live, start
-from tests.patience import patient
+from tests.patience import within
 from tests.ports import unused_port
 from waymark import cli
 from waymark.domain.hashing import extend, token_bytes
@@ -53,7 +53,7 @@ async def run(live: Live | None, *words: str, stdin: str = "", **environ: str) -
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={"PATH": "/usr/bin:/bin", "COLUMNS": "160"} | url | environ,
     )  # fmt: skip
-    async with asyncio.timeout(patient(60)):
+    async with within(60):
         output, error = await process.communicate(stdin.encode())
     assert process.returncode is not None
     assert b"Traceback" not in error

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.live import start
-from tests.patience import patient
+from tests.patience import patient, within
 from waymark.console.screen import Grid
 from waymark.remote.top import SORTS, View
 
@@ -114,7 +114,7 @@ async def test_it_draws_on_a_small_terminal_and_ends_with_q(redis_url: str, tmp_
             assert b"\x1b[?1049h" in drawn, "it has a screen of its own"
             os.write(ours, b"q")
             await asyncio.to_thread(read_until, ours, b"\x1b[?1049l")
-            async with asyncio.timeout(patient(20)):
+            async with within(20):
                 assert await process.wait() == 0
         finally:
             if process.returncode is None:
