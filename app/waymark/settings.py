@@ -268,6 +268,8 @@ class Settings(BaseSettings):
     """How many blocks per stream may wait for a parent that has not arrived yet."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
     """From how many blocks per second an ingest worker removes dead holders."""
+    pool_hashes_max: int = Field(1_000_000, ge=1_000, le=10**9)
+    """How many engine hashes of a model are kept where a pool names blocks by them; the oldest tenth goes first."""
     max_entries: Annotated[int, AfterValidator(_zero_or_hundred)] = Field(0, ge=0, le=10**9)
     """How many blocks a model of a tenant may have, from 100 on; the oldest blocks end first; 0 means no bound."""
     entry_ttl_seconds: int = Field(0, ge=0, le=_DAY)

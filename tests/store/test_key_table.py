@@ -18,11 +18,14 @@ from tests.store.flow import swept
 from tests.store.key_table import README, KeyTable, Row, facts
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace
+from waymark.domain.known import Spot
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
+from waymark.domain.rows import Place
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
 from waymark.store.client import RedisClient, Reply
 from waymark.store.discovery import DiscoveryState
+from waymark.store.hashes import Reported
 from waymark.store.leases import Grant
 from waymark.store.lua import SCRIPTS
 from waymark.store.records import Facts
@@ -117,6 +120,9 @@ async def publish_and_unregister(stream: Stream) -> None:
     await stream.apply(removed(gpu, BLOCKS[8:], seq=6))
     await select(store, redis)
     await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), 600_000)
+    blocks = [Reported(hash_, Spot(Place(HEAD), ns, 3, hash_)) for hash_ in range(1, 120) for ns in (0, NS)]
+    for _ in range(12):
+        await store.hashes.keep(grant.group_id, blocks, 1000)
     await store.entries.note(grant, {gpu: 3, disk: 2}, 4)
     await store.entries.note(other.grant, {shared: 5}, 4)
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))

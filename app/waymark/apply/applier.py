@@ -32,17 +32,20 @@ from waymark.apply.portions import portions_of
 from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
 from waymark.domain.generations import Bounds
+from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
 from waymark.domain.parts import Commit, Part
 from waymark.domain.plan import Plan
 from waymark.domain.resolver import Resolver
+from waymark.domain.rows import Place
 from waymark.domain.slices import Slices
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.activity import Kind, about
 from waymark.store.entries import GroupEntries
+from waymark.store.hashes import Reported
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.records import Begin, Facts, StreamState
 from waymark.store.scripts import Verdict
@@ -85,9 +88,13 @@ class Applier:
         metrics: Metrics,
         counters: Counter[str],
         *,
+        pool_hashes_max: int = 0,
         is_patient: bool = True,
     ) -> None:
         self._is_patient = is_patient
+        self.has_pool = False
+        """The group has a pool, and this publisher is an engine in front of it."""
+        self._pool_hashes_max = pool_hashes_max
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
@@ -162,6 +169,7 @@ class Applier:
             await self._end(unit, is_restart=False)
         if plan.begun:
             await self.begin(plan.begun)
+        await self._find_hashes(batches)
         parts = await self.slices.run(self._resolve(plan, fold))
         if any(part.place.is_single for part in parts):
             await self._keep_singles()
@@ -174,6 +182,7 @@ class Applier:
             await self._apply(portion, moves, None, {}, commit.before if commit else None)
             await self._keep_lease()
         await self._apply(last, moves, commit, event_ids, None)
+        await self._keep_hashes(parts)
         self._counts.applied(batches, parts, time.perf_counter() - began)
 
     def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[list[Part]]:
@@ -181,6 +190,26 @@ class Applier:
         for i, incoming in enumerate(fold):
             parts += yield from self.resolver.resolve(plan, i, incoming.seq, incoming.batch)
         return parts
+
+    async def _find_hashes(self, batches: Sequence[Batch]) -> None:
+        """Look up which blocks a pool's events mean: they name them by the hashes of the engines in front of it."""
+        hashes = self.resolver.hashes_to_find(batches)
+        self.resolver.reported = (
+            await self.answered(lambda: self._store.hashes.find(self.grant.group_id, hashes)) if hashes else {}
+        )
+
+    async def _keep_hashes(self, parts: Sequence[Part]) -> None:
+        """In a group with a pool, keep what the engine hashes of new blocks stand for."""
+        if not self.has_pool:
+            return
+        blocks = [
+            Reported(engine_hash, Spot(Place(part.place.head), part.namespace, depth, key))
+            for part in parts
+            if part.kind == "+" and not part.is_known and not part.is_identity and not part.place.is_single
+            for key, depth, engine_hash in zip(part.keys, part.depths, part.hashes, strict=True)
+        ]
+        if blocks:
+            await self.answered(lambda: self._store.hashes.keep(self.grant.group_id, blocks, self._pool_hashes_max))
 
     async def _keep_singles(self) -> None:
         """Mark the group as one with blocks of unknown depth, before the first such block is written."""
@@ -273,7 +302,7 @@ class Applier:
     async def _end(self, unit: Unit, *, is_restart: bool) -> None:
         await self._change(unit=str(unit), is_restart=is_restart, begin=[])
         self.counters["waiting_lost"] += self.resolver.end(unit)
-        self.counters["waiting"] = self.resolver.waiting.blocks
+        self.counters["waiting"] = self.resolver.waiting.blocks + len(self.resolver.objects)
         self.counters[MISSING] = self.resolver.unknown
 
     def miss(self, batches: int) -> None:
@@ -355,7 +384,9 @@ async def resumed(
     # Blocks that waited for their parents were only in the memory of the process before.
     counters["waiting_lost"] += counters["waiting"]
     counters["waiting"] = 0
-    applier = Applier(grant, store, resolver, metrics, counters, is_patient=is_patient)
+    applier = Applier(
+        grant, store, resolver, metrics, counters, pool_hashes_max=options.pool_hashes_max, is_patient=is_patient
+    )
     if state.is_damaged:
         log.warning("record of a stream is damaged", extra=fields(stream=str(grant.claim.registration.name)))
         await store.records.adopt(grant, state)

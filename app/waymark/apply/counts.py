@@ -88,9 +88,10 @@ class Counts:
         resolver.unresolved = 0
         counters["unsalted_events"] += resolver.unsalted
         resolver.unsalted = 0
-        dropped, self._waiting_dropped = resolver.waiting.dropped - self._waiting_dropped, resolver.waiting.dropped
+        all_dropped = resolver.waiting.dropped + resolver.objects.dropped
+        dropped, self._waiting_dropped = all_dropped - self._waiting_dropped, all_dropped
         counters["waiting_dropped"] += dropped
         metrics.waiting_dropped.inc(dropped)
         # In the record, so that a worker that takes over knows how many blocks are lost.
-        counters["waiting"] = resolver.waiting.blocks
+        counters["waiting"] = resolver.waiting.blocks + len(resolver.objects)
         counters[MISSING] = resolver.unknown

@@ -17,6 +17,7 @@ class ApplyOptions:
     hash_seed: int = 1337
     stream_blocks_max: int = 4_000_000
     waiting_blocks: int = 10_000
+    pool_hashes_max: int = 1_000_000
     max_entries: int = 0
     entry_ttl_seconds: int = 0
     medium_ttl: Mapping[str, int] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class ApplyOptions:
             hash_seed=settings.hash_seed,
             stream_blocks_max=settings.stream_blocks_max,
             waiting_blocks=settings.waiting_blocks,
+            pool_hashes_max=settings.pool_hashes_max,
             max_entries=settings.max_entries,
             entry_ttl_seconds=settings.entry_ttl_seconds,
             medium_ttl=settings.medium_ttl,

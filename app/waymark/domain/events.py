@@ -26,6 +26,8 @@ class Envelope:
     model_name: str | None
     block_size: int | None
     dp_rank: int | None
+    shard: str | None = None
+    """Of an object in a pool, whose hash is another engine's: which part of its block it is, as 16 hex digits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stor
 from waymark.domain.generations import Generations
 from waymark.domain.media import UNNAMED
 from waymark.domain.names import Holder, HolderName, Registration, Unit
+from waymark.domain.objects import SHARD, SHARDS_MAX
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.spaces import Spaces
 
@@ -56,6 +57,8 @@ class Planner:
         self.foreign_ranks = foreign_ranks
         self.epochs: Mapping[HolderName, int] = {}
         """Of the batch at hand, the generations that its stores go to, by lasting name."""
+        self.shards: set[str] = set()
+        """Those that stood in the keys of a pool, in this life; ``flags`` has them, too."""
         self.flags: set[str] = set()
         self.main_group: int | None = None
         self.spaces = Spaces(registration)
@@ -135,6 +138,10 @@ class Planner:
                 plan.begun[name] = self._holder(batch, event)
 
     def _learn(self, event: Stored) -> None:
+        shard = None if event.envelope is None else event.envelope.shard
+        if shard is not None and len(self.shards) < SHARDS_MAX and shard not in self.shards:
+            self.flags.add(SHARD + shard)
+            self.shards.add(shard)
         if event.salts or event.extras:
             self.flags.add(EXTRA_KEYS)
         if not event.tokens:

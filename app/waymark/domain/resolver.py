@@ -21,6 +21,7 @@ from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks, Spot
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
+from waymark.domain.objects import SHARD, WaitingObjects
 from waymark.domain.parts import Mode, Part, PartList
 from waymark.domain.placing import Placer
 from waymark.domain.plan import EXTRA_KEYS, UNTRUSTED, Plan, Planner
@@ -72,6 +73,9 @@ class Resolver:
         """About how many blocks the publisher has that are not known here, besides those of the waiting room."""
         self.unsalted = 0
         """Stores of releases that cannot tell a salt or an image: they may be taken for what they are not."""
+        self.objects = WaitingObjects(waiting_blocks)
+        self.reported: Mapping[int, Spot] = {}
+        """Of a pool: what the engines of the group have reported of the hashes that were looked up for this fold."""
         self.generations = Generations(bounds)
         self._holders_of: dict[HolderName, list[int]] = {}
         """The live holders of each lasting name, oldest first."""
@@ -83,7 +87,8 @@ class Resolver:
     @property
     def unknown(self) -> int:
         """About how many blocks the publisher has in this life that the index does not know."""
-        return self.missing + self.waiting.dropped_there + self.waiting.blocks - self.waiting.removed
+        waiting = self.waiting.blocks - self.waiting.removed + len(self.objects)
+        return self.missing + self.waiting.dropped_there + waiting
 
     @property
     def flags(self) -> set[str]:
@@ -113,6 +118,7 @@ class Resolver:
     ) -> None:
         """Take over a stream as its record has it."""
         self._planner.flags, self._planner.main_group = set(flags), main_group
+        self._planner.shards = {flag.removeprefix(SHARD) for flag in flags if flag.startswith(SHARD)}
         self.event_ids = dict(event_ids)
         for name, holder in sorted(holders.items(), key=lambda each: each[1]):
             self._begin(name, holder)
@@ -141,10 +147,11 @@ class Resolver:
             self._moved.pop(holder, None)
         if unit == "*":
             self._planner.flags.clear()
+            self._planner.shards.clear()
             self._planner.main_group = None
         if not self.holders:
             self.missing = self.waiting.dropped_there = 0
-        return self.waiting.clear(ended)
+        return self.waiting.clear(ended) + self.objects.end(ended)
 
     def over(self) -> list[tuple[HolderName, Reason | None]]:
         """The generations that are over, oldest first, with the reason; None for one without blocks."""
@@ -189,6 +196,17 @@ class Resolver:
             yield from self.memory.trim()
         self.placer.begin_fold()
         return (yield from self._planner.plan(batches, self.holders, self.event_ids, self.memory.blocks_of))
+
+    def hashes_to_find(self, batches: Sequence[Batch]) -> list[int]:
+        """The hashes of a pool that other engines may have reported, in a fold and of what waits."""
+        if self.registration.scope != "shared":
+            return []
+        hashes = dict.fromkeys(self.objects.some())
+        for batch in batches:
+            for event in batch.events:
+                if isinstance(event, Stored) and _is_reported_elsewhere(event):
+                    hashes.update(dict.fromkeys(event.engine_hashes))
+        return list(hashes)
 
     def name_of(self, batch: Batch, event: Event) -> HolderName:
         """The lasting name of the event's holder in this stream."""
@@ -236,6 +254,10 @@ class Resolver:
                 if units > SLICE_UNITS:
                     units = 0
                     yield
+        # What waited in a fold before comes after the events of this one's first batch.
+        for holder, engine_hash in [] if index else self.objects.found(self.holders.values(), self.reported):
+            self._find_object(parts, position, holder, engine_hash)
+            position += 1
         if self.placer.aliased:
             self.ignored["hash_stored_as_another_block"] += self.placer.aliased
             self.placer.aliased = 0
@@ -289,6 +311,13 @@ class Resolver:
         waiting = Waiting(event, self._planner.rank(batch, event), holder)
         if event.is_identity:
             self._identity(parts, position, holder, event)
+        elif self.registration.scope == "shared" and _is_reported_elsewhere(event):
+            shard = "" if event.envelope is None else event.envelope.shard or ""
+            for i, h in enumerate(event.engine_hashes):
+                if self.memory.held(holder, h) is None:
+                    self.objects.put(holder, h, shard)
+                    self._find_object(parts, position + i, holder, h)
+                    self.objects.trim()
         elif not event.tokens:
             self._placeholder(parts, position, waiting)
         elif len(event.tokens) > 4 * self.registration.block_size * len(event.engine_hashes):
@@ -411,6 +440,12 @@ class Resolver:
         for i, h in enumerate(waiting.event.engine_hashes):
             above = self._known(parts, position + i, waiting, h, self.memory.find(waiting.holder, h), above)
 
+    def _find_object(self, parts: PartList, position: int, holder: int, engine_hash: int) -> None:
+        """Store the block of a pool's object, if all of its shards are there and an engine has reported its hash."""
+        spot = self.memory.find(holder, engine_hash) or self.reported.get(engine_hash)
+        if spot is not None and self.objects.take(holder, engine_hash, self._planner.shards):
+            self.placer.block(parts, holder, position, engine_hash, spot, mode=self.mode(holder))
+
     def _known(
         self, parts: PartList, position: int, waiting: Waiting, engine_hash: int, spot: Spot | None, above: Spot | None
     ) -> Spot | None:
@@ -450,19 +485,29 @@ class Resolver:
     def _removed_from(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:
         """Remove blocks that one of ``holders`` has, the generations of one name."""
         newest = holders[-1]
-        if (
-            not self.waiting.blocks
-            and len(holders) == 1
-            and self.placer.take(parts, newest, position, event.engine_hashes)
-        ):
+        is_plain = not self.waiting.blocks and len(holders) == 1 and self.registration.scope != "shared"
+        if is_plain and self.placer.take(parts, newest, position, event.engine_hashes):
             return
         mode = self.mode(newest)
         for i, h in enumerate(event.engine_hashes):
             if self.waiting.blocks and any(self.waiting.remove(holder, h) for holder in holders):
                 continue
             holder = next((each for each in holders if self.memory.held(each, h) is not None), newest)
+            if self._object_removed(holder, event, h):
+                continue
             if not self.placer.remove(parts, holder, position + i, h, mode=mode) and not self.memory.gone(holder, h):
                 self._cannot_find(1)
+
+    def _object_removed(self, holder: int, event: Removed, engine_hash: int) -> bool:
+        """A shard of a pool's object has gone. Whether that is all: no block was indexed."""
+        shard = "" if event.envelope is None else event.envelope.shard or ""
+        if self.registration.scope != "shared" or event.is_identity:
+            return False
+        if self.memory.held(holder, engine_hash) is None:
+            return self.objects.remove(holder, engine_hash, shard)
+        self.objects.keep(holder, engine_hash, self._planner.shards - {shard})
+        self.objects.trim()
+        return False
 
     def _cleared(self, plan: Plan, i: int, j: int, batch: Batch, event: Cleared) -> None:
         """The plan has ended what this ends. Here only the event_id is left to be kept, for what follows."""
@@ -508,6 +553,11 @@ class Resolver:
             and not event.salts
             and not event.extras
         )
+
+
+def _is_reported_elsewhere(event: Stored) -> bool:
+    """Whether a pool's event names blocks only by hashes of the engines in front of it."""
+    return not event.tokens and not event.is_identity
 
 
 def _positions(event: Event) -> int:

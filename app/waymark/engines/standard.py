@@ -107,7 +107,7 @@ def read_event(event: Any) -> Event | Ignored:
     if kind not in ("stored", "removed", "cleared"):
         return Ignored.UNKNOWN_TYPE
 
-    envelope = _envelope(event)
+    envelope = read_envelope(event)
     adapter = _text(event, "lora_name")
     salt = _text(event, "additional_salt", secret=True)
     salts = (salt,) if salt else ()
@@ -149,7 +149,8 @@ def read_event(event: Any) -> Event | Ignored:
 # ---- fields ----------------------------------------------------------------------------------------
 
 
-def _envelope(event: Mapping[Any, Any]) -> Envelope:
+def read_envelope(event: Mapping[Any, Any]) -> Envelope:
+    """What an event says of its stream."""
     backend_id = _text(event, "backend_id")
     if backend_id is None:
         raise Rejected("bad_envelope", "backend_id is missing or empty", field="backend_id", reason="missing")

@@ -26,6 +26,8 @@ class Ignored(StrEnum):
     REMOTE = "remote_locality"
     UNKNOWN_TYPE = "unknown_type"
     BAD_RANK = "bad_rank"
+    UNKNOWN_KEY = "unknown_object_key"
+    OTHER_GROUP = "other_group"
 
 
 class Rejected(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from waymark.domain.names import PublisherName
@@ -141,7 +141,7 @@ class Poller:
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
         self._say_left(self._shares.left)
-        self._start(wanted, RegisteredRanks(claims), tasks)
+        self._start(wanted, RegisteredRanks(claims), _with_pool(staying), tasks)
         self._runner.forget_errors(name for name in wanted if name not in self.running or self.running[name].is_idle)
         self._gauges.saw(list(workers), [claim.registration for claim in staying])
 
@@ -210,17 +210,24 @@ class Poller:
             await asyncio.wait(stopping, timeout=_STOP_SECONDS)
         self.running = {name: running for name, running in self.running.items() if not running.is_done}
 
-    def _start(self, wanted: Mapping[PublisherName, Claim], ranks: RegisteredRanks, tasks: asyncio.TaskGroup) -> None:
+    def _start(
+        self,
+        wanted: Mapping[PublisherName, Claim],
+        ranks: RegisteredRanks,
+        with_pool: Container[int],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
         """Start the wanted streams that do not run, as far as the limit of streams allows.
 
         The streams that run learn which ranks are registered.
         """
         for name, claim in wanted.items():
             running = self.running.get(name)
+            has_pool = claim.group_id in with_pool and claim.registration.scope == "instance"
             if running is not None:
-                running.see(ranks.beside(name))
+                running.see(ranks.beside(name), has_pool=has_pool)
             elif len(self.running) < self._options.streams_max:
-                running = self.running[name] = Running(claim, ranks.beside(name))
+                running = self.running[name] = Running(claim, ranks.beside(name), has_pool=has_pool)
                 running.task = tasks.create_task(self._runner.run(running))
 
     def _say_left(self, left: int) -> None:
@@ -237,3 +244,12 @@ class Poller:
         """The streams that run, each with its resolver."""
         running = [each for each in self.running.values() if not each.is_done]
         return [(each.stream, each.resolver) for each in running if each.stream and each.resolver]
+
+
+def _with_pool(claims: Iterable[Claim]) -> set[int]:
+    """The groups with a pool that may name blocks by the hashes of the engines in front of it."""
+    return {
+        claim.group_id
+        for claim in claims
+        if claim.registration.scope == "shared" and claim.registration.endpoint is not None
+    }

@@ -45,6 +45,9 @@ class Running:
     task: asyncio.Task[None] | None = None
     stream: ServedStream | None = None
     resolver: Resolver | None = None
+    applier: Applier | None = None
+    has_pool: bool = False
+    """Its group has a pool that names blocks by the hashes of engines."""
 
     @property
     def is_done(self) -> bool:
@@ -55,11 +58,13 @@ class Running:
         """It has not reached its publisher yet."""
         return self.stream is None or self.stream.status is StreamStatus.PENDING
 
-    def see(self, foreign_ranks: frozenset[int]) -> None:
-        """Pass on which ranks of the instance have a stream of their own now."""
-        self.foreign_ranks = foreign_ranks
+    def see(self, foreign_ranks: frozenset[int], *, has_pool: bool = False) -> None:
+        """Pass on which ranks of the instance have a stream of their own now, and whether the group has a pool."""
+        self.foreign_ranks, self.has_pool = foreign_ranks, has_pool
         if self.resolver is not None:
             self.resolver.foreign_ranks = foreign_ranks
+        if self.applier is not None:
+            self.applier.has_pool = has_pool
 
 
 class StreamRunner:
@@ -129,7 +134,8 @@ class StreamRunner:
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
         options = self._options
-        running.resolver = applier.resolver
+        running.resolver, running.applier = applier.resolver, applier
+        applier.has_pool = running.has_pool
         if claim.registration.kind.traits.is_opaque:
             running.stream = PrefixStream(
                 applier,

@@ -72,6 +72,11 @@ def entries(group_id: int) -> str:
     return f"wm:{_tag(group_id)}:entries"
 
 
+def hashes(group_id: int, number: int | None = None) -> str:
+    """What engine hashes of a group stand for: a generation, or without ``number`` the number of the newest one."""
+    return f"wm:{_tag(group_id)}:{'hashes' if number is None else f'hash:{number}'}"
+
+
 def reservations(group_id: int) -> str:
     return f"wm:{_tag(group_id)}:reservations"
 

@@ -202,6 +202,11 @@ class Scripts:
         keys = [holders, record, lease, dead, load, entries]
         return await self._run("end_publisher", keys, [publisher, token, version])
 
+    async def keep_hashes(
+        self, hashes: str, newest: str, oldest: str, number: int, most: int, milliseconds: int, entry: Sequence[Arg]
+    ) -> Outcome:
+        return await self._run("keep_hashes", [hashes, newest, oldest], [number, most, milliseconds, *entry])
+
     async def note_entries(
         self, entries: str, record: str, publisher: int, token: str, max: int, milliseconds: int, cut: Arg, value: str
     ) -> Outcome:

@@ -19,6 +19,7 @@ from waymark.store.discovery import DiscoveryLease
 from waymark.store.entries import Entries
 from waymark.store.fleet_counts import FleetCounts
 from waymark.store.gauges import EngineGauges
+from waymark.store.hashes import Hashes
 from waymark.store.health import HealthWatch
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
@@ -85,6 +86,7 @@ class Store:
         self.reservations = Reservations(client, self.scripts, self.begin)
         self.entries = Entries(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)
+        self.hashes = Hashes(client, self.scripts)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)
         self.prefixes = Prefixes(client, self.scripts)

@@ -1,0 +1,82 @@
+"""Objects of a pool whose blocks are not indexed yet: a shard is missing, or no engine has reported the hash.
+
+A block is there when all of its shards are: as many as different ones stood in the keys of that pool so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
+
+SHARD = "shard:"
+"""Flags of this life that begin so name the shards that stood in its keys."""
+SHARDS_MAX = 1024
+"""Further ones are taken for none."""
+FIND_MAX = 512
+"""Hashes that wait and are looked up with one fold."""
+
+
+class WaitingObjects:
+    """Bounded: the objects that have waited longest are dropped."""
+
+    def __init__(self, objects_max: int) -> None:
+        self._objects_max = objects_max
+        self._shards: dict[tuple[int, int], set[str]] = {}
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def put(self, holder: int, engine_hash: int, shard: str) -> None:
+        self._shards.setdefault((holder, engine_hash), set()).add(shard)
+
+    def trim(self) -> None:
+        """Drop what is too many, after each object that did not find its block at once."""
+        while len(self._shards) > self._objects_max:
+            del self._shards[next(iter(self._shards))]
+            self.dropped += 1
+
+    def keep(self, holder: int, engine_hash: int, shards: Collection[str]) -> None:
+        """These shards are left of a block that was whole."""
+        for shard in shards:
+            self.put(holder, engine_hash, shard)
+
+    def take(self, holder: int, engine_hash: int, shards: Collection[str]) -> bool:
+        """Whether all shards of a block are there; then it does not wait any more."""
+        if not self.is_whole(holder, engine_hash, shards):
+            return False
+        del self._shards[holder, engine_hash]
+        return True
+
+    def is_whole(self, holder: int, engine_hash: int, shards: Collection[str]) -> bool:
+        found = self._shards.get((holder, engine_hash))
+        return found is not None and found.issuperset(shards)
+
+    def remove(self, holder: int, engine_hash: int, shard: str) -> bool:
+        """Whether a shard of this block waited."""
+        found = self._shards.get((holder, engine_hash))
+        if found is None or shard not in found:
+            return False
+        found.discard(shard)
+        if not found:
+            del self._shards[holder, engine_hash]
+        return True
+
+    def some(self) -> list[int]:
+        """Hashes to look up again; other ones with each call."""
+        names = list(islice(self._shards, FIND_MAX))
+        if len(self._shards) > FIND_MAX:
+            for name in names:  # the next call begins behind them
+                self._shards[name] = self._shards.pop(name)
+        return [engine_hash for _, engine_hash in names]
+
+    def found(self, holders: Iterable[int], reported: Mapping[int, object]) -> list[tuple[int, int]]:
+        """Those that wait and have been reported meanwhile, as holder and engine hash."""
+        names = [(holder, engine_hash) for holder in holders for engine_hash in reported]
+        return [name for name in names if name in self._shards]
+
+    def end(self, holders: Collection[int]) -> int:
+        """Forget what waits for these holders; how many."""
+        before = len(self._shards)
+        self._shards = {name: shards for name, shards in self._shards.items() if name[0] not in holders}
+        return before - len(self._shards)

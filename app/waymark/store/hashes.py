@@ -1,0 +1,95 @@
+"""Which blocks the engine hashes of a group stand for, as its engines have reported them.
+
+It is kept only in groups with a pool, whose events name blocks by the hashes of other engines. Entries are in ten
+generations, each a hash of Redis: when the newest one is full, the oldest one goes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from waymark.domain.keys import pack
+from waymark.domain.known import Spot
+from waymark.domain.rows import DEPTHS, Place
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.scripts import Arg, Scripts
+
+GENERATIONS: Final = 10
+#: Entries in one call, less than 1 ms of Redis.
+_CALL_ENTRIES: Final = 512
+#: What nobody writes to any more goes after a week, such as that of a group whose pool was unregistered.
+_KEEP_MS: Final = 7 * 86_400_000
+_BLOCK: Final = re.compile(rb"([0-9a-f]{16})([0-9a-v])([0-9a-f]{16})([0-9a-f]{16})?")
+
+
+class Reported(NamedTuple):
+    """A block that an engine has."""
+
+    engine_hash: int
+    spot: Spot
+
+
+class Hashes:
+    """The index by engine hash of all groups."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def keep(self, group_id: int, blocks: Sequence[Reported], hashes_max: int) -> None:
+        """Keep blocks, at most about ``hashes_max`` of the group."""
+        number = await self._newest(group_id)
+        for start in range(0, len(blocks), _CALL_ENTRIES):
+            entries: list[Arg] = []
+            for block in blocks[start : start + _CALL_ENTRIES]:
+                entries += (pack([block.engine_hash]), _encoded(block.spot))
+            while True:
+                outcome = await self._scripts.keep_hashes(
+                    keys.hashes(group_id),
+                    keys.hashes(group_id, number),
+                    keys.hashes(group_id, number + 1 - GENERATIONS),
+                    number,
+                    max(1, hashes_max // GENERATIONS),
+                    _KEEP_MS,
+                    entries,
+                )
+                number = outcome.numbers[0]
+                if outcome.is_applied:
+                    break
+
+    async def find(self, group_id: int, engine_hashes: Sequence[int]) -> dict[int, Spot]:
+        """The blocks of those hashes that have been reported."""
+        if not engine_hashes:
+            return {}
+        newest = await self._newest(group_id)
+        numbers = range(max(0, newest + 1 - GENERATIONS), newest + 1)
+        fields = [pack([each]) for each in engine_hashes]
+        found: dict[int, Spot] = {}
+        replies = await self._client.several([("HMGET", keys.hashes(group_id, number), *fields) for number in numbers])
+        for values in replies:  # the newest last
+            for engine_hash, value in zip(engine_hashes, values, strict=True):
+                spot = None if value is None else _decoded(value)
+                if spot is not None:
+                    found[engine_hash] = spot
+        return found
+
+    async def _newest(self, group_id: int) -> int:
+        (found,) = await self._client.several([("GET", keys.hashes(group_id))])
+        return int(found) if found and found.isdigit() and len(found) < 16 else 0
+
+
+def _encoded(spot: Spot) -> bytes:
+    namespace = b"%016x" % spot.namespace if spot.namespace else b""
+    return b"%016x%c%016x%b" % (spot.key, DEPTHS[spot.depth], spot.place.head, namespace)
+
+
+def _decoded(value: bytes) -> Spot | None:
+    """None for a value that no release writes."""
+    found = _BLOCK.fullmatch(value)
+    if found is None:
+        return None
+    key, depth, head, namespace = found.groups()
+    return Spot(Place(int(head, 16)), int(namespace or b"0", 16), DEPTHS.index(depth), int(key, 16))
