@@ -67,19 +67,22 @@ redis-server:
 nginx:
 	@sh scripts/nginx.sh
 
-# Editable, so that a change of the code needs no new install; a change of pyproject.toml does.
-$(VENV)/.installed: pyproject.toml | $(VENV)/.made
+# What the C module is built from.
+NATIVE := $(wildcard native/*.c native/*.h)
+
+# Editable, so that a change of Python needs no new install; a change of pyproject.toml or of C does.
+$(VENV)/.installed: pyproject.toml $(NATIVE) | $(VENV)/.made
 	@echo 'installing Waymark into $(VENV)'
 	@$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.made
+$(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(VENV)/.made
 	@echo 'installing Waymark and what its tests need into $(VENV)'
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install --quiet --editable '.[demo]' --group dev
 	@touch $@ $(VENV)/.installed
 
-$(VENV)-conformance/.installed: pyproject.toml
+$(VENV)-conformance/.installed: pyproject.toml $(NATIVE)
 	@python="$$(sh scripts/python.sh)" && "$$python" -m venv --clear $(VENV)-conformance
 	@echo 'installing Waymark and dynamo.indexer into $(VENV)-conformance'
 	@echo '*' >$(VENV)-conformance/.gitignore

@@ -73,7 +73,6 @@ typedef struct {
     const unsigned char *medium_at; /* its name in the payload */
     uint64_t medium_size;
     PyObject *zero, *nothing; /* 0 and () */
-    int zero_is_unknown;
 } Batch;
 
 /* Where the fields of an event are; NULL where it does not have them. */
@@ -214,7 +213,7 @@ static PyObject *hashes_as_tuple(const uint64_t *hashes, size_t count)
     return found;
 }
 
-/* The parent of a store: a hash that is none of its own, or None. */
+/* The parent of a store: a hash that is none of its own, or None. What 0 means depends on the engine. */
 static Outcome read_parent(const Batch *batch, const Event *event, const uint64_t *hashes, size_t count, PyObject **found)
 {
     Reader inside;
@@ -224,7 +223,7 @@ static Outcome read_parent(const Batch *batch, const Event *event, const uint64_
         *found = Py_NewRef(Py_None);
         return READ;
     }
-    if (!as_hash(&value, &parent) || (batch->zero_is_unknown && value.kind == INTEGER && parent == 0))
+    if (!as_hash(&value, &parent) || (value.kind == INTEGER && parent == 0))
         return UNUSUAL;
     for (size_t i = 0; i < count; i++)
         if (hashes[i] == parent)
@@ -562,21 +561,19 @@ static int intern_names(const char *const *names, PyObject **attributes, int cou
     return 1;
 }
 
-/* read_batch(payload: bytes, events_max: int, stored: type, removed: type, cleared, medium, zero_is_unknown: bool)
+/* read_batch(payload: bytes, events_max: int, stored: type, removed: type, cleared, medium)
  *     -> tuple[float | int | None, list, float | int | None, int] | None
  *
  * The batch `[ts, events, rank?]`: ts, the events, the rank, and how many events are not plain. Instead of such a one
  * stands where it is in the payload, (start, end). None where the batch itself is not plain, or has more than
- * `events_max` events. `medium` turns the name of a medium, or None, into ours; None for one that is not a name. With
- * `zero_is_unknown` a parent of 0 is not plain.
+ * `events_max` events. `medium` turns the name of a medium, or None, into ours; None for one that is not a name.
  */
 PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Input payload;
-    if (!has_arguments("read_batch", nargs, 7))
+    if (!has_arguments("read_batch", nargs, 6))
         return NULL;
     const Py_ssize_t events_max = PyLong_AsSsize_t(args[1]);
-    const int zero_is_unknown = PyObject_IsTrue(args[6]);
     if (PyErr_Occurred())
         return NULL;
     if (!PyType_Check(args[2]) || !PyType_Check(args[3]) || events_max < 0)
@@ -594,7 +591,6 @@ PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         .medium_of = args[5],
         .zero = PyLong_FromLong(0),
         .nothing = PyTuple_New(0),
-        .zero_is_unknown = zero_is_unknown,
     };
     PyObject *answer = batch.zero == NULL || batch.nothing == NULL ? NULL : read_payload(&batch, events_max);
     Py_XDECREF(batch.medium);

@@ -67,3 +67,11 @@ def test_with_a_compiler_the_module_is_in_the_wheel_and_the_checkout_is_as_befor
     assert wheel.name.endswith("-py3-none-any.whl") != has_module
     if has_module and HAS_LIMITED_API:
         assert "-cp311-abi3-" in wheel.name, "one wheel for every CPython from 3.11 on"
+
+
+@pytest.mark.parametrize("stamp", [".installed", ".installed-dev"])
+def test_make_installs_again_after_a_change_of_the_c(stamp: str) -> None:
+    for path in sorted((ROOT / "native").iterdir()):
+        command = ["make", "--dry-run", f"--what-if=native/{path.name}", f".venv/{stamp}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60), check=True)
+        assert "pip install --quiet --editable" in done.stdout, path.name

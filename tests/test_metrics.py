@@ -43,6 +43,7 @@ EXPORTED = [
     "waymark_epp_requests_total{outcome}",
     "waymark_epp_streams",
     "waymark_epp_streams_cut_total{reason}",
+    "waymark_event_memory_bytes",
     "waymark_events_ignored_total{reason}",
     "waymark_events_total{type}",
     "waymark_fetch_duration_seconds",

@@ -72,12 +72,12 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
         (b"", ()),
     ),
     "read_batch": (
-        *((payload, 99, Stored, Removed, Cleared(), normal_medium, True) for payload in BATCHES),
-        (BATCHES[0], 99, Stored, Removed, Cleared(), (lambda _: None), False),
-        (BATCHES[0], 99, Stored, Removed, Cleared(), 5, False),
-        (BATCHES[0], -1, Stored, Removed, Cleared(), normal_medium, False),
-        (BATCHES[0], 99, 5, Removed, Cleared(), normal_medium, False),
-        ("", 99, Stored, Removed, Cleared(), normal_medium, False),
+        *((payload, 99, Stored, Removed, Cleared(), normal_medium) for payload in BATCHES),
+        (BATCHES[0], 99, Stored, Removed, Cleared(), (lambda _: None)),
+        (BATCHES[0], 99, Stored, Removed, Cleared(), 5),
+        (BATCHES[0], -1, Stored, Removed, Cleared(), normal_medium),
+        (BATCHES[0], 99, 5, Removed, Cleared(), normal_medium),
+        ("", 99, Stored, Removed, Cleared(), normal_medium),
     ),
 }
 

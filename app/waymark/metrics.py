@@ -58,6 +58,7 @@ class Metrics:
     query_looked_up_blocks = counter("How many blocks queries looked up, in Redis or in the cache of hot rows.")
     hot_block_hits = counter("How many rows were found in the cache of hot rows.")
     hot_block_bytes = gauge("How many bytes the cache of hot rows holds.")
+    event_memory_bytes = gauge("How many bytes of publishers' blocks are remembered between requests of POST /events.")
     answer_cache_hits = counter("How many answers came from the answer cache.")
     answer_cache_bytes = gauge("How many bytes the answer cache holds.")
     text_cache_hits = counter(

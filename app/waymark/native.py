@@ -43,7 +43,6 @@ class Loops(Protocol):
         removed: type,
         cleared: object,
         medium: Callable[[str | None], str | None],
-        zero_is_unknown: bool,
         /,
     ) -> tuple[Number, list[Any], Number, int] | None: ...
 

@@ -190,6 +190,8 @@ class Settings(BaseSettings):
     """How long a replica keeps a row of the index that many holders share; 0 disables this cache."""
     hot_block_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """How many bytes of such rows a replica keeps at most."""
+    event_memory_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
+    """How many bytes of publishers' blocks a replica remembers between requests of `POST /events`; 0 disables it."""
     answer_cache_bytes: int = Field(8 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """The size of the answer cache of a replica, which reuses an answer for the same blocks; 0 disables it."""
     text_cache_bytes: int = Field(1 * _MIB, ge=0, le=64 * 1024 * _MIB)

@@ -11,6 +11,7 @@ from tests.api.conftest import MakeClient
 from waymark.apply.kept import KeptMemories
 from waymark.domain.hashing import extend, token_bytes
 from waymark.errors import StoreUnavailable
+from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.index import Index
 from waymark.store.store import Store
@@ -191,18 +192,20 @@ async def test_memories_are_bounded_in_bytes(
 ) -> None:
     made: list[KeptMemories] = []
     begin = KeptMemories.__init__
+    metrics = Metrics()
 
-    def begun(self: KeptMemories, store: Store, bytes_max: int = 0) -> None:
-        begin(self, store, 20_000)
+    def begun(self: KeptMemories, store: Store, bytes_max: int, metrics: Metrics) -> None:
+        begin(self, store, bytes_max, metrics)
         made.append(self)
 
     monkeypatch.setattr(KeptMemories, "__init__", begun)
-    client = await make_client(memory_store)
+    client = await make_client(memory_store, metrics=metrics, event_memory_bytes=20_000)
     for i in range(40):
         await register(client, f"pool-{i}")
         assert await store_one(client, 1, f"pool-{i}") == 200
         (kept,) = made
         assert kept.bytes <= 20_000
+        assert metrics.registry.get_sample_value("waymark_event_memory_bytes") == kept.bytes
     assert 0 < len(kept) < 40
     kept.clear()
     assert (len(kept), kept.bytes) == (0, 0)

@@ -109,6 +109,7 @@ ELSEWHERE = {
         "tests/serving/test_edge.py",
         "test_fields_behind_a_body_are_dropped_and_counted",
     ),
+    "waymark_event_memory_bytes": ("tests/api/test_kept.py", "test_memories_are_bounded_in_bytes"),
     "waymark_hot_block_bytes": ("tests/store/test_row_reader.py", HOT),
     "waymark_hot_block_hits_total": ("tests/store/test_row_reader.py", HOT),
     "waymark_publishers_refused": (

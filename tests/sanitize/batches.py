@@ -127,7 +127,7 @@ def _fields(event: list[Any]) -> tuple[dict[str, Any], int]:
 
 
 def _event(
-    event: object, stored: Callable[..., Any], removed: Callable[..., Any], cleared: object, medium: Any, zero: bool
+    event: object, stored: Callable[..., Any], removed: Callable[..., Any], cleared: object, medium: Any
 ) -> object:
     _require(isinstance(event, list))
     assert isinstance(event, list)
@@ -144,7 +144,7 @@ def _event(
         _require(all(value is None for name, value in named.items() if name not in [*REMOVED, "type"]))
     else:
         above = named.get("parent_block_hash")
-        _require(not (zero and type(above) is int and above == 0))
+        _require(not (type(above) is int and above == 0))
         parent = None if above is None else _hash(above)
         _require(parent not in hashes)
         tokens = [] if named.get("token_ids") is None else named["token_ids"]
@@ -197,7 +197,6 @@ def read_batch(
     removed: Callable[..., Any],
     cleared: object,
     medium: Any,
-    zero_is_unknown: bool,
 ) -> object:
     if not isinstance(payload, bytes):
         raise TypeError
@@ -215,7 +214,7 @@ def read_batch(
             start = at
             event, at = _value(payload, at)
             try:
-                found.append(_event(event, stored, removed, cleared, medium, bool(zero_is_unknown)))
+                found.append(_event(event, stored, removed, cleared, medium))
             except NotPlain:
                 found.append((start, at))
                 others += 1

@@ -362,11 +362,11 @@ TARGETS: dict[str, Target] = {
     ),
     "read_batch": Target(
         batches.read_batch,
-        [(each, 99, Stored, Removed, Cleared(), medium_of, zero) for each in batches.BATCHES for zero in (0, 1)],
+        [(each, 99, Stored, Removed, Cleared(), medium_of) for each in batches.BATCHES],
         batches.WORDS,
         {1: [*COUNTS]},
         # The program's own; only what is unpacked comes from an engine.
-        frozenset({2, 3, 4, 5, 6}),
+        frozenset({2, 3, 4, 5}),
     ),
     "KnownBlocks": Target(
         known, [(bytes(range(256)),), (CONTENT[:1024],), (CONTENT[5:2000],)], [bytes(4)], use=use_known

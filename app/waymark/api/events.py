@@ -57,7 +57,7 @@ class Events:
         self._settings = settings
         self._options = ApplyOptions.of(settings)
         self._metrics = metrics
-        self._kept = store.incarnation.cache(KeptMemories(store))
+        self._kept = store.incarnation.cache(KeptMemories(store, settings.event_memory_bytes, metrics))
 
     async def events(self, body: Body) -> Answer:
         """Apply one event or a list, up to the first gap. Nothing is applied where one of them does not fit."""

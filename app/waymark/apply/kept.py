@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
 
 from waymark.domain.held import HeldBlocks
 from waymark.domain.resolver import Resolver
+from waymark.metrics import Metrics
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
 from waymark.store.records import StreamState
 from waymark.store.store import Store
-
-#: Of all memories of a process, in bytes: some 1.5 million blocks.
-KEPT_BYTES_MAX: Final = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +32,12 @@ class _Kept:
 class KeptMemories:
     """Memories by publisher, at most ``bytes_max`` together; the least recently used one goes first."""
 
-    def __init__(self, store: Store, bytes_max: int = KEPT_BYTES_MAX) -> None:
+    def __init__(self, store: Store, bytes_max: int, metrics: Metrics) -> None:
         self._store = store
         self._bytes_max = bytes_max
         self._kept: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
         self.bytes = 0
+        metrics.event_memory_bytes.set_function(lambda: self.bytes)
 
     def __len__(self) -> int:
         return len(self._kept)

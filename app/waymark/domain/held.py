@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from waymark.domain.known import Group, KnownBlocks, Piece, Places, Spot, new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED
 from waymark.domain.rows import SAME_HASH, Place
 from waymark.domain.slices import Slices
 
-__all__ = ["FULL_MAX", "GONE_MAX", "HASHES_MAX", "BlockMemory", "FullPlaces", "HeldBlocks", "Left", "Spot"]
+__all__ = ["FULL_MAX", "GONE_MAX", "HASHES_MAX", "FullPlaces", "HeldBlocks", "Left", "Spot"]
 
 GONE_MAX = 32_768
 """Hashes that are gone, of one rank. At least half as many are remembered: the last ones."""
@@ -40,61 +40,6 @@ class Left(NamedTuple):
     """A copy is left."""
     engine_hash: int
     """The one in the block's entry."""
-
-
-class BlockMemory(Protocol):
-    """The shape of a stream's memory.
-
-    A holder belongs to a rank. A block of a holder has one place, one or more engine hashes (the first is the one in
-    its entry), and a number of copies.
-    """
-
-    full: FullPlaces
-    blocks: int
-    """Of all live holders."""
-
-    @property
-    def is_over(self) -> bool: ...
-    def trim(self) -> Slices[None]: ...
-    def begin(self, holder: int, dp_rank: int) -> None: ...
-    def end(self, holder: int) -> None: ...
-    def find(self, holder: int, engine_hash: int) -> Spot | None: ...
-    def held(self, holder: int, engine_hash: int) -> Spot | None: ...
-    def held_block(self, holder: int, key: int) -> Spot | None: ...
-    def are_new(self, holder: int, engine_hashes: Sequence[int], keys: Sequence[int]) -> bool: ...
-    def store(
-        self,
-        holder: int,
-        place: Place,
-        namespace: int,
-        keys: Sequence[int],
-        depths: Sequence[int],
-        hashes: Sequence[int],
-    ) -> None: ...
-    def extend(
-        self,
-        holder: int,
-        parent: int | None,
-        engine_hashes: Sequence[int],
-        tokens: bytes,
-        block_size: int,
-        seed: int,
-        namespace: int,
-        piece_blocks: int,
-    ) -> list[Piece] | None: ...
-    def take(self, holder: int, engine_hashes: Sequence[int]) -> list[Group] | None: ...
-    def is_crowded(self, holder: int, engine_hash: int, key: int) -> bool: ...
-    def store_again(self, holder: int, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]: ...
-    def remove(self, holder: int, engine_hash: int, *, counts: bool) -> Left | None: ...
-    def leave(self, holder: int, engine_hash: int, *, counts: bool) -> Left: ...
-    def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None: ...
-    def gone(self, holder: int, engine_hash: int) -> Spot | None: ...
-    def tell(self, holder: int, key: int) -> bytes: ...
-    def restore(self, holder: int, key: int, copies: int, told: Sequence[int]) -> None: ...
-    def copies_of(self, holder: int, key: int) -> tuple[int, list[int]] | None: ...
-    def carry(self, holder: int, key: int, copies: int, hashes: Iterable[int], *, counts: bool) -> bytes: ...
-    def move(self, holder: int, key: int, place: Place, *, is_single: bool) -> None: ...
-    def blocks_of(self, holder: int) -> int: ...
 
 
 class FullPlaces:
@@ -190,7 +135,11 @@ class _Gone:
 
 
 class HeldBlocks:
-    """Engine hashes of one stream. Ranks do not share hashes; media of one rank do."""
+    """The memory of one stream. Ranks do not share hashes; media of one rank do.
+
+    A holder belongs to a rank. A block of a holder has one place, one or more engine hashes (the first is the one in
+    its entry), and a number of copies.
+    """
 
     def __init__(self, gone_max: int = GONE_MAX) -> None:
         self.full = FullPlaces()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from waymark.domain.held import BlockMemory
+from waymark.domain.held import HeldBlocks
 from waymark.domain.parts import STEP, Part
 from waymark.domain.rows import Place
 from waymark.errors import RecordDamaged
@@ -21,7 +21,7 @@ REFUSALS_MAX = 65_536
 class Moves:
     """The blocks of one fold that are not where they were planned."""
 
-    def __init__(self, memory: BlockMemory) -> None:
+    def __init__(self, memory: HeldBlocks) -> None:
         self._memory = memory
         self._moved: dict[tuple[int, int], list[tuple[tuple[int, int], Place]]] = {}
         """By holder and key, where the block is from which seq and position on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from waymark.domain.held import BlockMemory, Spot
+from waymark.domain.held import HeldBlocks, Spot
 from waymark.domain.parts import STEP, Mode, PartList
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, Place
 from waymark.domain.waves import Waves
@@ -18,7 +18,7 @@ from waymark.domain.waves import Waves
 class Placer:
     """The places of one stream's blocks. Positions count the hashes of a batch, from 1."""
 
-    def __init__(self, memory: BlockMemory, shards: int, piece_blocks: int = PIECE_BLOCKS) -> None:
+    def __init__(self, memory: HeldBlocks, shards: int, piece_blocks: int = PIECE_BLOCKS) -> None:
         self.memory = memory
         self.aliased = 0
         """Hashes that came to mean another block."""

@@ -109,8 +109,6 @@ class View:
                 self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
         self._presences: dict[bytes, Presence] = {}
         self._remembered_ids = 0
-        self.has_junk = False
-        """A value had words that are no holder ids."""
 
     @property
     def size(self) -> int:
@@ -132,7 +130,6 @@ class View:
         ranks: dict[tuple[int, int], set[str]] = {}
         pool: set[str] = set()
         ids = holder_ids(value)
-        self.has_junk = self.has_junk or len(ids) != value.count(b" ") + 1
         for holder in ids:
             place = self._places.get(holder)
             if place is None:

@@ -36,5 +36,5 @@ def read(payload: bytes, events_max: int) -> PlainBatch | None:
     loops = native.selected
     if loops is None:
         return None
-    found = loops.read_batch(payload, events_max, Stored, Removed, _CLEARED, normal_medium, True)
+    found = loops.read_batch(payload, events_max, Stored, Removed, _CLEARED, normal_medium)
     return None if found is None else PlainBatch(*found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from waymark.domain.held import BlockMemory
+from waymark.domain.held import HeldBlocks
 from waymark.domain.rows import SAME_HASH, Entry, Place, Row, parse, parse_entry, parse_field
 from waymark.store import keys
 from waymark.store.client import RedisClient
@@ -33,7 +33,7 @@ class Takeover:
         self._client = client
         self._parser = parser or RecordParser()
 
-    async def fill(self, grant: Grant, holders: dict[int, int], memory: BlockMemory) -> Counted:
+    async def fill(self, grant: Grant, holders: dict[int, int], memory: HeldBlocks) -> Counted:
         """Fill an empty memory with the blocks of ``holders`` (id to rank). Raises StoreUnavailable.
 
         A value that cannot be parsed counts for no holder; the parser counts and logs it.
@@ -56,7 +56,7 @@ class Takeover:
         engines = [keys.engine(grant.group_id, shard, holder) for shard in shards for holder in holders]
         return await self._client.several([("HGET", engine, "applied") for engine in engines]) if engines else []
 
-    async def _fill_from(self, grant: Grant, shard: int, holder: int, memory: BlockMemory) -> tuple[int, int] | None:
+    async def _fill_from(self, grant: Grant, shard: int, holder: int, memory: HeldBlocks) -> tuple[int, int] | None:
         engine = keys.engine(grant.group_id, shard, holder)
         mark: tuple[int, int] | None = None
         several: dict[int, tuple[int, list[int]]] = {}
@@ -92,7 +92,7 @@ class Takeover:
         return mark
 
     async def _fill_rows(
-        self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, Entry]], memory: BlockMemory
+        self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, Entry]], memory: HeldBlocks
     ) -> list[_Block]:
         """Remember the blocks of these entries; those whose engine hash seems to be that of another one are returned.
 
@@ -126,7 +126,7 @@ class Takeover:
         return late
 
 
-def _restore(memory: BlockMemory, holder: int, several: dict[int, tuple[int, list[int]]]) -> None:
+def _restore(memory: HeldBlocks, holder: int, several: dict[int, tuple[int, list[int]]]) -> None:
     for key, (copies, told) in several.items():
         if memory.held_block(holder, key) is not None:
             memory.restore(holder, key, copies, told)
