@@ -149,7 +149,7 @@ async def session(seed: int, findings: Findings, python: str) -> None:
     kind = KINDS[seed % len(KINDS)]
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
-        theirs = await stack.enter_async_context(dynamo(directory, python))
+        theirs = await stack.enter_async_context(dynamo(directory, python, "dynamo.indexer"))
         ours = await stack.enter_async_context(waymark(directory))
         pair = Pair(theirs, ours, findings, seed)
         ranks = [

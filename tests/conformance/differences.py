@@ -309,7 +309,7 @@ CASES: Sequence[Case] = (
 async def play(case: Case, directory: Path, python: str) -> tuple[Any, Any]:
     """What each answers at the end of the case's history."""
     async with AsyncExitStack() as stack:
-        theirs = await stack.enter_async_context(dynamo(directory, python))
+        theirs = await stack.enter_async_context(dynamo(directory, python, "dynamo.indexer"))
         ours = await stack.enter_async_context(waymark(directory))
         replay = "tcp://127.0.0.1:0" if case.has_replay else None
         publisher = SimulatedPublisher("tcp://127.0.0.1:0", replay, encoder=Encoder(case.dialect))

@@ -15,14 +15,13 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.conformance.services import process, until_up, unused_port, waymark
+from tests.conformance.services import dynamo, waymark
 from waymark.simulator import Encoder, PrefixCache, Prompt, SimulatedEngine, SimulatedPublisher
 
 BLOCK_SIZE = 4
@@ -127,18 +126,6 @@ def _sorted(value: Any) -> Any:
     return {name: _sorted(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
-@asynccontextmanager
-async def select_service(directory: Path, python: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a fresh ``dynamo.select_service``."""
-    port, log = unused_port(), directory / "select_service.log"
-    async with (
-        process(log, python, "-m", "dynamo.select_service", "--port", str(port)) as running,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False) as client,
-    ):
-        await until_up(client, "/health", running, log)
-        yield client
-
-
 async def play(client: httpx.AsyncClient) -> list[Any]:
     """Every answer of one of the two; its engines are its own."""
     async with AsyncExitStack() as stack:
@@ -177,7 +164,7 @@ async def _device_blocks(client: httpx.AsyncClient) -> int:
 
 async def _both(python: str) -> tuple[list[Any], list[Any]]:
     with tempfile.TemporaryDirectory(prefix="wm-") as name:
-        async with select_service(Path(name), python) as client:
+        async with dynamo(Path(name), python, "dynamo.select_service") as client:
             theirs = await play(client)
         async with waymark(Path(name)) as client:
             ours = await play(client)

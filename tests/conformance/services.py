@@ -1,4 +1,4 @@
-"""The two that are compared, as processes: ``dynamo.indexer`` as released, and Waymark over a real Redis."""
+"""The two that are compared, as processes: a service of Dynamo as released, and Waymark over a real Redis."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def _text(log: Path) -> str:
 
 
 @asynccontextmanager
-async def dynamo(directory: Path, python: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a fresh ``dynamo.indexer``."""
-    port, log = unused_port(), directory / "dynamo.log"
+async def dynamo(directory: Path, python: str, module: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a fresh ``dynamo.indexer`` or ``dynamo.select_service``."""
+    port, log = unused_port(), directory / f"{module}.log"
     async with (
-        process(log, python, "-m", "dynamo.indexer", "--port", str(port)) as running,
+        process(log, python, "-m", module, "--port", str(port)) as running,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False) as client,
     ):
         await until_up(client, "/health", running, log)

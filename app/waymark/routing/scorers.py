@@ -209,7 +209,7 @@ _SCORERS = (
     Scorer("lmetric-scorer", "1 for the least `new blocks * (active + 1)`", _lmetric),
     Scorer(
         "predicted-latency-scorer",
-        "1 for the shortest predicted time to the first token, from the times that /release reported",
+        "1 for the shortest predicted time to the first token; Waymark predicts none yet, so it is null",
         _predicted_latency,
     ),
     Scorer("kv-cache-utilization-scorer", "free share of the KV cache", _kv_cache, needs_gauges=True),
