@@ -99,6 +99,15 @@ class Metrics:
     activity_clients = gauge("How many clients follow the activity.")
     activity_dropped = counter("How many entries of the activity were dropped while Redis was unavailable.")
 
+    # ---- the response cache of a gateway
+    response_cache_requests = counter("How many requests the response cache was asked for, by result.", "result")
+    response_cache_entries = gauge("How many answers the response cache holds.")
+    response_cache_size_bytes = gauge("How many bytes the response cache holds.")
+    response_cache_evictions = counter("How many answers left the response cache because it was full.")
+    response_cache_hit_rate = gauge(
+        "Which share of the requests that could be a hit was one, since the start.", over="max"
+    )
+
     # ---- what publishers send
     frames = counter("How many frames were received, live or by replay.")
     frame_bytes = counter("How many bytes of payload were received, live or by replay.")

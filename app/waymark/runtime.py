@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 
 from waymark import native
-from waymark.api.application import create_app, create_probes
+from waymark.api.application import create_app, create_gateway_admin, create_probes
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.registrations import registration_of
 from waymark.apply.options import ApplyOptions
@@ -36,6 +36,7 @@ from waymark.endpoints import AllowedEndpoints
 from waymark.errors import SettingsError, StoreUnavailable
 from waymark.gateway.application import Gateway
 from waymark.gateway.engines import GivenEngines
+from waymark.gateway.response_cache import ResponseCache
 from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
@@ -247,7 +248,9 @@ async def run(
         app = create_app(store, settings, metrics, tokenizers, asker, stop)
     gateway = None
     if has_gateway:
-        app = gateway = Gateway(store, settings, metrics, tokenizers, app)
+        cache = ResponseCache.of(settings, metrics)
+        others = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
+        app = gateway = Gateway(store, settings, metrics, tokenizers, others, cache)
     server = http_server(
         app, bounds, metrics, shutdown_seconds=settings.gateway_drain_seconds if has_gateway else _SHUTDOWN_SECONDS
     )

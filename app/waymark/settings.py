@@ -342,6 +342,20 @@ class Settings(BaseSettings):
     """How long an engine may pause within an answer before the gateway ends the answer."""
     gateway_drain_seconds: int = Field(30, ge=1, le=3600)
     """How long requests to a gateway may take to end after SIGTERM."""
+    cache_control_injection: bool = False
+    """Whether a gateway marks the system prompt of `/v1/messages` with `cache_control`, if no block of it has one."""
+    response_cache: Annotated[Literal["off", "memory"], BeforeValidator(_lower)] = "off"
+    """Whether a gateway answers a request that it has answered before, with `temperature` 0 or absent, by itself."""
+    response_cache_entries: int = Field(1000, ge=1, le=10_000_000)
+    """How many answers a gateway keeps."""
+    response_cache_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
+    """How many bytes of answers a gateway keeps."""
+    response_cache_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
+    """How long an answer is kept."""
+    response_cache_response_bytes: int = Field(_MIB, ge=1, le=1024 * _MIB)
+    """The largest answer that is kept, in bytes."""
+    response_cache_stream_bytes: int = Field(10 * _MIB, ge=1, le=1024 * _MIB)
+    """The largest stream that is kept, in bytes."""
     profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
     """Whether a gateway sends a request to one engine, or its prefill to another one; `auto` is as the policy says."""
     epp_port: int = Field(9002, ge=1, le=65535)

@@ -173,7 +173,8 @@ def settings_text() -> str:
     """The settings as comments for ``values.yaml``, each with its sentence and its default."""
     lines = []
     for setting in in_config():
-        default = '""' if setting.default == "none" else setting.default
+        # YAML reads a bare off as false.
+        default = {"none": '""', "off": '"off"'}.get(setting.default, setting.default)
         lines += [f"#   # {setting.sentence}", f"#   {setting.variable}: {default}"]
     return "\n".join(lines) + "\n"
 

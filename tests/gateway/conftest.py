@@ -13,12 +13,13 @@ import pytest
 from aiohttp import web
 
 from tests.patience import patient
-from tests.serving.wire import answer, connections, served
+from tests.serving.wire import connections, served
+from waymark.api.application import create_gateway_admin
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import Registration
 from waymark.domain.targets import Target
-from waymark.gateway.application import Gateway, Receive, Scope
-from waymark.gateway.proxy import Send
+from waymark.gateway.application import Gateway
+from waymark.gateway.response_cache import ResponseCache
 from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
 from waymark.settings import Settings
@@ -75,12 +76,10 @@ class Running:
         """Requests under way, by the loads of all engines."""
         return sum(load.requests for load in await self.loads())
 
-    @property
-    def first_contents(self) -> float:
-        """Requests whose first content has arrived."""
-        found = self.metrics.registry.get_sample_value("waymark_ttft_seconds_count")
-        assert found is not None
-        return found
+    def value(self, name: str, **labels: str) -> float:
+        """A sample of the metrics; ``name`` is without ``waymark_``."""
+        found = self.metrics.registry.get_sample_value(f"waymark_{name}", labels)
+        return 0.0 if found is None else found
 
     @property
     def asked(self) -> list[int]:
@@ -118,7 +117,9 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
                 await store.registry.register(registration(engine.url, number))
             tokenizers = Tokenizers.of(settings, metrics, fallback=fallback)
             stack.push_async_callback(tokenizers.close)
-            gateway = Gateway(store, settings, metrics, tokenizers, _others)
+            cache = ResponseCache.of(settings, metrics)
+            admin = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
+            gateway = Gateway(store, settings, metrics, tokenizers, admin, cache)
             stack.push_async_callback(gateway.close)
             port = await stack.enter_async_context(served(gateway, protocol(connections(metrics))))
             client = await stack.enter_async_context(
@@ -162,10 +163,6 @@ async def _engine() -> AsyncIterator[Engine]:
         yield engine
     finally:
         await runner.cleanup()
-
-
-async def _others(scope: Scope, receive: Receive, send: Send) -> None:
-    await answer(send, 418, b"other")
 
 
 async def events(request: web.Request, *pieces: bytes, until: asyncio.Event | None = None) -> web.StreamResponse:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import wait_until
+from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
 from waymark.domain.targets import Target
 from waymark.errors import SettingsError
@@ -140,7 +141,10 @@ async def test_paths_that_are_none(start: Start) -> None:
     running = await start(1)
     assert (await running.client.get("/v1/chat/completions")).status_code == 405
     assert (await running.client.post("/v1/audio/speech", json={})).json()["error"]["code"] == "not_found"
-    assert (await running.client.get("/health")).text == "other"
+    assert (await running.client.get("/health")).json() == {"status": "ok"}
+    assert (await running.client.get("/ready")).json() == {"status": "ready"}
+    # Nothing of a gateway registers anything.
+    assert (await running.client.post("/register", json={})).status_code == 404
 
 
 async def test_models_are_those_of_the_engines(start: Start) -> None:
@@ -187,7 +191,7 @@ async def test_without_a_tokenizer_equal_beginnings_go_to_the_same_engine(start:
             places.setdefault(f"question {n}", set()).add(answer.headers["x-decoder-host-port"])
     assert all(len(found) == 1 for found in places.values())
     assert len(set.union(*places.values())) > 1
-    assert running.metrics.gateway_untokenized.labels(reason="no_tokenizer").value == 32
+    assert running.value("gateway_untokenized_total", reason="no_tokenizer") == 32
 
 
 async def test_a_session_stays_at_its_engine(start: Start) -> None:
@@ -215,6 +219,27 @@ async def test_the_same_prompt_goes_where_it_was(start: Start) -> None:
         await wait_until(is_free, "nothing is reserved", 10)
         again = await running.post({"model": "demo", "prompt": [*prompt, n]}, "/v1/completions")
         assert again.headers["x-decoder-host-port"] == first.headers["x-decoder-host-port"]
+
+
+async def test_requests_go_on_where_redis_came_back_empty_or_does_not_answer(start: Start) -> None:
+    with redis_server() as server:
+        await server.start()
+        running = await start(2, redis_url=server.url, redis_timeout_seconds=0.5, query_deadline_ms=300)
+        assert (await running.post()).status_code == 200
+        server.kill()
+        answers = [await running.post(chat(f"a {n}")) for n in range(8)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.headers["x-waymark-decision"] for answer in answers} == {"degraded"}
+        assert all(running.asked)
+        await server.start()
+
+        async def is_asked() -> bool:
+            return (await running.post({"model": "other"})).status_code == 404
+
+        await wait_until(is_asked, "Redis is back, and empty", 10)
+        answers = [await running.post(chat(f"b {n}")) for n in range(8)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert await running.store.directory.groups() == {}
 
 
 async def test_a_saturated_fleet_is_429_in_the_shape_of_the_path(start: Start) -> None:

@@ -99,7 +99,7 @@ async def test_a_stream_arrives_while_it_is_made(start: Start) -> None:
     async with running.client.stream("POST", "/v1/chat/completions", json=chat("a", stream=True)) as answer:
         pieces = answer.aiter_bytes()
         assert await anext(pieces) == DELTA
-        assert running.metrics.gateway_requests.value == 1
+        assert running.value("gateway_requests") == 1
         go_on.set()
         assert b"".join([piece async for piece in pieces]) == DONE
     await wait_until(free(running), "nothing is reserved", 10)
@@ -132,7 +132,7 @@ async def test_an_engine_without_a_listener_is_replaced_at_most_twice(start: Sta
         engine.handler = None
     answers = [await running.post(chat(f"hello {n}")) for n in range(40)]
     assert {answer.status_code for answer in answers} == {200}
-    assert running.metrics.gateway_retries.labels(reason="connect").value > 0
+    assert running.value("gateway_retries_total", reason="connect") > 0
 
 
 async def test_other_errors_of_an_engine_are_the_answer(start: Start) -> None:
@@ -169,7 +169,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(start: Start, p
     fields = json.loads(last.partition("data: ")[2])
     assert "broken off" in json.dumps(fields)
     assert last.startswith("event: error") == (path != "/v1/chat/completions")
-    assert running.metrics.gateway_interrupted.value == 1
+    assert running.value("gateway_interrupted_total") == 1
     await wait_until(free(running), "nothing is reserved", 10)
     assert sum(load.failed for load in await running.loads()) == 1
 
@@ -211,7 +211,7 @@ async def test_a_client_that_goes_away_ends_its_request_at_the_engine(start: Sta
     await wait_until(free(running), "nothing is reserved", 10)
     load = (await running.loads())[0]
     assert (load.failed, load.ok) == (0, 1)
-    assert running.metrics.gateway_requests.value == 0
+    assert running.value("gateway_requests") == 0
 
 
 @pytest.mark.parametrize(
@@ -263,9 +263,9 @@ async def test_prefill_ends_with_the_first_content(start: Start, path: str, befo
 
     await wait_until(lambda: running.asked == [1], "the engine has the request", 10)
     await wait_until(lambda: is_load(has_tokens="prompt" in prompt), "all of it is reserved", 10)
-    assert running.first_contents == 0
+    assert running.value("ttft_seconds_count") == 0
     goes.set()
-    await wait_until(lambda: running.first_contents == 1, "the first content was seen", 10)
+    await wait_until(lambda: running.value("ttft_seconds_count") == 1, "the first content was seen", 10)
     await wait_until(lambda: is_load(has_tokens=False), "its prefill is released", 10)
     ends.set()
     await asked

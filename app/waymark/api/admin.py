@@ -5,11 +5,12 @@ Counts of decisions are those of all replicas, up to a second ago.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from time import time
 from typing import Any
 
-from waymark.api.admin_schemas import ClearRequest
+from waymark.api.admin_schemas import ClearRequest, InvalidateRequest
 from waymark.api.bodies import Body
 from waymark.api.operations import Answer
 from waymark.api.views import publisher_states
@@ -24,12 +25,32 @@ _CONNECTED = frozenset({StreamStatus.ACTIVE, StreamStatus.REPLAYING, StreamStatu
 _SCORING = ("overlap_weight", "load_weight", "health_weight", "min_overlap_threshold")
 
 
+class ResponseCacheAdmin:
+    """Handlers of the paths about the response cache of a gateway, which ``stats`` describes and ``clear`` empties."""
+
+    def __init__(
+        self, stats: Callable[[], Mapping[str, Any]] | None = None, clear: Callable[[], int] | None = None
+    ) -> None:
+        """Without arguments: of a gateway whose cache is off."""
+        self._stats = stats
+        self._clear = clear
+
+    async def stats(self, _: Body) -> Answer:
+        return Answer({"enabled": False} if self._stats is None else dict(self._stats()))
+
+    async def invalidate(self, body: Body) -> Answer:
+        InvalidateRequest.of(body.fields)
+        cleared = 0 if self._clear is None else self._clear()
+        return Answer({"success": True, "action": "clear_all", "cleared_entries": cleared})
+
+
 class Admin:
     """Handlers of the paths under ``/admin``."""
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
         self._prefix_bytes = settings.prefix_bytes
+        self._injects_cache_control = settings.cache_control_injection
 
     async def prefix_routing_stats(self, body: Body) -> Answer:
         counts, seen = await self._store.counts.read()
@@ -43,7 +64,7 @@ class Admin:
                     "max_prefix_length": self._prefix_bytes,
                     "load_factor_epsilon": constants.number("load_factor_epsilon"),
                     "virtual_nodes": int(constants.number("virtual_nodes")),
-                    "anthropic_cache_control_injection": False,
+                    "anthropic_cache_control_injection": self._injects_cache_control,
                 },
                 "routing_decisions": {
                     "total": total,

@@ -17,6 +17,20 @@ class ClearRequest(Request):
     )
 
 
+class InvalidateRequest(Request):
+    """What is cleared from the response cache."""
+
+    clear_all: Literal[True] = Field(description="true: all answers are cleared")
+
+
+class InvalidateAnswer(BaseModel):
+    """What was cleared."""
+
+    success: bool
+    action: str
+    cleared_entries: int
+
+
 class ClearAnswer(BaseModel):
     """What was cleared."""
 

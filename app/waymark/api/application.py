@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from waymark.api import text_schemas as text_bodies
 from waymark.api.access import Access, Gate
 from waymark.api.access_log import AccessLog
 from waymark.api.activity import ActivityFeed
-from waymark.api.admin import Admin
+from waymark.api.admin import Admin, ResponseCacheAdmin
 from waymark.api.admission import AdmissionQueue
 from waymark.api.bodies import Format, encode
 from waymark.api.conductor import Conductor
@@ -128,6 +128,15 @@ _INDEX_CLEAR = Doc(
     admin_bodies.ClearRequest,
     admin_bodies.ClearAnswer,
     reach="filtered",
+)
+_CACHE_STATS = Doc(
+    "Returns what the response cache of this gateway holds, and how often it answered.", needs_redis=False
+)
+_CACHE_CLEAR = Doc(
+    "Clears the response cache of this gateway.",
+    admin_bodies.InvalidateRequest,
+    admin_bodies.InvalidateAnswer,
+    needs_redis=False,
 )
 _REGISTER = Doc(
     "Registers a publisher, or all ranks of an engine by its URL, and subscribes to its events.",
@@ -469,5 +478,39 @@ def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlet
         routes=[
             Route(path, Operation("GET", path, handler, access="open", doc=doc, dependencies=dependencies))
             for path, handler, doc in table
+        ]
+    )
+
+
+def create_gateway_admin(
+    store: Store,
+    settings: Settings,
+    metrics: Metrics,
+    cache: tuple[Callable[[], Mapping[str, Any]], Callable[[], int]] | None = None,
+) -> Starlette:
+    """What a gateway answers in addition to its clients' paths: probes, and the admin paths.
+
+    ``cache`` are the functions that describe and empty its response cache; None: it is off.
+    """
+    token = None if settings.api_token is None else settings.api_token.get_secret_value()
+    tokens = None if settings.api_tokens_file is None else TokensFile(Path(settings.api_tokens_file))
+    gate = Gate(token, protect_reads=settings.protect_reads, tokens=tokens)
+    dependencies = _dependencies(settings, metrics, gate)
+    probes = Probes(store, metrics, StartupGate(store.directory, settings.min_initial_workers))
+    admin, answers = Admin(store, settings), ResponseCacheAdmin(*cache or ())
+    table: list[tuple[Method, str, Access, Handler, Doc]] = [
+        ("GET", "/health", "open", probes.health, _HEALTH),
+        ("GET", "/ready", "open", probes.ready, _READY),
+        ("GET", "/metrics", "read", probes.metrics, _METRICS),
+        ("GET", "/admin/prefix-routing/stats", "admin", admin.prefix_routing_stats, _PREFIX_STATS),
+        ("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, _INDEX_STATS),
+        ("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, _INDEX_BACKENDS),
+        ("GET", "/admin/response-cache/stats", "admin", answers.stats, _CACHE_STATS),
+        ("POST", "/admin/response-cache/invalidate", "write", answers.invalidate, _CACHE_CLEAR),
+    ]
+    return Starlette(
+        routes=[
+            Route(path, Operation(method, path, handler, access=access, doc=doc, dependencies=dependencies))
+            for method, path, access, handler, doc in table
         ]
     )

@@ -15,9 +15,10 @@ import orjson
 from waymark.errors import StoreUnavailable, WaymarkError
 from waymark.gateway.lifecycle import Lifecycle
 from waymark.gateway.placing import Placing
-from waymark.gateway.prompts import wanted_of
+from waymark.gateway.prompts import wanted_of, with_cache_control
 from waymark.gateway.proxy import Exchange, Message, Proxy, Send
-from waymark.gateway.security import Client, Keys, Limits
+from waymark.gateway.response_cache import ResponseCache
+from waymark.gateway.security import Client, Headers, Keys, Limits
 from waymark.gateway.shapes import PATHS, Api, Refusal, body_of, refusal_of
 from waymark.gateway.upstream import Upstream
 from waymark.metrics import Metrics
@@ -48,13 +49,21 @@ class Gateway:
     """``others`` answers the paths that are none of the gateway's: health, readiness, metrics, admin."""
 
     def __init__(
-        self, store: Store, settings: Settings, metrics: Metrics, tokenizers: Tokenizers, others: Application
+        self,
+        store: Store,
+        settings: Settings,
+        metrics: Metrics,
+        tokenizers: Tokenizers,
+        others: Application,
+        cache: ResponseCache | None = None,
     ) -> None:
         """Raises SettingsError where the keys or the policy cannot be used."""
         self._others = others
         self._metrics = metrics
         self._body_bytes_max = settings.max_body_bytes
         self._prefix_bytes = settings.prefix_bytes
+        self._injects_cache_control = settings.cache_control_injection
+        self._cache = cache
         self._keys = Keys.of(settings)
         self._limits = Limits(settings.gateway_key_requests, settings.gateway_key_tokens)
         selector = Selector(store, SelectionOptions.of(settings), metrics)
@@ -112,11 +121,20 @@ class Gateway:
 
     async def _exchange(self, client: Client, headers: Mapping[bytes, bytes], exchange: Exchange) -> None:
         wanted = wanted_of(exchange.api, exchange.body, prefix_bytes=self._prefix_bytes)
+        if self._injects_cache_control:
+            exchange.body = with_cache_control(wanted, exchange.body)
         with self._limits.request(client) as share:
             self._metrics.gateway_requests.inc()
-            try:
+
+            async def proceed(extra: Headers) -> None:
                 order = await self._placing.order(client, wanted, headers, share)
-                await self._proxy.pass_on(exchange, order)
+                await self._proxy.pass_on(exchange, order, extra)
+
+            try:
+                if self._cache is None:
+                    await proceed(())
+                else:
+                    await self._cache.serve(client, exchange, wanted, proceed)
             finally:
                 self._metrics.gateway_requests.dec()
 

@@ -12,6 +12,7 @@ import binascii
 import logging
 from collections.abc import Mapping
 from functools import partial
+from time import monotonic
 from typing import NamedTuple
 
 from waymark.domain.hashing import block_keys, namespace
@@ -41,6 +42,10 @@ log = logging.getLogger(__name__)
 SESSION = b"x-session-token"
 _STICKY = Chosen(PRESETS["sticky"], PRESETS["sticky"].values({}))
 _SESSION_BYTES_MAX = 2048
+_PLACED_MAX = 1024
+#: How long the engines of a model that Redis does not know any more are used: so long its workers need to register
+#: them again in a Redis that came back empty.
+_FORGOTTEN_SECONDS = 30.0
 
 
 class Order(NamedTuple):
@@ -80,6 +85,8 @@ class Placing:
         self._seed = settings.hash_seed
         self._max_tokens = settings.max_tokens
         self._profile: Profile | None = None if settings.profile == "auto" else settings.profile
+        self._placed: dict[GroupName, float] = {}
+        """When a group was last known to Redis."""
         self._served = store.incarnation.cache(
             ServedNames(store.directory, store.reader, store.begin, settings.query_deadline_ms / 1000)
         )
@@ -126,9 +133,9 @@ class Placing:
             self._gate.check_latched()
             selected = self._selector.select_without_redis(order.asked, taking)
         except NoTarget:
-            if not exclude:
-                await self._check_known(order)
-            raise
+            if not await self._is_forgotten(order):
+                raise
+            selected = self._selector.select_without_redis(order.asked, taking)
         reservations = tuple(selected.reservations)
         address = selected.target.candidate.address
         if address is None:
@@ -138,6 +145,7 @@ class Placing:
                 "with the URL that takes its requests"
             )
         if not selected.is_degraded:
+            self._remember(order.asked.group)
             reservations += await self._further(order, selected)
         return Placed(selected, address, reservations)
 
@@ -153,13 +161,28 @@ class Placing:
                     names.setdefault(adapter, each.model_name)
         return sorted(names.items())
 
-    async def _check_known(self, order: Order) -> None:
-        """Raise Refusal where nothing serves the model."""
-        if await self._selector.fleet(order.asked.group) is None:
-            raise Refusal(
-                404, f"the model {shown(order.wanted.model)} does not exist; GET /v1/models lists those that do",
-                "model_not_found", field="model",
-            )  # fmt: skip
+    async def _is_forgotten(self, order: Order) -> bool:
+        """Whether Redis has forgotten a model that was served a moment ago, as one does that came back empty.
+
+        Raises Refusal where nothing serves the model; StoreUnavailable is as good as a Redis that has forgotten it.
+        """
+        group = order.asked.group
+        try:
+            if await self._selector.fleet(group) is not None:
+                return False
+        except StoreUnavailable:
+            return True
+        if monotonic() - self._placed.get(group, float("-inf")) < _FORGOTTEN_SECONDS:
+            return True
+        raise Refusal(
+            404, f"the model {shown(order.wanted.model)} does not exist; GET /v1/models lists those that do",
+            "model_not_found", field="model",
+        )  # fmt: skip
+
+    def _remember(self, group: GroupName) -> None:
+        if group not in self._placed and len(self._placed) >= _PLACED_MAX:
+            self._placed.clear()
+        self._placed[group] = monotonic()
 
     async def _tokens(self, group: GroupName, wanted: Wanted) -> list[Tokens]:
         """The tokens of all prompts; none where one of them cannot be had."""

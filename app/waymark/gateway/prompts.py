@@ -69,6 +69,28 @@ def wanted_of(api: Api, body: bytes, *, prefix_bytes: int) -> Wanted:
     )
 
 
+def with_cache_control(wanted: Wanted, body: bytes) -> bytes:
+    """The body with a mark behind its system prompt, up to which Anthropic's API caches; as it is where it has one.
+
+    The mark is on the last text block: all blocks before it are cached with it, and a request may have four marks.
+    """
+    system = wanted.fields.get("system")
+    if wanted.api is not Api.MESSAGES or not system:
+        return body
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        return body
+    texts = [number for number, block in enumerate(blocks) if block.get("type") == "text"]
+    if not texts or any("cache_control" in block for block in blocks):
+        return body
+    last = texts[-1]
+    marked = [
+        block | {"cache_control": {"type": "ephemeral"}} if number == last else block
+        for number, block in enumerate(blocks)
+    ]
+    return orjson.dumps(wanted.fields | {"system": marked})
+
+
 def _messages(api: Api, fields: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
     """The messages of a body in OpenAI's form, and what stands before them."""
     if api is Api.RESPONSES:

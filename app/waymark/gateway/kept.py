@@ -1,0 +1,105 @@
+"""Answers that are worth keeping: how one is read while it goes to the client, and how it is sent again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+from waymark.gateway.proxy import Message, Send
+from waymark.gateway.shapes import Api
+
+#: Ways in which a model itself ends an answer. An aborted one is none of them.
+_FINISHED = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
+_FINISH = re.compile(rb'"finish_reason":\s*"(\w+)"')
+_ERROR = re.compile(rb'(?m)^(?:event: error$|data: \{"error")')
+_LAST: Mapping[Api, bytes] = {
+    Api.CHAT: b"data: [DONE]",
+    Api.COMPLETIONS: b"data: [DONE]",
+    Api.MESSAGES: b"event: message_stop",
+}
+_CONTENT_TYPE = b"content-type"
+
+
+class Kept(NamedTuple):
+    """A whole answer with status 200."""
+
+    content_type: bytes
+    body: bytes
+
+
+async def send_again(kept: Kept, send: Send) -> None:
+    """Answer a request with what an earlier one got."""
+    headers = [(_CONTENT_TYPE, kept.content_type), (b"x-cache", b"HIT")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": kept.body, "more_body": False})
+
+
+class Collector:
+    """Sends an answer on, and remembers it while it is short enough."""
+
+    def __init__(self, send: Send, api: Api, *, response_bytes: int, stream_bytes: int) -> None:
+        self._send = send
+        self._api = api
+        self._response_bytes = response_bytes
+        self._stream_bytes = stream_bytes
+        self._pieces: list[bytes] = []
+        self._left = 0
+        self._content_type = b""
+        self._is_whole = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = dict(message["headers"])
+            self._content_type = headers.get(_CONTENT_TYPE, b"")
+            is_plain = message["status"] == 200 and b"content-encoding" not in headers
+            bytes_max = self._stream_bytes if self._is_stream else self._response_bytes
+            self._left = bytes_max if is_plain else -1
+        elif self._left >= 0:
+            self._left -= len(message["body"])
+            if self._left < 0:
+                self._pieces.clear()
+            else:
+                self._pieces.append(message["body"])
+                self._is_whole = not message["more_body"]
+        await self._send(message)
+
+    @property
+    def _is_stream(self) -> bool:
+        return self._content_type.startswith(b"text/event-stream")
+
+    def kept(self) -> Kept | None:
+        """The answer; None where it is not whole, failed, is too long, or the model has not finished it."""
+        if not self._is_whole or self._left < 0:
+            return None
+        body = b"".join(self._pieces)
+        is_finished = self._is_stream_finished(body) if self._is_stream else _is_finished(self._api, body)
+        return Kept(self._content_type, body) if is_finished else None
+
+    def _is_stream_finished(self, body: bytes) -> bool:
+        last = body.rstrip().rsplit(b"\n\n", 1)[-1]
+        if not last.startswith(_LAST[self._api]) or _ERROR.search(body):
+            return False
+        if self._api is Api.MESSAGES:
+            return True
+        reasons = {reason.decode() for reason in _FINISH.findall(body)}
+        return bool(reasons) and reasons <= _FINISHED
+
+
+def _is_finished(api: Api, body: bytes) -> bool:
+    try:
+        fields: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    if not isinstance(fields, dict):
+        return False
+    if api is Api.MESSAGES:
+        return isinstance(fields.get("stop_reason"), str)
+    choices = fields.get("choices")
+    return (
+        isinstance(choices, list)
+        and bool(choices)
+        and all(isinstance(each, dict) and each.get("finish_reason") in _FINISHED for each in choices)
+    )

@@ -1,0 +1,167 @@
+"""The response cache: an answer to a request that was asked before is sent without any engine.
+
+Only one of several equal requests goes to an engine at a time; the others wait for its answer, and go themselves where
+it is none that is kept. What is kept is whole, has status 200, and was finished by the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from waymark.chat.cache_key import cache_key, is_cacheable
+from waymark.gateway.answers import MemoryAnswers
+from waymark.gateway.kept import Collector, Kept, send_again
+from waymark.gateway.prompts import Wanted
+from waymark.gateway.proxy import Exchange
+from waymark.gateway.security import Client, Headers
+from waymark.gateway.shapes import Api
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+
+Proceed = Callable[[Headers], Awaitable[None]]
+"""Has an engine answer, with further headers."""
+
+#: Answers of the others carry ids that belong to one request.
+_APIS = frozenset({Api.CHAT, Api.COMPLETIONS, Api.MESSAGES})
+#: Headers by which Anthropic's API changes its answers.
+_VERSIONS = (b"anthropic-version", b"anthropic-beta")
+#: How long a request waits for the same one that is under way.
+_FLIGHT_SECONDS = 60.0
+
+
+class ResponseCache:
+    """The answers of one gateway."""
+
+    def __init__(self, answers: MemoryAnswers, metrics: Metrics, *, response_bytes: int, stream_bytes: int) -> None:
+        self._answers = answers
+        self._metrics = metrics
+        self._response_bytes = response_bytes
+        self._stream_bytes = stream_bytes
+        self._under_way: dict[bytes, asyncio.Future[Kept | None]] = {}
+        self._results = {name: metrics.response_cache_requests.labels(result=name) for name in ("hit", "miss", "skip")}
+        metrics.response_cache_hit_rate.set_function(lambda: self.hit_rate)
+
+    @classmethod
+    def of(cls, settings: Settings, metrics: Metrics) -> ResponseCache | None:
+        """None where the cache is off."""
+        if settings.response_cache == "off":
+            return None
+        answers = MemoryAnswers(
+            settings.response_cache_entries,
+            settings.response_cache_bytes,
+            settings.response_cache_ttl_seconds,
+            metrics,
+        )
+        return cls(
+            answers,
+            metrics,
+            response_bytes=settings.response_cache_response_bytes,
+            stream_bytes=settings.response_cache_stream_bytes,
+        )
+
+    async def serve(self, client: Client, exchange: Exchange, wanted: Wanted, proceed: Proceed) -> None:
+        """Answer a request: with what is kept, or by ``proceed``, whose answer is kept where it may be."""
+        key = self._key(client, exchange, wanted)
+        if key is None:
+            self._results["skip"].inc()
+            await proceed([(b"x-cache", b"BYPASS")])
+            return
+        kept = await self._find(key)
+        if kept is not None:
+            self._results["hit"].inc()
+            exchange.status = 200
+            await send_again(kept, exchange.send)
+            return
+        self._results["miss"].inc()
+        await self._lead(key, exchange, proceed)
+
+    async def _find(self, key: bytes) -> Kept | None:
+        kept = self._answers.find(key)
+        flight = self._under_way.get(key)
+        if kept is None and flight is not None:
+            try:
+                async with asyncio.timeout(_FLIGHT_SECONDS):
+                    kept = await asyncio.shield(flight)
+            except TimeoutError:
+                return None
+        return kept
+
+    async def _lead(self, key: bytes, exchange: Exchange, proceed: Proceed) -> None:
+        """Have an engine answer; whoever asks the same meanwhile waits for it, unless somebody leads already."""
+        flight = None
+        if key not in self._under_way:
+            flight = self._under_way[key] = asyncio.get_running_loop().create_future()
+        collector = Collector(
+            exchange.send, exchange.api, response_bytes=self._response_bytes, stream_bytes=self._stream_bytes
+        )
+        exchange.send = collector
+        generation = self._answers.generation
+        kept = None
+        try:
+            await proceed([(b"x-cache", b"MISS")])
+            kept = collector.kept()
+            if kept is not None and generation == self._answers.generation:
+                self._answers.keep(key, kept)
+        finally:
+            if flight is not None:
+                del self._under_way[key]
+                flight.set_result(kept)
+
+    def _key(self, client: Client, exchange: Exchange, wanted: Wanted) -> bytes | None:
+        headers = dict(exchange.headers)
+        asks_anew = headers.get(b"cache-control", b"").lower() in (b"no-cache", b"no-store")
+        if wanted.api not in _APIS or asks_anew or not is_cacheable(wanted.fields):
+            return None
+        versions = [headers.get(name, b"").decode("latin-1") for name in _VERSIONS]
+        return cache_key(
+            exchange.path, client.tenant_id, wanted.fields, client.name, exchange.query.decode("latin-1"), *versions
+        )
+
+    # ---- for operators -----------------------------------------------------------------------------
+
+    @property
+    def operated(self) -> tuple[Callable[[], Mapping[str, Any]], Callable[[], int]]:
+        """What an operator may do with it: see its state, and clear it."""
+        return self.stats, self.clear
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits among the requests that could be one, 0 to 1."""
+        hits, misses = self._results["hit"].value, self._results["miss"].value
+        return hits / (hits + misses) if hits + misses else 0.0
+
+    def clear(self) -> int:
+        """Forget all answers; how many there were."""
+        return self._answers.clear()
+
+    def stats(self) -> Mapping[str, Any]:
+        """In the shape of Continuum Router."""
+        counts = {name: int(result.value) for name, result in self._results.items()}
+        answers = self._answers
+        return {
+            "enabled": True,
+            "backend_type": "memory",
+            "entries": len(answers),
+            "capacity": answers.entries_max,
+            "requests": counts | {"total": sum(counts.values())},
+            "hit_rate": f"{self.hit_rate:.4f}",
+            "evictions": int(self._metrics.response_cache_evictions.value),
+            "size_bytes": answers.bytes,
+            "config": {
+                "backend": "memory",
+                "ttl": duration(answers.ttl_seconds),
+                "capacity": answers.entries_max,
+                "max_response_size": self._response_bytes,
+                "max_stream_buffer_size": self._stream_bytes,
+            },
+        }
+
+
+def duration(seconds: int) -> str:
+    """As Continuum Router writes one, such as ``30m``."""
+    for unit, size in (("h", 3600), ("m", 60)):
+        if seconds % size == 0:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"

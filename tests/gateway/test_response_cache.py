@@ -1,0 +1,286 @@
+"""An answer is kept only where it is whole, and is sent again only to the same request of the same client."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from hashlib import sha256
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from tests.conftest import wait_until
+from tests.gateway.conftest import Running, Start, chat, events
+from waymark.chat.cache_key import cache_key, is_cacheable
+from waymark.gateway.answers import MemoryAnswers
+from waymark.gateway.kept import Kept
+from waymark.metrics import Metrics
+
+DELTA = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+LAST = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+MESSAGE = b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'
+STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+
+def answering(running: Running, finish: Any = "stop") -> None:
+    """Every engine answers, each time with another text."""
+    numbers = itertools.count()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        choice = {"index": 0, "message": {"content": f"answer {next(numbers)}"}, "finish_reason": finish}
+        return web.json_response({"choices": [choice], "stop_reason": finish, "content": [f"answer {next(numbers)}"]})
+
+    for engine in running.engines:
+        engine.handler = answer
+
+
+def streaming(running: Running, *pieces: bytes) -> None:
+    for engine in running.engines:
+        engine.handler = lambda request: events(request, *pieces)
+
+
+async def results(running: Running, *bodies: Any, path: str = "/v1/chat/completions", **more: Any) -> list[str]:
+    return [(await running.post(body, path, **more)).headers["x-cache"] for body in bodies]
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+async def test_an_equal_request_gets_the_same_answer(start: Start, path: str) -> None:
+    running = await start(2, response_cache="memory")
+    answering(running)
+    body = chat("a", prompt="a", temperature=0)
+    first, second = await running.post(body, path), await running.post({**body, "user": "b"}, path)
+    assert (first.headers["x-cache"], second.headers["x-cache"]) == ("MISS", "HIT")
+    assert first.content == second.content
+    assert first.headers["content-type"] == second.headers["content-type"]
+    assert sum(running.asked) == 1
+    stats = (await running.client.get("/admin/response-cache/stats")).json()
+    assert stats["requests"] == {"hit": 1, "miss": 1, "skip": 0, "total": 2}
+    assert (stats["hit_rate"], stats["entries"], stats["config"]["ttl"]) == ("0.5000", 1, "5m")
+    assert stats["size_bytes"] > len(first.content)
+    assert running.value("response_cache_hit_rate") == 0.5
+    assert running.value("response_cache_entries") == 1
+    assert running.value("response_cache_requests_total", result="hit") == 1
+    assert running.value("response_cache_size_bytes") == stats["size_bytes"]
+    cleared = await running.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
+    assert cleared.json() == {"success": True, "action": "clear_all", "cleared_entries": 1}
+    assert await results(running, body, path=path) == ["MISS"]
+    assert (await running.client.post("/admin/response-cache/invalidate", json={})).status_code == 400
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("path", "pieces"),
+    [("/v1/chat/completions", (DELTA, LAST, DONE)), ("/v1/messages", (MESSAGE, STOP))],
+)
+async def test_a_stream_is_sent_again_as_a_stream(start: Start, path: str, pieces: tuple[bytes, ...]) -> None:
+    running = await start(1, response_cache="memory")
+    streaming(running, *pieces)
+    body = chat("a", stream=True)
+    first, second = await running.post(body, path), await running.post(body, path)
+    assert (first.headers["x-cache"], second.headers["x-cache"]) == ("MISS", "HIT")
+    assert first.content == second.content == b"".join(pieces)
+    assert second.headers["content-type"] == "text/event-stream"
+    assert await results(running, chat("a"), path=path) == ["MISS"]
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_object"}},
+        {"stop": ["a"]},
+        {"n": 2},
+        {"seed": 1},
+        {"logit_bias": {"1": 2}},
+        {"max_tokens": 1},
+        {"top_p": 0.5},
+        {"made_up": None},
+        {"stream": True},
+    ],
+)
+async def test_any_other_field_makes_another_request(start: Start, change: dict[str, Any]) -> None:
+    running = await start(1, response_cache="memory")
+    answering(running)
+    assert await results(running, chat("a"), chat("a", **change), chat("a")) == ["MISS", "MISS", "HIT"]
+
+
+@pytest.mark.outside
+async def test_what_may_not_be_kept_passes_by(start: Start) -> None:
+    running = await start(1, response_cache="memory")
+    answering(running)
+    for body in (chat("a", temperature=0.1), chat("a", temperature="0"), chat("a", temperature=True)):
+        assert await results(running, body, body) == ["BYPASS", "BYPASS"]
+    for path in ("/v1/embeddings", "/v1/responses"):
+        assert await results(running, chat("a"), chat("a"), path=path) == ["BYPASS", "BYPASS"]
+    headers = {"cache-control": "no-cache"}
+    assert await results(running, chat("a"), headers=headers) == ["BYPASS"]
+    plain = await start(1)
+    assert "x-cache" not in (await plain.post()).headers
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (DELTA, DONE),
+        (DELTA, LAST),
+        (DELTA, b'data: {"error": {"message": "out of memory"}}\n\n', LAST, DONE),
+        (DELTA, LAST.replace(b"stop", b"abort"), DONE),
+        (DELTA * 100, LAST, DONE),
+    ],
+    ids=["unfinished", "without-an-end", "failed", "aborted", "too-long"],
+)
+async def test_a_stream_that_is_not_whole_is_not_kept(start: Start, pieces: tuple[bytes, ...]) -> None:
+    running = await start(1, response_cache="memory", response_cache_stream_bytes=1000)
+    streaming(running, *pieces)
+    body = chat("a", stream=True)
+    assert await results(running, body, body) == ["MISS", "MISS"]
+
+
+@pytest.mark.outside
+async def test_an_answer_that_failed_is_not_whole_or_too_long_is_not_kept(start: Start) -> None:
+    running = await start(1, response_cache="memory", response_cache_response_bytes=500)
+    for finish in (None, "abort", "x" * 600):
+        answering(running, finish)
+        body = chat(f"{finish}"[:9])
+        assert await results(running, body, body) == ["MISS", "MISS"]
+
+    async def rejects(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": [{"finish_reason": "stop"}]}, status=400)
+
+    running.engines[0].handler = rejects
+    assert await results(running, chat("a"), chat("a")) == ["MISS", "MISS"]
+
+
+@pytest.mark.outside
+async def test_clients_and_tenants_never_share(start: Start) -> None:
+    keys = tuple(f"{name}:{sha256(name.encode()).hexdigest()}" for name in ("one", "two"))
+    running = await start(1, response_cache="memory", gateway_keys=keys)
+    answering(running)
+    for name in ("one", "two"):
+        headers = {"x-api-key": name}
+        assert await results(running, chat("a"), chat("a"), headers=headers) == ["MISS", "HIT"]
+
+
+@pytest.mark.outside
+async def test_equal_requests_at_once_are_one_for_the_engines(start: Start) -> None:
+    running = await start(2, response_cache="memory")
+    go_on = asyncio.Event()
+    for engine in running.engines:
+        engine.handler = lambda request: events(request, DELTA, LAST, DONE, until=go_on)
+    asked = [asyncio.create_task(running.post(chat("a", stream=True))) for _ in range(8)]
+    await wait_until(lambda: running.value("gateway_requests") == 8, "all are under way", 10)
+    go_on.set()
+    answers = await asyncio.gather(*asked)
+    assert sum(running.asked) == 1
+    assert sorted(answer.headers["x-cache"] for answer in answers) == ["HIT"] * 7 + ["MISS"]
+
+
+@pytest.mark.outside
+async def test_others_ask_themselves_where_the_first_goes_away_or_fails(start: Start) -> None:
+    running = await start(1, response_cache="memory")
+    never = asyncio.Event()
+    running.engines[0].handler = lambda request: events(request, DELTA, DONE, until=never)
+    first = asyncio.create_task(running.post(chat("a", stream=True)))
+    await wait_until(lambda: running.asked == [1], "the first is under way", 10)
+    second = asyncio.create_task(running.post(chat("a", stream=True)))
+    await wait_until(lambda: running.value("gateway_requests") == 2, "the second waits", 10)
+    streaming(running, DELTA, LAST, DONE)
+    first.cancel()
+    answer: httpx.Response = await second
+    assert (answer.headers["x-cache"], running.asked) == ("MISS", [2])
+
+
+@pytest.mark.outside
+async def test_what_began_before_a_clearing_is_not_kept(start: Start) -> None:
+    running = await start(1, response_cache="memory")
+    go_on = asyncio.Event()
+    running.engines[0].handler = lambda request: events(request, DELTA, LAST, DONE, until=go_on)
+    body = chat("a", stream=True)
+    first = asyncio.create_task(running.post(body))
+    await wait_until(lambda: running.asked == [1], "the first is under way", 10)
+    await running.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
+    go_on.set()
+    await first
+    assert await results(running, body, body) == ["MISS", "HIT"]
+
+
+@pytest.mark.outside
+async def test_the_admin_paths_need_the_token(start: Start) -> None:
+    running = await start(1, api_token="secret")
+    for method, path in (("GET", "stats"), ("POST", "invalidate")):
+        answer = await running.client.request(method, f"/admin/response-cache/{path}", json={"clear_all": True})
+        assert answer.status_code == 401
+    answer = await running.client.get("/admin/response-cache/stats", headers={"authorization": "Bearer secret"})
+    assert answer.json() == {"enabled": False}
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("system", "wanted"),
+    [
+        ("a", [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]),
+        (
+            [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}],
+        ),
+        ([{"type": "text", "text": "a", "cache_control": {"type": "x"}}], None),
+        ([], None),
+        (3, None),
+        ([3], None),
+    ],
+)
+async def test_a_system_prompt_is_marked_for_anthropic_s_cache(start: Start, system: Any, wanted: Any) -> None:
+    running = await start(1, cache_control_injection=True)
+    body = chat("a", system=system)
+    sent = await running.post(body, "/v1/messages")
+    content = sent.request.content
+    (_, received), *_ = running.engines[0].asked
+    if wanted is None:
+        assert received == content
+    else:
+        assert await running.engines[0].asked[0][0].json() == body | {"system": wanted}
+    await running.post(body)
+    assert running.engines[0].asked[1][1] == content
+
+
+# ---- without a gateway -----------------------------------------------------------------------------
+
+
+def test_the_cache_has_a_bound_in_entries_and_in_bytes() -> None:
+    metrics, now = Metrics(), [0.0]
+    answers = MemoryAnswers(3, 4000, 10, metrics, clock=lambda: now[0])
+    for name in (b"a", b"b", b"c"):
+        answers.keep(name, Kept(b"", name))
+    assert answers.find(b"a") == Kept(b"", b"a")
+    answers.keep(b"d", Kept(b"", b"d"))  # b was used least recently
+    assert [answers.find(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+    answers.keep(b"e", Kept(b"", b"e" * 3000))
+    assert (len(answers), answers.bytes <= 4000) == (1, True)
+    answers.keep(b"f", Kept(b"", b"f" * 4000))
+    assert (answers.find(b"f"), len(answers)) == (None, 1)
+    assert metrics.registry.get_sample_value("waymark_response_cache_evictions_total") == 4
+    now[0] = 10.0
+    assert (answers.find(b"e"), len(answers), answers.bytes) == (None, 0, 0)
+
+
+@pytest.mark.parametrize(("temperature", "may"), [(None, True), (0, True), (0.0, True), (-0.0, True), (1, False)])
+def test_the_most_likely_answer_may_be_kept(temperature: Any, may: bool) -> None:
+    assert is_cacheable({"temperature": temperature}) == may
+    assert is_cacheable({}) is True
+
+
+def test_no_two_requests_share_a_key() -> None:
+    fields: list[dict[str, Any]] = [
+        {}, {"a": 1}, {"a": "1"}, {"a": 1.5}, {"a": True}, {"a": None}, {"a": [1]}, {"a": {"b": 1}}, {"b": {"a": 1}},
+        {"a": "\ud800"}, {"a": "?"}, {"temperature": 0},
+    ]  # fmt: skip
+    keys = {cache_key(path, tenant, each) for path in ("/a", "/b") for tenant in ("t", "u") for each in fields}
+    assert len(keys) == 4 * len(fields)
+    assert cache_key("/a", "t", {"user": "x", "a": 1}) == cache_key("/a", "t", {"a": 1, "temperature": None})
+    assert cache_key("/a", "t", {}, "x") != cache_key("/a", "t", {})
