@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOP = {"__main__", "cli", "demo", "registering", "runtime", "runtime_epp", "publishers_file"}
-LEAVES = {"errors", "instruments", "settings", "metrics", "logs", "native", "shown", "endpoints", "asker"}
+LEAVES = {"errors", "instruments", "settings", "metrics", "logs", "native", "shown", "endpoints", "asker", "protobuf"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
 
 # Part of waymark -> the other parts of it that it may import. The version in app/waymark/__init__.py is free for all.
@@ -61,7 +61,7 @@ LIBRARIES: dict[str, set[str]] = {
     "cryptography": {"epp.tls"},
     "envoy": {"epp"},
     "fakeredis": {"store"},
-    "google": {"tokenization.uds", "epp"},
+    "google": {"epp", "protobuf"},
     "grpc": {"tokenization.uds", "epp"},
     "grpc_health": {"epp"},
     "httptools": {"serving"},

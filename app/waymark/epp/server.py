@@ -15,6 +15,7 @@ from waymark.epp import messages, tls
 from waymark.epp.exchange import Cut, Exchange, Picker
 from waymark.epp.health import Health
 from waymark.epp.options import EppOptions
+from waymark.epp.scores import PodScores
 from waymark.errors import SettingsError
 from waymark.logs import fields
 
@@ -70,6 +71,7 @@ class EppServer:
         """What was really bound; 0: no port."""
         self._server = _new_server(options.streams_max)
         ext_proc.add_ExternalProcessorServicer_to_server(Processor(picker), self._server)
+        self._server.add_generic_rpc_handlers((PodScores(picker.selector, picker.tenant_id).handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._health_server = _new_server(_HEALTH_STREAMS_MAX)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)

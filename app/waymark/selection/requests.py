@@ -20,7 +20,7 @@ from waymark.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnava
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import Asked, Chosen, Prompt, PromptOf, Selected, Taking
+from waymark.selection.asked import Asked, Chosen, Prompt, PromptOf, Ranked, Selected, Taking
 from waymark.selection.selector import Selector
 from waymark.selection.served import ServedModel, ServedNames
 from waymark.selection.startup import StartupGate
@@ -32,6 +32,7 @@ from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
+_LEAST_WORK = Chosen(PRESETS["least-work"], PRESETS["least-work"].values({}))
 _STICKY = Chosen(PRESETS["sticky"], PRESETS["sticky"].values({}))
 
 
@@ -90,6 +91,19 @@ class RequestSelector:
             self._gate.check_latched()
             selected = self.selector.select_without_redis(asked, taking)
         return Routed(selected, served or ServedModel(named))
+
+    async def score(self, request: InferenceRequest, *, tenant_id: str = DEFAULT_TENANT) -> Ranked | None:
+        """How much of the prompt each target has; None for a model that nobody has registered.
+
+        It does not fail open: raises InvalidValue (``no_tokenizer`` where the model has no tokenizer),
+        TokenizerUnavailable, StoreUnavailable.
+        """
+        named = GroupName(tenant_id, request.model)
+        served = await self._served.of(named) or ServedModel(named)
+        if await self.selector.fleet(served.group) is None:
+            return None
+        prompt = await self._prompt(request, served)
+        return await self.selector.score(Asked(served.group, prompt, _LEAST_WORK))
 
     async def select_any(self, taking: Taking, *, tenant_id: str = DEFAULT_TENANT) -> Routed:
         """Take a target of any model, for a request that names none; raises as ``select``."""

@@ -10,21 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from waymark.chat.media import kind_of
 from waymark.chat.openai import as_message
 from waymark.domain.hashing import pack_tokens
 from waymark.domain.multimodal import Items, items_of
 from waymark.errors import InvalidValue, TokenizerUnavailable
+from waymark.protobuf import message_classes
 from waymark.tokenization.prompt import ChatPrompt, Made, Prompt
 
 PACKAGE = "tokenization"
 SERVICE = f"{PACKAGE}.TokenizationService"
 _ANSWER_BYTES_MAX = 32 * 2**20
 
-#: Message to its fields in the order of their numbers: ``type name``, with ``*`` for a list and ``?`` for an optional
-#: one; a bare number is the number of the next field.
 _MESSAGES = {
     "TokenizeRequest": "string input, string model_name, bool add_special_tokens",
     "TokenizeResponse": "uint32* input_ids, bool success, string error_message",
@@ -53,44 +51,8 @@ METHODS = {
     "InitializeTokenizer": ("InitializeTokenizerRequest", "InitializeTokenizerResponse"),
     "RenderChatCompletion": ("RenderChatCompletionRequest", "RenderChatCompletionResponse"),
 }
-_FIELD = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {
-    "string": _FIELD.TYPE_STRING,
-    "bool": _FIELD.TYPE_BOOL,
-    "uint32": _FIELD.TYPE_UINT32,
-    "int32": _FIELD.TYPE_INT32,
-}
 
-
-def _classes() -> dict[str, Any]:
-    """The messages' classes, in a pool of their own: another package may know the same interface."""
-    file = descriptor_pb2.FileDescriptorProto(name="waymark/tokenizer.proto", package=PACKAGE, syntax="proto3")
-    for name, text in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        number = 1
-        for word in text.split(", "):
-            if word.isdigit():
-                number = int(word)
-                continue
-            kind, _, field_name = word.partition(" ")
-            bare = kind.rstrip("*?")
-            field = message.field.add(name=field_name, number=number)
-            field.label = _FIELD.LABEL_REPEATED if kind.endswith("*") else _FIELD.LABEL_OPTIONAL
-            field.type = _SCALARS.get(bare, _FIELD.TYPE_MESSAGE)
-            if bare not in _SCALARS:
-                field.type_name = f".{PACKAGE}.{bare}"
-            if kind.endswith("?"):
-                field.proto3_optional, field.oneof_index = True, len(message.oneof_decl)
-                message.oneof_decl.add(name=f"_{field_name}")
-            number += 1
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in _MESSAGES
-    }
-
-
-CLASSES = _classes()
+CLASSES = message_classes("waymark/tokenizer.proto", PACKAGE, _MESSAGES)
 
 
 class UdsTokenizer:
