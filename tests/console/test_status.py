@@ -236,6 +236,17 @@ async def test_records_that_cannot_be_read_are_named_up_to_a_number(redis: Redis
     assert len(json.loads(await waymark("status", "--json"))["unreadable"]) == count
 
 
+@pytest.mark.parametrize("count", [0, 1, 11])
+async def test_problems_of_discovery_are_named_up_to_a_number(redis: Redis, waymark: Run, count: int) -> None:
+    problems = [f"pod serving/p{number}: it has no block_size" for number in range(count)]
+    state = json.dumps({"registered": 1, "waiting": count, "problems": problems})
+    await redis.set(keys.DISCOVERY, f"worker-1 {state}")
+    text = await waymark("status")
+    assert text.count("discovery: pod serving/p") == min(count, 10)
+    assert ("and 1 more problems of discovery; --json lists them" in text) is (count > 10)
+    assert json.loads(await waymark("status", "--json"))["discovery"]["problems"] == problems
+
+
 @pytest.mark.usefixtures("terminal")
 async def test_no_color_is_respected(streams: list[Stream], waymark: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")

@@ -55,6 +55,8 @@ class ApiServerStub:
         self.status = 200
         """Of every answer."""
         self.watch_status = 200
+        self.delay = 0.0
+        """Seconds before every answer."""
         self.body: bytes | None = None
         """Instead of a list."""
         self._queues: set[asyncio.Queue[bytes | None]] = set()
@@ -95,6 +97,7 @@ class ApiServerStub:
         self.tokens.append(request.headers.get("Authorization"))
         self.paths.add(request.path)
         query = dict(request.query)
+        await asyncio.sleep(self.delay)
         if self.status != 200:
             return web.Response(status=self.status)
         if query.get("watch"):

@@ -407,3 +407,18 @@ async def test_a_server_of_another_make_is_followed(store: Store, engine: Engine
             await until_named(store, "serving/a|default|0")
             await client.delete(f"{pods}/a")
             await until_named(store)
+
+
+async def test_a_slow_api_server_unregisters_nothing_and_is_named(
+    store: Store, server: ApiServerStub, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("waymark.discovery.kubernetes._LIST_SECONDS", 0.5)
+    engine.is_vllm("no_replay")
+    server.put(pod("a", "127.0.0.1"))
+    async with discovering(store, server.url, port=int(engine.url.rpartition(":")[2])):
+        await until_named(store, "serving/a|default|0")
+        await until(lambda: server.watched == 1, "pods are watched")
+        server.delay = 3600
+        server.send("ERROR", {"kind": "Status", "code": 500, "message": "internal"})
+        await until_said(store, "within 0.5 s")
+        assert await names(store) == ["serving/a|default|0"]

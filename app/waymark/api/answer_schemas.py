@@ -236,6 +236,15 @@ class UnreadableRecord(BaseModel):
     reason: str
 
 
+class Discovery(BaseModel):
+    """What the worker that looks for engines has found."""
+
+    worker: str
+    registered: int = Field(description="engines that discovery or the file registered")
+    waiting: int = Field(description="engines that were found and cannot be registered now")
+    problems: list[str] = Field(description="the first reasons, as sentences")
+
+
 class WorkersAnswer(BaseModel):
     """Publishers in order of registration, ingest workers, and unreadable records."""
 
@@ -243,6 +252,9 @@ class WorkersAnswer(BaseModel):
     workers: list[IngestWorker]
     unreadable: list[UnreadableRecord] = Field(
         description="records that this release skips, because a newer release wrote them or they are damaged"
+    )
+    discovery: Discovery | None = Field(
+        description="what discovery has found; null if no worker looks for engines, or the token is of some tenants"
     )
 
 

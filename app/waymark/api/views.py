@@ -43,6 +43,8 @@ class Views:
         records = self._store.parser.unreadable if body.caller.tenants is None else ()
         unreadable = [asdict(record) for record in records]
         loads = await self._loads(states)
+        # Its problems name pods and files of any tenant.
+        found = await self._store.discovery.state() if body.caller.tenants is None else None
         return Answer(
             {
                 "publishers": [
@@ -50,6 +52,7 @@ class Views:
                 ],
                 "workers": workers,
                 "unreadable": unreadable,
+                "discovery": None if found is None else asdict(found),
             }
         )
 

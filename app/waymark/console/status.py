@@ -17,6 +17,7 @@ from waymark.errors import StoreUnavailable
 from waymark.inspection.complaint import Complaints
 from waymark.inspection.look import Look
 from waymark.store import keys
+from waymark.store.discovery import DiscoveryState
 from waymark.store.heartbeats import Heartbeat
 from waymark.store.parsing import Unreadable, lenient_text
 from waymark.store.records import PublisherState
@@ -82,6 +83,8 @@ class Status:
     unreadable: tuple[Unreadable, ...]
     """Records that this release cannot read, of all publishers and groups."""
     complaints: Complaints
+    discovery: DiscoveryState | None
+    """None where no worker looks for engines."""
     is_whole: bool
     """Nothing was left out for its tenant or model, so workers' streams are all of theirs."""
 
@@ -120,6 +123,7 @@ async def gather(look: Look, wanted: Wanted) -> Status:
         ),
         registered=len(claims),
         unreadable=tuple(look.store.parser.unreadable),
+        discovery=await look.store.discovery.state(),
         complaints=Complaints(states, {worker.id: worker.streams_max for worker in workers if worker.is_alive}),
         is_whole=wanted.tenant is None and wanted.model is None,
     )
@@ -188,6 +192,7 @@ def as_json(status: Status) -> dict[str, Any]:
         "workers": [asdict(worker) | {"alive": worker.is_alive} for worker in status.workers],
         "registered": status.registered,
         "unreadable": [asdict(record) for record in status.unreadable],
+        "discovery": None if status.discovery is None else asdict(status.discovery),
         "by_status": status.by_status,
         "publishers": [
             {

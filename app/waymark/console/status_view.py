@@ -11,6 +11,7 @@ from waymark.console.screen import Grid, Part, joined, text
 from waymark.console.status import Server, Status, count, replays
 from waymark.domain.status import StreamStatus
 from waymark.inspection.look import shown
+from waymark.store.discovery import DiscoveryState
 from waymark.store.parsing import Unreadable
 from waymark.store.records import PublisherState
 
@@ -43,6 +44,7 @@ def parts(status: Status, *, is_plain: bool) -> list[Part]:
     """Everything, in the order of drawing; a plain table is one, so that its columns can be cut."""
     drawn: list[Part] = [_server(status.server), *(text(f"warning: {line}", "bold red") for line in status.warnings)]
     drawn += [text(line, "bold red") for line in _unreadable(status.unreadable)]
+    drawn += [text(line, "yellow") for line in _discovery(status.discovery)]
     drawn += [_streams(status), text("")]
     drawn.append(_workers(status))
     if not status.publishers:
@@ -91,6 +93,15 @@ def _unreadable(records: Sequence[Unreadable]) -> Iterator[str]:
         yield f"unreadable {record.kind} in {where}: {record.reason}"
     if len(records) > _UNREADABLE_MAX:
         yield f"and {len(records) - _UNREADABLE_MAX} more that cannot be read; --json lists them"
+
+
+def _discovery(found: DiscoveryState | None) -> Iterator[str]:
+    if found is None:
+        return
+    for problem in found.problems[:_UNREADABLE_MAX]:
+        yield f"discovery: {problem}"
+    if len(found.problems) > _UNREADABLE_MAX:
+        yield f"and {len(found.problems) - _UNREADABLE_MAX} more problems of discovery; --json lists them"
 
 
 def _streams(status: Status) -> Text:
