@@ -49,6 +49,7 @@ class RedisCli:
             *self.publishers(),
             self.line("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES"),
             self.line("GET", keys.INCARNATION),
+            self.line("XREVRANGE", keys.ACTIVITY, "+", "-", "COUNT", 20),
         ]
 
     def table(self, group: Group) -> list[str]:
