@@ -18,6 +18,8 @@ from tests.deploy.processes import ended, started
 from tests.e2e.conftest import starting
 from tests.patience import patient
 from tests.ports import unused_port
+from waymark.cli.parser import parse
+from waymark.simulator.flags import options_of
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
@@ -75,6 +77,17 @@ def test_what_can_run_on_a_read_only_root_without_capabilities_does() -> None:
         if name != "redis":
             assert service["read_only"] is True, name
             assert service["cap_drop"] == ["ALL"], name
+
+
+def test_the_gateway_knows_the_engines_beside_it() -> None:
+    engines, gateway = SERVICES["answering-engines"], SERVICES["gateway"]
+    options = options_of(parse(engines["command"]))
+    assert (options.prompts, options.stay, options.http_port) == (0, True, 8000)
+    ports = range(8000, 8000 + options.engines)
+    given = parse(gateway["command"])
+    assert given.engine == [f"http://answering-engines:{port}" for port in ports]
+    assert gateway["ports"] == [f"127.0.0.1:{given.port}:{given.port}"]
+    assert engines["profiles"] == gateway["profiles"] == ["gateway"]
 
 
 def test_prometheus_finds_every_container_of_both_roles_and_the_rules() -> None:
