@@ -79,6 +79,11 @@ class Picker:
         lines = [line for line in text.splitlines() if line.startswith('waymark_epp_requests_total{outcome="picked"}')]
         return float(lines[0].rpartition(" ")[2]) if lines else 0.0
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()
