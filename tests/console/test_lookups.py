@@ -14,11 +14,14 @@ from tests.patience import patient
 from tests.store.factories import Stream, registration, removed, stored, stream_of
 from waymark.console.holdings import SHOWN_MAX, kind_of, slots_of
 from waymark.console.redis_cli import RedisCli
+from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
+from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.errors import InvalidValue, NotFound
 from waymark.inspection.look import Group
 from waymark.settings import Settings
+from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
@@ -232,10 +235,10 @@ async def test_the_keys_of_a_group_are_all_there_is_but_rows(streams: list[Strea
     await streams[0].store.records.incarnation()
     text = await waymark("inspect", "keys")
     answers = ran(text)
-    keys = {key.decode() for key in await redis.keys("wm:*") if isinstance(key, bytes)}
+    there = {key.decode() for key in await redis.keys("wm:*") if isinstance(key, bytes)}
     # Rows are left out, and what has ended is named by `dead` alone.
-    keys -= {f"wm:{{1}}:{WORD}"} | {"wm:{1}:engine:3"}
-    assert {line.split()[1].strip("'") for line in answers} == keys
+    there -= {f"wm:{{1}}:{WORD}"} | {"wm:{1}:engine:3"}
+    assert {line.split()[1].strip("'") for line in answers} == there
     assert answers["SMEMBERS 'wm:{1}:dead'"] == ["3"]
 
 
@@ -268,3 +271,15 @@ def test_files_of_access_are_told_to_redis_cli(tmp_path: Path) -> None:
     cli = RedisCli(settings)
     assert cli.base()[0] == f"redis-cli -h redis -p 6380 --tls --cacert {ca} --user me HGETALL wm:groups"
     assert cli.notes == ["# the password goes into the environment, as REDISCLI_AUTH"]
+
+
+async def test_keys_shows_the_opaque_prefixes_of_a_source(redis: Redis, store: Store, waymark: Run) -> None:
+    source = registration("source", kind=EngineKind.CONTINUUM, endpoint="http://10.0.0.1:8000/v1/kv_events")
+    stream = await stream_of(store, redis, source)
+    hot, warm = await stream.begin("0 GPU", "0 DISK")
+    changes = [PrefixChange(prefix_key("9f2c"), Change.HOT, 7)]
+    await store.prefixes.apply(stream.grant, hot, warm, changes, ttl_seconds=60)
+    text = await waymark("inspect", "keys")
+    for name in (keys.opaque_prefixes(1), keys.opaque_prefixes(1, hot), keys.opaque_prefixes(1, warm)):
+        assert f"ZRANGE '{name}' 0 -1 WITHSCORES" in text
+        assert await redis.zrange(name, 0, -1) == ([] if name.endswith(f":{warm}") else [prefix_key("9f2c").encode()])

@@ -64,7 +64,15 @@ class RedisCli:
         lines += [self.line("HGETALL", keys.fence(group.id, shard)) for shard in range(group.entry.shards)]
         for holder in sorted(table.holders):
             lines += self.entries(group, holder)
-        return lines
+        return lines + self.opaque_prefixes(group, table)
+
+    def opaque_prefixes(self, group: Group, table: HolderTable) -> list[str]:
+        """The opaque prefixes of a group, and of each holder of a source that names them."""
+        if not table.opaque:
+            return []
+        holders = [id_ for id_, holder in sorted(table.holders.items()) if holder.publisher in table.opaque]
+        names = [keys.opaque_prefixes(group.id, holder) for holder in (None, *holders)]
+        return [self.line("ZRANGE", name, 0, -1, "WITHSCORES") for name in names]
 
     def publisher(self, group: Group, publisher: int) -> list[str]:
         return [
