@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check coverage matrix wheel test chaos sanitize fuzz conformance bench lint publishable redis-server nginx clean
+.PHONY: help demo check coverage matrix wheel test chaos sanitize fuzz conformance bench lint publishable redis-server nginx chromium screenshots clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,7 +15,7 @@ demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simul
 check: lint ## the inner loop: style, types, and the tests that need nothing but Python; half a minute
 	@$(BIN)/python -m pytest -p no:schemathesis --unit --quiet --numprocesses 2 --dist loadfile
 
-test: $(VENV)/.installed-dev redis-server nginx lint ## check everything: style, types, and the tests on a real Redis
+test: $(VENV)/.installed-dev redis-server nginx chromium lint ## check everything: style, types, and the tests on a real Redis
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 chaos: $(VENV)/.installed-dev redis-server ## break anything in the middle of anything; SEED=1 SECONDS=75 CHAOS='--cluster --seeds 10'
@@ -27,13 +27,13 @@ sanitize: $(VENV)/.installed-dev redis-server ## run the tests of the C module w
 fuzz: $(VENV)/.installed-dev ## change the inputs of each function of the C module, with sanitizers; SECONDS=60 SEED=1 FUZZ='--only cut'
 	@$(BIN)/python -m tests.sanitize.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
-coverage: $(VENV)/.installed-dev redis-server nginx ## the tests, and how much of the code they run; TESTS='tests/domain'
+coverage: $(VENV)/.installed-dev redis-server nginx chromium ## the tests, and how much of the code they run; TESTS='tests/domain'
 	@rm -f .coverage .coverage.*
 	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m coverage run -m pytest $(TESTS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report $(if $(TESTS),--fail-under=0)
 
-matrix: redis-server nginx ## the tests in one row of the matrix: ROW=python3.13, redis6.2, valkey9, pure, lowest...; TESTS='tests/store'
+matrix: redis-server nginx chromium ## the tests in one row of the matrix: ROW=python3.13, redis6.2, valkey9, pure, lowest...; TESTS='tests/store'
 	@sh scripts/matrix.sh '$(ROW)' $(TESTS)
 
 wheel: $(VENV)/.installed-dev ## build wheel and sdist into dist/, and try the wheel in an environment of its own
@@ -66,6 +66,12 @@ redis-server:
 
 nginx:
 	@sh scripts/nginx.sh
+
+chromium:
+	@sh scripts/chromium.sh
+
+screenshots: $(VENV)/.installed-dev redis-server chromium ## take the pictures of the page in docs/images again
+	@$(BIN)/python -m tests.ui.screenshots
 
 # What the C module is built from.
 NATIVE := $(wildcard native/*.c native/*.h)

@@ -384,6 +384,8 @@ class Settings(BaseSettings):
     """The lowest level of log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
     """The format of log lines: `text` for people, `json` for programs."""
+    ui: bool = True
+    """Whether `GET /ui` shows the page."""
     activity_clients: int = Field(32, ge=0, le=10_000)
     """How many clients may follow `GET /activity` of a process."""
     access_log: bool = False

@@ -33,7 +33,7 @@ PATHS = {
         "/workers",
         "/global_view",
     ),
-    "/activity",
+    *("/", "/ui", "/ui/{name}", "/activity"),
     *("/health", "/ready", "/metrics", "/openapi.json", "/docs"),
     *(
         "/dynamo/query",

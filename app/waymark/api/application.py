@@ -38,6 +38,7 @@ from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
 from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue, Resource
+from waymark.api.page import Page
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
 from waymark.api.request_cache import RequestCache
@@ -79,6 +80,21 @@ _METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, need
 _OPENAPI = Doc("Returns this contract.", needs_redis=False, reach="none")
 _SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer, reach="filtered")
 _WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer, reach="filtered")
+_ROOT = Doc("Leads to the page.", status=307, media_type=_TEXT, needs_redis=False, reach="none")
+_PAGE = Doc(
+    "Returns the page, which shows what the other paths answer.",
+    media_type=_HTML,
+    errors=(404,),
+    needs_redis=False,
+    reach="none",
+)
+_PAGE_FILE = Doc(
+    "Returns a file of the page.",
+    media_type="text/javascript",
+    errors=(404,),
+    needs_redis=False,
+    reach="none",
+)
 _ACTIVITY = Doc(
     "Sends what happens as server-sent events: registrations, restarts, losses, takeovers and sweeps.",
     media_type="text/event-stream",
@@ -384,6 +400,7 @@ def _operations(
     decisions = Decisions(store, settings, metrics, texts, gate)
     select, workers = DynamoSelect(store, settings, decisions.selector), DynamoWorkers(store, settings)
     admin = Admin(store, settings)
+    page = Page(is_shown=settings.ui)
     explanations = Explanations(store, settings, texts)
     explained = explanations.explained
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
@@ -411,6 +428,9 @@ def _operations(
         ("GET", "/ready", "open", probes.ready, _READY),
         ("GET", "/metrics", "read", probes.metrics, _METRICS),
         ("GET", "/openapi.json", "read", contract.openapi, _OPENAPI),
+        ("GET", "/", "open", page.root, _ROOT),
+        ("GET", "/ui", "open", page.index, _PAGE),
+        ("GET", "/ui/{name}", "open", page.file, _PAGE_FILE),
         (
             "GET",
             "/docs",

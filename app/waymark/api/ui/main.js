@@ -1,0 +1,41 @@
+// The page's views, and which of them is shown. What a view needs comes from the service that serves this page.
+
+import { get, onState } from "./service.js";
+import { showEngines } from "./engines.js";
+import { startPrompt, showShared } from "./prompt.js";
+import { startActivity } from "./activity.js";
+
+const EVERY_MS = 2000;
+const VIEWS = ["engines", "prompt", "activity"];
+
+function route() {
+  const [name] = location.hash.slice(1).split("?");
+  const view = VIEWS.includes(name) ? name : "engines";
+  for (const each of VIEWS) {
+    document.getElementById(`${each}-view`).hidden = each !== view;
+    const link = document.querySelector(`nav a[href="#${each}"]`);
+    if (each === view) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  if (view === "prompt") showShared();
+}
+
+async function look() {
+  try {
+    showEngines(await get("workers"));
+  } catch {
+    // The state says what is wrong; the last answer stays to be seen.
+  }
+  setTimeout(look, EVERY_MS);
+}
+
+onState((text, isBad) => {
+  const state = document.getElementById("state");
+  if (state.textContent !== text) state.textContent = text;
+  state.className = isBad ? "bad" : "";
+});
+addEventListener("hashchange", route);
+route();
+startPrompt();
+startActivity();
+look();

@@ -1,0 +1,131 @@
+// A prompt over the fleet: which block is where, why nobody has it, and which target it would be sent to.
+
+import { cellsOf, place } from "./cells.js";
+import { post } from "./service.js";
+import { element, painted } from "./shown.js";
+
+const byId = (id) => document.getElementById(id);
+let shared = "";
+
+export function startPrompt() {
+  byId("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    ask(given());
+  });
+}
+
+// The prompt that the fragment names by its hashes: a link never has the prompt itself.
+export function showShared() {
+  const words = location.hash.slice(1).split("?")[1];
+  if (!words || words === shared) return;
+  shared = words;
+  const fields = new URLSearchParams(words);
+  byId("model").value = fields.get("model") || "";
+  byId("tenant").value = fields.get("tenant") || "default";
+  document.querySelector('input[name="form"][value="seq_hashes"]').checked = true;
+  byId("text").value = (fields.get("hashes") || "").replaceAll(".", " ");
+  ask(given());
+}
+
+function given() {
+  const form = document.querySelector('input[name="form"]:checked').value;
+  return { model: byId("model").value, tenant_id: byId("tenant").value || "default", ...read(form, byId("text").value) };
+}
+
+function read(form, text) {
+  const words = text.split(/[\s,[\]]+/).filter(Boolean);
+  if (form === "token_ids") return { token_ids: words.map(Number) };
+  // As decimal texts: a hash is larger than a number of this language.
+  if (form === "seq_hashes") return { seq_hashes: words.map((word) => (/^[0-9a-f]{16}$/i.test(word) ? BigInt(`0x${word}`).toString() : word)) };
+  if (form === "prompt") return { prompt: text };
+  try {
+    const parsed = JSON.parse(text);
+    return { messages: Array.isArray(parsed) ? parsed : parsed.messages };
+  } catch (error) {
+    return { problem: `The messages are no JSON: ${error.message}` };
+  }
+}
+
+async function ask(body) {
+  byId("ask-error").textContent = body.problem || "";
+  byId("answer").replaceChildren();
+  if (body.problem) return;
+  try {
+    const found = await post("inspect/prompt", { ...body, top: 100 });
+    const scores = body.seq_hashes ? null : await scored(body);
+    share(found);
+    byId("answer").replaceChildren(...parts(found, scores));
+    cellsOf(byId("answer"));
+  } catch (error) {
+    byId("ask-error").textContent = error.message;
+  }
+}
+
+// Without a target there is nothing to show of them, and the prompt is worth showing all the same.
+async function scored(body) {
+  try {
+    return await post("score", { ...body, explain: true });
+  } catch (error) {
+    return { problem: error.message, scores: [] };
+  }
+}
+
+function share(found) {
+  if (!found.keys.length || found.keys.length > 2000) return;
+  const fields = new URLSearchParams({ model: found.model, tenant: found.tenant_id, hashes: found.keys.join(".") });
+  shared = fields.toString();
+  history.replaceState(null, "", `#prompt?${shared}`);
+}
+
+function parts(found, scores) {
+  const size = found.block_size;
+  const made = [element("p", {}, size
+    ? `${found.total_blocks} blocks of ${size} tokens, ${found.blocks_held} of them held; the longest match has ${found.longest_matched} tokens.`
+    : "Nothing was looked up.")];
+  made.push(...found.reasons.map((reason) => element("p", { class: "reason" }, reason)));
+  made.push(legend(), element("p", { id: "cell", "aria-live": "polite", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
+  made.push(...found.instances.map((each) => instance(each, found)));
+  if (found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
+  if (scores) made.push(...targets(scores));
+  return made;
+}
+
+function legend() {
+  const mark = (name, text) => {
+    const square = element("i");
+    square.style.background = painted(name);
+    return element("span", {}, square, text);
+  };
+  return element("p", { class: "legend" }, mark("gpu", "device"), mark("cpu", "host"), mark("disk", "disk"), mark("other", "other medium"), mark("behind", "behind the match: no query counts it"));
+}
+
+function instance(each, found) {
+  const of = each.is_pool ? "a pool: its blocks count for every engine" : `${each.longest_matched} tokens`;
+  const made = element("section", {}, element("h3", {}, each.instance_id, ": ", of));
+  if (each.note) made.append(element("p", { class: "reason" }, each.note));
+  for (const holder of each.holders) made.append(place(each, holder, found));
+  return made;
+}
+
+function targets(scores) {
+  if (scores.problem) return [element("h3", {}, "Targets"), element("p", { class: "reason" }, scores.problem)];
+  if (!scores.scores.length) return [element("h3", {}, "Targets"), element("p", {}, "No target is registered.")];
+  const isCost = scores.scores[0].cost !== null;
+  const head = ["Target", "Rank", isCost ? "Cost" : "Score", "Computes", "Waits", "Requests", "Parts"];
+  const rows = scores.scores.map((row, i) => element(
+    "tr", {},
+    element("td", { class: "name" }, i ? row.instance_id : element("strong", {}, row.instance_id)),
+    element("td", { class: "number" }, row.dp_rank),
+    element("td", { class: "number" }, (isCost ? row.cost : row.score).toPrecision(4)),
+    element("td", { class: "number" }, row.new_tokens),
+    element("td", { class: "number" }, row.wait_tokens),
+    element("td", { class: "number" }, row.active_requests),
+    element("td", {}, Object.entries(row.parts).map(([name, value]) => `${name} ${value.toPrecision(4)}`).join(", ")),
+  ));
+  const table = element("table", { id: "targets" }, element("thead", {}, element("tr", {}, ...head.map((name) => element("th", { scope: "col" }, name)))), element("tbody", {}, ...rows));
+  return [
+    element("h3", {}, "Targets"),
+    element("p", {}, `The policy ${scores.policy} puts the first one first; ${isCost ? "less" : "greater"} is better.`),
+    element("div", { class: "scroll" }, table),
+  ];
+}

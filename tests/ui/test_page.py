@@ -1,0 +1,190 @@
+"""The page of ``/ui`` in a real browser: each view, what changes while it is looked at, and what it loads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.async_api import Page, expect
+
+from tests.api.conftest import MakeClient, make_client, memory_store
+from tests.e2e.conftest import Engines, Start, starting
+from tests.e2e.redis_server import redis_server
+from tests.live import Live
+from tests.live import start as start_live
+from tests.patience import patient
+from tests.ui.browser import tab
+from waymark.api.page import HEADERS
+from waymark.simulator import Prompt
+from waymark.store.store import Store
+
+__all__ = ["make_client", "memory_store"]
+pytestmark = pytest.mark.outside
+
+CHAT = tuple(range(100, 124))
+ODD = "<script>document.title='x'</script><b>\u202e" + "x" * 180
+expect.set_options(timeout=1000 * patient(20.0))
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    async with starting(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[Engines]:
+    async with AsyncExitStack() as stack:
+        yield Engines(stack, "default")
+
+
+async def test_an_engine_that_dies_while_it_is_looked_at_is_shown_as_lost(
+    redis_url: str, start: Start, engines: Engines, free_port: int
+) -> None:
+    service = await start("serve", redis_url, port=free_port, publisher_timeout=1)
+    engine = await engines.open(service, "dies")
+    await engines.open(service, ODD)
+    async with tab(f"http://127.0.0.1:{free_port}") as looking:
+        page = looking.page
+        await expect(page.locator("#state")).to_have_text("live")
+        row = page.locator("#groups tr", has=page.get_by_text("dies", exact=True))
+        await expect(row.locator("td.active")).to_have_text("active")
+        await engine.prefill(Prompt(CHAT))
+        await expect(row).to_contain_text("GPU 6")
+        # A name from a stranger is text.
+        await expect(page.locator("#groups td.name", has_text="<script>document.title")).to_have_count(1)
+        await expect(page).to_have_title("Waymark")
+        assert await page.locator("main b, main script").count() == 0
+        await engine.publisher.close()
+        await expect(row.locator("td.lost")).to_have_text("lost")
+        await expect(row.locator("td.said")).not_to_be_empty()
+        await page.fill("#filter", "nothing fits")
+        await expect(page.locator("#groups")).to_have_text("None fits the filter.")
+        await page.click('nav a[href="#activity"]')
+        await expect(page.locator("#events tr", has_text="lost").first).to_contain_text("dies")
+        await expect(page.locator("#engines-view")).to_be_hidden()
+
+
+async def test_a_prompt_over_the_fleet_shows_blocks_reasons_targets_and_a_link(
+    redis_url: str, start: Start, engines: Engines, free_port: int
+) -> None:
+    service = await start("serve", redis_url, port=free_port)
+    for name, tokens in (("whole", CHAT), ("half", CHAT[:12])):
+        engine = await engines.open(service, name)
+        await engine.prefill(Prompt(tokens))
+    await engines.agree([service], CHAT)
+    url = f"http://127.0.0.1:{free_port}"
+    async with tab(url, "#prompt") as looking:
+        page = looking.page
+        await expect(page.locator("#model")).to_have_value("m")
+        await page.fill("#text", ", ".join(map(str, CHAT)))
+        await page.click("#ask button")
+        answer = page.locator("#answer")
+        await expect(answer).to_contain_text("6 blocks of 4 tokens, 6 of them held; the longest match has 24 tokens.")
+        await expect(answer.locator("section").first).to_contain_text("whole: 24 tokens")
+        await expect(answer.locator("#targets tbody tr").first).to_contain_text("whole")
+        await expect(answer.locator("#targets")).to_contain_text("new")
+        line = answer.locator(".line").first
+        await line.focus()
+        await page.keyboard.press("ArrowRight")
+        await expect(page.locator("#cell")).to_contain_text("Block 0: whole rank 0 has it on GPU")
+        await expect(page.locator("#cell code").first).to_have_text(f"{first_key(page.url)}")
+        await expect(page.locator("#cell")).to_contain_text("Holders: whole rank 0 GPU, half rank 0 GPU")
+        shared = page.url
+        assert "100" not in shared.partition("hashes=")[0].partition("#")[2]
+        await page.fill("#text", "7 8 9 10 11 12 13 14")
+        await page.click("#ask button")
+        await expect(answer.locator(".reason").first).not_to_be_empty()
+        await page.fill("#text", "no numbers")
+        await page.click("#ask button")
+        await expect(page.locator("#ask-error")).not_to_be_empty()
+    async with tab(url, "#" + shared.partition("#")[2]) as looking:
+        await expect(looking.page.locator("#answer section").first).to_contain_text("whole: 24 tokens")
+
+
+def first_key(url: str) -> str:
+    return url.partition("hashes=")[2][:16]
+
+
+async def test_a_token_is_asked_for_and_a_wrong_one_is_refused(redis_url: str, tmp_path: Path) -> None:
+    async with start_live("serve", redis_url, tmp_path / "log", api_token="secret", protect_reads=True) as live:
+        await register(live)
+        async with tab(live.url) as looking:
+            page = looking.page
+            await expect(page.locator("#login")).to_be_visible()
+            await page.fill("#token", "wrong")
+            await page.keyboard.press("Enter")
+            await expect(page.locator("#login-error")).to_have_text("This token was refused.")
+            await page.fill("#token", "secret")
+            await page.keyboard.press("Enter")
+            await expect(page.locator("#groups")).to_contain_text("engine-x")
+            await page.reload()
+            await expect(page.locator("#groups")).to_contain_text("engine-x")
+
+
+async def register(live: Live) -> None:
+    async with live.client() as client:
+        body = {"type": "standard", "modelname": "m", "instance_id": "engine-x", "block_size": 4}
+        assert (await client.post("/register", json=body)).status_code == 200
+
+
+async def test_the_page_says_that_redis_is_away_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    with redis_server() as server:
+        await server.start()
+        async with start_live("serve", server.url, tmp_path / "log", redis_timeout_seconds=0.5) as live:
+            await register(live)
+            async with tab(live.url) as looking:
+                page = looking.page
+                await expect(page.locator("#groups")).to_contain_text("engine-x")
+                server.freeze()
+                try:
+                    await expect(page.locator("#state")).to_have_text("Redis is unavailable; trying again")
+                    await expect(page.locator("#groups")).to_contain_text("engine-x")
+                finally:
+                    server.thaw()
+                await expect(page.locator("#state")).to_have_text("live")
+
+
+@pytest.mark.parametrize("width", [360, 2560])
+async def test_nothing_stands_out_of_a_narrow_or_a_wide_window(
+    width: int, redis_url: str, start: Start, engines: Engines, free_port: int
+) -> None:
+    service = await start("serve", redis_url, port=free_port)
+    await engines.open(service, ODD)
+    async with tab(f"http://127.0.0.1:{free_port}", viewport={"width": width, "height": 700}) as looking:
+        await expect(looking.page.locator("#groups td.name")).to_have_count(1)
+        assert await too_wide(looking.page) == 0
+        await looking.page.click('nav a[href="#prompt"]')
+        assert await too_wide(looking.page) == 0
+
+
+async def too_wide(page: Page) -> int:
+    return int(await page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
+async def test_the_page_can_be_switched_off_and_every_file_has_the_policy(
+    make_client: MakeClient, memory_store: Store
+) -> None:
+    client = await make_client(memory_store)
+    assert (await client.get("/")).headers["location"] == "ui"
+    names = [path.name for path in (Path(__file__).parents[2] / "app/waymark/api/ui").iterdir()]
+    paths = ["/ui", *(f"/ui/{name}" for name in names if name != "index.html")]
+    assert len(paths) > 5
+    for path in paths:
+        answer = await client.get(path)
+        assert answer.status_code == 200
+        assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+        assert "http://" not in answer.text
+        assert "https://" not in answer.text
+    assert "unsafe" not in HEADERS["Content-Security-Policy"]
+    assert (await client.get("/ui/..%2Fpage.py")).status_code == 404
+    await is_off(await make_client(memory_store, ui=False))
+
+
+async def is_off(client: httpx.AsyncClient) -> None:
+    for path in ("/ui", "/ui/main.js"):
+        answer = await client.get(path)
+        assert answer.status_code == 404
