@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
 
 from tests.conftest import wait_until
@@ -467,3 +470,70 @@ async def test_a_selection_has_its_answer_within_its_deadline() -> None:
 def test_a_client_needs_a_url() -> None:
     with pytest.raises(ValueError, match="at least one URL"):
         Client([])
+
+
+# ---- a router's calls ------------------------------------------------------------------------------
+
+
+async def test_a_query_has_a_budget_and_may_be_empty(redis_url: str, tmp_path: Path, free_port: int) -> None:
+    """Nobody listens at one URL, and at the other one somebody who never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, and nobody reads
+        port = silent.getsockname()[1]
+        urls = [f"http://127.0.0.1:{free_port}", f"http://127.0.0.1:{port}"]
+        async with AsyncClient(urls) as waymark:
+            async with within(20):
+                late = [
+                    await waymark.query("m", [1], 4, deadline=0.2, or_empty=True),
+                    await waymark.query_by_hash("m", [1], 4, deadline=0.2, or_empty=True),
+                ]
+            assert [(dict(matches), matches.is_partial) for matches in late] == [({}, True)] * 2
+            with pytest.raises(Unavailable, match=r"within 0\.2 s"):
+                await waymark.query("m", [1], 4, deadline=0.2)
+
+        def blocking() -> None:
+            with Client(urls) as waymark:
+                assert dict(waymark.query("m", [1], 4, deadline=0.2, or_empty=True)) == {}
+                with pytest.raises(Unavailable):
+                    waymark.query("m", [1], 4, deadline=0.2)
+
+        async with within(20):
+            await asyncio.to_thread(blocking)
+
+
+async def test_several_prompts_and_an_engine_without_a_socket(redis_url: str, tmp_path: Path) -> None:
+    prompt, other = list(range(100, 108)), list(range(200, 208))
+    async with start("query", redis_url, tmp_path / "log") as live, AsyncClient(live.url) as waymark:
+        await waymark.register("e", None, model="m", block_size=4, type="standard")
+        hashes = seq_hashes(prompt, 4)
+        assert await waymark.stored("e", 1, seq_hashes=hashes, base_block_idx=0, medium="GPU") == (1, 0)
+        found = await waymark.query_many("m", [prompt, other, prompt[:4]], 4)
+        assert [each["e"].longest_matched for each in found] == [8, 0, 4]
+        assert await waymark.stored("e", 1, seq_hashes=hashes, base_block_idx=0, medium="GPU") == (0, 1)
+        with pytest.raises(Refused) as refused:
+            await waymark.removed("e", 9, seq_hashes=hashes)
+        assert refused.value.reason == "gap"
+
+        def blocking() -> None:
+            with Client(live.url) as client:
+                assert client.removed("e", 2, seq_hashes=hashes[1:], medium="GPU") == (1, 0)
+                assert [each["e"].longest_matched for each in client.query_many("m", [prompt], 4)] == [4]
+
+        await asyncio.to_thread(blocking)
+
+
+async def test_token_ids_travel_packed_and_the_newer_form_is_read(redis_url: str, tmp_path: Path) -> None:
+    asked: list[httpx.Request] = []
+    row = {"longest_matched": 6, "gpu": 2, "dp": {"0": 2}, "cpu": 4, "disk": 6, "rank_matches": {}}
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, json={"instances": {"i": row}})
+
+    with Client("http://waymark", transport=httpx.MockTransport(handle)) as waymark:
+        assert dict(waymark.query("m", [1, 2, 3], 2)) == {"i": Match(6, {"GPU": 2, "CPU": 2, "DISK": 2}, {0: 2})}
+        waymark.query_by_hash("m", [1, 2], 2)
+        waymark.query("m", ["x"], 2)  # type: ignore[list-item]
+    bodies = [msgpack.unpackb(request.content) for request in asked[:2]]
+    assert (bodies[0]["token_ids"], bodies[1]["seq_hashes"]) == (struct.pack("<3I", 1, 2, 3), struct.pack("<2Q", 1, 2))
+    assert asked[0].headers["content-type"] == "application/msgpack"
+    assert json.loads(asked[2].content)["token_ids"] == ["x"]  # the service names what is wrong with it

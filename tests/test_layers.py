@@ -69,7 +69,7 @@ LIBRARIES: dict[str, set[str]] = {
     "hiredis": {"store"},
     "huggingface_hub": {"tokenization"},
     "minijinja": {"tokenization"},
-    "msgpack": {"domain.hashing", "engines", "ingest", "api", "simulator"},
+    "msgpack": {"client", "domain.hashing", "engines", "ingest", "api", "simulator"},
     "orjson": {"store", "discovery", "epp", "ingest", "api", "gateway", "serving", *TOP},
     "prometheus_client": {"instruments", "metrics", "engines.gauges"},
     "pydantic": {"settings", "api", "simulator"},

@@ -13,8 +13,14 @@ Or Waymark decides, by cache and load, and hears how it ended:
             ...  # send the request to target.selection.address
             await target.first_token()
 
-A client may have several URLs, of any replicas: if one fails, the next is asked at once. ``select`` of the asynchronous
-client has a budget: ``deadline`` in seconds, and a ``fallback`` that names the target if nobody has answered by then.
+A client may have several URLs, of any replicas: if one fails, the next is asked at once. A router gives its queries a
+budget, and sends the prompt anywhere if the budget is over:
+
+    matches = await waymark.query("llama", token_ids, deadline=0.05, or_empty=True)
+
+Token ids travel packed, 4 bytes each; with ``block_hashes`` and ``query_by_hash`` no token travels at all. ``select``
+of the asynchronous client has a budget, too: ``deadline`` in seconds, and a ``fallback`` that names the target if
+nobody has answered by then.
 
 All numbers are in tokens. A request that Waymark rejects raises ``Refused`` with Waymark's own sentence. A request that
 gets no answer within a bounded time raises ``Unavailable``; a router then sends its prompt to any engine.
@@ -24,13 +30,14 @@ The package needs none of the server's dependencies.
 
 from __future__ import annotations
 
-from waymark.client.answers import Match, Matches, Publisher, Registered, Score, Selection, Service, Workers
+from waymark.client.answers import Applied, Match, Matches, Publisher, Registered, Score, Selection, Service, Workers
 from waymark.client.asynchronous import AsyncClient
 from waymark.client.blocking import Client
 from waymark.client.errors import ClientError, Refused, Unavailable
 from waymark.client.hashes import block_hashes, seq_hashes
 
 __all__ = [
+    "Applied",
     "AsyncClient",
     "Client",
     "ClientError",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import httpx
+import msgpack
 
-from waymark.domain.media import BEST
+from waymark.domain.media import BEST, MEDIA
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,13 @@ class Publisher:
     """Whether what is missing can be asked for again."""
 
 
+class Applied(NamedTuple):
+    """How many events were applied, and how many had been applied before."""
+
+    applied: int
+    stale: int
+
+
 @dataclass(frozen=True, slots=True)
 class Workers:
     """Publishers, and the ingest workers that are alive with how many streams each has."""
@@ -152,17 +161,42 @@ class Workers:
     workers: Mapping[str, int] = field(default_factory=dict)
 
 
+def content_of(answer: httpx.Response) -> Any:
+    """The answer, in the form in which its request was; ``ValueError`` where it cannot be read."""
+    if answer.headers.get("content-type", "").startswith("application/msgpack"):
+        return msgpack.unpackb(answer.content)
+    return answer.json()
+
+
 def read_matches(answer: httpx.Response) -> Matches:
+    content = content_of(answer)
+    tiers = content.pop("instances", {})
+    content.pop("explanation", None)
     instances = {
         instance_id: Match(
             longest_matched=row.pop("longest_matched"),
             ranks={int(rank): tokens for rank, tokens in row.pop("DP").items()},
             media=row,
         )
-        for rows in answer.json().values()
+        for rows in content.values()
         for instance_id, row in rows.items()
     }
-    return Matches(instances, "x-waymark-partial" in answer.headers)
+    # A service with WAYMARK_CONDUCTOR_SHAPE=instances answers the newer form alone.
+    return Matches(
+        instances or {name: _of_tiers(row) for name, row in tiers.items()}, "x-waymark-partial" in answer.headers
+    )
+
+
+def _of_tiers(row: dict[str, Any]) -> Match:
+    """Each token counts at the fastest medium that its prefix reaches without a gap."""
+    tiers = (row["gpu"], row["cpu"] - row["gpu"], row["disk"] - row["cpu"])
+    media = dict(zip((medium.name for medium in MEDIA), tiers, strict=True))
+    return Match(row["longest_matched"], media, {int(rank): tokens for rank, tokens in row["dp"].items()})
+
+
+def read_applied(answer: httpx.Response) -> Applied:
+    content = answer.json()
+    return Applied(content["applied"], content["stale"])
 
 
 def read_selection(answer: httpx.Response) -> Selection:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Registered, Score, Selection, Service, Workers
+from waymark.client.answers import Applied, Matches, Registered, Score, Selection, Service, Workers
 from waymark.client.errors import Unavailable
 from waymark.client.places import Places
 from waymark.domain.engines import UNNAMED
@@ -70,16 +70,47 @@ class AsyncClient:
         return await self._send(calls.unregister(instance_id, tenant_id, dp_rank))
 
     async def query(
-        self, model: str, token_ids: Iterable[int] | None = None, block_size: int | None = None, **options: Any
+        self,
+        model: str,
+        token_ids: Iterable[int] | None = None,
+        block_size: int | None = None,
+        *,
+        deadline: float | None = None,
+        or_empty: bool = False,
+        **options: Any,
     ) -> Matches:
-        """As ``Client.query``."""
-        return await self._send(calls.query(token_ids, model, block_size, options))
+        """As ``Client.query``; ``deadline`` is a bound on the whole call, over all URLs."""
+        return await self._within(calls.query(token_ids, model, block_size, options), deadline, or_empty)
+
+    async def query_many(
+        self, model: str, prompts: Iterable[Iterable[int]], block_size: int | None = None, **options: Any
+    ) -> list[Matches]:
+        """``query`` for each of several prompts of token ids, at the same time."""
+        asked = [self.query(model, token_ids, block_size, **options) for token_ids in prompts]
+        return await asyncio.gather(*asked)
 
     async def query_by_hash(
-        self, model: str, seq_hashes: Iterable[int], block_size: int | None = None, **options: Any
+        self,
+        model: str,
+        seq_hashes: Iterable[int],
+        block_size: int | None = None,
+        *,
+        deadline: float | None = None,
+        or_empty: bool = False,
+        **options: Any,
     ) -> Matches:
         """As ``Client.query_by_hash``."""
-        return await self._send(calls.query_by_hash(seq_hashes, model, block_size, options))
+        return await self._within(calls.query_by_hash(seq_hashes, model, block_size, options), deadline, or_empty)
+
+    async def stored(self, instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Applied:
+        """As ``Client.stored``."""
+        given = {"seq_hashes": list(seq_hashes)} | options
+        return await self._send(calls.event("stored", instance_id, event_id, given))
+
+    async def removed(self, instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Applied:
+        """As ``Client.removed``."""
+        given = {"seq_hashes": list(seq_hashes)} | options
+        return await self._send(calls.event("removed", instance_id, event_id, given))
 
     async def score(self, model: str, token_ids: Iterable[int] | None = None, **options: Any) -> list[Score]:
         """As ``Client.score``."""
@@ -142,11 +173,26 @@ class AsyncClient:
             await asyncio.sleep(pause)
             waited += pause
 
+    async def _within(self, call: calls.Call[Matches], deadline: float | None, or_empty: bool) -> Matches:
+        try:
+            if deadline is None:
+                return await self._send(call)
+            try:
+                async with asyncio.timeout(deadline):
+                    return calls.result(call, await self._answered(call))
+            except TimeoutError:
+                calls.too_late(call, deadline)
+        except Unavailable:
+            if or_empty:
+                return Matches({}, True)
+            raise
+
     async def _answered(self, call: calls.Call[T]) -> httpx.Response:
         """The first answer that no other replica would give; the last one, if there is none."""
+        sent = call.sent
         for url, is_last in self._places.order():
             try:
-                answer = await self._http.request(call.method, url.rstrip("/") + call.path, json=call.body)
+                answer = await self._http.request(call.method, url.rstrip("/") + call.path, **sent)
             except httpx.TransportError as error:
                 self._places.failed(url)
                 if is_last:

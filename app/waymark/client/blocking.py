@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Registered, Score, Selection, Service, Workers
+from waymark.client.answers import Applied, Matches, Registered, Score, Selection, Service, Workers
 from waymark.client.errors import Unavailable
 from waymark.client.places import Places
 from waymark.domain.engines import UNNAMED
@@ -23,8 +23,10 @@ class Client:
     """Blocking. ``timeout`` is per try, ``retry_seconds`` what may be spent waiting between tries, both in seconds.
 
     ``url`` may be several: if one does not answer, or answers that it cannot, the next one is asked at once.
-    Further arguments go to ``httpx.Client``. ``query`` and ``query_by_hash`` take ``tenant_id``, ``instance_id``,
-    ``lora_name``, ``lora_id``, ``cache_salt`` and ``additional_salt``; ``register`` takes every field of the contract.
+    A URL that failed comes last for five seconds. At most 100 requests are under way at once, over as many connections,
+    all of which are kept (``limits=httpx.Limits(...)`` changes that). Further arguments go to ``httpx.Client``.
+    ``query`` and ``query_by_hash`` take ``tenant_id``, ``instance_id``, ``lora_name``, ``lora_id``, ``cache_salt`` and
+    ``additional_salt``; ``register`` takes every field of the contract.
     """
 
     def __init__(
@@ -77,20 +79,55 @@ class Client:
         return self._send(calls.unregister(instance_id, tenant_id, dp_rank))
 
     def query(
-        self, model: str, token_ids: Iterable[int] | None = None, block_size: int | None = None, **options: Any
+        self,
+        model: str,
+        token_ids: Iterable[int] | None = None,
+        block_size: int | None = None,
+        *,
+        deadline: float | None = None,
+        or_empty: bool = False,
+        **options: Any,
     ) -> Matches:
         """How much of a prompt each instance has.
+
+        With ``deadline``, in seconds, each URL is asked once and nothing is waited for beyond that time; then, or where
+        no replica answers, it raises Unavailable, or with ``or_empty`` returns no matches.
 
         The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left
         out where the model's engines have one. ``features`` names images among ``token_ids``.
         """
-        return self._send(calls.query(token_ids, model, block_size, options))
+        return self._within(calls.query(token_ids, model, block_size, options), deadline, or_empty)
+
+    def query_many(
+        self, model: str, prompts: Iterable[Iterable[int]], block_size: int | None = None, **options: Any
+    ) -> list[Matches]:
+        """``query`` for each of several prompts of token ids, one after the other, over one connection."""
+        return [self.query(model, token_ids, block_size, **options) for token_ids in prompts]
 
     def query_by_hash(
-        self, model: str, seq_hashes: Iterable[int], block_size: int | None = None, **options: Any
+        self,
+        model: str,
+        seq_hashes: Iterable[int],
+        block_size: int | None = None,
+        *,
+        deadline: float | None = None,
+        or_empty: bool = False,
+        **options: Any,
     ) -> Matches:
         """The same, by rolling hashes."""
-        return self._send(calls.query_by_hash(seq_hashes, model, block_size, options))
+        return self._within(calls.query_by_hash(seq_hashes, model, block_size, options), deadline, or_empty)
+
+    def stored(self, instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Applied:
+        """Blocks that an engine of type ``standard`` without a socket now has; ``event_id`` rises by one each time.
+
+        ``options`` are fields of a standard event: ``base_block_idx`` or ``parent_hash``, ``medium``, ``dp_rank``,
+        ``token_ids``. Refused (409, ``gap``) where an event is missing before this one.
+        """
+        return self._send(calls.event("stored", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options))
+
+    def removed(self, instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Applied:
+        """Blocks that it has no more."""
+        return self._send(calls.event("removed", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options))
 
     def score(self, model: str, token_ids: Iterable[int] | None = None, **options: Any) -> list[Score]:
         """All targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
@@ -137,11 +174,24 @@ class Client:
             time.sleep(pause)
             waited += pause
 
-    def _answered(self, call: calls.Call[T]) -> httpx.Response:
+    def _within(self, call: calls.Call[Matches], deadline: float | None, or_empty: bool) -> Matches:
+        try:
+            if deadline is None:
+                return self._send(call)
+            return calls.result(call, self._answered(call, until=time.monotonic() + deadline))
+        except Unavailable:
+            if or_empty:
+                return Matches({}, True)
+            raise
+
+    def _answered(self, call: calls.Call[T], until: float | None = None) -> httpx.Response:
         """The first answer that no other replica would give; the last one, if there is none."""
+        sent = call.sent
         for url, is_last in self._places.order():
+            if until is not None:
+                sent["timeout"] = max(0.001, until - time.monotonic())
             try:
-                answer = self._http.request(call.method, url.rstrip("/") + call.path, json=call.body)
+                answer = self._http.request(call.method, url.rstrip("/") + call.path, **sent)
             except httpx.TransportError as error:
                 self._places.failed(url)
                 if is_last:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 from uuid import uuid4
 
 import httpx
+import msgpack
 
 from waymark.client.answers import (
+    Applied,
     Matches,
     Registered,
     Score,
     Selection,
     Service,
     Workers,
+    content_of,
+    read_applied,
     read_matches,
     read_registered,
     read_scores,
@@ -26,6 +31,10 @@ from waymark.client.answers import (
 from waymark.client.errors import Refused, Unavailable
 
 T = TypeVar("T")
+
+#: Requests of one client under way at once. httpx keeps only 20 connections by itself, and would open the others anew.
+_CONNECTIONS = 100
+_IN_MSGPACK = {"Content-Type": "application/msgpack"}
 
 #: Between two tries, whatever the service says: so a bound on time is a bound on tries too.
 _PAUSE_SECONDS_MIN = 0.25
@@ -42,6 +51,13 @@ class Call(Generic[T]):
     read: Callable[[httpx.Response], T]
     body: dict[str, Any] | None = None
     is_retried: bool = True
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The body as httpx takes it: in msgpack if something of it is packed, else in JSON."""
+        if self.body is None or not any(isinstance(value, bytes) for value in self.body.values()):
+            return {"json": self.body}
+        return {"content": msgpack.packb(self.body, use_bin_type=True), "headers": _IN_MSGPACK}
 
 
 def register(
@@ -66,17 +82,35 @@ def prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
     return {} if token_ids is None else {"token_ids": list(token_ids)}
 
 
+def packed_prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
+    """The same in 4 bytes a token; a list that cannot be packed goes as it is, and the service names what is wrong."""
+    given = prompt(token_ids)
+    try:
+        return {name: struct.pack(f"<{len(ids)}I", *ids) for name, ids in given.items()}
+    except struct.error:
+        return given
+
+
+def packed_hashes(seq_hashes: Iterable[int]) -> bytes | list[int]:
+    """Rolling hashes in 8 bytes each, as ``packed_prompt``."""
+    given = list(seq_hashes)
+    try:
+        return struct.pack(f"<{len(given)}Q", *given)
+    except struct.error:
+        return given  # signed ones, or texts
+
+
 def query(
     token_ids: Iterable[int] | None, model: str, block_size: int | None, options: dict[str, Any]
 ) -> Call[Matches]:
-    body = {"model": model, "block_size": block_size} | prompt(token_ids) | options
+    body = {"model": model, "block_size": block_size} | packed_prompt(token_ids) | options
     return Call("POST", "/query", read_matches, body)
 
 
 def query_by_hash(
     seq_hashes: Iterable[int], model: str, block_size: int | None, options: dict[str, Any]
 ) -> Call[Matches]:
-    body = {"model": model, "block_size": block_size, "seq_hashes": list(seq_hashes)} | options
+    body = {"model": model, "block_size": block_size, "seq_hashes": packed_hashes(seq_hashes)} | options
     return Call("POST", "/query_by_hash", read_matches, body)
 
 
@@ -97,6 +131,12 @@ def release(reservation: str, part: str, outcome: str = "ok") -> Call[None]:
     """``part`` is ``all``, ``prefill`` or ``renew``."""
     body = {"reservation": reservation, "part": part, "outcome": outcome}
     return Call("POST", "/release", lambda _: None, body, is_retried=False)
+
+
+def event(event_type: str, instance_id: str, event_id: int, options: dict[str, Any]) -> Call[Applied]:
+    """One event of an engine without a socket. Sent again it is stale, so there may be a second try."""
+    body = {"event_type": event_type, "backend_id": instance_id, "event_id": event_id} | options
+    return Call("POST", "/events", read_applied, body)
 
 
 SERVICES: Call[list[Service]] = Call("GET", "/services", read_services)
@@ -124,7 +164,7 @@ def result(call: Call[T], answer: httpx.Response) -> T:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Unavailable(f"{call.path} was answered by a server that is not Waymark") from error
     try:
-        content = answer.json()
+        content = content_of(answer)
     except ValueError:
         content = None
     if not isinstance(content, dict):
@@ -144,7 +184,8 @@ def unreachable(call: Call[Any], error: httpx.TransportError) -> NoReturn:
 
 
 def with_token(api_token: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """httpx's own arguments, with the token among the headers."""
+    """httpx's own arguments, with the token among the headers, and connections that are kept."""
+    options.setdefault("limits", httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS))
     if api_token is not None:
         options["headers"] = {**options.get("headers", {}), "Authorization": f"Bearer {api_token}"}
     return options
