@@ -48,6 +48,7 @@ def test_the_schema_is_closed_but_for_maps_that_are_said_to_be_open() -> None:
         "Names of the operator's own.",
         "In a shape that Kubernetes defines and checks.",
         "Names of resources.",
+        "Endpoints by medium.",
     }
 
 

@@ -24,7 +24,8 @@ each_chart = pytest.mark.parametrize("panel", CHARTS, ids=lambda panel: panel["t
 
 
 def test_it_begins_with_whether_all_is_well() -> None:
-    titles = ["Is it well?", "Queries", "Decisions", "Streams", "Discovery and engines", "Index and Redis", "Processes"]
+    titles = ["Is it well?", "Queries", "Decisions", "Gateway"]
+    titles += ["Streams", "Discovery and engines", "Index and Redis", "Processes"]
     assert [row["title"] for row in ROWS] == titles
     assert DASHBOARD["panels"][0] == ROWS[0]
     assert not any(row["collapsed"] for row in ROWS)

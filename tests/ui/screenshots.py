@@ -12,12 +12,13 @@ from playwright.async_api import expect
 
 from tests.e2e.conftest import Engines, starting
 from tests.e2e.redis_server import redis_server
+from tests.patience import patient
 from tests.ports import unused_port
 from tests.ui.browser import tab
 from waymark.simulator import Prompt
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-expect.set_options(timeout=15_000)
+expect.set_options(timeout=patient(15_000))
 SYSTEM = tuple(range(1000, 1160))
 THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
