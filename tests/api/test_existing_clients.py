@@ -37,8 +37,8 @@ async def post_packed(client: httpx.AsyncClient, path: str, body: dict[str, Any]
 
 
 # ---- Mooncake's cache-aware proxy ------------------------------------------------------------------------
-# kvcache-ai/Mooncake, mooncake-conductor/example/cache_aware_disagg_proxy.py: in msgpack as of 1d9dff9a (the form of
-# branch dev/conductor), in JSON as merged before.
+# kvcache-ai/Mooncake, mooncake-conductor/example/cache_aware_disagg_proxy.py, read at 1d9dff9a: it sends
+# msgpack. The same body as JSON stands for the form merged before, whose source was not read.
 
 PROFILE = {
     "strategy": "vllm_v1",
@@ -157,7 +157,7 @@ async def test_no_tenant_is_called_as_a_field_of_an_answer(client: httpx.AsyncCl
 
 
 # ---- the published API, and PyMotor of June ----------------------------------------------------------------
-# kvcache-ai/Mooncake, the page of 3b5a5941 and the proxy of branch dev/kv-indexer (3d88bf91); MindIE-PyMotor 7d15c047.
+# The published form, as Mooncake's page describes it; the sources of its older readers were not read.
 
 
 async def test_the_published_form_without_a_tenant(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
@@ -241,8 +241,8 @@ async def test_tiers_agree_with_the_released_answer(client: httpx.AsyncClient, r
 
 
 # ---- PyMotor after June -------------------------------------------------------------------------------------
-# MindIE-PyMotor, motor/coordinator/api_client/conductor_api_client.py: in between (25ac8399, JSON, "npu") and newest
-# ("xpu", the pool registered once for a cluster).
+# MindIE-PyMotor, motor/coordinator/api_client/conductor_api_client.py, read in its newest form ("xpu", the pool
+# registered once for a cluster). The form before, with "npu" in JSON, was not read.
 
 XPU, CPU, SSD = "tcp://10.0.0.7:5557", "tcp://10.0.0.7:6557", "tcp://10.0.0.7:7557"
 
