@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from tests.patience import patient
 from waymark import __version__, cli, native
+from waymark.cli import option_flags
 from waymark.cli.exits import MEANINGS
 from waymark.simulator import Faults, SimulateOptions
 from waymark.simulator.faults import AnswerFaults
@@ -301,6 +302,22 @@ def test_a_trial_whose_port_is_taken_prints_one_sentence(capsys: pytest.CaptureF
 
 
 # ---- simulate --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [("options.py", SimulateOptions), ("faults.py", Faults), ("faults.py", AnswerFaults)],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_the_fields_read_from_the_source_are_those_of_the_class(file: str, options: type[BaseModel]) -> None:
+    declared = list(option_flags.fields(file, options.__name__))
+    fields = {name: field for name, field in options.model_fields.items() if field.description}
+    assert [each.name for each in declared] == list(fields)
+    for each in declared:
+        field = fields[each.name]
+        assert (each.word, each.default) == (field.alias or each.name, field.default)
+        assert each.sentence == " ".join((field.description or "").split())
+        assert each.annotation == options.__annotations__[each.name]
 
 
 def test_simulate_without_flags_has_the_defaults(

@@ -17,10 +17,10 @@ examples:
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    from waymark.simulator.flags import add_flags as add
+    from waymark.cli import option_flags
 
     parser.epilog = _EXAMPLES
-    add(parser)
+    option_flags.add_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
