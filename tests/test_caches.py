@@ -76,6 +76,7 @@ ELSEWHERE = {
     "selection.gauges:_Group": "of GaugeReadings",
     "selection.loads:Loads": "made by the incarnation",
     "selection.prefill_progress:PrefillProgress": "made by the incarnation",
+    "selection.requests:RequestSelector._decided": "when models were decided, for a Redis that has forgotten them",
     "selection.requests:RequestSelector._logged": "what the log says already",
     "selection.served:ServedNames": "made by the incarnation",
     "selection.group_loads:GroupLoads": "of Loads",

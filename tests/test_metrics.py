@@ -54,7 +54,6 @@ EXPORTED = [
     "waymark_gateway_interrupted_total",
     "waymark_gateway_requests",
     "waymark_gateway_retries_total{reason}",
-    "waymark_gateway_untokenized_total{reason}",
     "waymark_gauge_scrapes_total{outcome}",
     "waymark_groups",
     "waymark_holders",

@@ -72,6 +72,17 @@ class NoTarget(WaymarkError):
         self.sentence = sentence
 
 
+class UnknownModel(NoTarget):
+    """Nothing serves the model."""
+
+    def __init__(self, model_name: str, tenant_id: str) -> None:
+        super().__init__(
+            f"no target is registered for model {model_name!r} of tenant {tenant_id!r}; "
+            "register one with POST /register"
+        )
+        self.model_name = model_name
+
+
 class Starting(WaymarkError):
     """Fewer engines are registered than the operator wants to see before the first decision."""
 

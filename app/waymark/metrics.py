@@ -86,7 +86,6 @@ class Metrics:
     gateway_requests = gauge("How many requests of clients the gateway has under way.")
     gateway_retries = counter("How many times a request was sent to another engine, by reason.", "reason")
     gateway_interrupted = counter("How many answers of engines ended before they were complete.")
-    gateway_untokenized = counter("How many requests were routed without token ids, by reason.", "reason")
     ttft_seconds = histogram("How long it took from a request to the first content of its answer.", _TTFT_BUCKETS)
 
     # ---- the endpoint picker

@@ -44,25 +44,25 @@ def test_a_chat_has_messages_and_what_the_template_gets() -> None:
     assert found.template_kwargs == {"enable_thinking": False}
     assert (found.add_generation_prompt, found.continue_final_message) == (False, True)
     assert found.is_stream
-    assert found.sequences == 3
+    assert found.copies == 3
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prompts", "sequences"),
+    ("prompt", "prompts", "answered"),
     [
-        ("a", ("a",), 2),
-        (["a", "b"], ("a", "b"), 4),
-        ([1, 2, 3], ([1, 2, 3],), 2),
-        ([[1, 2], [3]], ([1, 2], [3]), 4),
-        ([], (), 2),
-        (None, (), 2),
-        (7, (), 2),
-        ({"a": 1}, (), 2),
+        ("a", ("a",), 1),
+        (["a", "b"], ("a", "b"), 2),
+        ([1, 2, 3], ([1, 2, 3],), 1),
+        ([[1, 2], [3]], ([1, 2], [3]), 2),
+        ([], (), 1),
+        (None, (), 1),
+        (7, (), 1),
+        ({"a": 1}, (), 1),
     ],
 )
-def test_a_completion_has_prompts_of_text_or_tokens(prompt: Any, prompts: Any, sequences: int) -> None:
+def test_a_completion_has_prompts_of_text_or_tokens(prompt: Any, prompts: Any, answered: int) -> None:
     found = read_request("/v1/completions", {"model": "m", "prompt": prompt, "n": 2})
-    assert (tuple(found.prompts), found.sequences, found.messages) == (prompts, sequences, None)
+    assert (tuple(found.prompts), found.prompts_to_answer, found.copies, found.messages) == (prompts, answered, 2, None)
 
 
 def test_the_form_of_anthropic_has_system_beside_and_tools_of_another_shape() -> None:
@@ -89,7 +89,7 @@ def test_responses_have_their_input_as_messages() -> None:
 )
 def test_what_has_another_shape_counts_as_absent(fields: dict[str, Any]) -> None:
     found = read_request("/v1/chat/completions", {"model": "m"} | fields)
-    assert (found.messages, found.sequences, found.is_stream, found.cache_salt) == ([], 1, False, None)
+    assert (found.messages, found.copies, found.is_stream, found.cache_salt) == ([], 1, False, None)
     assert found.add_generation_prompt
 
 

@@ -63,10 +63,6 @@ ELSEWHERE = {
         "test_a_stream_that_breaks_off_ends_with_an_error_event",
     ),
     "waymark_gateway_requests": ("tests/gateway/test_proxy.py", "test_a_stream_arrives_while_it_is_made"),
-    "waymark_gateway_untokenized_total": (
-        "tests/gateway/test_gateway.py",
-        "test_without_a_tokenizer_equal_beginnings_go_to_the_same_engine",
-    ),
     "waymark_ttft_seconds": ("tests/gateway/test_proxy.py", "test_prefill_ends_with_the_first_content"),
     **dict.fromkeys(
         ("waymark_discovery_engines", "waymark_discovery_unregistered_total"),

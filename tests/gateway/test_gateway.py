@@ -15,9 +15,9 @@ import pytest
 from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
+from waymark.chat.session import session_token
 from waymark.domain.targets import Target
 from waymark.errors import SettingsError
-from waymark.gateway.placing import session_token
 from waymark.gateway.security import Keys
 from waymark.gateway.upstream import Upstream
 from waymark.settings import Settings
@@ -191,13 +191,13 @@ async def test_without_a_tokenizer_equal_beginnings_go_to_the_same_engine(start:
             places.setdefault(f"question {n}", set()).add(answer.headers["x-decoder-host-port"])
     assert all(len(found) == 1 for found in places.values())
     assert len(set.union(*places.values())) > 1
-    assert running.value("gateway_untokenized_total", reason="no_tokenizer") == 32
+    assert running.value("decisions_without_tokens_total", reason="no_tokenizer") == 32
 
 
 async def test_a_session_stays_at_its_engine(start: Start) -> None:
     running = await start(4)
     for number in range(4):
-        token = session_token(f"engine-{number}").decode()
+        token = session_token(f"engine-{number}")
         answer = await running.post(headers={"x-session-token": token})
         assert answer.headers["x-session-token"] == token
         assert answer.headers["x-waymark-decision"] == "session"

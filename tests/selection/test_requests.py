@@ -16,11 +16,11 @@ from waymark.chat.requests import InferenceRequest, read_request
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
-from waymark.errors import NoTarget, Saturated, Starting, StoreUnavailable
+from waymark.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
 from waymark.metrics import Metrics
 from waymark.selection.asked import Taking
 from waymark.selection.requests import RequestSelector, Routed
-from waymark.selection.under_way import RequestsUnderWay
+from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay
 from waymark.store.reservations import Load, Part
 from waymark.store.store import Store
 
@@ -138,11 +138,60 @@ async def test_a_model_may_be_an_alias_or_an_adapter(store: Store, make_selector
         request = read_request("/v1/completions", {"model": name, "prompt": [1, 2, 3]})
         routed = await selector.select(request, TAKING)
         assert (taken(routed), routed.served.adapter) == (instance, lora), name
-    with pytest.raises(NoTarget, match="unknown"):
+    with pytest.raises(UnknownModel, match="unknown"):
         await selector.select(read_request("/v1/completions", {"model": "unknown", "prompt": [1]}), TAKING)
     other = read_request("/v1/completions", {"model": "short", "prompt": [1]})
     with pytest.raises(NoTarget):
         await selector.select(other, TAKING, tenant_id="another tenant")
+
+
+@pytest.mark.parametrize(
+    ("fields", "loads_"),
+    [
+        # Sequences of one prompt share its prefill.
+        ({"prompt": list(range(64)), "n": 3}, (64, 3, 192)),
+        ({"prompt": [list(range(64)), list(range(32))]}, (96, 2, 96)),
+        ({"prompt": [list(range(64)), list(range(32))], "n": 2}, (96, 4, 192)),
+        ({"prompt": "hello", "n": 2}, (0, 2, 0)),
+        ({"prompt": ["hello", "again"]}, (0, 2, 0)),
+        ({"prompt": [1], "n": 10**9}, (1, 64, 64)),
+        ({"prompt": [[each] for each in range(100)]}, (64, 64, 64)),
+    ],
+)
+async def test_every_sequence_of_a_request_is_reserved_and_released(
+    store: Store, make_selector: MakeSelector, fields: dict[str, Any], loads_: tuple[int, int, int]
+) -> None:
+    await register(store, "pod-1")
+    selector = make_selector(store)
+    under_way = RequestsUnderWay(selector.selector, store.begin)
+    request = read_request("/v1/completions", {"model": "llama"} | fields)
+    routed = await selector.select(request, TAKING)
+    assert (await loads(store))["pod-1"][:3] == loads_
+    under_way.add(routed).end(is_ok=True)
+    await under_way.settle()
+    assert await loads(store) == {}
+    await selector.select(request, Taking(is_reserved=False))
+    assert await loads(store) == {}
+
+
+async def test_embeddings_are_one_request_by_load(
+    store: Store, pods: list[str], make_selector: MakeSelector, metrics: Metrics
+) -> None:
+    selector = make_selector(store, loads_ms=0)
+    request = read_request("/v1/embeddings", {"model": "llama", "input": ["one", "two"]})
+    found = [await selector.select(request, TAKING) for _ in range(3)]
+    assert {each.selected.policy.name for each in found} == {"least-work"}
+    assert {name: load.requests for name, load in (await loads(store)).items()} == dict.fromkeys(pods, 1)
+    assert metrics.decisions_without_tokens.labels(reason="no_tokenizer").value == 0
+
+
+async def test_a_profile_of_the_settings_is_that_of_every_request(store: Store, make_selector: MakeSelector) -> None:
+    await register(store, "pod-1", role="prefill")
+    await register(store, "pod-2", role="decode")
+    routed = await make_selector(store, profile="disagg").select(chat("hello"), TAKING)
+    assert taken(routed) == "pod-2"
+    assert routed.selected.prefill is not None
+    assert set(await loads(store)) == {"pod-1", "pod-2"}
 
 
 async def test_a_target_without_an_address_is_none_where_one_is_needed(
@@ -156,6 +205,8 @@ async def test_a_target_without_an_address_is_none_where_one_is_needed(
     assert taken(await selector.select(chat("hello"), only)) == "pod-1"
     with pytest.raises(NoTarget):
         await selector.select(chat("hello"), Taking(only=frozenset({"10.0.0.9:8000"})))
+    with pytest.raises(NoTarget, match="1 without an address"):
+        await selector.select(chat("hello"), Taking(only=frozenset({"hidden"}), needs_address=True))
 
 
 async def test_the_gate_and_the_limit_refuse(store: Store, pods: list[str], make_selector: MakeSelector) -> None:
@@ -187,9 +238,9 @@ async def test_without_redis_the_targets_known_last_take_requests(
 # ---- until the end -----------------------------------------------------------------------------------
 
 
-async def dispatched(store: Store, selector: RequestSelector, **options: Any) -> tuple[RequestsUnderWay, Routed]:
-    under_way = RequestsUnderWay(selector.selector, store.begin, **options)
-    prompt = read_request("/v1/completions", {"model": "llama", "prompt": list(range(64))})
+async def dispatched(store: Store, selector: RequestSelector, copies: int = 1) -> tuple[RequestsUnderWay, Routed]:
+    under_way = RequestsUnderWay(selector.selector, store.begin)
+    prompt = read_request("/v1/completions", {"model": "llama", "prompt": list(range(64)), "n": copies})
     return under_way, await selector.select(prompt, TAKING)
 
 
@@ -221,7 +272,7 @@ async def test_prefill_ends_with_the_first_byte_and_all_with_the_end(
 
 
 async def test_a_fallback_that_served_has_the_load(store: Store, pods: list[str], make_selector: MakeSelector) -> None:
-    under_way, routed = await dispatched(store, make_selector(store))
+    under_way, routed = await dispatched(store, make_selector(store), copies=2)
     first = taken(routed)
     other = next(name for name in pods if name != first)
     request = under_way.add(routed)
@@ -234,6 +285,7 @@ async def test_a_fallback_that_served_has_the_load(store: Store, pods: list[str]
         return set(await loads(store)) == {other}
 
     await wait_until(has_moved, "the other one has it")
+    assert (await loads(store))[other][:3] == (64, 2, 128)
     request.end(is_ok=True)
 
     async def is_over() -> bool:
@@ -268,6 +320,8 @@ async def test_a_long_request_keeps_its_reservation(store: Store, pods: list[str
         return await ends_at(store) > until + 10_000
 
     await wait_until(is_renewed, "it lasts longer")
+    left = await ends_at(store) - await now(store)
+    assert left <= RESERVED_MS, "a process that dies leaves load for half a minute at most"
     request.end(is_ok=True)
 
 
@@ -278,3 +332,9 @@ async def ends_at(store: Store) -> float:
     found = await store._client.several([("ZRANGE", f"wm:{{{entry.group_id}}}:reservations", 0, 0, "WITHSCORES")])
     assert isinstance(found[0], list)
     return float(found[0][1]) if found[0] else 0.0
+
+
+async def now(store: Store) -> float:
+    """The time of Redis in ms."""
+    seconds, microseconds = (int(each) for each in (await store._client.several([("TIME",)]))[0])
+    return 1000 * seconds + microseconds / 1000

@@ -50,9 +50,9 @@ class InferenceRequest:
     """The field ``n``: answers to each prompt."""
 
     @property
-    def sequences(self) -> int:
-        """How many sequences an engine computes for it."""
-        return max(1, len(self.prompts)) * self.copies
+    def prompts_to_answer(self) -> int:
+        """How many prompts an engine computes sequences for; the inputs of embeddings count as one."""
+        return 1 if self.form is Form.EMBEDDINGS else max(1, len(self.prompts))
 
 
 def form_of(path: str) -> Form | None:

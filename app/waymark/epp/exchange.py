@@ -16,6 +16,7 @@ from typing import Any, Literal
 import orjson
 
 from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
+from waymark.chat.session import SESSION, session_of
 from waymark.domain.targets import host_and_port
 from waymark.epp import messages
 from waymark.epp.bodies import BodyBytes
@@ -24,7 +25,7 @@ from waymark.errors import InvalidValue, WaymarkError
 from waymark.metrics import Metrics
 from waymark.selection.asked import Taking
 from waymark.selection.requests import RequestSelector, Routed
-from waymark.selection.under_way import RESERVED_SECONDS, RequestsUnderWay, RequestUnderWay
+from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 
 #: Targets that the proxy is told of: the best, and those to try if it does not answer.
 _TARGETS_MAX = 3
@@ -178,7 +179,7 @@ class Exchange:
         taking = Taking(
             only=self._subset,
             count=_TARGETS_MAX,
-            milliseconds=int(1000 * RESERVED_SECONDS),
+            milliseconds=RESERVED_MS,
             needs_address=True,
         )
         try:
@@ -197,7 +198,7 @@ class Exchange:
         selector, tenant_id = self._picker.selector, self._picker.tenant_id
         if request is None:
             return await selector.select_any(taking, tenant_id=tenant_id)
-        session = messages.session_of(self._headers)
+        session = session_of(self._headers.get(SESSION))
         return await selector.select(request, taking, tenant_id=tenant_id, session=session)
 
     def _said(self) -> InferenceRequest | None:

@@ -5,8 +5,6 @@ The names of headers and metadata are those of the endpoint picker protocol of t
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,6 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
-SESSION = "x-session-token"
 _LB = "envoy.lb"
 _SUBSET, _SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 
@@ -63,14 +60,6 @@ def served_of(request: Any, headers: Mapping[str, str]) -> str | None:
     value = _metadata(request, _LB, SERVED)
     place = value.string_value if value is not None else headers.get(SERVED, "")
     return place.strip() or None
-
-
-def session_of(headers: Mapping[str, str]) -> str | None:
-    """The instance that the session token names; None without one that can be read."""
-    try:
-        return base64.b64decode(headers.get(SESSION, ""), validate=True).decode() or None
-    except (binascii.Error, ValueError):
-        return None
 
 
 def _metadata(request: Any, namespace: str, key: str) -> Any:

@@ -12,19 +12,22 @@ from typing import Any, TypeAlias
 
 import orjson
 
+from waymark.chat.requests import Form
+from waymark.chat.session import SESSION, session_of
 from waymark.errors import StoreUnavailable, WaymarkError
-from waymark.gateway.lifecycle import Lifecycle
-from waymark.gateway.placing import Placing
-from waymark.gateway.prompts import wanted_of, with_cache_control
+from waymark.gateway.bodies import body_of_request, with_cache_control
+from waymark.gateway.models import served_models
 from waymark.gateway.proxy import Exchange, Message, Proxy, Send
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.security import Client, Headers, Keys, Limits
-from waymark.gateway.shapes import PATHS, Api, Refusal, body_of, refusal_of
+from waymark.gateway.shapes import PATHS, Refusal, body_of, refusal_of
 from waymark.gateway.upstream import Upstream
 from waymark.metrics import Metrics
 from waymark.selection.options import SelectionOptions
+from waymark.selection.requests import RequestSelector
 from waymark.selection.selector import Selector
 from waymark.selection.startup import StartupGate
+from waymark.selection.under_way import RequestsUnderWay
 from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
@@ -39,6 +42,7 @@ _MODELS = "/v1/models"
 _IS_SANE = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
 _IS_QUERY = re.compile(rb"[!-~]{0,2048}").fullmatch
 _HEADER = b"x-request-id"
+_SESSION = SESSION.encode()
 
 
 class Gone(Exception):
@@ -61,16 +65,16 @@ class Gateway:
         self._others = others
         self._metrics = metrics
         self._body_bytes_max = settings.max_body_bytes
-        self._prefix_bytes = settings.prefix_bytes
         self._injects_cache_control = settings.cache_control_injection
         self._cache = cache
         self._keys = Keys.of(settings)
         self._limits = Limits(settings.gateway_key_requests, settings.gateway_key_tokens)
         selector = Selector(store, SelectionOptions.of(settings), metrics)
         gate = StartupGate(store.directory, settings.min_initial_workers)
-        self._placing = Placing(store, settings, metrics, selector, tokenizers, gate)
+        self._selector = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
+        self._directory = store.directory
         self._upstream = Upstream.of(settings)
-        self._proxy = Proxy(self._placing, Lifecycle(selector, store.begin), self._upstream, metrics)
+        self._proxy = Proxy(self._selector, RequestsUnderWay(selector, store.begin), self._upstream, metrics)
 
     async def close(self) -> None:
         """Close the connections to engines."""
@@ -120,21 +124,25 @@ class Gateway:
         await _while_connected(self._exchange(client, headers, exchange), receive)
 
     async def _exchange(self, client: Client, headers: Mapping[bytes, bytes], exchange: Exchange) -> None:
-        wanted = wanted_of(exchange.api, exchange.body, prefix_bytes=self._prefix_bytes)
+        body = body_of_request(exchange.path, exchange.body)
         if self._injects_cache_control:
-            exchange.body = with_cache_control(wanted, exchange.body)
+            exchange.body = with_cache_control(body, exchange.body)
         with self._limits.request(client) as share:
             self._metrics.gateway_requests.inc()
 
             async def proceed(extra: Headers) -> None:
-                order = await self._placing.order(client, wanted, headers, share)
-                await self._proxy.pass_on(exchange, order, extra)
+                session = session_of(headers.get(_SESSION))
+                prepared = await self._selector.prepare(
+                    body.request, tenant_id=client.tenant_id, session=session, counts_tokens=True
+                )
+                share.take(sum(prepared.tokens))
+                await self._proxy.pass_on(exchange, prepared, extra)
 
             try:
                 if self._cache is None:
                     await proceed(())
                 else:
-                    await self._cache.serve(client, exchange, wanted, proceed)
+                    await self._cache.serve(client, exchange, body, proceed)
             finally:
                 self._metrics.gateway_requests.dec()
 
@@ -161,7 +169,7 @@ class Gateway:
 
     async def _models(self, client: Client, name: str, answer: _Answer) -> None:
         try:
-            models = await self._placing.models(client)
+            models = await served_models(self._directory, client.tenant_id)
         except StoreUnavailable as error:
             raise Refusal(503, error.sentence, "unavailable", retry_after_seconds=1) from None
         cards = [
@@ -195,7 +203,7 @@ class _Answer:
         await self({**start, "headers": [(b"content-type", b"application/json"), *lines]})
         await self({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def refuse(self, refusal: Refusal, api: Api | None) -> None:
+    async def refuse(self, refusal: Refusal, api: Form | None) -> None:
         headers = refusal.headers | ({"Connection": "close"} if refusal.status == 413 else {})
         await self.whole(refusal.status, body_of(refusal, api), headers)
 

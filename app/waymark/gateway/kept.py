@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from waymark.chat.requests import Form
 from waymark.gateway.proxy import Message, Send
-from waymark.gateway.shapes import Api
 
 #: Ways in which a model itself ends an answer. An aborted one is none of them.
 _FINISHED = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 _FINISH = re.compile(rb'"finish_reason":\s*"(\w+)"')
 _ERROR = re.compile(rb'(?m)^(?:event: error$|data: \{"error")')
-_LAST: Mapping[Api, bytes] = {
-    Api.CHAT: b"data: [DONE]",
-    Api.COMPLETIONS: b"data: [DONE]",
-    Api.MESSAGES: b"event: message_stop",
+_LAST: Mapping[Form, bytes] = {
+    Form.CHAT: b"data: [DONE]",
+    Form.COMPLETIONS: b"data: [DONE]",
+    Form.MESSAGES: b"event: message_stop",
 }
 _CONTENT_TYPE = b"content-type"
 
@@ -40,7 +40,7 @@ async def send_again(kept: Kept, send: Send) -> None:
 class Collector:
     """Sends an answer on, and remembers it while it is short enough."""
 
-    def __init__(self, send: Send, api: Api, *, response_bytes: int, stream_bytes: int) -> None:
+    def __init__(self, send: Send, api: Form, *, response_bytes: int, stream_bytes: int) -> None:
         self._send = send
         self._api = api
         self._response_bytes = response_bytes
@@ -82,20 +82,20 @@ class Collector:
         last = body.rstrip().rsplit(b"\n\n", 1)[-1]
         if not last.startswith(_LAST[self._api]) or _ERROR.search(body):
             return False
-        if self._api is Api.MESSAGES:
+        if self._api is Form.MESSAGES:
             return True
         reasons = {reason.decode() for reason in _FINISH.findall(body)}
         return bool(reasons) and reasons <= _FINISHED
 
 
-def _is_finished(api: Api, body: bytes) -> bool:
+def _is_finished(api: Form, body: bytes) -> bool:
     try:
         fields: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
         return False
     if not isinstance(fields, dict):
         return False
-    if api is Api.MESSAGES:
+    if api is Form.MESSAGES:
         return isinstance(fields.get("stop_reason"), str)
     choices = fields.get("choices")
     return (

@@ -14,15 +14,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 import aiohttp
 
+from waymark.chat.requests import Form
+from waymark.chat.session import SESSION, session_token
 from waymark.domain.targets import host_and_port
 from waymark.errors import NoTarget
-from waymark.gateway.lifecycle import Held, Lifecycle
-from waymark.gateway.placing import SESSION, Order, Placed, Placing, session_token
 from waymark.gateway.security import Headers, to_client, to_engine
-from waymark.gateway.shapes import Api, Refusal, event_of
+from waymark.gateway.shapes import Refusal, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.selection.asked import Taking
+from waymark.selection.requests import Prepared, RequestSelector, Routed
+from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ ATTEMPTS = 3
 #: Statuses by which an engine says that it cannot take the request now.
 _PASSED_ON = frozenset({502, 503})
 #: What the first event with content has in it, where events come before that the prompt is computed.
-_CONTENT: Mapping[Api, bytes] = {Api.MESSAGES: b"content_block_delta", Api.RESPONSES: b"response.output_"}
+_CONTENT: Mapping[Form, bytes] = {Form.MESSAGES: b"content_block_delta", Form.RESPONSES: b"response.output_"}
 
 
 class Broken(Exception):
@@ -45,7 +48,7 @@ class Broken(Exception):
 class Exchange:
     """A request, and what has become of its answer."""
 
-    api: Api
+    api: Form
     path: str
     query: bytes
     headers: Headers
@@ -60,21 +63,22 @@ class Exchange:
 class Answered(NamedTuple):
     """The engine that answers."""
 
-    placed: Placed
-    held: Held
+    request: RequestUnderWay
     response: aiohttp.ClientResponse
 
 
 class Proxy:
-    def __init__(self, placing: Placing, lifecycle: Lifecycle, upstream: Upstream, metrics: Metrics) -> None:
-        self._placing = placing
-        self._lifecycle = lifecycle
+    def __init__(
+        self, selector: RequestSelector, under_way: RequestsUnderWay, upstream: Upstream, metrics: Metrics
+    ) -> None:
+        self._selector = selector
+        self._under_way = under_way
         self._upstream = upstream
         self._metrics = metrics
 
-    async def pass_on(self, exchange: Exchange, order: Order, extra: Headers = ()) -> None:
+    async def pass_on(self, exchange: Exchange, prepared: Prepared, extra: Headers = ()) -> None:
         """Have a request answered, with ``extra`` headers. Raises WaymarkError where no answer has begun."""
-        answered = await self._answered(exchange, order)
+        answered = await self._answered(exchange, prepared)
         is_ok = True
         try:
             is_ok = await self._relay(exchange, answered, extra)
@@ -88,56 +92,56 @@ class Proxy:
             await self._say_broken(exchange, answered.response)
         finally:
             # A client that has gone away is no failure of the engine.
-            answered.held.end(is_ok=is_ok)
+            answered.request.end(is_ok=is_ok)
             answered.response.close()
 
-    async def _answered(self, exchange: Exchange, order: Order) -> Answered:
+    async def _answered(self, exchange: Exchange, prepared: Prepared) -> Answered:
         """The head of an engine's answer."""
         excluded: frozenset[str] = frozenset()
         failure = ""
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                placed = await self._placing.place(order, excluded)
+                taking = Taking(exclude=excluded, milliseconds=RESERVED_MS, needs_address=True)
+                routed = await self._selector.take(prepared, taking)
             except NoTarget:
                 if excluded:
                     break  # no further one is left
                 raise
-            held = self._lifecycle.hold(placed.reservations)
+            request = self._under_way.add(routed)
+            instance_id = routed.selected.target.candidate.instance_id
             is_kept = False
             try:
-                response = await self._send(exchange, placed)
+                response = await self._send(exchange, routed)
                 is_last = attempt == ATTEMPTS
                 if response.status not in _PASSED_ON or is_last:
                     is_kept = True
-                    return Answered(placed, held, response)
+                    return Answered(request, response)
                 failure = str(response.status)
                 response.close()
             except Unreachable as error:
                 failure = str(error)
             finally:
                 if not is_kept:
-                    held.end(is_ok=not failure)
+                    request.end(is_ok=not failure)
             self._metrics.gateway_retries.labels(reason=failure).inc()
             log.info(
                 "an engine has not answered, the request goes to another one",
-                extra=fields(
-                    request_id=exchange.request_id, engine=placed.selected.target.candidate.instance_id, reason=failure
-                ),
+                extra=fields(request_id=exchange.request_id, engine=instance_id, reason=failure),
             )
-            excluded |= {placed.selected.target.candidate.instance_id}
+            excluded |= {instance_id}
         raise Refusal(
             502, f"none of the engines that were tried has answered ({failure}); try again in a moment",
             "no_answer", retry_after_seconds=1,
         )  # fmt: skip
 
-    async def _send(self, exchange: Exchange, placed: Placed) -> aiohttp.ClientResponse:
-        selected = placed.selected
+    async def _send(self, exchange: Exchange, routed: Routed) -> aiohttp.ClientResponse:
+        selected = routed.selected
         headers = to_engine(exchange.headers)
         headers += [(name, value) for name, value in selected.headers.items() if not name.startswith("x-gateway-")]
         headers.append(("x-request-id", exchange.request_id))
         if selected.target.candidate.dp_rank:
             headers.append(("x-data-parallel-rank", str(selected.target.candidate.dp_rank)))
-        return await self._upstream.send(placed.address, exchange.path, exchange.query, exchange.body, headers)
+        return await self._upstream.send(routed.address, exchange.path, exchange.query, exchange.body, headers)
 
     async def _relay(self, exchange: Exchange, answered: Answered, extra: Headers) -> bool:
         """Send the answer on; whether it is none that counts against the engine."""
@@ -150,13 +154,13 @@ class Proxy:
             {
                 "type": "http.response.start",
                 "status": response.status,
-                "headers": [*to_client(response.raw_headers), *_own_headers(answered.placed), *extra],
+                "headers": [*to_client(response.raw_headers), *_own_headers(answered.request.routed), *extra],
             }
         )
         async for piece in self._upstream.pieces(response):
             if waits and marker in piece:
                 waits = False
-                answered.held.prefilled()
+                answered.request.prefilled()
                 self._metrics.ttft_seconds.observe(perf_counter() - exchange.began)
             await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
         await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -177,15 +181,15 @@ def _is_events(response: aiohttp.ClientResponse) -> bool:
 
 
 def _instance(answered: Answered) -> str:
-    return answered.placed.selected.target.candidate.instance_id
+    return answered.request.routed.selected.target.candidate.instance_id
 
 
-def _own_headers(placed: Placed) -> list[tuple[bytes, bytes]]:
-    selected = placed.selected
+def _own_headers(routed: Routed) -> list[tuple[bytes, bytes]]:
+    selected = routed.selected
     headers = [
-        (SESSION, session_token(selected.target.candidate.instance_id)),
+        (SESSION.encode(), session_token(selected.target.candidate.instance_id).encode()),
         (b"x-waymark-decision", ("degraded" if selected.is_degraded else selected.decision.value).encode()),
-        (b"x-decoder-host-port", host_and_port(placed.address).encode()),
+        (b"x-decoder-host-port", host_and_port(routed.address).encode()),
     ]
     prefill = selected.prefill and selected.prefill.candidate.address
     if prefill:

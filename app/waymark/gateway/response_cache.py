@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from waymark.chat.cache_key import cache_key, is_cacheable
+from waymark.chat.requests import Form
 from waymark.gateway.answers import MemoryAnswers
+from waymark.gateway.bodies import Body
 from waymark.gateway.kept import Collector, Kept, send_again
-from waymark.gateway.prompts import Wanted
 from waymark.gateway.proxy import Exchange
 from waymark.gateway.security import Client, Headers
-from waymark.gateway.shapes import Api
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 
@@ -24,7 +24,7 @@ Proceed = Callable[[Headers], Awaitable[None]]
 """Has an engine answer, with further headers."""
 
 #: Answers of the others carry ids that belong to one request.
-_APIS = frozenset({Api.CHAT, Api.COMPLETIONS, Api.MESSAGES})
+_FORMS = frozenset({Form.CHAT, Form.COMPLETIONS, Form.MESSAGES})
 #: Headers by which Anthropic's API changes its answers.
 _VERSIONS = (b"anthropic-version", b"anthropic-beta")
 #: How long a request waits for the same one that is under way.
@@ -61,9 +61,9 @@ class ResponseCache:
             stream_bytes=settings.response_cache_stream_bytes,
         )
 
-    async def serve(self, client: Client, exchange: Exchange, wanted: Wanted, proceed: Proceed) -> None:
+    async def serve(self, client: Client, exchange: Exchange, body: Body, proceed: Proceed) -> None:
         """Answer a request: with what is kept, or by ``proceed``, whose answer is kept where it may be."""
-        key = self._key(client, exchange, wanted)
+        key = self._key(client, exchange, body)
         if key is None:
             self._results["skip"].inc()
             await proceed([(b"x-cache", b"BYPASS")])
@@ -109,14 +109,14 @@ class ResponseCache:
                 del self._under_way[key]
                 flight.set_result(kept)
 
-    def _key(self, client: Client, exchange: Exchange, wanted: Wanted) -> bytes | None:
+    def _key(self, client: Client, exchange: Exchange, body: Body) -> bytes | None:
         headers = dict(exchange.headers)
         asks_anew = headers.get(b"cache-control", b"").lower() in (b"no-cache", b"no-store")
-        if wanted.api not in _APIS or asks_anew or not is_cacheable(wanted.fields):
+        if body.request.form not in _FORMS or asks_anew or not is_cacheable(body.fields):
             return None
         versions = [headers.get(name, b"").decode("latin-1") for name in _VERSIONS]
         return cache_key(
-            exchange.path, client.tenant_id, wanted.fields, client.name, exchange.query.decode("latin-1"), *versions
+            exchange.path, client.tenant_id, body.fields, client.name, exchange.query.decode("latin-1"), *versions
         )
 
     # ---- for operators -----------------------------------------------------------------------------

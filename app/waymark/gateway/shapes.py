@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
 import orjson
 
+from waymark.chat.requests import Form
 from waymark.errors import (
     InvalidValue,
     NoTarget,
@@ -16,29 +16,12 @@ from waymark.errors import (
     Saturated,
     Starting,
     StoreUnavailable,
+    UnknownModel,
     WaymarkError,
 )
+from waymark.shown import shown
 
-
-class Api(StrEnum):
-    """What a path speaks."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    EMBEDDINGS = "embeddings"
-    MESSAGES = "messages"
-    RESPONSES = "responses"
-
-
-PATHS: Final[Mapping[str, Api]] = MappingProxyType(
-    {
-        "/v1/chat/completions": Api.CHAT,
-        "/v1/completions": Api.COMPLETIONS,
-        "/v1/embeddings": Api.EMBEDDINGS,
-        "/v1/messages": Api.MESSAGES,
-        "/v1/responses": Api.RESPONSES,
-    }
-)
+PATHS: Final[Mapping[str, Form]] = MappingProxyType({f"/v1{form}": form for form in Form})
 
 #: Status -> the type of an error, in OpenAI's and in Anthropic's words.
 _TYPES = {
@@ -81,6 +64,11 @@ def refusal_of(error: WaymarkError) -> Refusal:
             return error
         case InvalidValue(sentence=sentence, reason=reason, field=field):
             return Refusal(413 if reason == "too_large" else 400, sentence, reason, field=field)
+        case UnknownModel(model_name=name):
+            return Refusal(
+                404, f"the model {shown(name)} does not exist; GET /v1/models lists those that do",
+                "model_not_found", field="model",
+            )  # fmt: skip
         case NoTarget(sentence=sentence):
             return Refusal(503, sentence, "no_target", retry_after_seconds=1)
         case Starting(sentence=sentence):
@@ -92,23 +80,23 @@ def refusal_of(error: WaymarkError) -> Refusal:
     raise error
 
 
-def body_of(refusal: Refusal, api: Api | None) -> bytes:
+def body_of(refusal: Refusal, api: Form | None) -> bytes:
     """The body of a refusal in the shape of its API; that of OpenAI where the path has none."""
     return orjson.dumps(_error(refusal, api))
 
 
-def event_of(refusal: Refusal, api: Api) -> bytes:
+def event_of(refusal: Refusal, api: Form) -> bytes:
     """The same as an event, for a stream that has begun."""
-    if api is Api.RESPONSES:
+    if api is Form.RESPONSES:
         fields = {"type": "error", "code": refusal.code, "message": refusal.sentence, "param": None}
         return b"event: error\ndata: " + orjson.dumps(fields) + b"\n\n"
-    name = b"event: error\n" if api is Api.MESSAGES else b""
+    name = b"event: error\n" if api is Form.MESSAGES else b""
     return name + b"data: " + orjson.dumps(_error(refusal, api)) + b"\n\n"
 
 
-def _error(refusal: Refusal, api: Api | None) -> dict[str, Any]:
+def _error(refusal: Refusal, api: Form | None) -> dict[str, Any]:
     openai, anthropic = _TYPES.get(refusal.status, _TYPES[500])
-    if api is Api.MESSAGES:
+    if api is Form.MESSAGES:
         return {"type": "error", "error": {"type": anthropic, "message": refusal.sentence}}
     return {
         "error": {"message": refusal.sentence, "type": openai, "param": refusal.field, "code": refusal.code},

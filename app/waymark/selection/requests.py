@@ -1,4 +1,4 @@
-"""A decision about a whole inference request: its names and its prompt first, then the selection.
+"""A decision about a whole inference request: its names and its prompts first, then the selection.
 
 It fails open. A prompt whose tokens cannot be had is decided by its prefix alone (policy ``sticky``), and while Redis
 is unavailable the targets are those that were known last. A request is refused only where no target can take it.
@@ -7,33 +7,51 @@ is unavailable the targets are those that were known last. A request is refused 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
+from time import monotonic
 from typing import NamedTuple
 
 from waymark.chat.media import has_media
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest
-from waymark.domain.hashing import block_keys, namespace, pack_tokens
-from waymark.domain.multimodal import Items, block_keys_with
 from waymark.domain.names import DEFAULT_TENANT, GroupName
-from waymark.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable
+from waymark.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable, UnknownModel
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import Asked, Chosen, Prompt, PromptOf, Ranked, Selected, Taking
+from waymark.selection.asked import Asked, Chosen, Profile, PromptOf, Ranked, Selected, Taking
+from waymark.selection.request_prompts import RequestPrompts, no_prompt
 from waymark.selection.selector import Selector
+from waymark.selection.sequences import SequenceLoad, further_sequences, reserve_sequences
 from waymark.selection.served import ServedModel, ServedNames
 from waymark.selection.startup import StartupGate
 from waymark.settings import Settings
+from waymark.store.reservations import Reservation
 from waymark.store.store import Store
-from waymark.tokenization.prompt import ChatPrompt, TextPrompt, Tokens
-from waymark.tokenization.prompt import Prompt as TextOrChat
+from waymark.tokenization.prompt import Tokens
 from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
 _LEAST_WORK = Chosen(PRESETS["least-work"], PRESETS["least-work"].values({}))
 _STICKY = Chosen(PRESETS["sticky"], PRESETS["sticky"].values({}))
+#: How long the targets of a model that Redis does not know any more are used: so long its workers need to register
+#: them again in a Redis that came back empty.
+_FORGOTTEN_SECONDS = 30.0
+#: Models whose last decision is remembered.
+_DECIDED_MAX = 1024
+
+
+class Prepared(NamedTuple):
+    """A request that can be decided, any number of times."""
+
+    asked: Asked
+    served: ServedModel
+    tokens: tuple[int, ...]
+    """How many each prompt has; empty where that is not known."""
+    further: tuple[SequenceLoad, ...]
+    """The load of the sequences beyond the first."""
 
 
 class Routed(NamedTuple):
@@ -41,6 +59,17 @@ class Routed(NamedTuple):
 
     selected: Selected
     served: ServedModel
+    further: tuple[SequenceLoad, ...] = ()
+    """The load of the sequences beyond the first."""
+    reservations: Sequence[Reservation] = ()
+    """Of all sequences, and of a prefill target."""
+
+    @property
+    def address(self) -> str:
+        """Where it is sent; only of a decision among targets that have an address."""
+        address = self.selected.target.candidate.address
+        assert address is not None
+        return address
 
 
 class RequestSelector:
@@ -59,38 +88,102 @@ class RequestSelector:
         self._directory = store.directory
         deadline = settings.query_deadline_ms / 1000
         self._served = store.incarnation.cache(ServedNames(store.directory, store.reader, store.begin, deadline))
-        self._tokenizers = tokenizers
+        self._prompts = RequestPrompts(tokenizers, settings)
         self._gate = gate
         self._metrics = metrics
-        self._seed = settings.hash_seed
-        self._tokens_max = settings.max_tokens
+        self._profile: Profile | None = None if settings.profile == "auto" else settings.profile
         self._prefix_bytes = settings.prefix_bytes
+        self._decided: dict[GroupName, float] = {}
+        """When a model was last decided with Redis, by the monotonic clock."""
         self._logged: set[str] = set()
         """Reasons for decisions without tokens that the log names already."""
 
-    async def select(
-        self, request: InferenceRequest, taking: Taking, *, tenant_id: str = DEFAULT_TENANT, session: str | None = None
-    ) -> Routed:
-        """Take a target. ``session`` is the instance that the request's session token names.
+    async def prepare(
+        self,
+        request: InferenceRequest,
+        *,
+        tenant_id: str = DEFAULT_TENANT,
+        session: str | None = None,
+        counts_tokens: bool = False,
+    ) -> Prepared:
+        """Read what a decision needs of a request. ``session`` is the instance that its session token names.
 
-        Raises NoTarget, Saturated, Starting, InvalidValue where the model is a name of several models, and
-        StoreUnavailable where Redis is unavailable and no target of the model is known; then nothing is taken.
+        ``counts_tokens``: the caller needs the tokens even where they do not decide. Raises InvalidValue where the
+        model is a name of several models.
         """
         named = GroupName(tenant_id, request.model)
         try:
-            served = await self._served.of(named)
+            further_name = await self._served.of(named)
         except StoreUnavailable:
-            served = self._served.at_hand(named)
-        asked = await self._asked(request, served or ServedModel(named), session)
-        if served is not None:
-            asked = replace(asked, served_as=named.model_name)
+            further_name = self._served.at_hand(named)
+        served = further_name or ServedModel(named)
+        policy, key = self.selector.default_policy, self._prefix_key(request)
+        is_sticky = policy.preset is PRESETS["sticky"]
+        several: Sequence[Tokens] = ()
+        prompt: PromptOf = no_prompt
+        refused = None
+        if not is_sticky or key is None or counts_tokens:
+            try:
+                several = await self._prompts.tokens(request, served)
+                if several:
+                    prompt = self._prompts.keyed(several[0], request, served)
+            except (InvalidValue, RemoteUnavailable, StoreUnavailable) as exc:
+                refused = exc
+                self._count(exc)
+        needs_source = None
+        if refused is not None and not is_sticky:
+            if key is not None and isinstance(refused, InvalidValue) and await self._has_sources(served.group):
+                needs_source = refused
+            else:
+                policy = _STICKY
+        asked = Asked(
+            served.group,
+            prompt,
+            policy,
+            prefix_key=key,
+            lora_name=served.adapter if isinstance(served.adapter, str) else None,
+            served_as=None if further_name is None else request.model,
+            session=session,
+            is_multimodal=request.messages is not None and has_media(request.messages),
+            needs_source=needs_source,
+        )
+        tokens = tuple(len(each.ids) // 4 for each in several)
+        further = further_sequences(tokens or (0,) * request.prompts_to_answer, request.copies)
+        return Prepared(asked, served, tokens, further)
+
+    async def take(self, prepared: Prepared, taking: Taking) -> Routed:
+        """Take a target, for every sequence of the request.
+
+        Raises NoTarget (UnknownModel where nothing serves the model), Saturated, Starting, and StoreUnavailable where
+        Redis is unavailable and no target of the model is known; then nothing is taken.
+        """
+        asked = prepared.asked
+        if self._profile is not None and taking.profile is None:
+            taking = replace(taking, profile=self._profile)
         try:
             await self._gate.check()
             selected = await self.selector.select(asked, taking)
         except StoreUnavailable:
             self._gate.check_latched()
             selected = self.selector.select_without_redis(asked, taking)
-        return Routed(selected, served or ServedModel(named))
+        except NoTarget:
+            if not await self._is_forgotten(asked):
+                raise
+            selected = self.selector.select_without_redis(asked, taking)
+        reservations = tuple(selected.reservations)
+        if not selected.is_degraded:
+            self._remember(asked.group)
+            if prepared.further and taking.is_reserved:
+                reservations += await reserve_sequences(
+                    self.selector, asked.group, selected.target.candidate, prepared.further, taking.milliseconds
+                )
+        return Routed(selected, prepared.served, prepared.further, reservations)
+
+    async def select(
+        self, request: InferenceRequest, taking: Taking, *, tenant_id: str = DEFAULT_TENANT, session: str | None = None
+    ) -> Routed:
+        """Take a target for a request that is decided once; raises as ``prepare`` and ``take``."""
+        return await self.take(await self.prepare(request, tenant_id=tenant_id, session=session), taking)
 
     async def score(self, request: InferenceRequest, *, tenant_id: str = DEFAULT_TENANT) -> Ranked | None:
         """How much of the prompt each target has; None for a model that nobody has registered.
@@ -102,7 +195,8 @@ class RequestSelector:
         served = await self._served.of(named) or ServedModel(named)
         if await self.selector.fleet(served.group) is None:
             return None
-        prompt = await self._prompt(request, served)
+        several = await self._prompts.tokens(request, served)
+        prompt = self._prompts.keyed(several[0], request, served) if several else no_prompt
         return await self.selector.score(Asked(served.group, prompt, _LEAST_WORK))
 
     async def select_any(self, taking: Taking, *, tenant_id: str = DEFAULT_TENANT) -> Routed:
@@ -115,32 +209,25 @@ class RequestSelector:
                 continue
         raise NoTarget(f"no target is left for tenant {tenant_id!r}; register one with an address")
 
-    async def _asked(self, request: InferenceRequest, served: ServedModel, session: str | None) -> Asked:
-        policy, key = self.selector.default_policy, self._prefix_key(request)
-        prompt: PromptOf = _no_prompt
-        refused = None
-        if policy.preset is not PRESETS["sticky"] or key is None:
-            try:
-                prompt = await self._prompt(request, served)
-            except (InvalidValue, RemoteUnavailable) as exc:
-                refused = exc
-                self._count(request, exc)
-        needs_source = None
-        if refused is not None and policy.preset is not PRESETS["sticky"]:
-            if key is not None and isinstance(refused, InvalidValue) and await self._has_sources(served.group):
-                needs_source = refused
-            else:
-                policy = _STICKY
-        return Asked(
-            served.group,
-            prompt,
-            policy,
-            prefix_key=key,
-            lora_name=served.adapter if isinstance(served.adapter, str) else None,
-            session=session,
-            is_multimodal=request.messages is not None and has_media(request.messages),
-            needs_source=needs_source,
-        )
+    async def _is_forgotten(self, asked: Asked) -> bool:
+        """Whether Redis has forgotten a model that was served a moment ago, as one does that came back empty.
+
+        Raises UnknownModel where nothing serves the model; StoreUnavailable is as good as a Redis that has forgotten.
+        """
+        group = asked.group
+        try:
+            if await self.selector.fleet(group) is not None:
+                return False
+        except StoreUnavailable:
+            return True
+        if monotonic() - self._decided.get(group, float("-inf")) < _FORGOTTEN_SECONDS:
+            return True
+        raise UnknownModel(group.model_name, group.tenant_id)
+
+    def _remember(self, group: GroupName) -> None:
+        if group not in self._decided and len(self._decided) >= _DECIDED_MAX:
+            self._decided.clear()
+        self._decided[group] = monotonic()
 
     async def _has_sources(self, group: GroupName) -> bool:
         """Whether a target reports opaque prefixes, which are found by the prefix key."""
@@ -159,61 +246,11 @@ class RequestSelector:
             return None
         return prefix_key(request.model, said, system, prefix_bytes=self._prefix_bytes)
 
-    async def _prompt(self, request: InferenceRequest, served: ServedModel) -> PromptOf:
-        """The keys of the prompt in any block size. Raises InvalidValue, TokenizerUnavailable."""
-        tokens = await self._tokens(request, served)
-        if tokens is None:
-            return _no_prompt
-        if len(tokens.ids) // 4 > self._tokens_max:
-            raise InvalidValue(f"the prompt has more than {self._tokens_max} tokens", reason="too_large")
-        salts = [] if request.cache_salt is None else [request.cache_salt]
-        space = namespace(served.adapter, salts)
-
-        def prompt(block_size: int) -> Prompt:
-            return Prompt(len(tokens.ids) // 4, _keys(tokens.ids, tokens.items, block_size, space, self._seed))
-
-        return prompt
-
-    async def _tokens(self, request: InferenceRequest, served: ServedModel) -> Tokens | None:
-        first = request.prompts[0] if request.prompts else None
-        asked: TextOrChat
-        if isinstance(first, str):
-            asked = TextPrompt(first, request.add_special_tokens is not False)
-        elif first is not None:
-            try:
-                return Tokens(pack_tokens(list(first)), "request")
-            except (TypeError, OverflowError):
-                raise InvalidValue("prompt has an element that is no token id", field="prompt") from None
-        elif request.messages:
-            asked = ChatPrompt(
-                request.messages,
-                request.tools,
-                request.template_kwargs,
-                request.add_generation_prompt,
-                request.continue_final_message,
-                bool(request.add_special_tokens),
-                request.system,
-            )
-        else:
-            return None
-        return await self._tokenizers.tokens(served.group.model_name, asked, served.group.tenant_id)
-
-    def _count(self, request: InferenceRequest, refused: InvalidValue | RemoteUnavailable) -> None:
-        known = ("no_tokenizer", "too_large")
+    def _count(self, refused: InvalidValue | RemoteUnavailable | StoreUnavailable) -> None:
         reason = "unavailable"
         if isinstance(refused, InvalidValue):
-            reason = refused.reason if refused.reason in known else "unfit"
+            reason = refused.reason if refused.reason in ("no_tokenizer", "too_large") else "unfit"
         self._metrics.decisions_without_tokens.labels(reason=reason).inc()
         if reason not in self._logged and reason != "unfit":
             self._logged.add(reason)
             log.warning("a prompt is routed by its prefix alone", extra=fields(reason=reason, error=refused.sentence))
-
-
-def _no_prompt(block_size: int) -> Prompt:
-    return Prompt(0, b"")
-
-
-def _keys(tokens: bytes, items: Items, block_size: int, space: int, seed: int) -> bytes:
-    if items:
-        return block_keys_with(items, None, tokens, block_size, first=0, namespace=space, seed=seed)
-    return block_keys(None, tokens, block_size, namespace=space, seed=seed)

@@ -152,10 +152,7 @@ class Selector:
             of = self._stages(asked, taking, look)
             self._metrics.decision_duration_seconds.labels(part="policy").observe(perf_counter() - began)
             if of is None:
-                raise NoTarget(
-                    f"no target is left for model {asked.group.model_name!r}: of {len(look.fleet.members)} registered "
-                    "ones none is allowed; look at only, exclude, roles and weights"
-                )
+                raise NoTarget(_none_allowed(asked, taking, look.fleet))
             taken = await self._taker.take(of, look.looked, asked, taking)
             if taken is not None:
                 return taken
@@ -441,6 +438,15 @@ class _Keys:
     def __call__(self, count: int) -> bytes:
         start, self._at = self._at, self._at + KEY_BYTES * count
         return self._keys[start : self._at]
+
+
+def _none_allowed(asked: Asked, taking: Taking, fleet: Fleet) -> str:
+    homeless = sum(each.target.address is None for each in fleet.members) if taking.needs_address else 0
+    return (
+        f"no target is left for model {asked.group.model_name!r}: of {len(fleet.members)} registered ones "
+        + f"none is allowed{f' ({homeless} without an address)' if homeless else ''}; "
+        + "look at only, exclude, roles and weights"
+    )
 
 
 def _key(keys: bytes, depth: int) -> int:

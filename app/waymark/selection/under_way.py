@@ -1,6 +1,6 @@
 """Requests that this process has sent to targets: their reservations are renewed while they run, and end with them.
 
-A reservation is short and renewed, so what a process that dies leaves behind is over within ``RESERVED_SECONDS``.
+A reservation is short and renewed, so what a process that dies leaves behind is over within half a minute.
 No request waits for Redis here: a release that fails is left to the reservation's own end.
 """
 
@@ -11,15 +11,16 @@ import logging
 from collections.abc import Sequence
 
 from waymark.domain.targets import host_and_port
-from waymark.errors import NoTarget, Saturated, StoreUnavailable
+from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.selection.requests import Routed
 from waymark.selection.selector import Selector
+from waymark.selection.sequences import SequenceLoad, reserve_sequences
 from waymark.store.reservations import Begin, Part, Reservation
 
 log = logging.getLogger(__name__)
 
-RESERVED_SECONDS = 30.0
+RESERVED_MS = 30_000
 """How long a reservation lasts that is not renewed."""
 RENEW_SECONDS = 10.0
 
@@ -58,7 +59,7 @@ class RequestsUnderWay:
         if not reservations:
             return
         try:
-            await self._selector.release(reservations, part, milliseconds=int(1000 * RESERVED_SECONDS))
+            await self._selector.release(reservations, part, milliseconds=RESERVED_MS)
         except StoreUnavailable as exc:
             log.debug("reservations not released", extra=fields(part=part.value, error=exc.sentence))
 
@@ -72,17 +73,18 @@ class RequestsUnderWay:
         """Wait for the releases that have begun: before the store is closed."""
         await asyncio.gather(*self._releasing, return_exceptions=True)
 
-    async def reserve(self, routed: Routed, address: str) -> Reservation | None:
-        """A reservation of the target at ``address``; None where there is none, or it cannot be had."""
+    async def reserve(self, routed: Routed, address: str) -> tuple[Reservation, ...]:
+        """Reservations of the target at ``address``; none where there is no such target, or it cannot be had."""
         group, tokens = routed.served.group, routed.selected.tokens
         try:
             fleet = await self._selector.fleet(group)
-            found = None if fleet is None else fleet.at(address)
-            if found is None:
-                return None
-            return await self._selector.reserve(group, found, tokens, tokens, int(1000 * RESERVED_SECONDS))
-        except (NoTarget, Saturated, StoreUnavailable):
-            return None
+        except StoreUnavailable:
+            return ()
+        found = None if fleet is None else fleet.at(address)
+        if found is None:
+            return ()
+        loads = (SequenceLoad(tokens, tokens), *routed.further)
+        return await reserve_sequences(self._selector, group, found, loads, RESERVED_MS)
 
     def ended(self, request: RequestUnderWay) -> None:
         self._running.discard(request)
@@ -94,7 +96,7 @@ class RequestUnderWay:
     def __init__(self, of: RequestsUnderWay, routed: Routed) -> None:
         self.routed = routed
         self.since = asyncio.get_running_loop().time()
-        self.reservations: Sequence[Reservation] = tuple(routed.selected.reservations)
+        self.reservations: Sequence[Reservation] = tuple(routed.reservations)
         self._of = of
         self._has_prefilled = False
         self._has_ended = False
@@ -114,11 +116,11 @@ class RequestUnderWay:
         if own is not None and host_and_port(own) == host_and_port(address):
             return False
         found = await self._of.reserve(self.routed, address)
-        if found is None:
+        if not found:
             return False
-        left, self.reservations = self.reservations, (found,)
+        left, self.reservations = self.reservations, found
         if self._has_ended:
-            left = (*left, found)
+            left = (*left, *found)
         self._of.begin_release(left, Part.FAILED)
         return True
 

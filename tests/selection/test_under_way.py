@@ -1,0 +1,74 @@
+"""What is asked of Redis for requests under way: each end once, renewals together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
+
+from tests.conftest import wait_until
+from waymark.errors import StoreUnavailable
+from waymark.selection.requests import Routed
+from waymark.selection.selector import Selector
+from waymark.selection.under_way import RequestsUnderWay, RequestUnderWay
+from waymark.store.reservations import Part, Reservation
+
+
+class Recorded:
+    """What is asked of the selector; Redis fails where ``fails``."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, Part]] = []
+        self.fails = False
+
+    async def release(self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int) -> tuple[int, int]:
+        self.calls.append((len(reservations), part))
+        if self.fails:
+            raise StoreUnavailable("redis is unavailable")
+        return len(reservations), 0
+
+
+def all_of(recorded: Recorded, renew_seconds: float = 1000.0) -> RequestsUnderWay:
+    return RequestsUnderWay(cast(Selector, recorded), asyncio.ensure_future, renew_seconds=renew_seconds)
+
+
+def begun(of: RequestsUnderWay, reservations: Sequence[Reservation]) -> RequestUnderWay:
+    routed = SimpleNamespace(reservations=reservations)
+    return of.add(cast(Routed, routed))
+
+
+RESERVATIONS = [Reservation(1, 2, 3, 4, "0" * 16), Reservation(1, 3, 3, 4, "1" * 16)]
+
+
+async def test_each_end_counts_once() -> None:
+    recorded = Recorded()
+    request = begun(all_of(recorded), RESERVATIONS)
+    for _ in range(2):
+        request.prefilled()
+    for is_ok in (True, False):
+        request.end(is_ok=is_ok)
+    request.prefilled()
+    await asyncio.sleep(0)
+    assert recorded.calls == [(2, Part.PREFILL), (2, Part.OK)]
+
+
+async def test_nothing_is_asked_for_what_was_not_reserved() -> None:
+    recorded = Recorded()
+    request = begun(all_of(recorded), [])
+    request.prefilled()
+    request.end(is_ok=False)
+    await asyncio.sleep(0)
+    assert recorded.calls == []
+
+
+async def test_what_runs_is_renewed_together_until_it_ends() -> None:
+    recorded = Recorded()
+    recorded.fails = True  # a Redis that is away ends no renewal
+    of = all_of(recorded, 0.01)
+    one, two = begun(of, RESERVATIONS[:1]), begun(of, RESERVATIONS[1:])
+    await wait_until(lambda: recorded.calls.count((2, Part.RENEW)) >= 2, "both are renewed", 10)
+    one.end(is_ok=True)
+    await wait_until(lambda: recorded.calls[-1] == (1, Part.RENEW), "one is renewed", 10)
+    two.end(is_ok=True)
+    await wait_until(lambda: of._renewing is not None and of._renewing.done(), "nothing is renewed", 10)
