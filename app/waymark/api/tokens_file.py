@@ -7,8 +7,6 @@ were. The tokens themselves are nowhere, neither in the file nor in this process
 from __future__ import annotations
 
 import hmac
-import logging
-import os
 import re
 import time
 from collections.abc import Callable
@@ -20,14 +18,11 @@ from typing import Any, Final
 import orjson
 
 from waymark.errors import SettingsError
-from waymark.logs import fields
 from waymark.shown import kind, shown
-
-log = logging.getLogger(__name__)
+from waymark.watched_file import WatchedFile
 
 TOKENS_MAX = 1000
 _FILE_BYTES_MAX = 2**20
-_LOOK_SECONDS = 1.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ENTRY = '{"name": "team-a", "sha256": "<64 hex digits>", "tenants": ["a"], "access": "read"}'
 
@@ -54,45 +49,16 @@ class TokensFile:
     """The tokens of a file. ``SettingsError`` where it cannot be read at the start."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
-        self._clock = clock
-        self._looked = clock()
-        self._version = self._stat()
-        self._tokens = _read(path)
+        self._file = WatchedFile(path, _read, "tokens", clock)
 
     def caller(self, token: bytes) -> Caller | None:
         """Whose token it is. The time that this takes does not depend on the token."""
-        self._look()
         digest = sha256(token).hexdigest()
         found = None
-        for known, caller in self._tokens:
+        for known, caller in self._file.entries:
             if hmac.compare_digest(known, digest):
                 found = caller
         return found
-
-    def _look(self) -> None:
-        """Read the file again where it has changed, at most once a second."""
-        now = self._clock()
-        if now - self._looked < _LOOK_SECONDS:
-            return
-        self._looked = now
-        version = self._stat()
-        if version == self._version:
-            return
-        self._version = version
-        try:
-            self._tokens = _read(self._path)
-        except SettingsError as exc:
-            log.error("tokens file cannot be used, the previous tokens stay valid", extra=fields(error=str(exc)))
-        else:
-            log.info("tokens file read again", extra=fields(tokens=len(self._tokens)))
-
-    def _stat(self) -> tuple[int, int, int] | None:
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _read(path: Path) -> list[tuple[str, Caller]]:

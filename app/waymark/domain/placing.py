@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from waymark.domain.held import HeldBlocks, Spot
-from waymark.domain.parts import STEP, Mode, PartList
+from waymark.domain.held import HeldBlocks, Left, Spot
+from waymark.domain.parts import STEP, Kind, Mode, PartList
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, Place
 from waymark.domain.waves import Waves
 
@@ -183,19 +183,8 @@ class Placer:
             return True
         left = self.memory.remove(holder, engine_hash, counts=mode == "count")
         assert left is not None
-        parts.add(
-            "*" if left.is_there else "-",
-            holder,
-            at,
-            spot.place,
-            spot.namespace,
-            [spot.key],
-            [spot.depth],
-            [left.engine_hash],
-            is_known=True,
-            copies=left.copies,
-            waits=not left.is_there and self._waves.leave([spot.seq_hash], spot.place),
-        )
+        waits = not left.is_there and self._waves.leave([spot.seq_hash], spot.place)
+        _add_left(parts, "*" if left.is_there else "-", holder, at, left, waits=waits)
         return True
 
     def extend(
@@ -246,19 +235,8 @@ class Placer:
         spot = left.spot
         if self._is_counted(parts.seq, STEP * position, holder, spot.place):
             return
-        parts.add(
-            "+" if left.is_there else "-",
-            holder,
-            STEP * position,
-            spot.place,
-            spot.namespace,
-            [spot.key],
-            [spot.depth],
-            [left.engine_hash],
-            is_known=True,
-            copies=left.copies,
-            waits=self._waves.leave([spot.seq_hash], spot.place),
-        )
+        waits = self._waves.leave([spot.seq_hash], spot.place)
+        _add_left(parts, "+" if left.is_there else "-", holder, STEP * position, left, waits=waits)
 
     def _begins_wave(
         self,
@@ -299,20 +277,8 @@ class Placer:
         if carried is not None:
             left = memory.remove(other, carried[1][0], counts=False)
             assert left is not None
-            spot = left.spot
-            parts.add(
-                "-",
-                other,
-                STEP * position,
-                spot.place,
-                spot.namespace,
-                [spot.key],
-                [spot.depth],
-                [left.engine_hash],
-                is_known=True,
-                copies=left.copies,
-                waits=self._waves.leave([spot.seq_hash], spot.place),
-            )
+            waits = self._waves.leave([left.spot.seq_hash], left.spot.place)
+            _add_left(parts, "-", other, STEP * position, left, waits=waits)
         return carried
 
     def _next_place(self, above: Spot | None, depth: int, key: int) -> Place:
@@ -330,3 +296,21 @@ class Placer:
 
 def _single(namespace: int, key: int) -> Spot:
     return Spot(Place(key, is_single=True), namespace, 0, key)
+
+
+def _add_left(parts: PartList, kind: Kind, holder: int, at: int, left: Left, *, waits: bool) -> None:
+    """What becomes of a block of which a hash, or a copy, was taken."""
+    spot = left.spot
+    parts.add(
+        kind,
+        holder,
+        at,
+        spot.place,
+        spot.namespace,
+        [spot.key],
+        [spot.depth],
+        [left.engine_hash],
+        is_known=True,
+        copies=left.copies,
+        waits=waits,
+    )

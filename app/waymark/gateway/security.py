@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hmac
-import logging
-import os
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,15 +15,12 @@ from typing import TypeAlias
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.errors import SettingsError
 from waymark.gateway.shapes import Refusal
-from waymark.logs import fields
 from waymark.settings import Settings
 from waymark.shown import shown
-
-log = logging.getLogger(__name__)
+from waymark.watched_file import WatchedFile
 
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 
-_LOOK_SECONDS = 1.0
 _FILE_BYTES_MAX = 2**20
 _KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,128}):(?P<digest>[0-9a-f]{64})(?::(?P<tenant>[^\s:,]{1,255}))?")
 _FORM = "name:<SHA-256 of the key, 64 hex digits>, or name:<SHA-256>:tenant"
@@ -64,11 +58,8 @@ class Keys:
     def __init__(self, entries: Iterable[str], path: Path | None = None, tenant_header: str | None = None) -> None:
         """Raises SettingsError where an entry, or the file, cannot be used."""
         self._own = [_parsed(entry, "WAYMARK_GATEWAY_KEYS") for entry in entries]
-        self._path = path
         self._tenant_header = None if tenant_header is None else tenant_header.lower().encode()
-        self._looked = time.monotonic()
-        self._version = self._stat()
-        self._filed = [] if path is None else _read(path)
+        self._file = None if path is None else WatchedFile(path, _read, "keys")
         self.is_open = not self._own and path is None
         """Every client may call."""
 
@@ -83,10 +74,9 @@ class Keys:
                 return Client()
             tenant = headers.get(self._tenant_header, b"").decode("latin-1")
             return Client(tenant_id=tenant or DEFAULT_TENANT)
-        self._look()
         digest = sha256(_key_of(headers)).hexdigest()
         found = None
-        for known, client in (*self._own, *self._filed):
+        for known, client in (*self._own, *(() if self._file is None else self._file.entries)):
             if hmac.compare_digest(known, digest):
                 found = client
         if found is None:
@@ -94,31 +84,6 @@ class Keys:
                 401, "the API key is missing or unknown; send it as 'Authorization: Bearer <key>'", "invalid_api_key"
             )
         return found
-
-    def _look(self) -> None:
-        now = time.monotonic()
-        if self._path is None or now - self._looked < _LOOK_SECONDS:
-            return
-        self._looked = now
-        version = self._stat()
-        if version == self._version:
-            return
-        self._version = version
-        try:
-            self._filed = _read(self._path)
-        except SettingsError as exc:
-            log.error("keys file cannot be used, the previous keys stay valid", extra=fields(error=str(exc)))
-        else:
-            log.info("keys file read again", extra=fields(keys=len(self._filed)))
-
-    def _stat(self) -> tuple[int, int, int] | None:
-        if self._path is None:
-            return None
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _key_of(headers: Mapping[bytes, bytes]) -> bytes:

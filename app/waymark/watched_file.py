@@ -1,0 +1,67 @@
+"""A file that is read again when it has changed; a change that cannot be read leaves what was read before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from waymark.errors import SettingsError
+from waymark.logs import fields
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 1.0
+
+
+class WatchedFile(Generic[T]):
+    """What ``read`` makes of the file: entries, which ``what`` names in the log.
+
+    Raises ``SettingsError`` where the file cannot be read at the start.
+    """
+
+    def __init__(
+        self, path: Path, read: Callable[[Path], Sequence[T]], what: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path = path
+        self._read = read
+        self._what = what
+        self._clock = clock
+        self._looked = clock()
+        self._version = self._stat()
+        self._entries = read(path)
+
+    @property
+    def entries(self) -> Sequence[T]:
+        """The entries as they are now; the file is looked at once a second, at most."""
+        now = self._clock()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            self._look()
+        return self._entries
+
+    def _look(self) -> None:
+        version = self._stat()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._entries = self._read(self._path)
+        except SettingsError as exc:
+            log.error(
+                f"{self._what} file cannot be used, the previous {self._what} stay valid", extra=fields(error=str(exc))
+            )
+        else:
+            log.info(f"{self._what} file read again", extra=fields(**{self._what: len(self._entries)}))
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
