@@ -246,7 +246,7 @@ async def test_a_prompt_of_a_million_tokens_is_walked_to_its_end(cluster: Cluste
     row = {"longest_matched": 2**20, "GPU": 2**20, "DP": {"0": 2**20}, "CPU": 0, "DISK": 0}
     expected = {engines.tenant_id: {"a": row}}
     replica, group = cluster.replicas[0], engines.group
-    await settle(partial(replica.query, tokens, block_size=16, **group), expected, seconds=30)
+    await settle(partial(replica.query, tokens, block_size=16, **group), expected, seconds=120)
     assert await replica.query(tokens + (1,) * 15, block_size=16, **group) == expected
 
 

@@ -133,6 +133,10 @@ class Pod:
     async def subscribed(self) -> None:
         await wait_until(lambda: self.publisher.subscribers > 0, f"{self.name} has a subscriber", PATIENCE_SECONDS)
 
+    async def is_left(self) -> None:
+        """The socket of the worker that died is closed. ZMQ closes it in the background."""
+        await wait_until(lambda: self.publisher.subscribers == 0, f"{self.name} has no subscriber", PATIENCE_SECONDS)
+
     async def caught_up(self) -> None:
         """Subscribed, and the catching up that comes with it is over: what is sent from now on is live."""
         await self.subscribed()

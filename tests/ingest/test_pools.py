@@ -162,6 +162,7 @@ async def test_another_worker_goes_on_with_hashes_and_shards(bench: Bench) -> No
     fleet.master.say("stored", *objects(1, rank=0), *objects(1, rank=1))
     await comes_to(fleet.empty, first, 4)
     await fleet.hand.die()
+    await fleet.master.pod.is_left()
     await bench.worker("worker-2", options=WITHOUT_PROBES)
     await fleet.master.pod.caught_up()
     fleet.master.say("stored", *objects(2, rank=0))
