@@ -1,4 +1,4 @@
--- add_counts(counts, seen; count*, prefix*) -> {verdict, 0}
+-- add_counts(counts, seen; count*, prefix*) -> {verdict, prefixes}
 --
 -- Add what a replica has counted since its last call to the counts of the fleet.
 --
@@ -7,9 +7,9 @@
 -- ARGV  count*   how many, then name and increase of each
 --       prefix*  prefix keys, in hex
 --
--- {'applied', 0}  added
+-- {'applied', prefixes}  added; about so many different prefix keys there have been
 
 local last = 1 + 2 * tonumber(ARGV[1])
 for i = 2, last, 2 do redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1]) end
 for i = last + 1, #ARGV do redis.call('PFADD', KEYS[2], ARGV[i]) end
-return {'applied', 0}
+return {'applied', redis.call('PFCOUNT', KEYS[2])}

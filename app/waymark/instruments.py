@@ -8,7 +8,7 @@ library when it is asked.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 
@@ -86,12 +86,13 @@ Series = TypeVar("Series", Counter, Gauge, Histogram)
 class Labelled(Generic[Series]):
     """A metric with labels: one series for each combination of values that has been asked for."""
 
-    __slots__ = ("_make", "_names", "series")
+    __slots__ = ("_function", "_make", "_names", "series")
 
     def __init__(self, names: Sequence[str], make: Callable[[], Series]) -> None:
         self._names = tuple(names)
         self._make: Callable[[], Series] = make
         self.series: dict[tuple[str, ...], Series] = {}
+        self._function: Callable[[], Mapping[tuple[str, ...], float]] | None = None
 
     def labels(self, **values: object) -> Series:
         """The series of these values; ``ValueError`` where the names are not exactly the metric's labels."""
@@ -113,6 +114,20 @@ class Labelled(Generic[Series]):
     def clear(self) -> None:
         """Forget every series."""
         self.series.clear()
+
+    def set_function(self, function: Callable[[], Mapping[tuple[str, ...], float]]) -> None:
+        """For gauges: from now on the series are what ``function`` returns, by the values of their labels."""
+        self._function = function
+
+    def read(self) -> Mapping[tuple[str, ...], Series]:
+        """The series as they are now."""
+        if self._function is not None:
+            self.series.clear()
+            for values, number in self._function().items():
+                series = self.series[values] = self._make()
+                if isinstance(series, Gauge):
+                    series.set(number)
+        return self.series
 
 
 Instrument = Counter | Gauge | Histogram | Labelled[Counter] | Labelled[Gauge] | Labelled[Histogram]
@@ -180,7 +195,7 @@ class Row(Generic[T_co]):
 
 def _series(instrument: Instrument | None) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(instrument, Labelled):
-        yield from list(instrument.series.items())
+        yield from list(instrument.read().items())
     elif instrument is not None:
         yield (), instrument
 

@@ -3,8 +3,9 @@
 A line is a metric: its name (without ``waymark_`` and ``_total``), kind, help and labels. A name or a label that is not
 in the table is an error wherever it is counted. Names and labels are an API for
 dashboards: ``tests/test_metrics.py`` holds the list, ``docs/operations.md`` says how each is added up over processes.
-Labels are bounded: a matched route, never a path; a status, a kind, a reason, never an instance, a holder, a hash, a
-tenant or an endpoint. A model is one only where it is registered, and only up to a ceiling.
+Labels are bounded: a matched route, never a path; a status, a kind, a reason, never a holder, a hash, a tenant or an
+endpoint. A model is one only where it is registered, and only up to a ceiling; the same holds for an instance, which is
+one only where another project's dashboards name it.
 
 Each ``Metrics`` owns its registry, so several roles in one process, or several tests, do not meet. It does no I/O;
 ``render`` is what ``GET /metrics`` answers.
@@ -13,6 +14,7 @@ Each ``Metrics`` owns its registry, so several roles in one process, or several 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
@@ -82,6 +84,19 @@ class Metrics:
     prefill_released = counter("How many reservations had their prefill released, by the event that ended it.", "by")
     speculative_tokens = counter("How many tokens were expected at a target of a decision, beyond what it had.")
 
+    prefix_routing_requests = counter(
+        "How many decisions the policy `sticky` made, by what a target was found.", "strategy"
+    )
+    prefix_routing_backend_distribution = gauge(
+        "How many requests each instance has under way, as this replica sees it.", "backend", over="max"
+    )
+    prefix_routing_prefix_cardinality = gauge(
+        "How many different prefix keys decisions had, as an estimate for all replicas.", over="max"
+    )
+    kv_index_routing_decisions = counter(
+        "How many decisions policies made that use the index, by what a target was found.", "decision"
+    )
+
     # ---- the gateway
     gateway_requests = gauge("How many requests of clients the gateway has under way.")
     gateway_retries = counter("How many times a request was sent to another engine, by reason.", "reason")
@@ -100,11 +115,24 @@ class Metrics:
 
     # ---- the response cache of a gateway
     response_cache_requests = counter("How many requests the response cache was asked for, by result.", "result")
-    response_cache_entries = gauge("How many answers the response cache holds.")
-    response_cache_size_bytes = gauge("How many bytes the response cache holds.")
+    response_cache_entries = gauge("How many answers the response cache holds; in Redis it is that of all.", over="max")
+    response_cache_size_bytes = gauge(
+        "How many bytes the response cache holds; in Redis it is that of all.", over="max"
+    )
     response_cache_evictions = counter("How many answers left the response cache because it was full.")
     response_cache_hit_rate = gauge(
         "Which share of the requests that could be a hit was one, since the start.", over="max"
+    )
+
+    cache_backend_type = gauge("Which place has the answers of the response cache; the value is always 1.", "backend")
+    cache_redis_connections_active = gauge("How many connections to Redis are in use, of a response cache in Redis.")
+    cache_redis_connections_idle = gauge("How many connections to Redis are idle, of a response cache in Redis.")
+    cache_redis_latency_seconds = histogram(
+        "How long an operation of the response cache in Redis took.", _SCRIPT_BUCKETS, "operation"
+    )
+    cache_redis_errors = counter("How many operations of the response cache in Redis failed, by type.", "type")
+    cache_fallback_active = gauge(
+        "Whether the response cache is in memory because Redis is unavailable: 1 or 0.", over="max"
     )
 
     # ---- what publishers send
@@ -240,6 +268,14 @@ class Metrics:
                 return OTHER_MODELS
             self._models.add(name)
         return name
+
+    def backends(self, numbers: Iterable[tuple[str, float]]) -> dict[tuple[str, ...], float]:
+        """Numbers of instances as series: added up by name, and beyond as many as may be under ``other``."""
+        found: dict[tuple[str, ...], float] = {}
+        for name, number in numbers:
+            label = (name,) if (name,) in found or len(found) < self._models_max else (OTHER_MODELS,)
+            found[label] = found.get(label, 0.0) + number
+        return found
 
     @staticmethod
     def markdown_table() -> str:

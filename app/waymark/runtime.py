@@ -248,7 +248,7 @@ async def run(
         app = create_app(store, settings, metrics, tokenizers, asker, stop)
     gateway = None
     if has_gateway:
-        cache = ResponseCache.of(settings, metrics)
+        cache = ResponseCache.of(settings, metrics, store)
         others = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
         app = gateway = Gateway(store, settings, metrics, tokenizers, others, cache)
     server = http_server(

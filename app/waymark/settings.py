@@ -344,18 +344,24 @@ class Settings(BaseSettings):
     """How long requests to a gateway may take to end after SIGTERM."""
     cache_control_injection: bool = False
     """Whether a gateway marks the system prompt of `/v1/messages` with `cache_control`, if no block of it has one."""
-    response_cache: Annotated[Literal["off", "memory"], BeforeValidator(_lower)] = "off"
-    """Whether a gateway answers a request that it has answered before, with `temperature` 0 or absent, by itself."""
+    response_cache: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "off"
+    """Where a gateway keeps answers to requests with `temperature` 0 or absent, for equal ones; `redis` is for all."""
     response_cache_entries: int = Field(1000, ge=1, le=10_000_000)
-    """How many answers a gateway keeps."""
+    """How many answers are kept, in a gateway or in Redis."""
     response_cache_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of answers a gateway keeps."""
+    """How many bytes of answers are kept, in a gateway or in Redis."""
     response_cache_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
     """How long an answer is kept."""
     response_cache_response_bytes: int = Field(_MIB, ge=1, le=1024 * _MIB)
     """The largest answer that is kept, in bytes."""
     response_cache_stream_bytes: int = Field(10 * _MIB, ge=1, le=1024 * _MIB)
     """The largest stream that is kept, in bytes."""
+    response_cache_redis_ms: int = Field(1000, ge=10, le=60_000)
+    """How long a gateway waits for kept answers in Redis before it keeps them in its memory."""
+    response_cache_fallback_entries: int = Field(1000, ge=0, le=10_000_000)
+    """How many answers a gateway keeps in its memory while Redis is unavailable; 0 keeps none."""
+    response_cache_fallback_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
+    """How long it keeps these."""
     profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
     """Whether a gateway sends a request to one engine, or its prefill to another one; `auto` is as the policy says."""
     epp_port: int = Field(9002, ge=1, le=65535)

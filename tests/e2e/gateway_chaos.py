@@ -100,6 +100,13 @@ async def _serves(client: httpx.AsyncClient, url: str) -> bool:
         return False
 
 
+async def _answers(client: httpx.AsyncClient, port: int) -> bool:
+    try:
+        return (await client.get(f"http://127.0.0.1:{port}/v1/models")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 async def run(running: Fleet, requests: int, seed: int = 0) -> Counter[str]:
     """How many requests ended in which way. Raises AssertionError where an answer is another request's."""
     ends: Counter[str] = Counter()
@@ -114,15 +121,18 @@ async def run(running: Fleet, requests: int, seed: int = 0) -> Counter[str]:
                 ends[await _ask(client, url, f"{seed}/{number}", is_stream=number % 3 != 0)] += 1
 
         async with asyncio.TaskGroup() as tasks:
-            breaking = tasks.create_task(_break(running, random.Random(seed)))
+            breaking = tasks.create_task(_break(running, random.Random(seed), client))
             workers = [tasks.create_task(work()) for _ in range(CLIENTS)]
             await asyncio.wait(workers)
             breaking.cancel()
     return ends
 
 
-async def _break(running: Fleet, rng: random.Random) -> None:
-    """Faults, one after the other, until it is cancelled; each is over before the next."""
+async def _break(running: Fleet, rng: random.Random, client: httpx.AsyncClient) -> None:
+    """Faults, one after the other, until it is cancelled; each is over before the next.
+
+    An engine takes seconds to start on a busy machine. Without the wait for it, all engines would be gone in the end.
+    """
     for fault in itertools.cycle(("engine", "redis", "engine", "freeze")):
         await asyncio.sleep(PAUSE_SECONDS)
         if fault == "engine":
@@ -130,6 +140,7 @@ async def _break(running: Fleet, rng: random.Random) -> None:
             await running.kill_engine(number)
             await asyncio.sleep(PAUSE_SECONDS)
             await running.start_engine(number)
+            await wait_until(lambda port=running.ports[number]: _answers(client, port), "the engine is back", 60)  # type: ignore[misc]
         elif fault == "redis":
             running.redis.kill()
             await asyncio.sleep(PAUSE_SECONDS)
@@ -198,6 +209,7 @@ async def main(requests: int) -> None:
             ends = await run(running, requests)
         await check_free(running)
     print(json.dumps(dict(ends.most_common())))
+    assert ends["whole"] > requests / 2, "most requests were not answered"
 
 
 if __name__ == "__main__":

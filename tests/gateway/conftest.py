@@ -117,7 +117,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
                 await store.registry.register(registration(engine.url, number))
             tokenizers = Tokenizers.of(settings, metrics, fallback=fallback)
             stack.push_async_callback(tokenizers.close)
-            cache = ResponseCache.of(settings, metrics)
+            cache = ResponseCache.of(settings, metrics, store)
             admin = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
             gateway = Gateway(store, settings, metrics, tokenizers, admin, cache)
             stack.push_async_callback(gateway.close)

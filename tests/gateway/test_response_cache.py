@@ -14,7 +14,7 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events
 from waymark.chat.cache_key import cache_key, is_cacheable
-from waymark.gateway.answers import MemoryAnswers
+from waymark.gateway.answers import Held, MemoryAnswers
 from waymark.gateway.kept import Kept
 from waymark.metrics import Metrics
 
@@ -252,21 +252,28 @@ async def test_a_system_prompt_is_marked_for_anthropic_s_cache(start: Start, sys
 # ---- without a gateway -----------------------------------------------------------------------------
 
 
-def test_the_cache_has_a_bound_in_entries_and_in_bytes() -> None:
+async def test_the_cache_has_a_bound_in_entries_and_in_bytes() -> None:
     metrics, now = Metrics(), [0.0]
     answers = MemoryAnswers(3, 4000, 10, metrics, clock=lambda: now[0])
+
+    async def has(name: bytes) -> bool:
+        return (await answers.find(name)).kept == Kept(b"", name)
+
     for name in (b"a", b"b", b"c"):
-        answers.keep(name, Kept(b"", name))
-    assert answers.find(b"a") == Kept(b"", b"a")
-    answers.keep(b"d", Kept(b"", b"d"))  # b was used least recently
-    assert [answers.find(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
-    answers.keep(b"e", Kept(b"", b"e" * 3000))
-    assert (len(answers), answers.bytes <= 4000) == (1, True)
-    answers.keep(b"f", Kept(b"", b"f" * 4000))
-    assert (answers.find(b"f"), len(answers)) == (None, 1)
+        await answers.keep(name, Kept(b"", name), 0)
+    assert await has(b"a")
+    await answers.keep(b"d", Kept(b"", b"d"), 0)  # b was used least recently
+    assert [await has(name) for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+    await answers.keep(b"e", Kept(b"", b"e" * 3000), 0)
+    assert (answers.held.entries, answers.held.bytes <= 4000) == (1, True)
+    await answers.keep(b"f", Kept(b"", b"f" * 4000), 0)
+    assert ((await answers.find(b"f")).kept, answers.held.entries) == (None, 1)
     assert metrics.registry.get_sample_value("waymark_response_cache_evictions_total") == 4
     now[0] = 10.0
-    assert (answers.find(b"e"), len(answers), answers.bytes) == (None, 0, 0)
+    assert ((await answers.find(b"e")).kept, answers.held) == (None, Held(0, 0))
+    none = MemoryAnswers(0, 4000, 10, metrics)
+    await none.keep(b"a", Kept(b"", b"a"), 0)
+    assert none.held == Held(0, 0)
 
 
 @pytest.mark.parametrize(("temperature", "may"), [(None, True), (0, True), (0.0, True), (-0.0, True), (1, False)])

@@ -5,7 +5,7 @@ Counts of decisions are those of all replicas, up to a second ago.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from time import time
 from typing import Any
@@ -29,18 +29,20 @@ class ResponseCacheAdmin:
     """Handlers of the paths about the response cache of a gateway, which ``stats`` describes and ``clear`` empties."""
 
     def __init__(
-        self, stats: Callable[[], Mapping[str, Any]] | None = None, clear: Callable[[], int] | None = None
+        self,
+        stats: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
+        clear: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
         """Without arguments: of a gateway whose cache is off."""
         self._stats = stats
         self._clear = clear
 
     async def stats(self, _: Body) -> Answer:
-        return Answer({"enabled": False} if self._stats is None else dict(self._stats()))
+        return Answer({"enabled": False} if self._stats is None else dict(await self._stats()))
 
     async def invalidate(self, body: Body) -> Answer:
         InvalidateRequest.of(body.fields)
-        cleared = 0 if self._clear is None else self._clear()
+        cleared = 0 if self._clear is None else await self._clear()
         return Answer({"success": True, "action": "clear_all", "cleared_entries": cleared})
 
 

@@ -146,10 +146,10 @@ _INDEX_CLEAR = Doc(
     reach="filtered",
 )
 _CACHE_STATS = Doc(
-    "Returns what the response cache of this gateway holds, and how often it answered.", needs_redis=False
+    "Returns what the response cache holds, and how often this gateway answered from it.", needs_redis=False
 )
 _CACHE_CLEAR = Doc(
-    "Clears the response cache of this gateway.",
+    "Clears the response cache: that of this gateway, or in Redis that of all.",
     admin_bodies.InvalidateRequest,
     admin_bodies.InvalidateAnswer,
     needs_redis=False,
@@ -506,7 +506,7 @@ def create_gateway_admin(
     store: Store,
     settings: Settings,
     metrics: Metrics,
-    cache: tuple[Callable[[], Mapping[str, Any]], Callable[[], int]] | None = None,
+    cache: tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[], Awaitable[int]]] | None = None,
 ) -> Starlette:
     """What a gateway answers in addition to its clients' paths: probes, and the admin paths.
 

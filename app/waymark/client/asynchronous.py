@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -229,7 +228,6 @@ class AsyncSelecting:
             if self._fallback is None:
                 raise
             self.selection = Selection.local(self._fallback())
-        self._began = perf_counter()
         return self
 
     async def _selected(self) -> Selection:
@@ -247,15 +245,15 @@ class AsyncSelecting:
         await self._release("all", "ok" if error is None else "failed")
 
     async def first_token(self) -> None:
-        """The prompt is computed: others need not wait for it any more, and this target took so long."""
-        await self._release("prefill", ttft_ms=1e3 * (perf_counter() - self._began))
+        """The prompt is computed: others need not wait for it any more."""
+        await self._release("prefill")
 
     async def renew(self) -> None:
         """The request goes on for longer than it was reserved for."""
         await self._release("renew")
 
-    async def _release(self, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> None:
+    async def _release(self, part: str, outcome: str = "ok") -> None:
         if self.selection.reservation is not None:
             # A reservation that cannot be released runs out; the request has its answer all the same.
             with suppress(Unavailable):
-                await self._client._send(calls.release(self.selection.reservation, part, outcome, ttft_ms))
+                await self._client._send(calls.release(self.selection.reservation, part, outcome))

@@ -29,6 +29,16 @@ class Kept(NamedTuple):
     content_type: bytes
     body: bytes
 
+    @property
+    def packed(self) -> bytes:
+        """As one value."""
+        return self.content_type + b"\n" + self.body
+
+    @classmethod
+    def of(cls, packed: bytes) -> Kept:
+        content_type, _, body = packed.partition(b"\n")
+        return cls(content_type, body)
+
 
 async def send_again(kept: Kept, send: Send) -> None:
     """Answer a request with what an earlier one got."""

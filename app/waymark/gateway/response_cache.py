@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from waymark.chat.cache_key import cache_key, is_cacheable
 from waymark.chat.requests import Form
-from waymark.gateway.answers import MemoryAnswers
+from waymark.gateway.answers import Answers, Lookup, MemoryAnswers
 from waymark.gateway.bodies import Body
 from waymark.gateway.kept import Collector, Kept, send_again
 from waymark.gateway.proxy import Exchange
 from waymark.gateway.security import Client, Headers
+from waymark.gateway.shared_answers import ERRORS, Begin, SharedAnswers
 from waymark.metrics import Metrics
 from waymark.settings import Settings
+from waymark.store.store import Store
 
 Proceed = Callable[[Headers], Awaitable[None]]
 """Has an engine answer, with further headers."""
@@ -31,32 +33,41 @@ _VERSIONS = (b"anthropic-version", b"anthropic-beta")
 _FLIGHT_SECONDS = 60.0
 
 
-class ResponseCache:
-    """The answers of one gateway."""
+class _Flight(NamedTuple):
+    """A request that an engine answers now, for all who ask the same."""
 
-    def __init__(self, answers: MemoryAnswers, metrics: Metrics, *, response_bytes: int, stream_bytes: int) -> None:
+    turn: bytes | int
+    """When it was looked up, as its ``Lookup`` says."""
+    answer: asyncio.Future[Kept | None]
+
+
+class ResponseCache:
+    """What one gateway answers by itself."""
+
+    def __init__(
+        self, answers: Answers, metrics: Metrics, begin: Begin, *, response_bytes: int, stream_bytes: int
+    ) -> None:
         self._answers = answers
+        self._begin = begin
         self._metrics = metrics
         self._response_bytes = response_bytes
         self._stream_bytes = stream_bytes
-        self._under_way: dict[bytes, asyncio.Future[Kept | None]] = {}
+        self._under_way: dict[bytes, _Flight] = {}
         self._results = {name: metrics.response_cache_requests.labels(result=name) for name in ("hit", "miss", "skip")}
         metrics.response_cache_hit_rate.set_function(lambda: self.hit_rate)
+        metrics.response_cache_entries.set_function(lambda: answers.held.entries)
+        metrics.response_cache_size_bytes.set_function(lambda: answers.held.bytes)
+        metrics.cache_backend_type.labels(backend=answers.backend).set(1)
 
     @classmethod
-    def of(cls, settings: Settings, metrics: Metrics) -> ResponseCache | None:
+    def of(cls, settings: Settings, metrics: Metrics, store: Store) -> ResponseCache | None:
         """None where the cache is off."""
         if settings.response_cache == "off":
             return None
-        answers = MemoryAnswers(
-            settings.response_cache_entries,
-            settings.response_cache_bytes,
-            settings.response_cache_ttl_seconds,
-            metrics,
-        )
         return cls(
-            answers,
+            _answers(settings, metrics, store),
             metrics,
+            store.begin,
             response_bytes=settings.response_cache_response_bytes,
             stream_bytes=settings.response_cache_stream_bytes,
         )
@@ -68,46 +79,52 @@ class ResponseCache:
             self._results["skip"].inc()
             await proceed([(b"x-cache", b"BYPASS")])
             return
-        kept = await self._find(key)
+        kept, turn = await self._find(key)
         if kept is not None:
             self._results["hit"].inc()
             exchange.status = 200
             await send_again(kept, exchange.send)
             return
         self._results["miss"].inc()
-        await self._lead(key, exchange, proceed)
+        await self._lead(key, turn, exchange, proceed)
 
-    async def _find(self, key: bytes) -> Kept | None:
-        kept = self._answers.find(key)
+    async def _find(self, key: bytes) -> Lookup:
+        found = await self._answers.find(key)
         flight = self._under_way.get(key)
-        if kept is None and flight is not None:
+        # What was asked for before a clearing answers nothing that is asked after it.
+        if found.kept is None and flight is not None and flight.turn == found.turn:
             try:
                 async with asyncio.timeout(_FLIGHT_SECONDS):
-                    kept = await asyncio.shield(flight)
+                    return found._replace(kept=await asyncio.shield(flight.answer))
             except TimeoutError:
-                return None
-        return kept
+                return found
+        return found
 
-    async def _lead(self, key: bytes, exchange: Exchange, proceed: Proceed) -> None:
+    async def _lead(self, key: bytes, turn: bytes | int, exchange: Exchange, proceed: Proceed) -> None:
         """Have an engine answer; whoever asks the same meanwhile waits for it, unless somebody leads already."""
         flight = None
         if key not in self._under_way:
-            flight = self._under_way[key] = asyncio.get_running_loop().create_future()
+            flight = self._under_way[key] = _Flight(turn, asyncio.get_running_loop().create_future())
         collector = Collector(
             exchange.send, exchange.api, response_bytes=self._response_bytes, stream_bytes=self._stream_bytes
         )
         exchange.send = collector
-        generation = self._answers.generation
-        kept = None
         try:
             await proceed([(b"x-cache", b"MISS")])
+        finally:
+            # A client may go away with its last byte; then this request is cancelled, and its answer is whole.
             kept = collector.kept()
-            if kept is not None and generation == self._answers.generation:
-                self._answers.keep(key, kept)
+            if flight is not None:
+                flight.answer.set_result(kept)
+            self._begin(self._keep(key, turn, kept, flight))
+
+    async def _keep(self, key: bytes, turn: bytes | int, kept: Kept | None, flight: _Flight | None) -> None:
+        try:
+            if kept is not None:
+                await self._answers.keep(key, kept, turn)
         finally:
             if flight is not None:
                 del self._under_way[key]
-                flight.set_result(kept)
 
     def _key(self, client: Client, exchange: Exchange, body: Body) -> bytes | None:
         headers = dict(exchange.headers)
@@ -122,7 +139,7 @@ class ResponseCache:
     # ---- for operators -----------------------------------------------------------------------------
 
     @property
-    def operated(self) -> tuple[Callable[[], Mapping[str, Any]], Callable[[], int]]:
+    def operated(self) -> tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[], Awaitable[int]]]:
         """What an operator may do with it: see its state, and clear it."""
         return self.stats, self.clear
 
@@ -132,31 +149,64 @@ class ResponseCache:
         hits, misses = self._results["hit"].value, self._results["miss"].value
         return hits / (hits + misses) if hits + misses else 0.0
 
-    def clear(self) -> int:
-        """Forget all answers; how many there were."""
-        return self._answers.clear()
+    async def clear(self) -> int:
+        """Forget all answers; how many there were. Raises StoreUnavailable."""
+        return await self._answers.clear()
 
-    def stats(self) -> Mapping[str, Any]:
+    async def stats(self) -> Mapping[str, Any]:
         """In the shape of Continuum Router."""
         counts = {name: int(result.value) for name, result in self._results.items()}
-        answers = self._answers
+        answers, held = self._answers, await self._answers.count()
         return {
             "enabled": True,
-            "backend_type": "memory",
-            "entries": len(answers),
+            "backend_type": answers.backend,
+            "entries": held.entries,
             "capacity": answers.entries_max,
             "requests": counts | {"total": sum(counts.values())},
             "hit_rate": f"{self.hit_rate:.4f}",
             "evictions": int(self._metrics.response_cache_evictions.value),
-            "size_bytes": answers.bytes,
+            "size_bytes": held.bytes,
             "config": {
-                "backend": "memory",
+                "backend": answers.backend,
                 "ttl": duration(answers.ttl_seconds),
                 "capacity": answers.entries_max,
                 "max_response_size": self._response_bytes,
                 "max_stream_buffer_size": self._stream_bytes,
             },
+            **({"redis": _redis_stats(answers)} if isinstance(answers, SharedAnswers) else {}),
         }
+
+
+def _answers(settings: Settings, metrics: Metrics, store: Store) -> Answers:
+    bounds = (settings.response_cache_entries, settings.response_cache_bytes, settings.response_cache_ttl_seconds)
+    if settings.response_cache == "memory":
+        return MemoryAnswers(*bounds, metrics)
+    beside = MemoryAnswers(
+        settings.response_cache_fallback_entries,
+        settings.response_cache_bytes,
+        settings.response_cache_fallback_ttl_seconds,
+        metrics,
+    )
+    entries_max, bytes_max, ttl_seconds = bounds
+    return SharedAnswers(
+        store.answers,
+        beside,
+        metrics,
+        store.begin,
+        entries_max=entries_max,
+        bytes_max=bytes_max,
+        ttl_seconds=ttl_seconds,
+        milliseconds=settings.response_cache_redis_ms,
+    )
+
+
+def _redis_stats(answers: SharedAnswers) -> Mapping[str, Any]:
+    active, idle = answers.connections
+    return {
+        "connections": {"active": active, "idle": idle},
+        "fallback_active": answers.is_away,
+        "errors": {kind: answers.errors[kind] for kind in ERRORS},
+    }
 
 
 def duration(seconds: int) -> str:

@@ -32,8 +32,7 @@ def scorers() -> str:
     """Every scorer of an ``EndpointPickerConfig``."""
     lines = ["| Scorer | Score, 0 to 1 | Needs |", "|---|---|---|"]
     for scorer in SCORERS.values():
-        needs = "gauges" if scorer.needs_gauges else "`ttft_ms`" if scorer.needs_first_tokens else ""
-        lines.append(f"| `{scorer.name}` | {scorer.sentence} | {needs} |")
+        lines.append(f"| `{scorer.name}` | {scorer.sentence} | {'gauges' if scorer.needs_gauges else ''} |")
     return "\n".join(lines)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
 
@@ -75,8 +74,8 @@ class Candidate(NamedTuple):
     """Share of requests that went well, 0 to 1."""
     last_cold: int = 0
     """When a request that nobody had anything of was last sent there, in ms; 0: never."""
-    first_tokens: FirstTokens | None = None
-    """How long its requests waited for their first token; None where that is not known."""
+    predicted_ms: float | None = None
+    """Time to the first token that its past requests suggest; None where there were too few."""
     gauges: Gauges | None = None
     """None where the engine reports none, or none that are fresh."""
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.media import DEVICE
@@ -72,8 +71,6 @@ class Seen:
     """Fresh ones, by publisher."""
     prefixes: Mapping[tuple[str, int], OpaquePrefix] = field(default_factory=dict)
     """Of the prompt, by the sources that have it."""
-    first_tokens: Mapping[int, FirstTokens] = field(default_factory=dict)
-    """By publisher, where the policy needs them."""
 
 
 class Fleet:
@@ -233,7 +230,7 @@ class Fleet:
                     load.context,
                     load.health if said.health is None else said.health,
                     load.cold,
-                    seen.first_tokens.get(publisher),
+                    None,
                     gauges.get(publisher) if said.gauges is None else said.gauges,
                 )
             )

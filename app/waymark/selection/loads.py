@@ -72,6 +72,11 @@ class Loads:
             group.keeping = self._begin_work(self._keep(group_id, group))
         return group.loads
 
+    def known(self, group_id: int) -> Mapping[int, Load]:
+        """The loads of a group as they were read last, however long ago."""
+        group = self._groups.get(group_id)
+        return {} if group is None else group.loads
+
     def saw(self, group_id: int, publisher: int, load: Load) -> None:
         """What a decision of this replica has made of a target's load."""
         group = self._groups.get(group_id)

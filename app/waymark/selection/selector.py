@@ -8,7 +8,7 @@ decide as one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from time import perf_counter
@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from waymark.domain.block_size import only_block_size
-from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.match import pool_bitmap, target_rows
@@ -31,11 +30,11 @@ from waymark.routing.target import Candidate, Request
 from waymark.selection.asked import Asked, Chosen, Prompt, Ranked, Selected, Taking
 from waymark.selection.degraded import Degraded
 from waymark.selection.fleet import Fleet, Member, OpaquePrefix, Seen
+from waymark.selection.gauges import GaugeReadings
 from waymark.selection.loads import Loads
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress
 from waymark.selection.ranking import Stages, rank, stages
-from waymark.selection.readings import Readings
 from waymark.selection.taking import Looked, Taker
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer, Part, Reservation, Terms
@@ -70,7 +69,6 @@ class _Aside(NamedTuple):
     expected: Mapping[int, int]
     gauges: Mapping[int, Gauges]
     prefixes: Mapping[tuple[str, int], OpaquePrefix] = MappingProxyType({})
-    first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
 
 
 class Selector:
@@ -83,14 +81,15 @@ class Selector:
         self._random = random or Random()
         self._fleets: dict[GroupName, Fleet] = store.incarnation.cache({})
         self._loads = store.incarnation.cache(Loads(store.reservations, store.begin, options.loads_seconds, metrics))
-        self._gauges = store.incarnation.cache(Readings(store.gauges.read, store.begin))
-        self._first_tokens = store.incarnation.cache(Readings(store.first_tokens.read, store.begin))
+        self._gauges = store.incarnation.cache(GaugeReadings(store.gauges, store.begin))
         self._progress = store.incarnation.cache(
             PrefillProgress(store.reader, store.reservations, store.begin, metrics)
         )
         self._taker = Taker(store.reservations, self._loads, self._progress, options, metrics)
         self._degraded = Degraded()
         self._away_until = float("-inf")
+        metrics.prefix_routing_prefix_cardinality.set_function(lambda: store.counts.prefixes_seen)
+        metrics.prefix_routing_backend_distribution.set_function(lambda: metrics.backends(self._under_way()))
 
     @property
     def default_policy(self) -> Chosen:
@@ -144,6 +143,10 @@ class Selector:
             raise
         tier = "prefix_routing" if selected.policy.name == "sticky" else "kv_index"
         self._store.counts.add(f"{tier}.{selected.decision}", asked.prefix_key)
+        if tier == "kv_index":
+            self._metrics.kv_index_routing_decisions.labels(decision=selected.decision).inc()
+        else:
+            self._metrics.prefix_routing_requests.labels(strategy=selected.decision).inc()
         return selected
 
     async def _select(self, asked: Asked, taking: Taking) -> Selected:
@@ -266,12 +269,7 @@ class Selector:
         return found.reservation
 
     async def release(
-        self,
-        reservations: Sequence[Reservation],
-        part: Part,
-        *,
-        milliseconds: int = 120_000,
-        ttft_ms: float | None = None,
+        self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int = 120_000
     ) -> tuple[int, int]:
         """End reservations, or a part of them; how many were there, and how many were gone."""
         others = self._degraded.release(reservations, part, milliseconds)
@@ -279,10 +277,17 @@ class Selector:
         if not others:
             return own, 0
         self._progress.told(others, part)
-        released, gone = await self._store.reservations.release(
-            others, part, milliseconds=milliseconds, ttft_ms=ttft_ms
-        )
+        released, gone = await self._store.reservations.release(others, part, milliseconds=milliseconds)
         return own + released, gone
+
+    def _under_way(self) -> Iterator[tuple[str, float]]:
+        """Requests under way, by instance, in the groups that this replica decides in."""
+        for group, fleet in self._fleets.items():
+            entry = self._store.reader.entry_at_hand(group)
+            loads = {} if entry is None else self._loads.known(entry.group_id)
+            for member in fleet.members:
+                load = loads.get(member.publisher)
+                yield member.name[0], 0.0 if load is None else load.requests
 
     # ---- one look ------------------------------------------------------------------------------------
 
@@ -357,7 +362,7 @@ class Selector:
         self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None
     ) -> _Aside | None:
         """What is asked beside the blocks, if it is the loads alone, and these are known."""
-        if asked.given is not None or self._needs_gauges(asked.policy) or self._needs_first_tokens(asked.policy):
+        if asked.given is not None or self._needs_gauges(asked.policy):
             return None
         if (asked.prefix_key is not None and fleet.has_sources) or self._expects(fleet, expects):
             return None
@@ -379,22 +384,19 @@ class Selector:
             loads = await self._loads.of(entry.group_id)
         if self._needs_gauges(asked.policy) and (given is None or any(each.gauges is None for each in given)):
             gauges = await self._gauges.of(entry.group_id, fleet.scraped)
-        first_tokens: Mapping[int, FirstTokens] = {}
-        if self._needs_first_tokens(asked.policy):
-            first_tokens = await self._first_tokens.of(entry.group_id, list(fleet.by_publisher))
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         prefixes = await self._prefixes(asked, entry, fleet, prompt, until)
         at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(fleet, expects) else []
         if not at:
-            return _Aside(loads, {}, gauges, prefixes, first_tokens)
+            return _Aside(loads, {}, gauges, prefixes)
         numbers = [_key(prompt.keys, depth) for depth in at]
         try:
             publishers = await self._store.speculative.read(entry.group_id, numbers, until=until)
         except TimeoutError:
-            return _Aside(loads, {}, gauges, prefixes, first_tokens)
+            return _Aside(loads, {}, gauges, prefixes)
         # The deepest wins, being last.
         expected = {publisher: depth for publisher, depth in zip(publishers, at, strict=True) if publisher is not None}
-        return _Aside(loads, expected, gauges, prefixes, first_tokens)
+        return _Aside(loads, expected, gauges, prefixes)
 
     async def _prefixes(
         self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, until: float
@@ -416,9 +418,6 @@ class Selector:
         if policy.preset is not None:
             return policy.preset.needs_gauges
         return self._options.picker is not None and self._options.picker.needs_gauges
-
-    def _needs_first_tokens(self, policy: Chosen) -> bool:
-        return policy.preset is None and self._options.picker is not None and self._options.picker.needs_first_tokens
 
     def _fleet(self, group: GroupName, table: HolderTable) -> Fleet:
         fleet = self._fleets.get(group)

@@ -21,7 +21,7 @@ from waymark.metrics import Metrics
 from waymark.settings import hide_password
 from waymark.store.address import Address, Endpoint, parse
 from waymark.store.cluster import Cluster
-from waymark.store.connect import server
+from waymark.store.connect import Pool, server
 from waymark.store.credentials import Credentials
 from waymark.store.failures import is_damage, kind_of, unavailable
 from waymark.store.lua import REPEATABLE, SCRIPTS, Script
@@ -116,6 +116,13 @@ class RedisClient:
     def is_cluster(self) -> bool:
         """Whether keys are on different servers."""
         return isinstance(self._redis, Cluster)
+
+    def connections(self) -> tuple[int, int]:
+        """Connections of the pools that are in use, and that are idle; none of the embedded Redis."""
+        nodes = self._redis.nodes() if isinstance(self._redis, Cluster) else [self._redis]
+        pools = [node.connection_pool for node in nodes]
+        counts = [pool.counts() for pool in pools if isinstance(pool, Pool)]
+        return sum(used for used, _ in counts), sum(idle for _, idle in counts)
 
     async def _primaries(self) -> list[Redis]:
         return await self._redis.primaries() if isinstance(self._redis, Cluster) else [self._redis]

@@ -129,6 +129,10 @@ class Cluster:
         slot = key_slot(key)
         return self._map.pick(slot) if self._map.has(slot) else slot
 
+    def nodes(self) -> list[Redis]:
+        """One client for each node that was ever asked and is still there."""
+        return list(self._nodes.values())
+
     async def primaries(self) -> list[Redis]:
         """One client for each node that has slots, in any order."""
         async with asyncio.timeout(self._bound_seconds):

@@ -61,6 +61,12 @@ class _Socket(Packing, UnixDomainSocketConnection):
 class Pool(BlockingConnectionPool):
     """A pool in which a caller waits for a free connection, and a cancelled caller still returns its connection."""
 
+    def counts(self) -> tuple[int, int]:
+        """Connections that are in use, and that are idle."""
+        counts = self.get_connection_count()
+        used, idle = (sum(n for n, about in counts if state in about.values()) for state in ("used", "idle"))
+        return used, idle
+
     async def release(self, connection: AbstractConnection) -> None:
         try:
             await super().release(connection)

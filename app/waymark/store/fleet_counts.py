@@ -38,6 +38,8 @@ class FleetCounts:
         self._counts: Counter[str] = Counter()
         self._prefixes: set[str] = set()
         self._task: asyncio.Task[None] | None = None
+        self.prefixes_seen = 0
+        """About how many different prefix keys all replicas have seen, when this one last added its own."""
 
     def add(self, name: str, prefix_key: bytes | None = None) -> None:
         """Count one decision, and the prefix key of its request."""
@@ -54,11 +56,13 @@ class FleetCounts:
             prefixes = [self._prefixes.pop() for _ in range(min(_PREFIXES_PER_CALL, len(self._prefixes)))]
             try:
                 count = [part for pair in counts.items() for part in pair]
-                await self._scripts.add_counts(keys.COUNTS, keys.SEEN, count, prefixes)
+                added = await self._scripts.add_counts(keys.COUNTS, keys.SEEN, count, prefixes)
             except StoreUnavailable as exc:
                 log.debug("counts not added yet", extra=fields(error=exc.sentence))
                 self._counts += counts
                 self._prefixes.update(prefixes)
+            else:
+                self.prefixes_seen = added.numbers[0]
 
     async def read(self) -> tuple[Mapping[str, int], int]:
         """The counts of the fleet by name, and an estimate of the number of different prefix keys."""

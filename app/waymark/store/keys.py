@@ -26,6 +26,10 @@ CATALOG = "wm:catalog"
 DISCOVERY = "wm:discovery"
 #: What has happened, for people.
 ACTIVITY = "wm:activity"
+#: What gateways have kept of their answers, in one slot: which clearing was the last, the answers, when each ends.
+ANSWERS = "wm:answers"
+ANSWERS_KEPT = "wm:answers:kept:{wm:answers}"
+ANSWERS_DUE = "wm:answers:due:{wm:answers}"
 INCARNATION = "wm:birth"
 #: The channel on which changes of registrations are announced; a hint to read them again.
 CONTROL = "wm:control"
@@ -83,10 +87,6 @@ def reservations(group_id: int) -> str:
 
 def gauges(group_id: int, publisher: int) -> str:
     return f"wm:{_tag(group_id)}:gauges:{publisher}"
-
-
-def first_tokens(group_id: int, publisher: int) -> str:
-    return f"wm:{_tag(group_id)}:first_tokens:{publisher}"
 
 
 def request(group_id: int, request_id: str) -> str:

@@ -41,7 +41,6 @@ _FIXED = {
     "scope": "scope",
     "copies": "copies",
     "sequence": "sequence",
-    "object_shards": "shards",
 }
 
 

@@ -22,7 +22,7 @@ Arg = str | bytes | int
 class Verdict(StrEnum):
     """What a script decided. ``APPLIED``: it has written all. ``BRANCH`` and ``ROW``: it has written what comes before
     the block that it refuses. With another verdict it has written nothing, except that ``reserve`` ends overdue
-    reservations first."""
+    reservations first, and ``keep_answer`` removes answers."""
 
     APPLIED = "applied"
     STALE = "stale"
@@ -259,19 +259,9 @@ class Scripts:
         return (Verdict(verdict.decode()), *(each.decode() if isinstance(each, bytes) else each for each in rest))
 
     async def release(
-        self,
-        load: str,
-        reservations: str,
-        first_tokens: str,
-        reservation: str,
-        part: str,
-        minute: int,
-        milliseconds: int,
-        ttft: Arg,
-        work: int,
+        self, load: str, reservations: str, reservation: str, part: str, minute: int, milliseconds: int
     ) -> Outcome:
-        args: list[Arg] = [reservation, part, minute, milliseconds, ttft, work]
-        return await self._run("release", [load, reservations, first_tokens], args)
+        return await self._run("release", [load, reservations], [reservation, part, minute, milliseconds])
 
     async def end_overdue(self, load: str, reservations: str, most: int) -> Outcome:
         return await self._run("end_overdue", [load, reservations], [most])
@@ -306,6 +296,29 @@ class Scripts:
 
     async def note_activity(self, activity: str, length: int, entry: Sequence[bytes]) -> Outcome:
         return await self._run("note_activity", [activity], [length, *entry])
+
+    async def find_answer(self, answers: str, kept: str, due: str, name: str) -> tuple[Verdict, bytes, bytes]:
+        """Verdict, the word of the last clearing, and the answer."""
+        verdict, word, value = await self._call("find_answer", [answers, kept, due], [name])
+        return Verdict(verdict.decode()), bytes(word), bytes(value)
+
+    async def keep_answer(
+        self,
+        answers: str,
+        kept: str,
+        due: str,
+        word: Arg,
+        name: str,
+        milliseconds: int,
+        entries_max: int,
+        bytes_max: int,
+        value: bytes,
+    ) -> Outcome:
+        args: list[Arg] = [word, name, milliseconds, entries_max, bytes_max, value]
+        return await self._run("keep_answer", [answers, kept, due], args)
+
+    async def clear_answers(self, answers: str, kept: str, due: str, word: str) -> Outcome:
+        return await self._run("clear_answers", [answers, kept, due], [word])
 
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """The workers that are alive, as members of ``wm:workers``."""

@@ -12,12 +12,12 @@ from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import index_format, keys
 from waymark.store.activity import Activity
+from waymark.store.answers import Answers
 from waymark.store.client import RedisClient, Subscription
 from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
 from waymark.store.entries import Entries
-from waymark.store.first_tokens import FirstTokenTimes
 from waymark.store.fleet_counts import FleetCounts
 from waymark.store.gauges import EngineGauges
 from waymark.store.hashes import Hashes
@@ -87,11 +87,11 @@ class Store:
         self.reservations = Reservations(client, self.scripts, self.begin)
         self.entries = Entries(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)
-        self.first_tokens = FirstTokenTimes(client)
         self.hashes = Hashes(client, self.scripts)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)
         self.prefixes = Prefixes(client, self.scripts)
+        self.answers = Answers(client, self.scripts)
         self.counts = FleetCounts(client, self.scripts, self.begin)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client

@@ -1,0 +1,159 @@
+"""Kept answers that all gateways share, in Redis; in the memory of this gateway while Redis is unavailable.
+
+The first failure changes over, so no further request waits for Redis. A look at Redis every half a minute changes back,
+and what was kept meanwhile is forgotten: nobody could clear it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from time import perf_counter
+from typing import Any, Final, TypeVar
+
+from waymark.errors import StoreUnavailable
+from waymark.gateway.answers import Held, Lookup, MemoryAnswers
+from waymark.gateway.kept import Kept
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.answers import Answers as StoredAnswers
+from waymark.store.answers import Room, kind_of_failure
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+_LOOK_SECONDS = 30.0
+#: The words of Continuum Router for kinds of failures.
+ERRORS: Final = ("connection", "timeout", "other")
+
+
+class SharedAnswers:
+    """The answers in Redis. ``beside`` has those of this gateway while Redis is away; ``begin`` runs the look at Redis.
+
+    Each call to Redis has ``milliseconds``.
+    """
+
+    backend = "redis"
+
+    def __init__(
+        self,
+        stored: StoredAnswers,
+        beside: MemoryAnswers,
+        metrics: Metrics,
+        begin: Begin,
+        *,
+        entries_max: int,
+        bytes_max: int,
+        ttl_seconds: int,
+        milliseconds: int,
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> None:
+        self.entries_max = entries_max
+        self.ttl_seconds = ttl_seconds
+        self.is_away = False
+        """Whether the answers are in memory, since Redis is unavailable."""
+        self._stored = stored
+        self._beside = beside
+        self._metrics = metrics
+        self._begin = begin
+        self._bytes_max = bytes_max
+        self._seconds = milliseconds / 1000
+        self._look_seconds = look_seconds
+        self._room = Room(0, 0)
+        self.errors: Counter[str] = Counter()
+        metrics.cache_fallback_active.set_function(lambda: float(self.is_away))
+        metrics.cache_redis_connections_active.set_function(lambda: stored.connections()[0])
+        metrics.cache_redis_connections_idle.set_function(lambda: stored.connections()[1])
+
+    @property
+    def held(self) -> Held:
+        return self._beside.held if self.is_away else Held(self._room.entries, self._room.bytes)
+
+    @property
+    def connections(self) -> tuple[int, int]:
+        """Connections to Redis that are in use, and that are idle."""
+        return self._stored.connections()
+
+    async def find(self, key: bytes) -> Lookup:
+        if not self.is_away:
+            try:
+                found = await self._timed("get", self._stored.find(key))
+            except StoreUnavailable:
+                pass  # counted, and changed over
+            else:
+                return Lookup(None if found.value is None else Kept.of(found.value), found.word)
+        return await self._beside.find(key)
+
+    async def keep(self, key: bytes, kept: Kept, turn: bytes | int) -> None:
+        if not isinstance(turn, bytes):
+            await self._beside.keep(key, kept, turn)
+            return
+        if self.is_away:
+            return
+        keeping = self._stored.keep(
+            key,
+            kept.packed,
+            turn,
+            milliseconds=1000 * self.ttl_seconds,
+            entries_max=self.entries_max,
+            bytes_max=self._bytes_max,
+        )
+        try:
+            room = await self._timed("set", keeping)
+        except StoreUnavailable:
+            return
+        if room is not None:
+            self._room = room
+            self._metrics.response_cache_evictions.inc(room.evicted)
+
+    async def clear(self) -> int:
+        self._beside.forget()
+        count = await self._timed("delete", self._stored.clear())
+        self._room = Room(0, 0)
+        return count
+
+    async def count(self) -> Held:
+        if not self.is_away:
+            with suppress(StoreUnavailable):  # counted, and changed over
+                self._room = await self._timed("get", self._stored.room())
+        return self.held
+
+    async def _timed(self, operation: str, asked: Awaitable[T]) -> T:
+        """A call to Redis. Raises StoreUnavailable after it has changed over."""
+        began = perf_counter()
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await asked
+        except TimeoutError:
+            sentence = f"Redis has not answered within {self._seconds:g} s; look at its load"
+            self._change_over("timeout", sentence)
+            raise StoreUnavailable(sentence) from None
+        except StoreUnavailable as error:
+            self._change_over(kind_of_failure(error), error.sentence)
+            raise
+        finally:
+            self._metrics.cache_redis_latency_seconds.labels(operation=operation).observe(perf_counter() - began)
+
+    def _change_over(self, kind: str, sentence: str) -> None:
+        self.errors[kind] += 1
+        self._metrics.cache_redis_errors.labels(type=kind).inc()
+        if not self.is_away:
+            self.is_away = True
+            log.warning("the response cache is in memory until Redis answers again", extra=fields(error=sentence))
+            self._begin(self._come_back())
+
+    async def _come_back(self) -> None:
+        while self.is_away:
+            await asyncio.sleep(self._look_seconds)
+            try:
+                self._room = await self._timed("get", self._stored.room())
+            except StoreUnavailable:
+                continue
+            self.is_away = False
+            self._beside.forget()
+            log.info("the response cache is in Redis again")

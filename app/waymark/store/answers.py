@@ -1,0 +1,82 @@
+"""Answers that gateways have kept for equal requests, in one slot of Redis, so that one script can bound them.
+
+Only what was asked for after the last clearing is kept: ``find`` says which one that was, and ``keep`` is given it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from time import time
+from typing import NamedTuple
+
+from waymark.errors import StoreUnavailable
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.failures import kind_of
+from waymark.store.scripts import Scripts, Verdict
+
+_KEYS = (keys.ANSWERS, keys.ANSWERS_KEPT, keys.ANSWERS_DUE)
+
+
+class Found(NamedTuple):
+    word: bytes
+    """The last clearing."""
+    value: bytes | None
+
+
+class Room(NamedTuple):
+    """How much is kept, and how many answers went before their time for the last one."""
+
+    entries: int
+    bytes: int
+    evicted: int = 0
+
+
+class Answers:
+    """All methods raise StoreUnavailable."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def find(self, key: bytes) -> Found:
+        """The answer to a request, by the request's key."""
+        verdict, word, value = await self._scripts.find_answer(*_KEYS, key.hex())
+        return Found(word, value if verdict is Verdict.APPLIED else None)
+
+    async def keep(
+        self, key: bytes, value: bytes, word: bytes, *, milliseconds: int, entries_max: int, bytes_max: int
+    ) -> Room | None:
+        """Keep an answer to a request that began under ``word``; None where all was cleared since then."""
+        outcome = await self._scripts.keep_answer(*_KEYS, word, key.hex(), milliseconds, entries_max, bytes_max, value)
+        if outcome.verdict is Verdict.STALE:
+            return None
+        evicted, entries, bytes_ = outcome.numbers
+        return Room(entries, bytes_, evicted)
+
+    async def clear(self) -> int:
+        """Remove every answer; how many there were."""
+        outcome = await self._scripts.clear_answers(*_KEYS, secrets.token_hex(8))
+        return outcome.numbers[0]
+
+    async def room(self) -> Room:
+        """How much is kept now, by this machine's clock."""
+        bytes_, due, entries = await self._client.several(
+            [
+                ("HGET", keys.ANSWERS, "bytes"),
+                ("EXISTS", keys.ANSWERS_DUE),
+                ("ZCOUNT", keys.ANSWERS_DUE, f"({time() * 1000:.0f}", "+inf"),
+            ]
+        )
+        return Room(entries, int(bytes_ or 0) if due else 0)
+
+    def connections(self) -> tuple[int, int]:
+        """Connections to Redis that are in use, and that are idle."""
+        return self._client.connections()
+
+
+def kind_of_failure(error: StoreUnavailable) -> str:
+    """One of the three words that Continuum Router has: connection, timeout, other."""
+    cause = error.__cause__
+    kind = kind_of(cause) if isinstance(cause, Exception) else ""
+    return kind if kind in ("connection", "timeout") else "other"

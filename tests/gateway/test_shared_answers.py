@@ -1,0 +1,162 @@
+"""A response cache in Redis: the same for all gateways, and in memory while Redis is unavailable."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.e2e.redis_server import RedisServer, redis_server
+from tests.gateway.conftest import Start, chat, events
+from tests.gateway.test_response_cache import DELTA, DONE, LAST, answering, results
+from waymark.errors import SettingsError, StoreUnavailable
+from waymark.gateway.answers import Held, MemoryAnswers
+from waymark.gateway.kept import Kept
+from waymark.gateway.shared_answers import SharedAnswers
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.store import Store
+
+pytestmark = pytest.mark.outside
+
+KEPT = Kept(b"application/json", b"\n{}\n")
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+async def test_gateways_share_answers_and_one_of_them_clears_all(start: Start) -> None:
+    one, two = await start(1, response_cache="redis"), await start(0, response_cache="redis")
+    answering(one)
+    first = await one.post()
+    await wait_until(lambda: one.value("response_cache_entries") == 1, "the answer is kept", 10)
+    second = await two.post()
+    assert (first.headers["x-cache"], second.headers["x-cache"]) == ("MISS", "HIT")
+    assert (first.content, first.headers["content-type"]) == (second.content, second.headers["content-type"])
+    stats = (await two.client.get("/admin/response-cache/stats")).json()
+    assert (stats["backend_type"], stats["config"]["backend"], stats["entries"]) == ("redis", "redis", 1)
+    assert stats["requests"] == {"hit": 1, "miss": 0, "skip": 0, "total": 1}
+    assert stats["size_bytes"] > len(first.content)
+    connections = stats["redis"].pop("connections")
+    assert stats["redis"] == {"fallback_active": False, "errors": {"connection": 0, "timeout": 0, "other": 0}}
+    assert connections.keys() == {"active", "idle"}
+    assert sum(connections.values()) >= 1
+    assert two.value("response_cache_entries") == 1
+    assert two.value("cache_backend_type", backend="redis") == 1
+    assert two.value("cache_redis_latency_seconds_count", operation="get") == 2
+    assert two.value("cache_redis_connections_idle") + two.value("cache_redis_connections_active") >= 1
+    cleared = await two.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
+    assert cleared.json()["cleared_entries"] == 1
+    assert await results(one, chat("hello")) == ["MISS"]
+
+
+async def test_what_began_before_another_gateway_cleared_is_not_kept(start: Start) -> None:
+    one, two = await start(1, response_cache="redis"), await start(0, response_cache="redis")
+    go_on = asyncio.Event()
+    one.engines[0].handler = lambda request: events(request, DELTA, LAST, DONE, until=go_on)
+    body = chat("a", stream=True)
+    first = asyncio.create_task(one.post(body))
+    await wait_until(lambda: one.asked == [1], "the first is under way", 10)
+    await two.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
+    go_on.set()
+    await first
+    assert await results(one, body) == ["MISS"]
+    await wait_until(lambda: one.value("response_cache_entries") == 1, "the answer is kept", 10)
+    assert await results(two, body) == ["HIT"]
+
+
+async def test_clients_and_tenants_never_share_in_redis_either(start: Start) -> None:
+    keys = tuple(f"{name}:{sha256(name.encode()).hexdigest()}" for name in ("one", "two"))
+    running = await start(1, response_cache="redis", gateway_keys=keys)
+    answering(running)
+    for name in ("one", "two"):
+        assert await results(running, chat("a"), chat("a"), headers={"x-api-key": name}) == ["MISS", "HIT"]
+
+
+async def test_what_is_kept_in_redis_has_bounds(start: Start) -> None:
+    running = await start(1, response_cache="redis", response_cache_entries=2)
+    answering(running)
+    assert await results(running, *map(chat, "abcd")) == ["MISS"] * 4
+    await wait_until(lambda: running.value("response_cache_evictions_total") == 2, "all were kept", 10)
+    assert await results(running, chat("a")) == ["MISS"]
+    assert running.value("response_cache_entries") == 2
+
+
+@asynccontextmanager
+async def shared(server: RedisServer, milliseconds: int = 60_000) -> AsyncIterator[tuple[SharedAnswers, Metrics]]:
+    metrics = Metrics()
+    store = Store.open(server.url, timeout_seconds=60.0)
+    beside = MemoryAnswers(10, 100_000, 60, metrics)
+    bounds = {"entries_max": 10, "bytes_max": 100_000, "ttl_seconds": 60, "milliseconds": milliseconds}
+    yield SharedAnswers(store.answers, beside, metrics, store.begin, **bounds, look_seconds=0.05), metrics
+    await store.close()
+
+
+async def test_answers_are_in_memory_while_redis_is_away() -> None:
+    with redis_server() as server:
+        await server.start()
+        async with shared(server) as (answers, metrics):
+            found = await answers.find(KEY)
+            await answers.keep(KEY, KEPT, found.turn)
+            assert (await answers.find(KEY)).kept == KEPT
+            server.kill()
+            found = await answers.find(OTHER)
+            assert answers.is_away
+            await answers.keep(OTHER, KEPT, found.turn)
+            assert (await answers.find(OTHER)).kept == KEPT
+            assert answers.held.entries == 1
+            assert metrics.registry.get_sample_value("waymark_cache_fallback_active") == 1
+            errors = {"type": "connection"}
+            assert (
+                metrics.registry.get_sample_value("waymark_cache_redis_errors_total", errors)
+                == answers.errors["connection"]
+            )
+            with pytest.raises(StoreUnavailable):
+                await answers.clear()
+            assert (await answers.find(OTHER)).kept is None, "this gateway's own are cleared"
+            before = await answers.find(OTHER)
+            await answers.keep(OTHER, KEPT, before.turn)
+            await server.start()
+            await wait_until(lambda: not answers.is_away, "Redis is used again", 20)
+            assert metrics.registry.get_sample_value("waymark_cache_fallback_active") == 0
+            # What was kept meanwhile is forgotten, and an answer that began then is not kept.
+            await answers.keep(OTHER, KEPT, before.turn)
+            assert await answers.count() == Held(0, 0)
+            assert (await answers.find(OTHER)).kept is None
+
+
+async def test_a_slow_redis_costs_one_request_its_time() -> None:
+    with redis_server() as server:
+        await server.start()
+        async with shared(server, milliseconds=200) as (answers, _):
+            turn = (await answers.find(KEY)).turn
+            server.freeze()
+            try:
+                assert (await answers.find(KEY)).kept is None
+                assert (answers.is_away, answers.errors["timeout"]) == (True, 1)
+                await answers.keep(KEY, KEPT, turn)
+                assert answers.held.entries == 0
+            finally:
+                server.thaw()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RESPONSE_CACHE", "disk"),
+        ("RESPONSE_CACHE_ENTRIES", "0"),
+        ("RESPONSE_CACHE_BYTES", "1"),
+        ("RESPONSE_CACHE_TTL_SECONDS", "0"),
+        ("RESPONSE_CACHE_RESPONSE_BYTES", "0"),
+        ("RESPONSE_CACHE_STREAM_BYTES", "0"),
+        ("RESPONSE_CACHE_REDIS_MS", "0"),
+        ("RESPONSE_CACHE_FALLBACK_ENTRIES", "-1"),
+        ("RESPONSE_CACHE_FALLBACK_TTL_SECONDS", "0"),
+    ],
+)
+def test_a_value_outside_of_its_range_ends_the_start(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(f"WAYMARK_{name} is '{value}'")):
+        Settings.from_env({f"WAYMARK_{name}": value})
