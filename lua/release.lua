@@ -1,13 +1,16 @@
--- release(load, reservations; reservation, part, minute, milliseconds) -> {verdict}
+-- release(load, reservations, first_tokens; reservation, part, minute, milliseconds, ttft, work) -> {verdict}
 --
 -- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it.
 --
--- KEYS  load          hash  the load of each target
---       reservations  zset  decisions under way, by the Redis ms at which each is over
+-- KEYS  load          hash        the load of each target
+--       reservations  zset        decisions under way, by the Redis ms at which each is over
+--       first_tokens  string, PX  sums over the requests of this target whose time to the first token is known
 -- ARGV  reservation   the member as `reserve` wrote it; found after 'prefill', too, when its tokens are 0
 --       part          'prefill' its tokens are computed; 'ok', 'failed' it is over; 'renew' it goes on
 --       minute        the caller's clock in minutes, by which outcomes are halved
 --       milliseconds  for how long from now, where it goes on
+--       ttft          ms from the request to its first token; '' where that is not known. It counts once
+--       work          prefill tokens that the target had to compute in this time
 --
 -- {'applied'}  done
 -- {'gone'}     there is no such reservation, or not any more; nothing written
@@ -16,6 +19,11 @@ local member = ARGV[1]
 local due = redis.call('ZSCORE', KEYS[2], member)
 if not due then -- its prefill was given back before, by the index or by another caller
   member = ARGV[1]:gsub('^(%d+) %d+ ', '%1 0 ', 1)
+  due = redis.call('ZSCORE', KEYS[2], member)
+end
+local is_timed = false
+if not due then -- and its time to the first token was told
+  member, is_timed = member .. ' timed', true
   due = redis.call('ZSCORE', KEYS[2], member)
 end
 if not due then return {'gone'} end
@@ -27,14 +35,15 @@ if part == 'renew' then
   return {'applied'}
 end
 
-local publisher, tokens, context, nonce = member:match('^(%d+) (%d+) (%d+) (.+)$')
+local publisher, tokens, context, nonce = member:match('^(%d+) (%d+) (%d+) (%x+)')
 local value = redis.call('HGET', KEYS[1], publisher)
 local load = {}
 for number in (value or '0 0 0 0 0 0 0'):gmatch('%d+') do load[#load + 1] = tonumber(number) end
 load[1] = math.max(0, load[1] - tokens)
 redis.call('ZREM', KEYS[2], member)
 if part == 'prefill' then
-  redis.call('ZADD', KEYS[2], due, string.format('%s 0 %s %s', publisher, context, nonce))
+  local mark = (is_timed or ARGV[5] ~= '') and ' timed' or ''
+  redis.call('ZADD', KEYS[2], due, string.format('%s 0 %s %s%s', publisher, context, nonce, mark))
 else
   load[2], load[3] = math.max(0, load[2] - 1), math.max(0, load[3] - context)
   for _ = 1, math.min(6, ARGV[3] - load[6]) do
@@ -47,5 +56,14 @@ end
 -- A target that was unregistered meanwhile has no load any more, and gets none.
 if value then
   redis.call('HSET', KEYS[1], publisher, string.format('%.0f %.0f %.0f %.0f %.0f %.0f %.0f', unpack(load)))
+end
+if value and ARGV[5] ~= '' and not is_timed then
+  -- Count, work, ms, work squared, work times ms. What is older counts for less, so the sums follow the engine.
+  local work, ms, sums = tonumber(ARGV[6]), tonumber(ARGV[5]), {}
+  for number in (redis.call('GET', KEYS[3]) or ''):gmatch('%S+') do sums[#sums + 1] = tonumber(number) end
+  for i, more in ipairs({1, work, ms, work * work, work * ms}) do
+    sums[i] = string.format('%.12g', 0.98 * (sums[i] or 0) + more)
+  end
+  redis.call('SET', KEYS[3], table.concat(sums, ' ', 1, 5), 'PX', 3600000)
 end
 return {'applied'}

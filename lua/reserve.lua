@@ -20,7 +20,8 @@
 --                         tokens; its speculative entries are those behind the `first` of them, for so long; 0: none
 --
 -- {'applied', which, tokens, requests, overdue}  the which-th was reserved; its load without the reservation
--- {'repeated', publisher, tokens, context, nonce}  the request has a reservation already: this one, as it was written
+-- {'repeated', publisher, tokens, context, nonce, waited}  the request has a reservation already: this one, as it was
+--                                  written; its target had so many tokens to compute before it
 -- {'full', 0, 0, 0, overdue}       the group has too many reservations; nothing written but what was overdue
 -- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; the same
 
@@ -43,8 +44,8 @@ if ARGV[9] == '1' then
   first_spec = 5
   local earlier = redis.call('GET', KEYS[4])
   if earlier then
-    local publisher, tokens, context, nonce = earlier:match('^(%d+) (%d+) (%d+) (%x+)$')
-    return {'repeated', tonumber(publisher), tonumber(tokens), tonumber(context), nonce}
+    local publisher, tokens, context, nonce, waited = earlier:match('^(%d+) (%d+) (%d+) (%x+) (%d+)$')
+    return {'repeated', tonumber(publisher), tonumber(tokens), tonumber(context), nonce, tonumber(waited)}
   end
 end
 
@@ -92,7 +93,7 @@ if ARGV[8] == '1' then load[7] = now end
 local reservation = members[which]
 redis.call('HSET', KEYS[1], names[which], text(load))
 redis.call('ZADD', KEYS[2], now + ARGV[1], reservation)
-if ARGV[9] == '1' then redis.call('SET', KEYS[4], reservation, 'PX', ARGV[1]) end
+if ARGV[9] == '1' then redis.call('SET', KEYS[4], string.format('%s %.0f', reservation, tokens), 'PX', ARGV[1]) end
 if ARGV[chosen + 5] ~= '0' then
   for i = first_spec + ARGV[chosen + 4], #KEYS do redis.call('SET', KEYS[i], names[which], 'PX', ARGV[chosen + 5]) end
 end

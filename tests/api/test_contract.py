@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
+import shlex
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +13,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from tests.api import examples
 from tests.api.conftest import Hold
 from waymark.api import admin_schemas, answer_schemas, dynamo_schemas, dynamo_select_schemas
 from waymark.api.schemas import QueryRequest, RegisterRequest
@@ -219,6 +223,36 @@ async def test_an_event_is_told_as_it_is_read(document: dict[str, Any]) -> None:
         integer, null = fields[field]["anyOf"]
         assert (integer["minimum"], integer["maximum"]) == (least, most)
         assert null == {"type": "null"}
+
+
+async def test_examples_are_what_the_paths_answer_and_none_is_missing(document: dict[str, Any]) -> None:
+    written = json.loads(examples.FILE.read_text())
+    found = await examples.ask_all()
+    operations = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
+    assert set(found) == operations, "a new path: add a request for it to tests/api/examples.py"
+    for each in (written, found):  # another release of the tokenizer may cut the text in another way
+        each["POST /tokenize"]["answer"] |= {"tokens": [], "count": 0}
+        each["POST /detokenize"]["body"]["tokens"] = []
+    for name, example in found.items():
+        assert written.get(name) == example, f"python -m tests.api.examples writes {name} again"
+
+
+async def test_every_operation_has_a_link_an_example_and_its_place_in_the_contents(
+    api: httpx.AsyncClient, document: dict[str, Any]
+) -> None:
+    answer = await api.get("/docs")
+    assert "script-src" not in answer.headers["content-security-policy"]
+    assert "color-scheme:light dark" in answer.text
+    contents, _, sections = answer.text.partition("<main>")
+    anchors = re.findall(r'<h3 id="([\w-]+)">', sections)
+    assert len(set(anchors)) == len(anchors) == sum(map(len, document["paths"].values()))
+    assert re.findall(r'<li><a href="#([\w-]+)">', contents) == anchors
+    for section in sections.split("<section>")[1:]:
+        assert "curl " in section
+        assert 'aria-label="example of answer"' in section, section[:80]
+        for example in re.findall(r"-d (.*?)</code></pre>", section, re.DOTALL):
+            (body,) = shlex.split(html.unescape(example))
+            assert json.loads(body) is not None
 
 
 async def test_page_reads_without_a_network(api: httpx.AsyncClient) -> None:

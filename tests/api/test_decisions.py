@@ -300,6 +300,35 @@ async def test_a_session_goes_to_the_picker_configuration(
     assert (await post(configured, "/select", policy="least-work"))["policy"] == "least-work"
 
 
+async def test_a_file_may_pick_by_the_predicted_time_to_the_first_token(
+    store: Store, make_client: MakeClient, register: Register, tmp_path: Any
+) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text(
+        "kind: EndpointPickerConfig\nplugins: [{type: predicted-latency-scorer}]\n"
+        "schedulingProfiles: [{name: default, plugins: [{pluginRef: predicted-latency-scorer}]}]\n"
+    )
+    for name in ("slow", "fast"):
+        await register(name)
+    configured = await make_client(store, picker_config=str(file))
+    assert {row["parts"]["predicted-latency-scorer"] for row in (await scores(configured, explain=True)).values()} == {
+        None
+    }
+    for name, ttft_ms in (("slow", 300), ("fast", 100)):
+        for _ in range(5):
+            taken = await post(configured, "/select", only=[name])
+            body = {"reservation": taken["reservation"], "part": "prefill", "ttft_ms": ttft_ms}
+            assert await post(configured, "/release", **body) == _released(1)
+
+    async def is_known() -> bool:
+        rows = await scores(configured, explain=True)
+        parts = {name: row["parts"]["predicted-latency-scorer"] for name, row in rows.items()}
+        return parts == {"slow": 0.0, "fast": 1.0}
+
+    await wait_until(is_known, "what is known of the targets is a moment old at most")
+    assert (await post(configured, "/select"))["target"]["instance_id"] == "fast"
+
+
 async def test_a_session_keeps_its_target_whatever_the_policy(
     client: httpx.AsyncClient, pods: list[str], hold: Hold
 ) -> None:

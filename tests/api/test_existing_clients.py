@@ -1,7 +1,8 @@
 """What existing clients of these APIs send, and that their readers find what they need.
 
 Each client was read in its public source; the version and the file stand beside its test. The bodies here have the
-same fields as theirs, and each ``read_*`` looks at an answer for what the reader of that client looks at.
+same fields as theirs, and each ``read_*`` looks at an answer for what the reader of that client looks at. Those that
+run alone are run, too: ``python -m tests.conformance.clients``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ async def post_packed(client: httpx.AsyncClient, path: str, body: dict[str, Any]
 
 
 # ---- Mooncake's cache-aware proxy ------------------------------------------------------------------------
-# kvcache-ai/Mooncake, mooncake-conductor/example/cache_aware_disagg_proxy.py, read at 1d9dff9a: it sends
-# msgpack. The same body as JSON stands for the form merged before, whose source was not read.
+# kvcache-ai/Mooncake, mooncake-conductor/example/cache_aware_disagg_proxy.py: msgpack at 19ffa6e4 (dev/conductor),
+# JSON at 36bbe8f4, as it was merged in July.
 
 PROFILE = {
     "strategy": "vllm_v1",
@@ -156,24 +157,57 @@ async def test_no_tenant_is_called_as_a_field_of_an_answer(client: httpx.AsyncCl
     assert (await client.get("/services")).json()["count"] == 0
 
 
-# ---- the published API, and PyMotor of June ----------------------------------------------------------------
-# The published form, as Mooncake's page describes it; the sources of its older readers were not read.
+# ---- the published API: the Go prototype's proxy, and PyMotor of June ---------------------------------------
+# kvcache-ai/Mooncake, the same file at 3d88bf91 (dev/kv-indexer), and Ascend/MindIE-PyMotor at 7d15c047,
+# motor/coordinator/api_client/conductor_api_client.py and scheduler/policy/kv_cache_affinity.py. Both send no
+# tenant.
 
 
-async def test_the_published_form_without_a_tenant(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
-    await register("vllm-prefill-1")
-    await register("vllm-prefill-1", dp_rank=1)
+def published_query() -> dict[str, Any]:
+    return {"token_ids": TOKENS, "model": "m", "block_size": 2}
+
+
+async def test_the_proxy_of_the_prototype(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+    for name in ("prefill-1", "prefill-2"):
+        await register(name)
+    await hold("prefill-2", TOKENS)
+    answer = (await client.post("/query", json=published_query())).json()
+    # It reads the tenant "default", and fails on an instance that it does not know.
+    assert {name: row["longest_matched"] for name, row in answer["default"].items()} == {"prefill-1": 0, "prefill-2": 6}
+
+
+def june_rank(dp_rank: int) -> dict[str, Any]:
+    return {
+        "endpoint": f"tcp://10.0.0.7:{5557 + dp_rank}",
+        "type": "vLLM",
+        "modelname": "m",
+        "block_size": 2,
+        "instance_id": "vllm-prefill-1",
+        "dp_rank": dp_rank,
+        "replay_endpoint": f"tcp://10.0.0.7:{5657 + dp_rank}",
+    }
+
+
+def read_by_june(answer: Any, ranks: int) -> list[int]:
+    """Tokens of each rank, cut to the length of the prompt; a rank that is not named has none."""
+    row = answer["default"]["vllm-prefill-1"]
+    return [min(row.get("DP", {}).get(f"{rank}", 0), len(TOKENS)) for rank in range(ranks)]
+
+
+async def test_pymotor_of_june(client: httpx.AsyncClient, hold: Hold) -> None:
+    for rank in (0, 1):
+        assert (await client.post("/register", json=june_rank(rank))).status_code == 200
     await hold("vllm-prefill-1", TOKENS, rank=1)
-    answer = (await client.post("/query", json={"model": "m", "block_size": 2, "token_ids": TOKENS})).json()
-    ranks = answer["default"]["vllm-prefill-1"]["DP"]
-    assert ranks == {"0": 0, "1": 6}
-    assert min(ranks.values()) == 0  # it takes the least of them, so they are numbers
+    assert read_by_june((await client.post("/query", json=published_query())).json(), 2) == [0, 6]
+    leaving = {name: value for name, value in june_rank(1).items() if not name.endswith("endpoint")}
+    assert (await client.post("/unregister", json=leaving)).status_code == 200
+    assert read_by_june((await client.post("/query", json=published_query())).json(), 2) == [0, 0]
 
 
 # ---- Dynamo's selection service with a remote indexer --------------------------------------------------------
-# ai-dynamo/dynamo main, lib/kv-router/src/services/indexer/backend.rs (RemoteIndexerClient, TieredQueryResponse) and
-# indexer/types.rs (WireTieredMatchDetails). Its reader fails on a missing field, and takes a status that is no success
-# for an indexer that is offline.
+# ai-dynamo/dynamo main, lib/kv-router/src/services/indexer/backend.rs (TieredQueryByHashRequest,
+# RemoteIndexerClient) and indexer/types.rs (WireTieredMatchDetails). Its reader fails on a missing
+# field, and takes a status that is no success for an indexer that is offline.
 
 
 def read_tiers(answer: Any) -> tuple[int, dict[tuple[int, int], int], dict[str, dict[tuple[int, int], int]]]:
@@ -241,8 +275,9 @@ async def test_tiers_agree_with_the_released_answer(client: httpx.AsyncClient, r
 
 
 # ---- PyMotor after June -------------------------------------------------------------------------------------
-# MindIE-PyMotor, motor/coordinator/api_client/conductor_api_client.py, read in its newest form ("xpu", the pool
-# registered once for a cluster). The form before, with "npu" in JSON, was not read.
+# Ascend/MindIE-Motor at 25ac8399, motor/coordinator/api_client/conductor_api_client.py: JSON, "npu", the pool is
+# registered once for a cluster. At 045eeff1 scheduler/policy/kv_cache_affinity.py takes a rank's match as a
+# number or as an object of blocks. Newer ones write "xpu" and msgpack.
 
 XPU, CPU, SSD = "tcp://10.0.0.7:5557", "tcp://10.0.0.7:6557", "tcp://10.0.0.7:7557"
 
@@ -300,6 +335,52 @@ async def test_pymotor_registers_several_sockets_of_a_rank(client: httpx.AsyncCl
         f"vllm-prefill-1|default|0|{SSD}",
     ]
     assert await ids(store) == {}
+
+
+async def test_a_medium_without_a_socket_is_an_empty_text_at_the_next_interval(
+    client: httpx.AsyncClient, store: Store
+) -> None:
+    """It registers with the media that have a socket, and again with all that there are."""
+    rank = motor_rank() | {"medium_endpoints": {"npu": XPU}, "replay_endpoint": "tcp://10.0.0.7:5657"}
+    assert (await client.post("/register", json=rank)).status_code == 200
+    before = await ids(store)
+    again = rank | {"medium_endpoints": {"npu": XPU, "cpu": "", "disk": ""}}
+    assert (await client.post("/register", json=again)).status_code == 200
+    assert await ids(store) == before
+
+
+def read_by_motor(answer: Any) -> dict[str, dict[int, int]]:
+    """Tokens by instance and rank; it takes a number, or an object."""
+    found = {}
+    for name, row in answer["default"].items():
+        found[name] = {int(rank): _matched(matched) for rank, matched in row["DP"].items()}
+        assert min(row["DP"].values()) >= 0
+    return found
+
+
+def _matched(matched: Any) -> int:
+    return int(matched.get("matched_tokens", 0) if isinstance(matched, dict) else matched)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+async def test_pymotors_query_in_both_forms(client: httpx.AsyncClient, hold: Hold, is_packed: bool) -> None:
+    for rank in (0, 1):
+        body = motor_rank(rank) | {"medium_endpoints": {"npu": f"tcp://10.0.0.7:{5557 + rank}"}}
+        assert (await client.post("/register", json=body)).status_code == 200
+    await hold("vllm-prefill-1", TOKENS, rank=1)
+    query = published_query()  # in msgpack, too, the ids are a list
+    answer = (
+        await post_packed(client, "/query", query) if is_packed else (await client.post("/query", json=query)).json()
+    )
+    assert read_by_motor(answer) == {"vllm-prefill-1": {0: 0, 1: 6}}
+
+
+async def test_pymotor_finds_none_of_its_engines_among_the_workers(client: httpx.AsyncClient) -> None:
+    """It reads /services where /workers lists nobody; it knows an engine by its id and rank there."""
+    assert (await client.post("/register", json=motor_rank(3))).status_code == 200
+    assert (await client.get("/workers")).json()["workers"] == []
+    services = (await client.get("/services")).json()["services"]
+    assert [(each["InstanceID"], each["DPRank"]) for each in services] == [("vllm-prefill-1", 3)]
 
 
 async def test_one_socket_under_several_media_is_one_registration(client: httpx.AsyncClient, store: Store) -> None:

@@ -93,6 +93,11 @@ RELEASES: list[tuple[dict[str, Any], str]] = [
     ({"reservation": TEXT, "part": "half"}, "part"),
     ({"reservation": TEXT, "outcome": "fine"}, "outcome"),
     ({"reservation": TEXT, "timeout_seconds": 0}, "timeout_seconds"),
+    ({"reservation": TEXT, "ttft_ms": -1}, "ttft_ms"),
+    ({"reservation": TEXT, "ttft_ms": "210"}, "ttft_ms"),
+    ({"reservation": TEXT, "ttft_ms": 3_600_001}, "ttft_ms"),
+    ({"reservation": TEXT, "ttft_ms": 210, "part": "renew"}, "ttft_ms"),
+    ({"reservations": [TEXT], "ttft_ms": 210}, "ttft_ms"),
 ]
 
 

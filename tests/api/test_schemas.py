@@ -106,6 +106,8 @@ def test_scope_and_copies_follow_the_type_unless_given(kind: str, scope: str, co
     assert (default.scope, default.copies) == (scope, copies)
     given = registration(type=kind, scope="instance", copies="set", sequence="rank")
     assert (given.scope, given.copies, given.sequence) == ("instance", "set", "rank")
+    shards = [registration(type=kind, shards=8, scope=scope).object_shards for scope in ("shared", "instance")]
+    assert shards == [8, 0], "only a pool has objects"
 
 
 def test_what_it_is_as_a_target() -> None:
@@ -246,6 +248,9 @@ def test_required_fields_are_named_when_missing_or_null(field: str) -> None:
         ({"scope": "global"}, "scope", "invalid_value"),
         ({"copies": "twice"}, "copies", "invalid_value"),
         ({"sequence": "batch"}, "sequence", "invalid_value"),
+        ({"shards": 0}, "shards", "out_of_range"),
+        ({"shards": 1025}, "shards", "out_of_range"),
+        ({"shards": "8"}, "shards", "invalid_type"),
         ({"additionalsalt": "s3cret" * 1000}, "additionalsalt", "out_of_range"),
         ({"additionalsalt": ["s3cret"]}, "additionalsalt", "invalid_type"),
         ({"additional_salt": 12345678}, "additional_salt", "invalid_type"),

@@ -291,6 +291,10 @@ async def _ask_the_rest(pair: Pair, ranks: list[Rank], block_size: int) -> None:
         await pair.ask("GET", "/workers")
 
 
+#: The section that is no result of this program.
+CLIENTS = "\n## Clients of these APIs"
+
+
 def report(findings: Findings, sessions: int) -> str:
     compared = sum(findings.compared.values())
     lines = [
@@ -352,7 +356,8 @@ def main() -> int:
         print(f"UNEXPECTED {name}, {count} times", file=sys.stderr)
     text = report(findings, arguments.sessions)
     if arguments.output is not None and not unexpected:
-        arguments.output.write_text(text, encoding="utf-8")
+        _, start, clients = arguments.output.read_text(encoding="utf-8").partition(CLIENTS)
+        arguments.output.write_text(text + start + clients, encoding="utf-8")
     print(text)
     return 1 if unexpected else 0
 

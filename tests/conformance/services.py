@@ -71,13 +71,13 @@ async def dynamo(directory: Path, python: str, module: str) -> AsyncIterator[htt
 
 
 @asynccontextmanager
-async def waymark(directory: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def waymark(directory: Path, **environ: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a fresh ``waymark serve`` over a fresh Redis, with the other's base path."""
     server = shutil.which("redis-server") or shutil.which("valkey-server")
     if server is None:
         raise SystemExit("no redis-server on PATH")
     port, path, log = unused_port(), directory / "redis.sock", directory / "waymark.log"
-    settings = {"WAYMARK_REDIS_URL": f"unix://{path}", "WAYMARK_PORT": str(port), "WAYMARK_HOST": "127.0.0.1"}
+    settings = {"WAYMARK_REDIS_URL": f"unix://{path}", "WAYMARK_PORT": str(port), "WAYMARK_HOST": "127.0.0.1"} | environ
     options = ("--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(directory))
     async with (
         process(directory / "redis.log", server, *options),

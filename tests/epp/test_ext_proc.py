@@ -103,6 +103,8 @@ async def test_the_first_content_ends_the_prefill(
         return (await loads(store))[place][:2] == (0, 1)
 
     await wait_until(is_computed, "its prompt is computed")
+    (timed,) = (await store.first_tokens.read(1, [1, 2, 3])).values()
+    assert (timed.requests, timed.work) == (1, 256)
     await stream.send(response_trailers=pb.HttpTrailers())
     assert (await stream.receive()).response_trailers == pb.TrailersResponse()
     await nothing_under_way(store)

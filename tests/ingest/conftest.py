@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import zmq
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
@@ -31,6 +33,7 @@ from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions
+from waymark.ingest.sockets import Context
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
 from waymark.instruments import rows
@@ -141,6 +144,12 @@ class Pod:
         """Subscribed, and the catching up that comes with it is over: what is sent from now on is live."""
         await self.subscribed()
         await self.has_status("active", "degraded")
+
+    async def at_work(self, prompts: int = 3) -> None:
+        """Caught up, and so many prompts later."""
+        await self.caught_up()
+        await self.work(prompts)
+        await self.agrees()
 
     async def state(self) -> PublisherState:
         return await self.bench.state(self.name)
@@ -407,6 +416,17 @@ class Bench:
 
         await wait_until(is_clean, "every dead holder is swept", PATIENCE_SECONDS)
         assert await self.strangers() == set()
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    """A context for the code under test; that it can be terminated proves that every socket was closed."""
+    context: Context = zmq.Context()
+    yield context
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    ending.join(patient(5))
+    assert not ending.is_alive(), "a socket was left open"
 
 
 @pytest.fixture

@@ -48,9 +48,7 @@ async def test_who_joins_late_is_told_everything_without_a_live_frame(
 async def test_a_connection_that_breaks_costs_nothing_where_the_replay_shows_the_same_life(bench: Bench) -> None:
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(5)
-    await pod.agrees()
+    await pod.at_work(5)
     before = await bench.record(pod.name)
     await pod.publisher.down()
     await pod.work(5)
@@ -108,9 +106,7 @@ async def test_a_replay_that_begins_too_late_leaves_a_loss_on_an_unbroken_connec
 async def test_a_life_that_cannot_be_proven_after_a_broken_connection_has_ended(bench: Bench) -> None:
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod(buffer_batches=2, gpu_blocks=1000, cpu_blocks=0)
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     await pod.publisher.down()
     await pod.work(4)
     await pod.publisher.up()
@@ -172,9 +168,7 @@ async def test_a_lost_tail_is_found_by_the_probe(any_bench: Bench) -> None:
 async def test_a_restart_that_nobody_saw_is_found_by_the_end_marker_alone(bench: Bench) -> None:
     await bench.worker()
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     await pod.engine.restart()
 
     async def is_empty() -> bool:
@@ -189,9 +183,7 @@ async def test_a_restart_that_nobody_saw_is_found_by_the_end_marker_alone(bench:
 async def test_a_restart_that_nobody_saw_is_found_by_the_digest(bench: Bench, batches: int) -> None:
     await bench.worker()
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     await pod.engine.restart()
     with pod.dropping():
         await pod.work(batches)
@@ -206,9 +198,7 @@ async def test_a_restart_that_nobody_saw_is_found_by_the_digest(bench: Bench, ba
 async def test_a_restart_hidden_in_a_gap_is_found(bench: Bench) -> None:
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     await pod.engine.restart()
     with pod.dropping():
         await pod.work(8)
@@ -221,9 +211,7 @@ async def test_a_restart_hidden_in_a_gap_is_found(bench: Bench) -> None:
 async def test_a_restart_during_a_lost_connection_is_found(bench: Bench) -> None:
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     await pod.publisher.down()
     await pod.engine.restart()
     await pod.work(9)

@@ -17,9 +17,7 @@ SHARDS = 4
 
 async def at_work(bench: Bench) -> Pod:
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(6)
-    await pod.agrees()
+    await pod.at_work(6)
     return pod
 
 
@@ -124,9 +122,7 @@ async def test_a_shard_that_is_emptied_after_a_takeover_is_replayed_though_nobod
     pod = await bench.pod(is_registered=False)
     await Store(bench._client, shards=3).registry.register(pod.registration)
     first = await bench.worker("worker-1", WITHOUT_PROBES)
-    await pod.caught_up()
-    await pod.work(5)
-    await pod.agrees()
+    await pod.at_work(5)
     await first.stop()
     await bench.worker("worker-2", WITHOUT_PROBES)
     await is_of(pod, "worker-2")

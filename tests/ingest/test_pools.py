@@ -102,7 +102,7 @@ class Fleet:
 
 def _knows_pool(hand: Hand) -> bool:
     running = hand.worker.poller.running.values()
-    return sum(each.applier is not None and each.applier.has_pool for each in running) == 2
+    return sum(each.applier is not None and each.applier.pool_hashes.is_wanted for each in running) == 2
 
 
 async def test_an_object_is_the_block_that_an_engine_has_reported(bench: Bench) -> None:
@@ -141,10 +141,77 @@ async def test_a_hash_that_comes_before_its_report_waits(bench: Bench) -> None:
     await fleet.master.pod.at_watermark(fleet.master.pod.last_seq)
     await fleet.master.pod.counted(waiting=4)
     prompt = await compute(fleet.engine, 1)
-    assert await in_pool(fleet.empty, prompt) == 0
+    # The pool says nothing more.
+    await comes_to(fleet.empty, prompt, 4)
+    await fleet.master.pod.counted(waiting=0, blocks_stored=4)
     fleet.master.say("removed", objects(1)[3])
     await comes_to(fleet.empty, prompt, 3)
-    await fleet.master.pod.counted(waiting=0)
+    fleet.master.say("stored", objects(1)[3])
+    await comes_to(fleet.empty, prompt, 4)
+
+
+async def test_what_was_found_late_is_applied_once_whoever_has_the_stream(bench: Bench) -> None:
+    fleet = await Fleet.on(bench)
+    fleet.master.say("stored", *objects(1), *objects(2)[:2])
+    await fleet.master.pod.counted(waiting=6)
+    first = await compute(fleet.engine, 1)
+    await comes_to(fleet.empty, first, 4)
+    # The next worker goes on behind what was stored before the batch that comes now.
+    await fleet.hand.die()
+    await bench.worker("worker-2", options=WITHOUT_PROBES)
+    await fleet.master.pod.caught_up()
+    assert await in_pool(fleet.empty, first) == 4
+    fleet.master.say("stored", *objects(2))
+    await fleet.master.pod.counted(waiting=4)
+    second = await compute(fleet.engine, 2)
+    await comes_to(fleet.empty, second, 4)
+    fleet.master.say("removed", objects(1)[3], objects(2)[3])
+    await comes_to(fleet.empty, first, 3)
+    await comes_to(fleet.empty, second, 3)
+
+
+async def test_a_pool_that_comes_after_its_engines_finds_what_they_had(bench: Bench) -> None:
+    hand = await bench.worker(options=WITHOUT_PROBES)
+    pods = [await bench.pod(f"pod-{i}", **LARGE) for i in (1, 2)]
+    for pod in pods:
+        await pod.caught_up()
+    prompt = await compute(pods[0], 1, base=100_000, blocks=600)
+    pool = await bench.pod("pool", kind=EngineKind.MOONCAKE, has_replay=False, fields={"scope": "shared"})
+    await pool.caught_up()
+    Master(pool).say("stored", *[of_engine(100_000 + i) for i in range(600)])
+    await comes_to(pods[1], prompt, 600)
+
+    async def is_noted() -> bool:
+        return b"hashes_kept" in (await bench.redis.hget(keys.record(1, 1), "flags") or b"")
+
+    await wait_until(is_noted, "the record says that all hashes are kept", PATIENCE_SECONDS)
+    await bench.store.registry.unregister([pool.name])
+    await wait_until(lambda: not _knows_pool(hand), "the engines' streams know of no pool", PATIENCE_SECONDS)
+
+    async def is_forgotten() -> bool:
+        return not await is_noted()
+
+    await wait_until(is_forgotten, "hashes are not kept any more", PATIENCE_SECONDS)
+
+
+async def test_a_block_has_as_many_shards_as_the_registration_says(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pool = await bench.pod(
+        "pool", kind=EngineKind.MOONCAKE, has_replay=False, fields={"scope": "shared", "object_shards": 2}
+    )
+    pods = [await bench.pod(f"pod-{i}", **LARGE) for i in (1, 2)]
+    for pod in (pool, *pods):
+        await pod.caught_up()
+    prompt = await compute(pods[0], 1)
+    master = Master(pool)
+    # Of a pool that has named one rank only, it is known that a second one is missing.
+    master.say("stored", *objects(1, rank=0))
+    await pool.counted(waiting=4)
+    assert await in_pool(pods[1], prompt) == 0
+    master.say("stored", *objects(1, rank=1, blocks=3))
+    await comes_to(pods[1], prompt, 3)
+    master.say("removed", objects(1, rank=0)[0])
+    await comes_to(pods[1], prompt, 0)
 
 
 async def test_what_waits_is_bounded_and_counted(bench: Bench) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +12,12 @@ import pytest
 import zmq
 
 from tests.conftest import wait_until
-from tests.patience import patient, within
+from tests.patience import within
 from waymark.errors import InvalidValue
 from waymark.ingest.replay import Replay, ReplayOutcome
 from waymark.ingest.sockets import Context
 
 END = [b"", b"\xff" * 8, b""]
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    """A context for the code under test; that it can be terminated proves that every socket was closed."""
-    context: Context = zmq.Context()
-    yield context
-    ending = threading.Thread(target=context.term, daemon=True)
-    ending.start()
-    ending.join(patient(5))
-    assert not ending.is_alive(), "a socket was left open"
 
 
 class Router:

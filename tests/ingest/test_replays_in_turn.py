@@ -166,9 +166,7 @@ async def test_frames_behind_a_gap_wait_for_the_replay(bench: Bench) -> None:
 async def test_what_follows_a_connection_that_broke_is_proven_later(bench: Bench, is_same_life: bool) -> None:
     worker = await bench.worker(options=OPTIONS)
     pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     with worker.without_places():
         await pod.publisher.down()
         if not is_same_life:

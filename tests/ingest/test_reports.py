@@ -198,9 +198,7 @@ async def test_counters_of_batches_are_those_up_to_the_watermark(
 async def test_a_restart_counts_when_its_holders_have_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     first = await bench.worker("worker-1", options=WITHOUT_PROBES)
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(2)
-    await pod.agrees()
+    await pod.at_work(2)
     client = stall(first, monkeypatch, after=1, script="new_life")
     await pod.engine.restart()
     await pod.work(1)

@@ -22,9 +22,7 @@ from waymark.ingest.life import Life
 async def test_frames_in_order_are_applied(any_bench: Bench, transport: str) -> None:
     worker = await any_bench.worker(options=WITHOUT_PROBES)
     pod = await any_bench.pod(transport=transport)
-    await pod.caught_up()
-    await pod.work(30)
-    await pod.agrees()
+    await pod.at_work(30)
     await pod.at_watermark(29)
     await pod.counted(gaps=0, restarts=0, batches_lost=0, stale_batches=0, replays__complete=1)
     assert worker.metric("batches_total") == 30
@@ -41,9 +39,7 @@ async def test_the_beginning_of_a_life_is_its_first_seq(bench: Bench) -> None:
     late = await bench.pod("pod-2", has_replay=False)
     late.publisher.next_seq = 5
     for pod in (mooncake, late):
-        await pod.caught_up()
-        await pod.work(2)
-        await pod.agrees()
+        await pod.at_work(2)
     await mooncake.has_status("active")
     await late.has_status("degraded")
     await late.says("joined_late")
@@ -72,9 +68,7 @@ async def test_what_a_replay_has_brought_is_not_decoded_again(bench: Bench, monk
     """The buffer is full of live frames when the replay for the first gap ends: a few large ones took minutes."""
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(2)
-    await pod.agrees()
+    await pod.at_work(2)
     decoded: list[bytes] = []
     decode = Life._decoded
 
@@ -103,9 +97,7 @@ async def test_a_lower_seq_on_one_connection_is_a_new_life_whatever_its_ts(
 ) -> None:
     worker = await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod(has_replay=has_replay)
-    await pod.caught_up()
-    await pod.work(6)
-    await pod.agrees()
+    await pod.at_work(6)
     before = await bench.record(pod.name)
     pod.clock.now += step_seconds
     await pod.engine.restart()
@@ -121,9 +113,7 @@ async def test_a_lower_seq_on_one_connection_is_a_new_life_whatever_its_ts(
 async def test_what_a_life_held_is_swept_after_its_end(any_bench: Bench) -> None:
     await any_bench.worker(options=WITHOUT_PROBES)
     pod = await any_bench.pod()
-    await pod.caught_up()
-    await pod.work(6)
-    await pod.agrees()
+    await pod.at_work(6)
     await pod.engine.restart()
     await pod.work(1)
     await pod.agrees()
@@ -174,9 +164,7 @@ async def test_a_newer_frame_below_the_watermark_is_a_new_life_where_nothing_was
     # The connection broke and there is no replay to ask: only the frame itself can tell.
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod(has_replay=False)
-    await pod.caught_up()
-    await pod.work(8)
-    await pod.agrees()
+    await pod.at_work(8)
     await pod.engine.restart(rebind=True)
     await pod.subscribed()
     await pod.work(3)
@@ -290,9 +278,7 @@ async def test_a_publisher_is_replaying_while_it_replays(bench: Bench) -> None:
 async def test_a_publisher_that_is_away_for_too_long_is_lost_until_it_is_found(bench: Bench, has_replay: bool) -> None:
     await bench.worker()
     pod = await bench.pod(has_replay=has_replay)
-    await pod.caught_up()
-    await pod.work(5)
-    await pod.agrees()
+    await pod.at_work(5)
     held = (await bench.row(pod, pod.prompts[-1]))[0]
     assert held > 0
 
@@ -322,9 +308,7 @@ async def _rows(bench: Bench, pod: object) -> set[str]:
 async def test_a_lost_publisher_that_comes_back_as_another_process_begins_anew(bench: Bench) -> None:
     await bench.worker()
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(5)
-    await pod.agrees()
+    await pod.at_work(5)
     await pod.publisher.down()
     await pod.has_status("lost")
     await pod.engine.restart(rebind=True)
@@ -338,9 +322,7 @@ async def test_a_lost_publisher_that_comes_back_as_another_process_begins_anew(b
 async def test_a_lost_publisher_is_lost_to_the_next_worker_too(bench: Bench) -> None:
     first = await bench.worker("worker-1")
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     await pod.publisher.down()
     await pod.has_status("lost")
     await first.stop()
@@ -353,9 +335,7 @@ async def test_a_lost_publisher_is_lost_to_the_next_worker_too(bench: Bench) -> 
 async def test_what_is_left_of_a_connection_whose_life_has_ended_is_dropped(bench: Bench) -> None:
     worker = await bench.worker(options=WITHOUT_PROBES, replays_max=1)
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     with worker.without_places():
         # A gap, and frames behind it: they wait for a replay, which then shows another life.
         with pod.dropping():
@@ -373,9 +353,7 @@ async def test_what_is_left_of_a_connection_whose_life_has_ended_is_dropped(benc
 async def test_a_restart_while_a_replay_waits_for_its_turn_is_no_loss(bench: Bench) -> None:
     worker = await bench.worker(options=WITHOUT_PROBES, replays_max=1)
     pod = await bench.pod(buffer_batches=2)
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     with worker.without_places():
         with pod.dropping():
             await pod.work(1)
@@ -395,9 +373,7 @@ async def test_a_restart_while_a_replay_waits_for_its_turn_is_no_loss(bench: Ben
 async def test_a_second_restart_is_one_though_its_clock_went_back(bench: Bench) -> None:
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod(has_replay=False)
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     for restarts in (1, 2):
         pod.clock.now -= 3600
         await pod.engine.restart()

@@ -13,24 +13,13 @@ import pytest
 import zmq
 
 from tests.conftest import wait_until
-from tests.patience import patient, within
+from tests.patience import within
 from waymark.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
 from waymark.ingest.frames import Frame
 from waymark.ingest.sockets import Context, open_socket
 from waymark.ingest.subscriber import Subscriber
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    """A context for the code under test; that it can be terminated proves that every socket was closed."""
-    context: Context = zmq.Context()
-    yield context
-    ending = threading.Thread(target=context.term, daemon=True)
-    ending.start()
-    ending.join(patient(5))
-    assert not ending.is_alive(), "a socket was left open"
 
 
 class Publisher:

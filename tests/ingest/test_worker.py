@@ -40,17 +40,13 @@ async def test_a_registration_reaches_a_worker_that_is_at_work(any_bench: Bench)
     await any_bench.worker()
     for instance_id in ("pod-1", "pod-2"):
         pod = await any_bench.pod(instance_id)
-        await pod.caught_up()
-        await pod.work(2)
-        await pod.agrees()
+        await pod.at_work(2)
 
 
 async def test_what_an_unregistered_publisher_sends_is_not_written(any_bench: Bench) -> None:
     await any_bench.worker()
     pod = await any_bench.pod()
-    await pod.caught_up()
-    await pod.work(4)
-    await pod.agrees()
+    await pod.at_work(4)
     await any_bench.store.registry.unregister([pod.name])
     assert await is_registered_nowhere(any_bench, pod)
     await pod.work(4)  # its stream may still be at it
@@ -66,9 +62,7 @@ async def test_what_an_unregistered_publisher_sends_is_not_written(any_bench: Be
 async def test_a_publisher_that_moves_begins_a_new_life_at_its_new_address(bench: Bench) -> None:
     await bench.worker()
     old = await bench.pod()
-    await old.caught_up()
-    await old.work(3)
-    await old.agrees()
+    await old.at_work(3)
     new = await bench.pod(is_registered=False)
     await new.work(2)
     await bench.store.registry.register(new.registration)
@@ -133,9 +127,7 @@ async def test_a_killed_workers_streams_are_taken_over(bench: Bench) -> None:
     first = await bench.worker("worker-1")
     pods = [await bench.pod(f"pod-{i}") for i in range(3)]
     for pod in pods:
-        await pod.caught_up()
-        await pod.work(2)
-        await pod.agrees()
+        await pod.at_work(2)
     await bench.worker("worker-2")
     died = time.monotonic()
     await first.die()
@@ -151,9 +143,7 @@ async def test_a_killed_workers_streams_are_taken_over(bench: Bench) -> None:
 async def test_a_worker_that_is_told_to_stop_gives_its_leases_back_at_once(any_bench: Bench) -> None:
     first = await any_bench.worker("worker-1", lease_seconds=60.0)
     pod = await any_bench.pod()
-    await pod.caught_up()
-    await pod.work(2)
-    await pod.agrees()
+    await pod.at_work(2)
     state = await pod.state()
     lease = keys.lease(state.group_id, state.id)
     assert await any_bench.redis.get(lease)
@@ -170,9 +160,7 @@ async def test_a_worker_that_is_told_to_stop_gives_its_leases_back_at_once(any_b
 async def test_a_stream_whose_lease_was_taken_away_stops_without_writing(bench: Bench) -> None:
     worker = await bench.worker("worker-1")
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(2)
-    await pod.agrees()
+    await pod.at_work(2)
     (claim,) = await bench.store.directory.claims()
     grant = await bench.store.leases.take(claim, "worker-2", 60.0, force=True)
     assert grant is not None
@@ -193,9 +181,7 @@ async def test_one_publishers_stream_does_not_wait_for_anothers_replay(bench: Be
     pod = await bench.pod("pod-2", has_replay=False)
     await bench.worker(options=WITHOUT_PROBES, replay_idle_seconds=60.0)
     await silent.has_status("replaying")
-    await pod.caught_up()
-    await pod.work(2)
-    await pod.agrees()
+    await pod.at_work(2)
     assert (await silent.state()).status == "replaying"
 
 
@@ -292,9 +278,7 @@ async def test_a_cancellation_is_never_lost_in_a_call(bench: Bench, redis_url: s
 async def test_frames_are_kept_while_redis_is_frozen_and_applied_afterwards(own_bench: Bench, server: Server) -> None:
     worker = await own_bench.worker(options=WITHOUT_PROBES)
     pod = await own_bench.pod(has_replay=False)
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     server.freeze()
     for _ in range(10):
         await pod.work(3)
@@ -309,9 +293,7 @@ async def test_frames_are_kept_while_redis_is_frozen_and_applied_afterwards(own_
 async def test_frames_are_kept_while_redis_is_started_again_with_its_data(own_bench: Bench, server: Server) -> None:
     worker = await own_bench.worker(options=WITHOUT_PROBES)
     pod = await own_bench.pod(has_replay=False)
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     await asyncio.to_thread(server.stop)
     await pod.work(20)
     await wait_until(lambda: worker.metric("redis_up") == 0, "the outage was noticed", PATIENCE_SECONDS)
@@ -323,9 +305,7 @@ async def test_frames_are_kept_while_redis_is_started_again_with_its_data(own_be
 async def test_what_did_not_fit_while_redis_was_frozen_is_a_gap(own_bench: Bench, server: Server) -> None:
     worker = await own_bench.worker(options=WITHOUT_PROBES, stream_buffer_frames=5)
     pod = await own_bench.pod()
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     server.freeze()
     for _ in range(10):
         await pod.work(3)
@@ -425,9 +405,7 @@ async def test_publishers_of_the_file_are_registered_once_however_many_workers_h
     for name in ("worker-1", "worker-2"):
         await bench.worker(name, publishers=publishers)
     for pod in pods:
-        await pod.caught_up()
-        await pod.work(2)
-        await pod.agrees()
+        await pod.at_work(2)
     claims = await bench.store.directory.claims()
     assert sorted(claim.registration.instance_id for claim in claims) == ["by-http", "pod-0", "pod-1", "pod-2"]
     third = await bench.worker("worker-3", publishers=publishers)
@@ -459,9 +437,7 @@ async def test_an_empty_redis_is_told_who_stands_in_the_file_and_who_was_heard(b
     named, heard, moved, changed = [await bench.pod(f"pod-{i}") for i in range(4)]
     hand = await bench.worker(publishers=[named.registration])
     for pod in (named, heard, moved, changed):
-        await pod.caught_up()
-        await pod.work(3)
-        await pod.agrees()
+        await pod.at_work(3)
     elsewhere = await bench.pod("pod-2", is_registered=False)
     wider = replace(changed.registration, block_size=8)
     # Emptied, and two of them registered otherwise, before the worker looks again: who was later is right.
@@ -512,9 +488,7 @@ async def test_a_redis_that_has_lost_its_last_writes_is_brought_up_to_date_thoug
 ) -> None:
     await bench.worker()
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(3)
-    await pod.agrees()
+    await pod.at_work(3)
     kept = {key: await bench.redis.dump(key) for key in await bench.redis.keys("wm:*") if b":lease:" not in key}
     if is_another_life:
         await pod.engine.restart()
@@ -531,9 +505,7 @@ async def test_a_redis_that_has_lost_its_last_writes_is_brought_up_to_date_thoug
 async def test_a_redis_that_came_back_empty_is_told_again_what_it_held(bench: Bench) -> None:
     await bench.worker()
     pod = await bench.pod()
-    await pod.caught_up()
-    await pod.work(5)
-    await pod.agrees()
+    await pod.at_work(5)
     await bench.redis.flushall()
     await pod.agrees()
     await pod.work(2)

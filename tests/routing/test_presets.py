@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from tests.routing.conftest import busy, prompt, target
+from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
 from waymark.errors import InvalidValue
@@ -280,7 +281,7 @@ candidates = st.lists(
         context=amounts,
         health=st.floats(0, 1),
         last_cold=amounts,
-        predicted_ms=st.none() | st.floats(0, 1e6),
+        first_tokens=st.none() | st.builds(FirstTokens, *[st.floats(0, 1e12)] * 5),
         gauges=gauges,
     ),
     min_size=1,

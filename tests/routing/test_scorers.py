@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.routing.conftest import busy, prompt, target
 from tests.routing.test_presets import candidates, requests
+from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.targets import Role
 from waymark.routing import deciders, filters
 from waymark.routing.constants import read_constants
@@ -118,9 +119,25 @@ def test_lmetric_scorer_counts_whole_blocks_times_requests() -> None:
 
 
 def test_latency_is_predicted_only_where_it_is_known() -> None:
-    some = [target("slow", predicted_ms=300), target("fast", predicted_ms=100), target("new")]
+    slow, fast = FirstTokens(10, 1000, 3000, 100_000, 300_000), FirstTokens(10, 1000, 1000, 100_000, 100_000)
+    some = [target("slow", first_tokens=slow), target("fast", first_tokens=fast), target("new")]
 
     assert scores("predicted-latency-scorer", prompt(64), *some) == [0.0, 1.0, None]
+
+
+def test_latency_is_predicted_by_what_waits_and_what_is_new() -> None:
+    # 10 ms, and 1 ms for each token.
+    line = FirstTokens(5, 1500, 1550, 550_000, 565_000)
+    assert [line.predict(work) for work in (100, 300, 700)] == pytest.approx([110, 310, 710])
+    some = [
+        target("busy", first_tokens=line, wait=600),
+        target("cached", first_tokens=line, device=64, wait=600),
+        target("idle", first_tokens=line),
+        target("expected", first_tokens=line, expected=64),
+    ]
+
+    # 138 tokens: with 64 of them there, 74 are left.
+    assert scores("predicted-latency-scorer", prompt(138), *some) == pytest.approx([0.0, 64 / 664, 600 / 664, 1.0])
 
 
 @pytest.mark.parametrize(

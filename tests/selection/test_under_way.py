@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import AsyncMock
 
 from tests.conftest import wait_until
 from waymark.errors import StoreUnavailable
@@ -20,10 +21,14 @@ class Recorded:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, Part]] = []
+        self.timed: list[bool] = []
         self.fails = False
 
-    async def release(self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int) -> tuple[int, int]:
+    async def release(
+        self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int, ttft_ms: float | None
+    ) -> tuple[int, int]:
         self.calls.append((len(reservations), part))
+        self.timed.append(ttft_ms is not None and ttft_ms >= 0)
         if self.fails:
             raise StoreUnavailable("redis is unavailable")
         return len(reservations), 0
@@ -34,7 +39,8 @@ def all_of(recorded: Recorded, renew_seconds: float = 1000.0) -> RequestsUnderWa
 
 
 def begun(of: RequestsUnderWay, reservations: Sequence[Reservation]) -> RequestUnderWay:
-    routed = SimpleNamespace(reservations=reservations)
+    target = SimpleNamespace(candidate=SimpleNamespace(address=None))
+    routed = SimpleNamespace(reservations=reservations, selected=SimpleNamespace(target=target))
     return of.add(cast(Routed, routed))
 
 
@@ -51,6 +57,25 @@ async def test_each_end_counts_once() -> None:
     request.prefilled()
     await asyncio.sleep(0)
     assert recorded.calls == [(2, Part.PREFILL), (2, Part.OK)]
+
+
+async def test_the_first_content_is_timed_unless_another_target_has_taken_over() -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    request = begun(of, RESERVATIONS[:1])
+    request.prefilled()
+    request.end(is_ok=True)
+    await of.settle()
+    assert recorded.timed == [True, False]
+
+    moved = begun(of, RESERVATIONS[:1])
+    of.reserve = AsyncMock(return_value=tuple(RESERVATIONS[1:]))  # type: ignore[method-assign]
+    assert await moved.move("10.0.0.2:8000")
+    moved.prefilled()
+    moved.end(is_ok=True)
+    await of.settle()
+    assert recorded.calls[2:] == [(1, Part.FAILED), (1, Part.PREFILL), (1, Part.OK)]
+    assert not any(recorded.timed[2:])
 
 
 async def test_nothing_is_asked_for_what_was_not_reserved() -> None:

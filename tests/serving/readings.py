@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from tests.serving.wire import answer, answers, connections
+from tests.serving.wire import answer, answers, connections, whole
 from waymark.serving.connection import protocol
 
 #: More turns of the loop than any request needs.
@@ -88,16 +88,11 @@ async def ours(pieces: Iterable[bytes]) -> Readings:
     requests: list[Reading] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message["body"]
-            if not message["more_body"]:
-                break
+        body = await whole(receive)
+        if body is None:
+            return
         target = scope["raw_path"].decode() + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
-        requests.append(Reading(scope["method"], target, tuple(scope["headers"]), bytes(body)))
+        requests.append(Reading(scope["method"], target, tuple(scope["headers"]), body))
         await answer(send, 200, b"ok")
 
     config = uvicorn.Config(app, log_config=None, lifespan="off")

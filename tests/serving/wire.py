@@ -45,16 +45,23 @@ class Answer(NamedTuple):
         return orjson.loads(self.body)
 
 
-async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that answers with all that it is told."""
+async def whole(receive: Receive) -> bytes | None:
+    """The body of a request; None where its client has gone away."""
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return
+            return None
         body += message["body"]
         if not message["more_body"]:
-            break
+            return bytes(body)
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that answers with all that it is told."""
+    body = await whole(receive)
+    if body is None:
+        return
     told = {name: scope[name] for name in ("method", "path", "http_version")}
     told |= {name: scope[name].decode("latin-1") for name in ("raw_path", "query_string")}
     told["headers"] = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in scope["headers"]]

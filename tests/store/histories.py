@@ -74,7 +74,9 @@ class Fleet:
 
     async def overdue(self, reservation: Reservation) -> None:
         """As if its time had come."""
-        await self.redis.zadd(keys.reservations(self.group_id), {reservation.member: 1})
+        name = keys.reservations(self.group_id)
+        (member,) = [each for each in await self.redis.zrange(name, 0, -1) if reservation.nonce.encode() in each]
+        await self.redis.zadd(name, {member: 1})  # type: ignore[type-var]
 
 
 class _Repeating(RedisClient):
@@ -167,7 +169,9 @@ class History:
         elif step < 0.85 and self._known:
             reservation, part = self._random.choice(self._known), self._random.choice(list(Part))
             there = self._model.end(reservation.nonce, part)
-            assert await self._fleet.reservations.release([reservation], part) == (int(there), int(not there))
+            ttft_ms = self._random.choice((None, 0.0, 250.5))
+            found = await self._fleet.reservations.release([reservation], part, ttft_ms=ttft_ms)
+            assert found == (int(there), int(not there))
         elif step < 0.88:
             unknown = Reservation(
                 self._fleet.group_id, self._fleet.publishers[0], 5, 5, f"{self._random.getrandbits(64):016x}"

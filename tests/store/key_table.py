@@ -30,6 +30,7 @@ PLACEHOLDERS = {
     "copies": r"[1-9]\d*( [0-9a-f]{16})*",
     "publisher": r"[1-9]\d*",
     "number": r"\d+",
+    "sum": r"\d[\d.e+]*",
     "nonce": r"[0-9a-f]{16}",
     "token": r"[1-9]\d*\.[0-9a-f]{16}",
     "seconds": r"(\d+(\.\d+)?)?",

@@ -182,19 +182,29 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     group_id, offers = grant.group_id, [Offer(grant.publisher, 5, spec_milliseconds=600_000)]
     terms = Terms(context=9, spec_keys=[keys.spec(group_id, 0xA8)], request_id="0" * 16)
 
-    async def forgotten(terms: Terms) -> None:
+    async def forgotten(terms: Terms, *, is_timed: bool) -> None:
         found = await store.reservations.reserve(group_id, offers, terms)
         assert found.reservation is not None
-        await redis.zadd(keys.reservations(group_id), {found.reservation.member: 1})
+        if is_timed:
+            await store.reservations.release([found.reservation], Part.PREFILL, ttft_ms=2.5)
+        member: Any
+        (member,) = await redis.zrange(keys.reservations(group_id), 0, -1)
+        await redis.zadd(keys.reservations(group_id), {member: 1})
 
-    await forgotten(terms)
+    await forgotten(terms, is_timed=False)
+    await forgotten(Terms(context=9), is_timed=True)
     found = await store.reservations.reserve(group_id, offers, Terms(context=9))
     assert (found.reservation is not None, found.overdue) == (True, 1)
     assert found.reservation is not None
     await store.reservations.release([found.reservation], Part.PREFILL)
-    await store.reservations.release([found.reservation], Part.OK)
-    await forgotten(Terms(context=9))
-    assert await store.reservations.end_overdue(group_id) == 1
+    await store.reservations.release([found.reservation], Part.OK, ttft_ms=2.5)
+    timed = await store.reservations.reserve(group_id, offers, Terms(context=9))
+    assert timed.reservation is not None
+    for part in (Part.PREFILL, Part.OK):
+        await store.reservations.release([timed.reservation], part, ttft_ms=2.5)
+    for is_timed in (False, True):
+        await forgotten(Terms(context=9), is_timed=is_timed)
+        assert await store.reservations.end_overdue(group_id) == 1
 
 
 async def select(store: Store, redis: Redis) -> None:

@@ -72,6 +72,7 @@ async def test_every_field_of_a_registration_comes_back(store: Store) -> None:
         scope="shared",
         copies="set",
         sequence="rank",
+        object_shards=8,
         target=Target("https://[::1]:8000/v1", Role.DECODE, 0.5, {"zone": "a"}, "http://pod:9/metrics"),
     )
     await store.registry.register(every)
@@ -159,6 +160,7 @@ async def test_a_new_endpoint_is_a_new_life(store: Store, redis: Redis, field: s
         ({"scope": "shared"}, "scope"),
         ({"copies": "set"}, "copies"),
         ({"sequence": "rank"}, "sequence"),
+        ({"object_shards": 8}, "shards"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.store.factories import Stream, claim_of, registration, snapshot, stream_of
 from tests.store.histories import Fleet, History
+from waymark.domain.first_tokens import FirstTokens
 from waymark.errors import InvalidValue
 from waymark.store import keys
 from waymark.store.reservations import (
@@ -215,6 +216,63 @@ async def test_a_list_is_released_at_once(fleet: Fleet) -> None:
     assert [load.requests for load in await fleet.loads()] == [0, 0, 0]
 
 
+# ---- times to the first token ----------------------------------------------------------------------
+
+
+async def first_tokens(store: Store, fleet: Fleet) -> FirstTokens | None:
+    return (await store.first_tokens.read(fleet.group_id, fleet.publishers)).get(fleet.publishers[0])
+
+
+async def test_times_to_the_first_token_predict_the_next_one(store: Store, fleet: Fleet) -> None:
+    for tokens in (100, 300, 500, 700, 900, 1100):
+        taken = await fleet.taken(tokens)
+        await fleet.reservations.release([taken], Part.OK, ttft_ms=10 + tokens / 2)
+
+    found = await first_tokens(store, fleet)
+    assert found is not None
+    assert found.predict(2000) == pytest.approx(1010)
+
+
+async def test_what_waited_before_counts_as_work(store: Store, fleet: Fleet) -> None:
+    before, behind = await fleet.taken(400), await fleet.taken(100)
+    assert (before.waited, behind.waited) == (0, 400)
+    await fleet.reservations.release([behind], Part.PREFILL, ttft_ms=70)
+
+    assert await first_tokens(store, fleet) == FirstTokens(1, 500, 70, 250_000, 35_000)
+    assert (await fleet.redis.pttl(keys.first_tokens(fleet.group_id, fleet.publishers[0]))) > 0
+
+
+async def test_a_time_to_the_first_token_counts_once(store: Store, fleet: Fleet) -> None:
+    taken = await fleet.taken(100, request_id="0" * 16)
+    # The index was faster than the caller.
+    await fleet.reservations.release([taken], Part.PREFILL)
+    assert await first_tokens(store, fleet) is None
+    for part in (Part.PREFILL, Part.PREFILL, Part.RENEW, Part.OK, Part.OK):
+        await fleet.reservations.release([taken], part, ttft_ms=50)
+
+    assert await first_tokens(store, fleet) == FirstTokens(1, 100, 50, 10_000, 5_000)
+    assert await fleet.loads() == [Load(ok=1, minute=(await fleet.loads())[0].minute), Load(), Load()]
+    again = await fleet.reserve(100, request_id="0" * 16)
+    assert again.reservation == taken
+
+
+async def test_a_timed_reservation_runs_out_as_any_other(fleet: Fleet) -> None:
+    taken = await fleet.taken(100)
+    await fleet.reservations.release([taken], Part.PREFILL, ttft_ms=50)
+    await fleet.redis.zadd(keys.reservations(fleet.group_id), {f"{taken.publisher} 0 100 {taken.nonce} timed": 1})
+
+    assert await fleet.reservations.end_overdue(fleet.group_id) == 1
+    assert [load[:3] for load in await fleet.loads()] == [(0, 0, 0)] * 3
+
+
+async def test_nobody_learns_from_prefill_that_was_computed_elsewhere(store: Store, fleet: Fleet) -> None:
+    await fleet.reservations.release([await fleet.taken(0)], Part.OK, ttft_ms=50)
+    unknown = Reservation(fleet.group_id, fleet.publishers[0], 5, 5, "0" * 16, 7)
+    await fleet.reservations.release([unknown], Part.OK, ttft_ms=50)
+
+    assert await first_tokens(store, fleet) is None
+
+
 # ---- texts and values of strangers -----------------------------------------------------------------
 
 
@@ -223,11 +281,23 @@ def test_a_reservation_is_a_text_and_back() -> None:
 
     assert str(first) == "3.17.4096.8192.5f0c2a9e11d04b7c"
     assert parse_reservations(f"{first},{second}") == [first, second]
+    timed = Reservation(3, 17, 4096, 8192, "5f0c2a9e11d04b7c", 512)
+    assert str(timed) == f"{first}.512"
+    assert parse_reservations(str(timed)) == [timed]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "3", "3.17.1.1", "3.17.-1.1." + "0" * 16, "3.0.1.1." + "0" * 16, "3.17.1.1." + "G" * 16, "3.17.1.1.0*,"],
+    [
+        "",
+        "3",
+        "3.17.1.1",
+        "3.17.-1.1." + "0" * 16,
+        "3.0.1.1." + "0" * 16,
+        "3.17.1.1." + "G" * 16,
+        "3.17.1.1.0*,",
+        "3.17.1.1." + "0" * 16 + ".",
+    ],
 )
 def test_a_text_that_is_no_reservation_is_refused(text: str) -> None:
     with pytest.raises(InvalidValue, match="reservation is not a reservation; send the text"):

@@ -1,6 +1,6 @@
 """``/openapi.json`` and ``/docs``: the contract, generated from the operations and the models that validate.
 
-The page needs nothing from anywhere else: no script, no font, no network.
+``examples.json`` has a request and an answer of each operation, as a session of the tests recorded them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from html import escape
+from pathlib import Path
 from typing import Any, get_args
 
 import orjson
@@ -16,6 +16,7 @@ from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
 from waymark import __version__
+from waymark.api import docs_page
 from waymark.api.bodies import Body, Format
 from waymark.api.dynamo_schemas import DynamoErrorBody
 from waymark.api.errors import ErrorBody
@@ -23,6 +24,7 @@ from waymark.api.fields import Request
 from waymark.api.operations import Answer, Doc, Operation
 
 _REF = "#/components/schemas/{model}"
+_EXAMPLES = Path(__file__).parent / "examples.json"
 
 _ERRORS = {
     400: "The body cannot be read, or one of its fields is not valid.",
@@ -64,7 +66,8 @@ class Contract:
         return Answer(orjson.dumps(await self._made()), media_type=b"application/json")
 
     async def docs(self, _: Body) -> Answer:
-        return Answer(page(await self._made()).encode(), media_type=b"text/html; charset=utf-8")
+        text = docs_page.page(await self._made())
+        return Answer(text.encode(), media_type=b"text/html; charset=utf-8", headers=dict(docs_page.HEADERS))
 
     async def _made(self) -> dict[str, Any]:
         if self._document is None:
@@ -103,8 +106,12 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
             _add_spellings(schemas[model.__name__], model)
             _allow_null(schemas[model.__name__])
     paths: dict[str, Any] = {}
+    examples = orjson.loads(_EXAMPLES.read_bytes())
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+        described = _operation(operation)
+        if (example := examples.get(f"{operation.method} {operation.path}")) is not None:
+            _add_example(described, operation.path, example)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {
@@ -178,6 +185,18 @@ def _operation(operation: Operation) -> dict[str, Any]:
     return described
 
 
+def _add_example(described: dict[str, Any], path: str, example: dict[str, Any]) -> None:
+    """Put the recorded request and answer where the document has room for them."""
+    if "body" in example:
+        described["requestBody"]["content"][Format.JSON.value.decode()]["example"] = example["body"]
+    content = described["responses"][str(example["status"])]["content"]
+    next(iter(content.values()))["example"] = example["answer"]
+    values = re.fullmatch(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path), example["path"])
+    for parameter in described.get("parameters", ()):
+        if values is not None and parameter["in"] == "path":
+            parameter["example"] = values[parameter["name"]]
+
+
 def _parameter(name: str, place: str) -> dict[str, Any]:
     return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
 
@@ -192,54 +211,3 @@ def _plain_content(doc: Doc, formats: Sequence[Format]) -> dict[str, Any]:
 def _content(model: type[BaseModel], formats: Sequence[Format]) -> dict[str, Any]:
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {each.value.decode(): {"schema": schema} for each in formats}
-
-
-def page(document: dict[str, Any]) -> str:
-    """The document as one plain page of HTML."""
-    schemas = document["components"]["schemas"]
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>Waymark</title>",
-        "<style>body{font:15px/1.5 sans-serif;max-width:56em;margin:2em auto;padding:0 1em}"
-        "code{background:#eee}td,th{text-align:left;vertical-align:top;padding:0 1em 0 0}</style>",
-        f"<h1>Waymark {escape(document['info']['version'])}</h1>",
-        "<p>This page shows what <a href=openapi.json>openapi.json</a> contains.</p>",
-    ]
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>")
-            if "requestBody" in operation:
-                parts.append(_fields(schemas, operation["requestBody"]))
-            for status, answer in operation["responses"].items():
-                parts.append(f"<p><b>{status}</b> {escape(answer['description'])}</p>")
-                for name, header in answer.get("headers", {}).items():
-                    parts.append(f"<p><code>{escape(name)}</code> {escape(header['description'])}</p>")
-                if status.startswith("2"):
-                    parts.append(_fields(schemas, answer))
-    return "\n".join(parts)
-
-
-def _fields(schemas: dict[str, Any], body: dict[str, Any]) -> str:
-    found: dict[str, None] = {}
-    _add_references(schemas, body["content"].get("application/json", {}), found)
-    return "".join(_table(schemas[name]) for name in found)
-
-
-def _add_references(schemas: dict[str, Any], value: Any, found: dict[str, None]) -> None:
-    """The names of the schemas that a part of the document refers to, and that those refer to."""
-    if isinstance(value, dict):
-        name = str(value.get("$ref", "")).rpartition("/")[2]
-        if name and name not in found:
-            found[name] = None
-            _add_references(schemas, schemas[name], found)
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _add_references(schemas, part, found)
-
-
-def _table(schema: dict[str, Any]) -> str:
-    required = schema.get("required", ())
-    rows = "".join(
-        f"<tr><td><code>{escape(name)}</code>{' *' if name in required else ''}"
-        f"<td>{escape(field.get('description', ''))}"
-        for name, field in schema.get("properties", {}).items()
-    )
-    return f"<p>{escape(schema.get('description', ''))}</p><table>{rows}</table>"

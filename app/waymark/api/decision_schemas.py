@@ -142,6 +142,11 @@ class ReleaseRequest(Request):
     timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
         default=120.0, description="a number of 1 to 3600: for how much longer it is renewed"
     )
+    ttft_ms: Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="a number of 0 to 3600000, or null: milliseconds from the request to its first token; it counts "
+        "once, with part prefill or all, for predicted-latency-scorer",
+    )
 
 
 class GaugesRow(BaseModel):

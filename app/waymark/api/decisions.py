@@ -120,6 +120,12 @@ class Decisions:
                 reason="missing" if request.reservation is None else "invalid_value",
                 field="reservation",
             )
+        if request.ttft_ms is not None and (request.reservations is not None or request.part == "renew"):
+            raise Unfit(
+                "ttft_ms is of one request that has its first token; send it with reservation, and part prefill or all",
+                reason="invalid_value",
+                field="ttft_ms",
+            )
         texts = [request.reservation] if request.reservation is not None else request.reservations or []
         if len(texts) > RELEASES_MAX:
             raise Unfit(
@@ -133,7 +139,8 @@ class Decisions:
             found += parse_reservations(text, field)
         part = {"prefill": Part.PREFILL, "renew": Part.RENEW}.get(request.part) or Part(request.outcome)
         own = found if body.caller.tenants is None else await self._own(found, body.caller)
-        released, gone = await self._selector.release(own, part, milliseconds=int(1000 * request.timeout_seconds))
+        milliseconds = int(1000 * request.timeout_seconds)
+        released, gone = await self._selector.release(own, part, milliseconds=milliseconds, ttft_ms=request.ttft_ms)
         return Answer({"released": released, "gone": gone + len(found) - len(own)})
 
     async def _own(self, reservations: Sequence[Reservation], caller: Caller) -> list[Reservation]:

@@ -33,6 +33,7 @@ from waymark.domain.names import (
     SeqCounter,
     is_endpoint,
 )
+from waymark.domain.objects import SHARDS_MAX
 from waymark.domain.prefixes import (
     DEFAULT,
     ENTRIES_MAX,
@@ -180,6 +181,11 @@ class _PublisherFields(Request):
         default="publisher",
         description="publisher if one counter numbers all frames, or rank if each rank has a counter",
     )
+    shards: Annotated[int, Field(ge=1, le=SHARDS_MAX)] | None = Field(
+        default=None,
+        description=f"an integer of 1..{SHARDS_MAX}: of a pool, how many objects make up a block; "
+        "the default is as many as different ones stood in its keys so far",
+    )
     address: Url = Field(default=None, description=f"{URL}: the address that requests are sent to")
     role: ARole = Field(default=Role.BOTH, description=f"one of {', '.join(Role)}")
     weight: Weight = Field(
@@ -265,6 +271,7 @@ class RegisterRequest(_PublisherFields):
             )
         if self.replay_endpoint is not None and self.endpoint is None:
             raise Unfit("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
+        scope = self.scope or traits.scope
         return Registration(
             kind=self.type,
             instance_id=self.instance_id,
@@ -276,11 +283,12 @@ class RegisterRequest(_PublisherFields):
             replay_endpoint=self.replay_endpoint,
             lora_name=self.lora_name,
             additional_salt=self.additionalsalt,
-            scope=self.scope or traits.scope,
+            scope=scope,
             copies=self.copies or traits.copies,
             sequence=self.sequence,
             target=Target(self.address, self.role, self.weight, self.labels, self.metrics_url),
             prefixes=self._prefixes() if traits.is_opaque else DEFAULT,
+            object_shards=self.shards or 0 if scope == "shared" else 0,
         )
 
     def _prefixes(self) -> PrefixSource:

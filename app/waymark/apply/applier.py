@@ -28,24 +28,22 @@ from waymark.apply.bounding import Bounding
 from waymark.apply.counts import Counts
 from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
+from waymark.apply.pool_hashes import PoolHashes
 from waymark.apply.portions import portions_of
 from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
 from waymark.domain.generations import Bounds
-from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
 from waymark.domain.parts import Commit, Part
 from waymark.domain.plan import Plan
 from waymark.domain.resolver import Resolver
-from waymark.domain.rows import Place
 from waymark.domain.slices import Slices
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.activity import Kind, about
 from waymark.store.entries import GroupEntries
-from waymark.store.hashes import Reported
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.records import Begin, Facts, StreamState
 from waymark.store.scripts import Verdict
@@ -92,9 +90,6 @@ class Applier:
         is_patient: bool = True,
     ) -> None:
         self._is_patient = is_patient
-        self.has_pool = False
-        """The group has a pool, and this publisher is an engine in front of it."""
-        self._pool_hashes_max = pool_hashes_max
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
@@ -104,6 +99,16 @@ class Applier:
         self._metrics = metrics
         self.bounding = Bounding(resolver, metrics, self.new_life, self._note_entries)
         self.slices = SliceRunner(between=self._keep_lease if is_patient else None)
+        self.pool_hashes = PoolHashes(
+            grant,
+            resolver,
+            store.hashes,
+            store.takeover,
+            self.answered,
+            self._apply_early,
+            self.keep_facts,
+            hashes_max=pool_hashes_max,
+        )
         self._counts = Counts(resolver, counters, metrics)
         self._asked = 0
         self._has_singles = False
@@ -169,7 +174,7 @@ class Applier:
             await self._end(unit, is_restart=False)
         if plan.begun:
             await self.begin(plan.begun)
-        await self._find_hashes(batches)
+        await self.pool_hashes.find(batches)
         parts = await self.slices.run(self._resolve(plan, fold))
         if any(part.place.is_single for part in parts):
             await self._keep_singles()
@@ -182,7 +187,7 @@ class Applier:
             await self._apply(portion, moves, None, {}, commit.before if commit else None)
             await self._keep_lease()
         await self._apply(last, moves, commit, event_ids, None)
-        await self._keep_hashes(parts)
+        await self.pool_hashes.keep(parts)
         self._counts.applied(batches, parts, time.perf_counter() - began)
 
     def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[list[Part]]:
@@ -191,25 +196,12 @@ class Applier:
             parts += yield from self.resolver.resolve(plan, i, incoming.seq, incoming.batch)
         return parts
 
-    async def _find_hashes(self, batches: Sequence[Batch]) -> None:
-        """Look up which blocks a pool's events mean: they name them by the hashes of the engines in front of it."""
-        hashes = self.resolver.hashes_to_find(batches)
-        self.resolver.reported = (
-            await self.answered(lambda: self._store.hashes.find(self.grant.group_id, hashes)) if hashes else {}
-        )
-
-    async def _keep_hashes(self, parts: Sequence[Part]) -> None:
-        """In a group with a pool, keep what the engine hashes of new blocks stand for."""
-        if not self.has_pool:
-            return
-        blocks = [
-            Reported(engine_hash, Spot(Place(part.place.head), part.namespace, depth, key))
-            for part in parts
-            if part.kind == "+" and not part.is_known and not part.is_identity and not part.place.is_single
-            for key, depth, engine_hash in zip(part.keys, part.depths, part.hashes, strict=True)
-        ]
-        if blocks:
-            await self.answered(lambda: self._store.hashes.keep(self.grant.group_id, blocks, self._pool_hashes_max))
+    async def _apply_early(self, parts: Sequence[Part], watermark: int) -> None:
+        """Apply parts that come before the events of the batch behind ``watermark``."""
+        moves = Moves(self.resolver.memory)
+        for portion in portions_of(parts, self.grant.shards):
+            await self._apply(portion, moves, None, {}, watermark)
+        self._counts.stored(parts)
 
     async def _keep_singles(self) -> None:
         """Mark the group as one with blocks of unknown depth, before the first such block is written."""
@@ -378,7 +370,7 @@ async def resumed(
     resolver.resume(state.holders, state.flags, main_group, state.event_ids)
     if memory is None:
         ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
-        resolver.placer.skip(await store.takeover.fill(grant, ranks, resolver.memory))
+        resolver.skip(await store.takeover.fill(grant, ranks, resolver.memory), state.watermark)
     counters = Counter(state.counters)
     resolver.missing = counters[MISSING]
     # Blocks that waited for their parents were only in the memory of the process before.

@@ -31,13 +31,8 @@ class Counts:
         """Count a fold: its ``batches``, the ``parts`` they were resolved to, and the ``seconds`` that Redis took."""
         metrics = self._metrics
         metrics.apply_duration_seconds.observe(seconds)
-        blocks = Counter[str]()
-        for part in parts:
-            blocks["stored" if part.kind == "+" else "removed"] += len(part.keys)
-        self._counters["blocks_stored"] += blocks["stored"]
+        self._count_parts(parts)
         self._counters["batches"] += len(batches)
-        for op, n in blocks.items():
-            metrics.blocks_applied.labels(op=op, model=self._model).inc(n)
         metrics.batches.inc(len(batches))
         metrics.last_batch_timestamp_seconds.set(time.time())
         newest = max((batch.ts for batch in batches if batch.ts is not None), default=None)
@@ -46,6 +41,20 @@ class Counts:
         self._count_events(batches)
         self._count_resolved()
         self._count_held()
+
+    def stored(self, parts: Iterable[Part]) -> None:
+        """Count blocks that were stored between two folds."""
+        self._count_parts(parts)
+        self._count_resolved()
+        self._count_held()
+
+    def _count_parts(self, parts: Iterable[Part]) -> None:
+        blocks = Counter[str]()
+        for part in parts:
+            blocks["stored" if part.kind == "+" else "removed"] += len(part.keys)
+        self._counters["blocks_stored"] += blocks["stored"]
+        for op, n in blocks.items():
+            self._metrics.blocks_applied.labels(op=op, model=self._model).inc(n)
 
     def _count_held(self) -> None:
         """Set the counters of the blocks on each medium. Only the worker of the stream knows these numbers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -228,6 +229,7 @@ class AsyncSelecting:
             if self._fallback is None:
                 raise
             self.selection = Selection.local(self._fallback())
+        self._began = perf_counter()
         return self
 
     async def _selected(self) -> Selection:
@@ -245,15 +247,15 @@ class AsyncSelecting:
         await self._release("all", "ok" if error is None else "failed")
 
     async def first_token(self) -> None:
-        """The prompt is computed: others need not wait for it any more."""
-        await self._release("prefill")
+        """The prompt is computed: others need not wait for it any more, and this target took so long."""
+        await self._release("prefill", ttft_ms=1e3 * (perf_counter() - self._began))
 
     async def renew(self) -> None:
         """The request goes on for longer than it was reserved for."""
         await self._release("renew")
 
-    async def _release(self, part: str, outcome: str = "ok") -> None:
+    async def _release(self, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> None:
         if self.selection.reservation is not None:
             # A reservation that cannot be released runs out; the request has its answer all the same.
             with suppress(Unavailable):
-                await self._client._send(calls.release(self.selection.reservation, part, outcome))
+                await self._client._send(calls.release(self.selection.reservation, part, outcome, ttft_ms))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -214,6 +215,7 @@ class Selecting:
 
     def __enter__(self) -> Self:
         self.selection = self._client._send(self._call)
+        self._began = perf_counter()
         return self
 
     def __exit__(
@@ -222,15 +224,15 @@ class Selecting:
         self._release("all", "ok" if error is None else "failed")
 
     def first_token(self) -> None:
-        """The prompt is computed: others need not wait for it any more."""
-        self._release("prefill")
+        """The prompt is computed: others need not wait for it any more, and this target took so long."""
+        self._release("prefill", ttft_ms=1e3 * (perf_counter() - self._began))
 
     def renew(self) -> None:
         """The request goes on for longer than it was reserved for."""
         self._release("renew")
 
-    def _release(self, part: str, outcome: str = "ok") -> None:
+    def _release(self, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> None:
         if self.selection.reservation is not None:
             # A reservation that cannot be released runs out; the request has its answer all the same.
             with suppress(Unavailable):
-                self._client._send(calls.release(self.selection.reservation, part, outcome))
+                self._client._send(calls.release(self.selection.reservation, part, outcome, ttft_ms))

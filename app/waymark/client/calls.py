@@ -127,9 +127,11 @@ def select(given: dict[str, Any], model: str, options: dict[str, Any], *, are_se
     return Call("POST", "/select", read_selection, body, is_retried=False)
 
 
-def release(reservation: str, part: str, outcome: str = "ok") -> Call[None]:
-    """``part`` is ``all``, ``prefill`` or ``renew``."""
-    body = {"reservation": reservation, "part": part, "outcome": outcome}
+def release(reservation: str, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> Call[None]:
+    """``part`` is ``all``, ``prefill`` or ``renew``. ``ttft_ms`` is the time to the first token, where it is known."""
+    body = {"reservation": reservation, "part": part, "outcome": outcome} | (
+        {} if ttft_ms is None else {"ttft_ms": ttft_ms}
+    )
     return Call("POST", "/release", lambda _: None, body, is_retried=False)
 
 

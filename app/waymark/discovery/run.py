@@ -212,6 +212,7 @@ class Discovery:
                     "scope": each.scope,
                     "copies": each.copies,
                     "sequence": each.sequence,
+                    "shards": each.object_shards or None,
                     "address": target.address,
                     "role": target.role,
                     "weight": target.weight,

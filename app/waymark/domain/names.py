@@ -89,6 +89,8 @@ class Registration:
     origin: Origin = BY_CLIENT
     prefixes: PrefixSource = DEFAULT_PREFIXES
     """Of a source of opaque prefixes."""
+    object_shards: int = 0
+    """Of a pool: how many objects make up a block; 0: as many as different ones stood in its keys."""
     is_further: bool = False
     """A further socket of a rank that has several: its blocks are the rank's, and nobody picks it."""
 

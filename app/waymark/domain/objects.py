@@ -1,6 +1,7 @@
 """Objects of a pool whose blocks are not indexed yet: a shard is missing, or no engine has reported the hash.
 
-A block is there when all of its shards are: as many as different ones stood in the keys of that pool so far.
+A block is there when all of its shards are: as many as the registration says, else as many as different ones stood in
+the keys of that pool so far.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ SHARD = "shard:"
 SHARDS_MAX = 1024
 """Further ones are taken for none."""
 FIND_MAX = 512
-"""Hashes that wait and are looked up with one fold."""
+"""Hashes that wait and are looked up at once."""
+EARLY_MAX = 1_000_000
+"""Positions of a batch of a pool that come before those of its events. A block whose object has waited is stored there,
+as the beginning of a batch that has not come yet."""
 
 
 class WaitingObjects:
     """Bounded: the objects that have waited longest are dropped."""
 
-    def __init__(self, objects_max: int) -> None:
+    def __init__(self, objects_max: int, shards: int = 0) -> None:
+        """``shards`` make up a block; 0: as many as have been seen."""
         self._objects_max = objects_max
+        self._needed = shards
         self._shards: dict[tuple[int, int], set[str]] = {}
         self.dropped = 0
 
@@ -42,15 +48,12 @@ class WaitingObjects:
             self.put(holder, engine_hash, shard)
 
     def take(self, holder: int, engine_hash: int, shards: Collection[str]) -> bool:
-        """Whether all shards of a block are there; then it does not wait any more."""
-        if not self.is_whole(holder, engine_hash, shards):
+        """Whether all shards of a block are there; then it does not wait any more. ``shards`` have been seen so far."""
+        found = self._shards.get((holder, engine_hash))
+        if found is None or not (len(found) >= self._needed if self._needed else found.issuperset(shards)):
             return False
         del self._shards[holder, engine_hash]
         return True
-
-    def is_whole(self, holder: int, engine_hash: int, shards: Collection[str]) -> bool:
-        found = self._shards.get((holder, engine_hash))
-        return found is not None and found.issuperset(shards)
 
     def remove(self, holder: int, engine_hash: int, shard: str) -> bool:
         """Whether a shard of this block waited."""

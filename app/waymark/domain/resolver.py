@@ -21,8 +21,8 @@ from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks, Spot
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
-from waymark.domain.objects import SHARD, WaitingObjects
-from waymark.domain.parts import Mode, Part, PartList
+from waymark.domain.objects import EARLY_MAX, SHARD, WaitingObjects
+from waymark.domain.parts import STEP, Mode, Part, PartList
 from waymark.domain.placing import Placer
 from waymark.domain.plan import EXTRA_KEYS, UNTRUSTED, Plan, Planner
 from waymark.domain.rows import Place
@@ -73,7 +73,9 @@ class Resolver:
         """About how many blocks the publisher has that are not known here, besides those of the waiting room."""
         self.unsalted = 0
         """Stores of releases that cannot tell a salt or an image: they may be taken for what they are not."""
-        self.objects = WaitingObjects(waiting_blocks)
+        self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
+        self._early = 0
+        """How many of the ``EARLY_MAX`` positions of the next batch are taken."""
         self.reported: Mapping[int, Spot] = {}
         """Of a pool: what the engines of the group have reported of the hashes that were looked up for this fold."""
         self.generations = Generations(bounds)
@@ -218,7 +220,8 @@ class Resolver:
         """The parts of one batch of the fold, ``index`` its place in it."""
         parts = self.placer.begin_batch(seq)
         self._planner.epochs = plan.epochs[index] if plan.epochs else {}
-        position, units = 1, 0
+        position, units = self._first_position, 0
+        self._early = 0
         placed: _Placed = []
         for j, event in enumerate(batch.events):
             units += EVENT_UNITS if isinstance(event, Cleared) else EVENT_UNITS + len(event.engine_hashes)
@@ -254,7 +257,7 @@ class Resolver:
                 if units > SLICE_UNITS:
                     units = 0
                     yield
-        # What waited in a fold before comes after the events of this one's first batch.
+        # Objects that waited in a fold before come after the events of this one's first batch.
         for holder, engine_hash in [] if index else self.objects.found(self.holders.values(), self.reported):
             self._find_object(parts, position, holder, engine_hash)
             position += 1
@@ -264,6 +267,28 @@ class Resolver:
         if self.placer.crowded:
             self.ignored["too_many_hashes_of_a_block"] += self.placer.crowded
             self.placer.crowded = 0
+        return parts.parts
+
+    @property
+    def _first_position(self) -> int:
+        return 1 + (EARLY_MAX if self.registration.scope == "shared" else 0)
+
+    def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]], watermark: int | None) -> None:
+        """What Redis has of batches behind the watermark: by holder and shard, seq and position."""
+        self.placer.skip(counted)
+        behind = -1 if watermark is None else watermark
+        self._early = max((position // STEP for seq, position in counted.values() if seq > behind), default=0)
+
+    def resolve_waiting(self, seq: int) -> list[Part]:
+        """The parts of objects that have waited, and whose blocks an engine has reported meanwhile.
+
+        ``seq`` is that of the batch that has not come yet, of which they are the beginning.
+        """
+        parts = self.placer.begin_batch(seq)
+        for holder, engine_hash in self.objects.found(self.holders.values(), self.reported):
+            if self._early < EARLY_MAX:
+                self._early += 1
+                self._find_object(parts, self._early, holder, engine_hash)
         return parts.parts
 
     def _ignore(self, reason: str, event: Event) -> None:

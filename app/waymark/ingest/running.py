@@ -64,7 +64,7 @@ class Running:
         if self.resolver is not None:
             self.resolver.foreign_ranks = foreign_ranks
         if self.applier is not None:
-            self.applier.has_pool = has_pool
+            self.applier.pool_hashes.is_wanted = has_pool
 
 
 class StreamRunner:
@@ -135,7 +135,7 @@ class StreamRunner:
             applier, state = await self._resumed(grant, running.foreign_ranks)
         options = self._options
         running.resolver, running.applier = applier.resolver, applier
-        applier.has_pool = running.has_pool
+        applier.pool_hashes.is_wanted = running.has_pool
         if claim.registration.kind.traits.is_opaque:
             running.stream = PrefixStream(
                 applier,

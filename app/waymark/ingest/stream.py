@@ -154,6 +154,7 @@ class Stream:
         life, options = self._life, self._options
         await life.yield_ranks()
         await life.applier.bounding.check()
+        await life.applier.pool_hashes.tick(life.acknowledged)
         if now - self._renewed > options.lease_seconds / 4:
             self._renewed = now
             await life.applier.renew(options.lease_seconds, life.acknowledged)

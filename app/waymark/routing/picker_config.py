@@ -148,6 +148,7 @@ def _scorer(plugin: Declared, weight: float) -> WeightedScorer:
         weight,
         lambda request, candidates: row.score(request, candidates, values),
         needs_gauges=row.needs_gauges,
+        needs_first_tokens=row.needs_first_tokens,
     )
 
 

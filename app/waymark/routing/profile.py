@@ -22,6 +22,7 @@ class WeightedScorer:
     weight: float
     score: Callable[[Request, Sequence[Candidate]], Scores]
     needs_gauges: bool = False
+    needs_first_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,10 @@ class PickerConfig:
     @property
     def needs_gauges(self) -> bool:
         return any(scorer.needs_gauges for profile in self.profiles.values() for scorer in profile.scorers)
+
+    @property
+    def needs_first_tokens(self) -> bool:
+        return any(scorer.needs_first_tokens for profile in self.profiles.values() for scorer in profile.scorers)
 
     def run(self, request: Request, candidates: Sequence[Candidate], random: Random) -> Stages:
         """Decode first; then encode and prefill, each where its decider wants it and a target for it is there."""

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from waymark.domain.gauges import Gauges
 from waymark.errors import InvalidValue
 from waymark.routing.constants import Constant, Values
+from waymark.routing.policy import least_new
 from waymark.routing.target import Candidate, Request
 
 Scores: TypeAlias = list[float | None]
@@ -29,6 +30,7 @@ class Scorer:
     score: Score
     parameters: tuple[Constant, ...] = ()
     needs_gauges: bool = False
+    needs_first_tokens: bool = False
 
 
 # ---- what is cached --------------------------------------------------------------------------------
@@ -81,7 +83,14 @@ def _lmetric(request: Request, candidates: Sequence[Candidate], values: Values) 
 
 
 def _predicted_latency(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return _where_known([each.predicted_ms for each in candidates])
+    return _where_known([_first_token_ms(request, each) for each in candidates])
+
+
+def _first_token_ms(request: Request, candidate: Candidate) -> float | None:
+    if candidate.first_tokens is None:
+        return None
+    new = max(request.tokens - max(candidate.matched, candidate.expected), least_new(request))
+    return candidate.first_tokens.predict(candidate.wait + new)
 
 
 # ---- what engines report ---------------------------------------------------------------------------
@@ -209,8 +218,10 @@ _SCORERS = (
     Scorer("lmetric-scorer", "1 for the least `new blocks * (active + 1)`", _lmetric),
     Scorer(
         "predicted-latency-scorer",
-        "1 for the shortest predicted time to the first token; Waymark predicts none yet, so it is null",
+        "1 for the shortest time to the first token, predicted by the target's latest `ttft_ms` and what each then had "
+        "to compute; null after fewer than five",
         _predicted_latency,
+        needs_first_tokens=True,
     ),
     Scorer("kv-cache-utilization-scorer", "free share of the KV cache", _kv_cache, needs_gauges=True),
     Scorer("queue-scorer", "1 for the shortest queue, 0 for the longest", _queue, needs_gauges=True),

@@ -32,7 +32,8 @@ def scorers() -> str:
     """Every scorer of an ``EndpointPickerConfig``."""
     lines = ["| Scorer | Score, 0 to 1 | Needs |", "|---|---|---|"]
     for scorer in SCORERS.values():
-        lines.append(f"| `{scorer.name}` | {scorer.sentence} | {'gauges' if scorer.needs_gauges else ''} |")
+        needs = "gauges" if scorer.needs_gauges else "`ttft_ms`" if scorer.needs_first_tokens else ""
+        lines.append(f"| `{scorer.name}` | {scorer.sentence} | {needs} |")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
 
@@ -74,8 +75,8 @@ class Candidate(NamedTuple):
     """Share of requests that went well, 0 to 1."""
     last_cold: int = 0
     """When a request that nobody had anything of was last sent there, in ms; 0: never."""
-    predicted_ms: float | None = None
-    """Time to the first token that its past requests suggest; None where there were too few."""
+    first_tokens: FirstTokens | None = None
+    """How long its requests waited for their first token; None where that is not known."""
     gauges: Gauges | None = None
     """None where the engine reports none, or none that are fresh."""
 

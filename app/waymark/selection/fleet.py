@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.media import DEVICE
@@ -71,6 +72,8 @@ class Seen:
     """Fresh ones, by publisher."""
     prefixes: Mapping[tuple[str, int], OpaquePrefix] = field(default_factory=dict)
     """Of the prompt, by the sources that have it."""
+    first_tokens: Mapping[int, FirstTokens] = field(default_factory=dict)
+    """By publisher, where the policy needs them."""
 
 
 class Fleet:
@@ -230,7 +233,7 @@ class Fleet:
                     load.context,
                     load.health if said.health is None else said.health,
                     load.cold,
-                    None,
+                    seen.first_tokens.get(publisher),
                     gauges.get(publisher) if said.gauges is None else said.gauges,
                 )
             )

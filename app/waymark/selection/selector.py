@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from waymark.domain.block_size import only_block_size
+from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.match import pool_bitmap, target_rows
@@ -30,11 +31,11 @@ from waymark.routing.target import Candidate, Request
 from waymark.selection.asked import Asked, Chosen, Prompt, Ranked, Selected, Taking
 from waymark.selection.degraded import Degraded
 from waymark.selection.fleet import Fleet, Member, OpaquePrefix, Seen
-from waymark.selection.gauges import GaugeReadings
 from waymark.selection.loads import Loads
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress
 from waymark.selection.ranking import Stages, rank, stages
+from waymark.selection.readings import Readings
 from waymark.selection.taking import Looked, Taker
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer, Part, Reservation, Terms
@@ -69,6 +70,7 @@ class _Aside(NamedTuple):
     expected: Mapping[int, int]
     gauges: Mapping[int, Gauges]
     prefixes: Mapping[tuple[str, int], OpaquePrefix] = MappingProxyType({})
+    first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
 
 
 class Selector:
@@ -81,7 +83,8 @@ class Selector:
         self._random = random or Random()
         self._fleets: dict[GroupName, Fleet] = store.incarnation.cache({})
         self._loads = store.incarnation.cache(Loads(store.reservations, store.begin, options.loads_seconds, metrics))
-        self._gauges = store.incarnation.cache(GaugeReadings(store.gauges, store.begin))
+        self._gauges = store.incarnation.cache(Readings(store.gauges.read, store.begin))
+        self._first_tokens = store.incarnation.cache(Readings(store.first_tokens.read, store.begin))
         self._progress = store.incarnation.cache(
             PrefillProgress(store.reader, store.reservations, store.begin, metrics)
         )
@@ -269,7 +272,12 @@ class Selector:
         return found.reservation
 
     async def release(
-        self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int = 120_000
+        self,
+        reservations: Sequence[Reservation],
+        part: Part,
+        *,
+        milliseconds: int = 120_000,
+        ttft_ms: float | None = None,
     ) -> tuple[int, int]:
         """End reservations, or a part of them; how many were there, and how many were gone."""
         others = self._degraded.release(reservations, part, milliseconds)
@@ -277,7 +285,9 @@ class Selector:
         if not others:
             return own, 0
         self._progress.told(others, part)
-        released, gone = await self._store.reservations.release(others, part, milliseconds=milliseconds)
+        released, gone = await self._store.reservations.release(
+            others, part, milliseconds=milliseconds, ttft_ms=ttft_ms
+        )
         return own + released, gone
 
     def _under_way(self) -> Iterator[tuple[str, float]]:
@@ -362,7 +372,7 @@ class Selector:
         self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None
     ) -> _Aside | None:
         """What is asked beside the blocks, if it is the loads alone, and these are known."""
-        if asked.given is not None or self._needs_gauges(asked.policy):
+        if asked.given is not None or self._needs_gauges(asked.policy) or self._needs_first_tokens(asked.policy):
             return None
         if (asked.prefix_key is not None and fleet.has_sources) or self._expects(fleet, expects):
             return None
@@ -384,19 +394,22 @@ class Selector:
             loads = await self._loads.of(entry.group_id)
         if self._needs_gauges(asked.policy) and (given is None or any(each.gauges is None for each in given)):
             gauges = await self._gauges.of(entry.group_id, fleet.scraped)
+        first_tokens: Mapping[int, FirstTokens] = {}
+        if self._needs_first_tokens(asked.policy):
+            first_tokens = await self._first_tokens.of(entry.group_id, list(fleet.by_publisher))
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         prefixes = await self._prefixes(asked, entry, fleet, prompt, until)
         at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(fleet, expects) else []
         if not at:
-            return _Aside(loads, {}, gauges, prefixes)
+            return _Aside(loads, {}, gauges, prefixes, first_tokens)
         numbers = [_key(prompt.keys, depth) for depth in at]
         try:
             publishers = await self._store.speculative.read(entry.group_id, numbers, until=until)
         except TimeoutError:
-            return _Aside(loads, {}, gauges, prefixes)
+            return _Aside(loads, {}, gauges, prefixes, first_tokens)
         # The deepest wins, being last.
         expected = {publisher: depth for publisher, depth in zip(publishers, at, strict=True) if publisher is not None}
-        return _Aside(loads, expected, gauges, prefixes)
+        return _Aside(loads, expected, gauges, prefixes, first_tokens)
 
     async def _prefixes(
         self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, until: float
@@ -418,6 +431,9 @@ class Selector:
         if policy.preset is not None:
             return policy.preset.needs_gauges
         return self._options.picker is not None and self._options.picker.needs_gauges
+
+    def _needs_first_tokens(self, policy: Chosen) -> bool:
+        return policy.preset is None and self._options.picker is not None and self._options.picker.needs_first_tokens
 
     def _fleet(self, group: GroupName, table: HolderTable) -> Fleet:
         fleet = self._fleets.get(group)

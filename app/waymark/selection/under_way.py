@@ -55,17 +55,17 @@ class RequestsUnderWay:
             due = [each for each in self._running if now - each.since >= self._renew_seconds]
             await self.release([one for each in due for one in each.reservations], Part.RENEW)
 
-    async def release(self, reservations: Sequence[Reservation], part: Part) -> None:
+    async def release(self, reservations: Sequence[Reservation], part: Part, ttft_ms: float | None = None) -> None:
         if not reservations:
             return
         try:
-            await self._selector.release(reservations, part, milliseconds=RESERVED_MS)
+            await self._selector.release(reservations, part, milliseconds=RESERVED_MS, ttft_ms=ttft_ms)
         except StoreUnavailable as exc:
             log.debug("reservations not released", extra=fields(part=part.value, error=exc.sentence))
 
-    def begin_release(self, reservations: Sequence[Reservation], part: Part) -> None:
+    def begin_release(self, reservations: Sequence[Reservation], part: Part, ttft_ms: float | None = None) -> None:
         if reservations:
-            task = self._begin(self.release(reservations, part))
+            task = self._begin(self.release(reservations, part, ttft_ms))
             self._releasing.add(task)
             task.add_done_callback(self._releasing.discard)
 
@@ -99,13 +99,16 @@ class RequestUnderWay:
         self.reservations: Sequence[Reservation] = tuple(routed.reservations)
         self._of = of
         self._has_prefilled = False
+        self._was_moved = False
+        """Nobody knows when the target that has it now got it."""
         self._has_ended = False
 
     def prefilled(self) -> None:
         """The first byte of an answer has come: its prompt is computed."""
         if not self._has_prefilled and not self._has_ended:
             self._has_prefilled = True
-            self._of.begin_release(self.reservations, Part.PREFILL)
+            ttft_ms = None if self._was_moved else 1e3 * (asyncio.get_running_loop().time() - self.since)
+            self._of.begin_release(self.reservations, Part.PREFILL, ttft_ms)
 
     async def move(self, address: str) -> bool:
         """The target at ``address`` has it now, and the first one counts as failed.
@@ -119,6 +122,7 @@ class RequestUnderWay:
         if not found:
             return False
         left, self.reservations = self.reservations, found
+        self._was_moved = True
         if self._has_ended:
             left = (*left, *found)
         self._of.begin_release(left, Part.FAILED)

@@ -19,6 +19,7 @@ from waymark.domain.names import (
     Registration,
     SeqCounter,
 )
+from waymark.domain.objects import SHARDS_MAX as OBJECT_SHARDS_MAX
 from waymark.domain.prefixes import (
     ENTRIES_MAX,
     ENTRIES_MIN,
@@ -65,6 +66,8 @@ class Claim:
     def encode(self) -> bytes:
         registration = {name: value for name, value in asdict(self.registration).items() if value is not None}
         del registration["target"], registration["origin"], registration["prefixes"], registration["is_further"]
+        if not self.registration.object_shards:
+            del registration["object_shards"]
         registration |= _changed(self.registration.target) | _origin(self.registration) | _options_of(self.registration)
         ids: dict[str, Any] = {"publisher": self.publisher, "group": self.group_id, "shards": self.shards}
         if self.registration.is_further:
@@ -100,6 +103,7 @@ class Claim:
             target=_target_of(of),
             origin=_origin_of(of),
             prefixes=_prefixes_of(of),
+            object_shards=of.integer("object_shards", 1, OBJECT_SHARDS_MAX) if of.has("object_shards") else 0,
             is_further=of.flag("further"),
         )
         return cls(

@@ -89,6 +89,10 @@ def gauges(group_id: int, publisher: int) -> str:
     return f"wm:{_tag(group_id)}:gauges:{publisher}"
 
 
+def first_tokens(group_id: int, publisher: int) -> str:
+    return f"wm:{_tag(group_id)}:first_tokens:{publisher}"
+
+
 def request(group_id: int, request_id: str) -> str:
     """``request_id``: 16 hex digits."""
     return f"wm:{_tag(group_id)}:request:{request_id}"

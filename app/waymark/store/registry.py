@@ -41,6 +41,7 @@ _FIXED = {
     "scope": "scope",
     "copies": "copies",
     "sequence": "sequence",
+    "object_shards": "shards",
 }
 
 

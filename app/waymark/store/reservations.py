@@ -30,7 +30,7 @@ OVERDUE_MAX = 64
 _TAKE_BACK_SECONDS = 1.0
 #: Releases under way at once, of one list.
 _RELEASES_AT_ONCE = 32
-_TEXT = re.compile(r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})")
+_TEXT = re.compile(r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?")
 
 
 Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -49,16 +49,19 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A decision under way, as the caller carries it: ``<group>.<publisher>.<tokens>.<context>.<nonce>``."""
+    """A decision under way, as the caller carries it: ``<group>.<publisher>.<tokens>.<context>.<nonce>.<waited>``."""
 
     group_id: int
     publisher: int
     tokens: int
     context: int
     nonce: str
+    waited: int | None = None
+    """Prefill tokens that its target had to compute before its own; None where that is not known."""
 
     def __str__(self) -> str:
-        return f"{self.group_id}.{self.publisher}.{self.tokens}.{self.context}.{self.nonce}"
+        text = f"{self.group_id}.{self.publisher}.{self.tokens}.{self.context}.{self.nonce}"
+        return text if self.waited is None else f"{text}.{self.waited}"
 
     @property
     def member(self) -> str:
@@ -74,7 +77,8 @@ def parse_reservations(text: str, field: str = "reservation") -> list[Reservatio
         if match is None or len(found) == CANDIDATES_MAX:
             raise InvalidValue(f"{field} is not a reservation; send the text that /select returned", field=field)
         group_id, publisher, tokens, context = (int(number) for number in match.groups()[:4])
-        found.append(Reservation(group_id, publisher, tokens, context, match[5]))
+        waited = None if match[6] is None else int(match[6])
+        found.append(Reservation(group_id, publisher, tokens, context, match[5], waited))
     return found
 
 
@@ -219,29 +223,44 @@ class Reservations:
             ],
         )
         if verdict is Verdict.REPEATED:
-            publisher, tokens, context, earlier = numbers
-            return Reserved(verdict, Reservation(group_id, int(publisher), int(tokens), int(context), str(earlier)))
+            publisher, tokens, context, earlier, waited = numbers
+            amounts = int(publisher), int(tokens), int(context)
+            return Reserved(verdict, Reservation(group_id, *amounts, str(earlier), int(waited)))
         which, tokens, requests, overdue = map(int, numbers)
         if verdict is not Verdict.APPLIED:
             return Reserved(verdict, overdue=overdue)
         offer = offers[which - 1]
-        reservation = Reservation(group_id, offer.publisher, offer.new, terms.context, nonce)
+        reservation = Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, tokens)
         return Reserved(verdict, reservation, tokens, requests, overdue)
 
     async def release(
-        self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int = 120_000
+        self,
+        reservations: Sequence[Reservation],
+        part: Part,
+        *,
+        milliseconds: int = 120_000,
+        ttft_ms: float | None = None,
     ) -> tuple[int, int]:
-        """End reservations, or a part of each. Return how many existed, and how many did not."""
+        """End reservations, or a part of each. Return how many existed, and how many did not.
+
+        ``ttft_ms`` is the time to the first token. It counts for the first target that computed a prompt.
+        """
         minute = int(time.time() // 60)
+        timed = None
+        if ttft_ms is not None:
+            timed = next((each for each in reservations if each.tokens and each.waited is not None), None)
 
         async def one(reservation: Reservation) -> bool:
             outcome = await self._scripts.release(
                 keys.load(reservation.group_id),
                 keys.reservations(reservation.group_id),
+                keys.first_tokens(reservation.group_id, reservation.publisher),
                 reservation.member,
                 part.value,
                 minute,
                 milliseconds,
+                repr(ttft_ms) if reservation is timed else "",
+                reservation.tokens + (reservation.waited or 0),
             )
             return outcome.is_applied
 

@@ -259,9 +259,19 @@ class Scripts:
         return (Verdict(verdict.decode()), *(each.decode() if isinstance(each, bytes) else each for each in rest))
 
     async def release(
-        self, load: str, reservations: str, reservation: str, part: str, minute: int, milliseconds: int
+        self,
+        load: str,
+        reservations: str,
+        first_tokens: str,
+        reservation: str,
+        part: str,
+        minute: int,
+        milliseconds: int,
+        ttft: Arg,
+        work: int,
     ) -> Outcome:
-        return await self._run("release", [load, reservations], [reservation, part, minute, milliseconds])
+        args: list[Arg] = [reservation, part, minute, milliseconds, ttft, work]
+        return await self._run("release", [load, reservations, first_tokens], args)
 
     async def end_overdue(self, load: str, reservations: str, most: int) -> Outcome:
         return await self._run("end_overdue", [load, reservations], [most])

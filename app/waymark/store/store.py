@@ -18,6 +18,7 @@ from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
 from waymark.store.entries import Entries
+from waymark.store.first_tokens import FirstTokenTimes
 from waymark.store.fleet_counts import FleetCounts
 from waymark.store.gauges import EngineGauges
 from waymark.store.hashes import Hashes
@@ -87,6 +88,7 @@ class Store:
         self.reservations = Reservations(client, self.scripts, self.begin)
         self.entries = Entries(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)
+        self.first_tokens = FirstTokenTimes(client)
         self.hashes = Hashes(client, self.scripts)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)

@@ -6,12 +6,14 @@ The caller has raised the fence, so no other worker writes for these holders mea
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from waymark.domain.held import HeldBlocks
+from waymark.domain.known import Spot
 from waymark.domain.rows import SAME_HASH, Entry, Place, Row, parse, parse_entry, parse_field
 from waymark.store import keys
 from waymark.store.client import RedisClient
+from waymark.store.hashes import Reported
 from waymark.store.leases import Grant
 from waymark.store.parsing import Malformed, RecordKind, RecordParser
 
@@ -47,6 +49,26 @@ class Takeover:
                     counted[holder, shard] = mark
         return counted
 
+    async def reported(self, grant: Grant, holders: Sequence[int]) -> AsyncIterator[list[Reported]]:
+        """Blocks of holders under their engine hashes, some at a time. Raises StoreUnavailable.
+
+        A block that goes meanwhile may be missing, and one that comes may be there.
+        """
+        for holder in holders:
+            for shard in range(grant.shards):
+                engine, cursor, is_over = keys.engine(grant.group_id, shard, holder), 0, False
+                while not is_over:
+                    cursor, fields = await self._client.hscan(engine, cursor, _FIELDS)
+                    is_over = cursor == 0
+                    entries = [self._entry_of(engine, name, value) for name, value in fields.items() if _is_place(name)]
+                    found = [each for each in entries if each is not None and not each[0].is_single]
+                    yield [
+                        Reported(engine_hash, Spot(Place(place.head), namespace, depth, key))
+                        for rows in [await self._rows(grant, shard, found)]
+                        for row, (at, entry) in zip(rows, found, strict=True)
+                        for place, namespace, key, depth, engine_hash in _blocks(row, at, entry, holder)
+                    ]
+
     async def marks(self, grant: Grant, holders: Sequence[int]) -> list[bytes | None]:
         """How far ``holders`` are applied on each shard but the first, whose record says it. Raises StoreUnavailable.
 
@@ -69,12 +91,12 @@ class Takeover:
             for name, value in fields.items():
                 if name == b"applied":
                     mark = self._parser.parse(RecordKind.ENTRY, engine, name, _applied, value)
-                elif name.startswith(b"*"):
+                elif not _is_place(name):
                     told = self._parser.parse(RecordKind.ENTRY, engine, name, _copies, name, value)
                     if told is not None:
                         several[told[0]] = told[1:]
                 else:
-                    found = self._parser.parse(RecordKind.ENTRY, engine, name, _entry, name, value)
+                    found = self._entry_of(engine, name, value)
                     if found is not None and found[0] not in seen:
                         seen.add(found[0])
                         entries.append(found)
@@ -99,31 +121,51 @@ class Takeover:
         An entry is read as a seq_hash until its copies say something else.
         """
         late: list[_Block] = []
-        if not entries:
-            return late
-        prefix = keys.block_prefix(grant.group_id, shard)
-        names = [prefix + place.name for place, _ in entries]
-        (values,) = await self._client.several([("MGET", *names)])
-        for name, value, (place, entry) in zip(names, values, entries, strict=True):
-            row = None if value is None else self._parser.parse(RecordKind.BLOCK, name.decode(), "", parse_row, value)
-            if row is None:
-                continue
-            if row.is_marked:
+        rows = await self._rows(grant, shard, entries)
+        for row, (place, entry) in zip(rows, entries, strict=True):
+            if row is not None and row.is_marked:
                 memory.full.add(place)
-            bitmap = row.holders.get(holder, 0)
-            slots = [slot for slot in range(bitmap.bit_length()) if bitmap >> slot & 1]
-            block_keys, depths = row.keys, row.depths
-            held = [(block_keys[slot], depths[slot], entry.hash_of(slot, block_keys[slot])) for slot in slots]
             new: dict[int, tuple[int, int]] = {}
-            for key, depth, engine_hash in held:
+            for block in _blocks(row, place, entry, holder):
+                _, _, key, depth, engine_hash = block
                 if engine_hash not in new and memory.are_new(holder, [engine_hash], [key]):
                     new[engine_hash] = key, depth
                 else:
-                    late.append((place, entry.namespace, key, depth, engine_hash))
+                    late.append(block)
             if new:
                 found_keys, found_depths = zip(*new.values(), strict=True)
                 memory.store(holder, place, entry.namespace, found_keys, found_depths, list(new))
         return late
+
+    def _entry_of(self, engine: str, name: bytes, value: bytes) -> tuple[Place, Entry] | None:
+        return self._parser.parse(RecordKind.ENTRY, engine, name, _entry, name, value)
+
+    async def _rows(self, grant: Grant, shard: int, entries: Sequence[tuple[Place, Entry]]) -> list[Row | None]:
+        """The row of each entry; None where there is none, or where it cannot be read."""
+        if not entries:
+            return []
+        prefix = keys.block_prefix(grant.group_id, shard)
+        names = [prefix + place.name for place, _ in entries]
+        (values,) = await self._client.several([("MGET", *names)])
+        return [
+            None if value is None else self._parser.parse(RecordKind.BLOCK, name.decode(), "", parse_row, value)
+            for name, value in zip(names, values, strict=True)
+        ]
+
+
+def _is_place(field: bytes) -> bool:
+    """Whether a field of a holder's entries names a place."""
+    return field != b"applied" and not field.startswith(b"*")
+
+
+def _blocks(row: Row | None, place: Place, entry: Entry, holder: int) -> Iterator[_Block]:
+    """The blocks that the holder has in a row."""
+    if row is not None:
+        bitmap, block_keys, depths = row.holders.get(holder, 0), row.keys, row.depths
+        for slot in range(bitmap.bit_length()):
+            if bitmap >> slot & 1:
+                key = block_keys[slot]
+                yield place, entry.namespace, key, depths[slot], entry.hash_of(slot, key)
 
 
 def _restore(memory: HeldBlocks, holder: int, several: dict[int, tuple[int, list[int]]]) -> None:

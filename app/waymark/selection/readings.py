@@ -1,14 +1,13 @@
-"""Gauges of engines, a moment old: read for the groups whose decisions need them."""
+"""What is known of each target beside its load, a moment old: read for the groups whose decisions need it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from waymark.domain.gauges import Gauges
 from waymark.errors import StoreUnavailable
-from waymark.store.gauges import EngineGauges
 from waymark.store.reservations import Begin
 
 #: Readings that are older are read again, behind the decision; beyond the second the decision waits for it.
@@ -16,23 +15,27 @@ _FRESH_SECONDS = 0.25
 _OLD_SECONDS = 1.0
 _GROUPS_MAX = 1024
 
+T = TypeVar("T")
+Read = Callable[[int, Sequence[int]], Awaitable[Mapping[int, T]]]
+"""Reads what Redis has of the publishers of a group."""
+
 
 @dataclass(slots=True)
-class _Group:
-    gauges: Mapping[int, Gauges] = field(default_factory=dict)
+class _Group(Generic[T]):
+    found: Mapping[int, T] = field(default_factory=dict)
     read_at: float = float("-inf")
     reading: asyncio.Task[None] | None = None
 
 
-class GaugeReadings:
-    """What engines report, by group and publisher. A reading that Redis does not have any more does not count."""
+class Readings(Generic[T]):
+    """By group and publisher. A reading that Redis does not have any more does not count."""
 
-    def __init__(self, gauges: EngineGauges, begin: Begin) -> None:
-        self._gauges = gauges
+    def __init__(self, read: Read[T], begin: Begin) -> None:
+        self._read_from_redis = read
         self._begin = begin
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _Group[T]] = {}
 
-    async def of(self, group_id: int, publishers: Sequence[int]) -> Mapping[int, Gauges]:
+    async def of(self, group_id: int, publishers: Sequence[int]) -> Mapping[int, T]:
         """The readings of these publishers; none where Redis does not tell."""
         now = asyncio.get_running_loop().time()
         group = self._groups.get(group_id)
@@ -44,16 +47,16 @@ class GaugeReadings:
             group.reading = self._begin(self._read(group, group_id, publishers))
         if now - group.read_at > _OLD_SECONDS and group.reading is not None:
             await asyncio.shield(group.reading)
-        return group.gauges
+        return group.found
 
     def clear(self) -> None:
         """Redis came back empty: ids stand for something else."""
         self._groups.clear()
 
-    async def _read(self, group: _Group, group_id: int, publishers: Sequence[int]) -> None:
+    async def _read(self, group: _Group[T], group_id: int, publishers: Sequence[int]) -> None:
         now = asyncio.get_running_loop().time()
         try:
-            group.gauges = await self._gauges.read(group_id, publishers)
+            group.found = await self._read_from_redis(group_id, publishers)
         except StoreUnavailable:
-            group.gauges = {}  # the decision itself says that Redis is away
+            group.found = {}  # the decision itself says that Redis is away
         group.read_at = now

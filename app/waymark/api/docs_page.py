@@ -1,0 +1,167 @@
+"""``/docs``: the contract as one page of HTML, with an example of each operation.
+
+The page loads nothing and runs no script.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from base64 import b64encode
+from collections.abc import Iterator
+from hashlib import sha256
+from html import escape
+from typing import Any, Final
+
+_BASE = "http://127.0.0.1:13333"
+#: How wide a value of an example may be before it gets several lines.
+_WIDTH = 96
+#: The beginning of a path, and the title of its group; the last one is for all others.
+_GROUPS = (
+    ("/dynamo", "Paths of dynamo.indexer and its selector"),
+    ("/admin", "Paths for operators"),
+    ("", "Paths of Waymark, some of them as the Mooncake Conductor Indexer has them"),
+)
+
+_STYLE = """
+:root{color-scheme:light dark;--line:light-dark(#d5dade,#3a434b);--soft:light-dark(#59636b,#9da9b3);
+--panel:light-dark(#f3f5f7,#1c2329);--back:light-dark(#fff,#12171b);--front:light-dark(#1b2126,#e3e8ec);
+--link:light-dark(#0b5cad,#7db8ff)}
+body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:auto;padding:1rem;background:var(--back);
+color:var(--front)}
+a{color:var(--link)}h2{margin-top:2.5rem}h3{margin:2.5rem 0 .25rem;padding-top:.5rem;border-top:1px solid var(--line);
+overflow-wrap:anywhere}h3 .anchor{color:var(--soft);text-decoration:none}
+nav ul{list-style:none;padding:0;columns:24rem}nav li{break-inside:avoid;overflow-wrap:anywhere}
+code,pre{font-family:ui-monospace,monospace;font-size:13px}code{background:var(--panel);padding:0 .2em}
+pre{background:var(--panel);padding:.6rem .8rem;margin:.25rem 0 .75rem;max-height:24rem;overflow:auto;
+border:1px solid var(--line);border-radius:4px}pre code{padding:0;background:none}
+table{border-collapse:collapse;margin:.25rem 0 .75rem}.scroll{overflow-x:auto}
+th,td{text-align:left;vertical-align:top;padding:.1rem 1rem .1rem 0;border-bottom:1px solid var(--line)}
+summary{cursor:pointer;color:var(--soft)}:focus-visible{outline:2px solid var(--link);outline-offset:2px}
+"""
+
+HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    f"style-src 'sha256-{b64encode(sha256(_STYLE.encode()).digest()).decode()}'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def page(document: dict[str, Any]) -> str:
+    """The page of an OpenAPI document."""
+    groups = _grouped(document["paths"])
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Waymark: its HTTP API</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<style>{_STYLE}</style></head><body>",
+        f"<h1>Waymark {escape(document['info']['version'])}</h1>",
+        '<p>This page shows what <a href="openapi.json">openapi.json</a> contains. Fields marked * are required.</p>',
+        '<nav aria-label="Contents">',
+    ]
+    for title, operations in groups.items():
+        parts.append(f"<h2>{escape(title)}</h2><ul>")
+        parts += [
+            f'<li><a href="#{_anchor(method, path)}"><code>{method} {escape(path)}</code></a>'
+            for method, path, _ in operations
+        ]
+        parts.append("</ul>")
+    parts.append("</nav><main>")
+    for operations in groups.values():
+        for method, path, operation in operations:
+            parts += _section(document["components"]["schemas"], method, path, operation)
+    parts.append("</main></body></html>")
+    return "\n".join(parts)
+
+
+def _grouped(paths: dict[str, Any]) -> dict[str, list[tuple[str, str, Any]]]:
+    found: dict[str, list[tuple[str, str, Any]]] = {title: [] for _, title in reversed(_GROUPS)}
+    for path, methods in paths.items():
+        title = next(title for beginning, title in _GROUPS if path.startswith(beginning))
+        found[title] += [(method.upper(), path, operation) for method, operation in methods.items()]
+    return found
+
+
+def _anchor(method: str, path: str) -> str:
+    words = "".join(letter if letter.isalnum() else " " for letter in path).split()
+    return "-".join([method.lower(), *words])
+
+
+def _section(schemas: dict[str, Any], method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
+    anchor = _anchor(method, path)
+    link = f'<a class="anchor" href="#{anchor}" aria-label="link to this path">#</a>'
+    yield f'<section><h3 id="{anchor}"><code>{method} {escape(path)}</code> {link}</h3>'
+    yield f"<p>{escape(operation['summary'])}</p>"
+    yield from _example(method, path, operation)
+    if "requestBody" in operation:
+        yield f"<details><summary>Fields of the request</summary>{_fields(schemas, operation['requestBody'])}</details>"
+    for status, answer in operation["responses"].items():
+        yield f"<p><b>{status}</b> {escape(answer['description'])}</p>"
+        for name, header in answer.get("headers", {}).items():
+            yield f"<p><code>{escape(name)}</code> {escape(header['description'])}</p>"
+        if status.startswith("2") and (fields := _fields(schemas, answer)):
+            yield f"<details><summary>Fields of the answer</summary>{fields}</details>"
+    yield "</section>"
+
+
+def _example(method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
+    """What to type, and what comes back."""
+    for parameter in operation.get("parameters", ()):
+        path = path.replace(f"{{{parameter['name']}}}", str(parameter.get("example", "")))
+    line = f"curl {'' if method in ('GET', 'POST') else f'-X {method} '}{_BASE}{path}"
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    if "example" in content:
+        line += f" -H 'Content-Type: application/json' \\\n  -d {shlex.quote(pretty(content['example']))}"
+    elif method == "POST":
+        line = line.replace("curl ", "curl -X POST ")
+    yield _code("request", line)
+    status, answer = next(iter(operation["responses"].items()))
+    for kind, shown in answer["content"].items():
+        if "example" in shown:
+            text = shown["example"] if isinstance(shown["example"], str) else pretty(shown["example"])
+            yield _code("answer", f"{status} {kind}\n{text}".rstrip())
+
+
+def _code(name: str, text: str) -> str:
+    return f'<pre tabindex="0" aria-label="example of {name}"><code>{escape(text)}</code></pre>'
+
+
+def pretty(value: Any, indent: str = "") -> str:
+    """JSON in which what fits into a line is one."""
+    compact = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or len(indent) + len(compact) <= _WIDTH:
+        return compact
+    inner = indent + "  "
+    if isinstance(value, dict):
+        lines = [f"{inner}{json.dumps(name)}: {pretty(each, inner)}" for name, each in value.items()]
+    else:
+        lines = [inner + pretty(each, inner) for each in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return "\n".join([opening, ",\n".join(lines), indent + closing])
+
+
+def _fields(schemas: dict[str, Any], body: dict[str, Any]) -> str:
+    found: dict[str, None] = {}
+    _add_references(schemas, body["content"].get("application/json", {}), found)
+    return "".join(_table(schemas[name]) for name in found)
+
+
+def _add_references(schemas: dict[str, Any], value: Any, found: dict[str, None]) -> None:
+    """The names of the schemas that a part of the document refers to, and that those refer to."""
+    if isinstance(value, dict):
+        name = str(value.get("$ref", "")).rpartition("/")[2]
+        if name and name not in found:
+            found[name] = None
+            _add_references(schemas, schemas[name], found)
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _add_references(schemas, part, found)
+
+
+def _table(schema: dict[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = "".join(
+        f"<tr><td><code>{escape(name)}</code>{' *' if name in required else ''}"
+        f"<td>{escape(field.get('description', ''))}"
+        for name, field in schema.get("properties", {}).items()
+    )
+    return f'<p>{escape(schema.get("description", ""))}</p><div class="scroll"><table>{rows}</table></div>'

@@ -1,0 +1,132 @@
+"""In a group with a pool: the engine hashes by which the pool's events name the blocks of the engines in front of it.
+
+The stream of an engine keeps what its hashes stand for. The stream of a pool looks hashes up, also while the pool sends
+nothing: an object that came before the report of its block is stored when the report is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Final, Protocol, TypeVar
+
+from waymark.domain.events import Batch
+from waymark.domain.known import Spot
+from waymark.domain.parts import Part
+from waymark.domain.resolver import Resolver
+from waymark.domain.rows import Place
+from waymark.store.hashes import Hashes, Reported
+from waymark.store.leases import Grant
+from waymark.store.takeover import Takeover
+
+T = TypeVar("T")
+
+KEPT: Final = "hashes_kept"
+"""A flag of the record: the hashes of all blocks of this life have been kept."""
+_PAUSE_SECONDS: Final = (1.0, 8.0)
+"""Between two looks for objects that wait; it doubles while none is found."""
+
+
+class _Answered(Protocol):
+    async def __call__(self, call: Callable[[], Awaitable[T]]) -> T: ...
+
+
+class PoolHashes:
+    def __init__(
+        self,
+        grant: Grant,
+        resolver: Resolver,
+        hashes: Hashes,
+        takeover: Takeover,
+        answered: _Answered,
+        apply: Callable[[Sequence[Part], int], Awaitable[None]],
+        keep_facts: Callable[[], Awaitable[None]],
+        *,
+        hashes_max: int,
+    ) -> None:
+        """``apply`` applies parts that come before the batch behind a watermark."""
+        self.is_wanted = False
+        """The group has a pool, and this publisher is an engine in front of it."""
+        self._grant = grant
+        self._resolver = resolver
+        self._hashes = hashes
+        self._takeover = takeover
+        self._answered = answered
+        self._apply = apply
+        self._keep_facts = keep_facts
+        self._hashes_max = hashes_max
+        self._blocks: AsyncIterator[list[Reported]] | None = None
+        """Of those from before the pool was registered, the ones that are still to be kept."""
+        self._pause, self._due, self._waited = _PAUSE_SECONDS[0], 0.0, 0
+
+    async def find(self, batches: Sequence[Batch]) -> None:
+        """Look up which blocks the events of a pool mean."""
+        await self._look_up(self._resolver.hashes_to_find(batches))
+
+    async def keep(self, parts: Sequence[Part]) -> None:
+        """Keep what the engine hashes of new blocks stand for."""
+        if not self.is_wanted:
+            return
+        await self._keep(
+            [
+                Reported(engine_hash, Spot(Place(part.place.head), part.namespace, depth, key))
+                for part in parts
+                if part.kind == "+" and not part.is_known and not part.is_identity and not part.place.is_single
+                for key, depth, engine_hash in zip(part.keys, part.depths, part.hashes, strict=True)
+            ]
+        )
+
+    async def tick(self, watermark: int | None) -> None:
+        """What there is to do between folds; ``watermark`` is the one that Redis has."""
+        if self._resolver.registration.scope == "shared":
+            await self._look_again(watermark)
+        else:
+            await self._keep_older()
+
+    async def _look_again(self, watermark: int | None) -> None:
+        waiting, now = len(self._resolver.objects), time.monotonic()
+        if not waiting or watermark is None or self._resolver.registration.sequence != "publisher":
+            return
+        if waiting > self._waited:
+            self._pause = _PAUSE_SECONDS[0]
+        if now < self._due:
+            return
+        await self._look_up(self._resolver.hashes_to_find([]))
+        self._resolver.placer.begin_fold()
+        parts = self._resolver.resolve_waiting(watermark + 1)
+        if parts:
+            await self._apply(parts, watermark)
+        self._waited = len(self._resolver.objects)
+        self._pause = _PAUSE_SECONDS[0] if parts else min(2 * self._pause, _PAUSE_SECONDS[1])
+        self._due = time.monotonic() + self._pause
+
+    async def _look_up(self, engine_hashes: Sequence[int]) -> None:
+        found: Mapping[int, Spot] = {}
+        if engine_hashes:
+            found = await self._answered(lambda: self._hashes.find(self._grant.group_id, engine_hashes))
+        self._resolver.reported = found
+
+    async def _keep_older(self) -> None:
+        """Keep some hashes of the blocks that this life had before its group had a pool."""
+        flags = self._resolver.flags
+        if self.is_wanted == (KEPT in flags):
+            return
+        if not self.is_wanted:
+            # What comes from now on is not kept.
+            self._blocks = None
+            flags.discard(KEPT)
+            await self._keep_facts()
+            return
+        if self._blocks is None:
+            self._blocks = self._takeover.reported(self._grant, list(self._resolver.holders.values()))
+        blocks = await anext(self._blocks, None)
+        if blocks is not None:
+            await self._keep(blocks)
+            return
+        self._blocks = None
+        flags.add(KEPT)
+        await self._keep_facts()
+
+    async def _keep(self, blocks: Sequence[Reported]) -> None:
+        if blocks:
+            await self._answered(lambda: self._hashes.keep(self._grant.group_id, blocks, self._hashes_max))

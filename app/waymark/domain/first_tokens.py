@@ -1,0 +1,42 @@
+"""How long a target's requests waited for their first token, as sums from which a straight line follows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+#: Requests from which a prediction counts; less than 5, since older ones count for less.
+_LEAST = 4.5
+#: Requests whose work differs by less than this share of its mean, squared, tell nothing about the slope.
+_SPREAD = 1e-4
+
+
+class FirstTokens(NamedTuple):
+    """Sums over requests, of which older ones count for less: milliseconds, and prefill tokens until then (work)."""
+
+    requests: float
+    work: float
+    ms: float
+    work_squared: float
+    work_ms: float
+
+    @classmethod
+    def parse(cls, value: bytes) -> FirstTokens | None:
+        """Parse the value in Redis; None for any other value."""
+        try:
+            sums = cls(*map(float, value.split()))
+        except (TypeError, ValueError):
+            return None
+        return sums if all(0 <= each < float("inf") for each in sums) else None
+
+    def predict(self, work: float) -> float | None:
+        """Milliseconds to the first token behind so many prefill tokens, by least squares; None after too few requests.
+
+        More work never counts as faster.
+        """
+        if self.requests < _LEAST:
+            return None
+        spread = self.requests * self.work_squared - self.work**2
+        slope = 0.0
+        if spread > _SPREAD * self.work**2:
+            slope = max(0.0, (self.requests * self.work_ms - self.work * self.ms) / spread)
+        return max(0.0, self.ms / self.requests + slope * (work - self.work / self.requests))

@@ -1,0 +1,29 @@
+"""Times to the first token of each target, which ``release`` writes and predictions are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from waymark.domain.first_tokens import FirstTokens
+from waymark.store import keys
+from waymark.store.client import RedisClient
+
+
+class FirstTokenTimes:
+    """Those of all groups. Always on the Redis that takes writes."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+
+    async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, FirstTokens]:
+        """The sums of these publishers, as far as there are any."""
+        if not publishers:
+            return {}
+        names = [keys.first_tokens(group_id, publisher) for publisher in publishers]
+        (values,) = await self._client.several([("MGET", *names)])
+        found = {
+            publisher: FirstTokens.parse(value)
+            for publisher, value in zip(publishers, values, strict=True)
+            if value is not None
+        }
+        return {publisher: sums for publisher, sums in found.items() if sums is not None}
