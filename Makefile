@@ -16,7 +16,7 @@ check: lint ## the inner loop: style, types, and the tests that need nothing but
 	@$(BIN)/python -m pytest -p no:schemathesis --unit --quiet --numprocesses 2 --dist loadfile
 
 test: $(VENV)/.installed-dev redis-server nginx chromium lint ## check everything: style, types, and the tests on a real Redis
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 chaos: $(VENV)/.installed-dev redis-server ## break anything in the middle of anything; SEED=1 SECONDS=75 CHAOS='--cluster --seeds 10'
 	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(CHAOS)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import sys
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import forked
 from tests.conftest import wait_until
-from tests.patience import patient, within
+from tests.patience import patient
 from tests.ports import unused_port
 
 START_SECONDS = 20.0
@@ -68,15 +68,13 @@ async def start(role: str, redis_url: str, log: Path, **settings: Any) -> AsyncI
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
     environ |= {f"WAYMARK_{name.upper()}": str(value) for name, value in values.items()}
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "waymark", role, env=environ, stdout=output, stderr=output
-        )
+        process = forked.start([role], environ, output, Path.cwd())
     try:
         live = Live(port, log, settings.get("api_token"))
         async with live.client() as client:
 
             async def is_ready() -> bool:
-                assert process.returncode is None, live.said()
+                assert process.poll() is None, live.said()
                 try:
                     return (await client.get("/ready")).status_code == 200
                 except httpx.TransportError:
@@ -84,10 +82,9 @@ async def start(role: str, redis_url: str, log: Path, **settings: Any) -> AsyncI
 
             await wait_until(is_ready, f"waymark {role} is ready", START_SECONDS)
         yield live
-        process.terminate()
-        async with within(START_SECONDS):
-            assert await process.wait() == 0, live.said()
+        process.send_signal(signal.SIGTERM)
+        await wait_until(lambda: process.poll() is not None, f"waymark {role} has ended", START_SECONDS)
+        assert process.returncode == 0, live.said()
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
+        process.wait()

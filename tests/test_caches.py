@@ -8,6 +8,7 @@ Redis can be in it. A new one that does neither fails.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,13 +150,14 @@ def containers(tree: ast.Module, module: str) -> Iterator[str]:
     yield from of_body(tree.body, f"{module}:")
 
 
-def found() -> set[str]:
+@functools.cache
+def found() -> frozenset[str]:
     names: set[str] = set()
     for part in PARTS:
         for path in sorted((ROOT / part).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             names.update(containers(ast.parse(path.read_text(encoding="utf-8")), module))
-    return names
+    return frozenset(names)
 
 
 def reason_of(name: str) -> str | None:

@@ -29,7 +29,7 @@ def bare_deadlines(source: str) -> list[str]:
     """Line and reason of each deadline in ``source`` that does not depend on the load."""
     found = []
     for call in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]:
-        name = ast.unparse(call.func)
+        name = dotted(call.func)
         if name in INSTEAD:
             found.append(f"line {call.lineno}: {name}() does not know the load; use patience.{INSTEAD[name]}()")
         for keyword in call.keywords:
@@ -40,6 +40,16 @@ def bare_deadlines(source: str) -> list[str]:
         if name.endswith(("process.wait", ".join")) and call.args and _is_number(call.args[0]):
             found.append(f"line {call.lineno}: {name}({ast.unparse(call.args[0])}) does not know the load")
     return found
+
+
+def dotted(node: ast.expr) -> str:
+    """A name with its dots; what is before a call or a subscript in it is left out."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attribute):
+            return f"{dotted(value)}.{attribute}"
+    return ""
 
 
 def _is_none(node: ast.expr) -> bool:

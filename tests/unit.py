@@ -6,6 +6,7 @@ A test is left out when it needs a real Redis, when it is marked ``outside`` (it
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
 WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(outside|slow)$", re.MULTILINE)
 #: How many examples a property is tried with that does not say it itself.
 UNIT_EXAMPLES, WHOLE_EXAMPLES = 20, 100
+#: Test processes for each processor: most tests wait for other processes. And at most so many, for the memory's sake.
+_PER_PROCESSOR, _PROCESSES_MAX = 3, 8
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
 _is_in_test = False
 
@@ -55,6 +58,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "waymark", max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("waymark")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """``--numprocesses auto``."""
+    return min(_PER_PROCESSOR * len(os.sched_getaffinity(0)), _PROCESSES_MAX)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

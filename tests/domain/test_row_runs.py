@@ -214,7 +214,8 @@ def test_a_piece_is_what_a_plain_model_says(
         assert row_runs(packed(own), texts[:1]) == alone
 
 
-@settings(deadline=None, max_examples=400)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=300)
 @given(pieces(), st.data())
 @example(([(1, 0)], [([(1, 0)], {}, False)]), None)
 def test_both_read_the_same_from_broken_values(

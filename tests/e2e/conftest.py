@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
+from tests import forked
 from tests.conftest import wait_until
+from tests.forked import Process
 from tests.model import BASE, Model, Space, Tokens
 from tests.patience import patient
 from tests.ports import unused_port
@@ -68,7 +70,7 @@ class Api:
 class Service(Api):
     """A running ``waymark`` process: where it is asked, what it logged, how it ends."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, client: httpx.AsyncClient) -> None:
+    def __init__(self, process: Process, log: Path, client: httpx.AsyncClient) -> None:
         super().__init__(client)
         self._process = process
         self._log = log
@@ -131,14 +133,14 @@ class Start(Protocol):
     ) -> Service: ...
 
 
-def spawn(role: str, environ: dict[str, str], log: Path, open_files: int | None = None) -> subprocess.Popen[bytes]:
+def spawn(role: str, environ: dict[str, str], log: Path, open_files: int | None = None) -> Process:
     """``open_files`` is its limit of file descriptors, which it cannot raise."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    command = [sys.executable, "-m", "waymark", role]
-    if open_files is not None:
-        command = ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh", *command]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")} | environ
     with log.open("wb") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=clean | environ, stdout=output, stderr=output)
+        if open_files is None:
+            return forked.start([role], environ, output, ROOT)
+        command = ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh", sys.executable, "-m", "waymark", role]
+        return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output)
 
 
 @asynccontextmanager

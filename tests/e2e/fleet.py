@@ -7,7 +7,6 @@ the end is killed.
 from __future__ import annotations
 
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import httpx
 from tests.conftest import wait_until
 from tests.e2e.conftest import EXIT_SECONDS, READY_SECONDS, Service, spawn
 from tests.e2e.redis_server import RedisServer
+from tests.forked import Process
 from tests.patience import patient
 from tests.ports import unused_port
 
@@ -55,7 +55,7 @@ class Member(Service):
     def port(self) -> int:
         return int(self._environ["WAYMARK_INGEST_PORT" if self.role == "ingest" else "WAYMARK_PORT"])
 
-    def _spawn(self) -> tuple[subprocess.Popen[bytes], Path]:
+    def _spawn(self) -> tuple[Process, Path]:
         self._starts += 1
         log = self._directory / f"{self.name}-{self._starts}.log"
         return spawn(self.role, self._environ, log), log

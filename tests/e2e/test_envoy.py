@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -18,6 +17,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.e2e.conftest import EXIT_SECONDS, READY_SECONDS, spawn
 from tests.e2e.envoy import Envoy, binary, envoy
+from tests.forked import Process
 from tests.patience import patient
 from tests.ports import unused_port
 from tests.store.factories import registration
@@ -50,7 +50,7 @@ class Picker:
             "epp_metrics_port": self._metrics_port, "epp_drain_seconds": 2, "epp_finish_seconds": 60,
         } | settings  # fmt: skip
         self._environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in values.items()}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self.log = directory
 
     async def start(self) -> None:

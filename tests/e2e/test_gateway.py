@@ -13,18 +13,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import httpx2
-import openai
 import pytest
 
 from tests.conftest import wait_until
 from tests.patience import patient, within
 from tests.ports import unused_port
 from waymark.simulator.texts import mark_of
+
+# Imported where they are used: every process of the tests reads this module, and they take a second of it.
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 pytestmark = pytest.mark.outside
 
@@ -41,6 +44,8 @@ class Pair:
     engines: list[str]
 
     def openai(self) -> openai.AsyncOpenAI:
+        import openai
+
         return openai.AsyncOpenAI(
             base_url=f"{self.url}/v1",
             api_key="none",
@@ -50,6 +55,8 @@ class Pair:
         )
 
     def anthropic(self) -> anthropic.AsyncAnthropic:
+        import anthropic
+
         return anthropic.AsyncAnthropic(
             base_url=self.url,
             api_key="none",
@@ -151,6 +158,8 @@ async def _converse(client: openai.AsyncOpenAI, beginning: str) -> list[str]:
 
 
 async def test_openai_s_client_gets_what_an_engine_gives() -> None:
+    import openai
+
     async with pair("--lora-names", "sql") as running, running.openai() as client:
         body: Any = {"model": "sql", "messages": [{"role": "user", "content": "hello"}]}
         text = ""
@@ -184,6 +193,8 @@ async def test_openai_s_client_gets_what_an_engine_gives() -> None:
 
 
 async def test_anthropic_s_client_gets_what_an_engine_gives() -> None:
+    import anthropic
+
     async with pair() as running, running.anthropic() as client:
         body: Any = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
         wanted = "".join(f"{mark_of('hello')}.{n} " for n in range(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -279,13 +280,13 @@ async def test_a_redis_that_does_not_answer_is_the_first_line_of_the_log(tmp_pat
         "WAYMARK_HOST": "127.0.0.1",
         "WAYMARK_INGEST_PORT" if role == "ingest" else "WAYMARK_PORT": str(port),
     }
-    with spawn(role, environ, log) as process:
-        try:
-            await wait_until(lambda: "listening" in log.read_text(), "the process listens")
-            assert (await ask(port, "GET", "/health")).status == 200
-        finally:
-            process.terminate()
-            process.wait(patient(20.0))
+    process = spawn(role, environ, log)
+    try:
+        await wait_until(lambda: "listening" in log.read_text(), "the process listens")
+        assert (await ask(port, "GET", "/health")).status == 200
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(patient(20.0))
     lines = log.read_text().splitlines()
     assert " ERROR waymark.runtime: redis does not answer; start it, or set WAYMARK_REDIS_URL" in lines[0]
     assert "waymark.runtime: listening" in "\n".join(lines[1:])

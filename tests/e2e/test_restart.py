@@ -147,11 +147,12 @@ async def test_a_port_that_is_taken_ends_the_process_with_an_error(tmp_path: Pat
         port = str(taken.getsockname()[1])
         environ = {"WAYMARK_REDIS_URL": redis_url, "WAYMARK_HOST": "127.0.0.1"}
         environ["WAYMARK_INGEST_PORT" if role == "ingest" else "WAYMARK_PORT"] = port
-        with spawn(role, environ, tmp_path / "log") as process:
-            try:
-                await wait_until(lambda: process.poll() is not None, "the process has ended")
-            finally:
-                process.kill()
+        process = spawn(role, environ, tmp_path / "log")
+        try:
+            await wait_until(lambda: process.poll() is not None, "the process has ended")
+        finally:
+            process.kill()
+            process.wait()
     log = (tmp_path / "log").read_text()
     assert process.returncode == EXIT_NO_PORT, log
     (line,) = log.splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +27,13 @@ def batch(*events: Any) -> bytes:
     return packed
 
 
-HOSTILE = {
-    "empty lists": batch(*([[]] * 4_000_000)),
-    "empty lists below the ceiling": batch(*([[]] * 65_000)),
-    "removed": batch(["BlockRemoved", [2**62 + i for i in range(1_800_000)]]),
-    "removed below the ceiling": batch(["BlockRemoved", [2**62 + i for i in range(262_000)]]),
-    "stores below the ceiling": batch(
+#: Made when they are needed: they take a second, and tens of megabytes.
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "empty lists": lambda: batch(*([[]] * 4_000_000)),
+    "empty lists below the ceiling": lambda: batch(*([[]] * 65_000)),
+    "removed": lambda: batch(["BlockRemoved", [2**62 + i for i in range(1_800_000)]]),
+    "removed below the ceiling": lambda: batch(["BlockRemoved", [2**62 + i for i in range(262_000)]]),
+    "stores below the ceiling": lambda: batch(
         *(["BlockStored", [i + 1], None, [1, 2, 3, i], 4, None, "GPU"] for i in range(20_000))
     ),
 }
@@ -78,10 +80,11 @@ async def test_neighbours_go_on_and_a_hostile_stream_is_not_taken_over(
         await pod.caught_up()
     before = await bench.record(hostile.name)
     lag = Lag(monkeypatch)
+    hostile_payloads = [payload() for payload in HOSTILE.values()]
 
     async def flood() -> None:
         for _ in range(ROUNDS // 4):
-            for payload in HOSTILE.values():
+            for payload in hostile_payloads:
                 hostile.publisher.publish_payload(payload)
                 await asyncio.sleep(0)
 

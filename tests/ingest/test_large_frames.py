@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -133,18 +134,18 @@ async def test_long_events_are_indexed_as_any_other(bench: Bench) -> None:
 # ---- turns of the loop -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        msgpack.packb([1.0, [[]] * 60_000, 0]),
-        msgpack.packb([1.0, [["BlockRemoved", [i]] for i in range(20_000)], 0]),
-        msgpack.packb([1.0, [["BlockStored", [*range(1, 40_001)], None, [*range(160_000)], 4, None, "GPU"]], 0]),
-        msgpack.packb([1.0, [["BlockStored", [i + 1], None, [1, 2, 3, i], 4, None, "GPU"] for i in range(8_000)], 0]),
-    ],
-    ids=["junk", "removals", "one store", "stores"],
-)
+#: Events of large batches, made when they are needed.
+LARGE: dict[str, Callable[[], list[Any]]] = {
+    "junk": lambda: [[]] * 60_000,
+    "removals": lambda: [["BlockRemoved", [i]] for i in range(20_000)],
+    "one store": lambda: [["BlockStored", [*range(1, 40_001)], None, [*range(160_000)], 4, None, "GPU"]],
+    "stores": lambda: [["BlockStored", [i + 1], None, [1, 2, 3, i], 4, None, "GPU"] for i in range(8_000)],
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
 async def test_a_large_batch_gives_the_loop_back_all_the_way(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, payload: bytes
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """With a turn after every slice: there are as many turns as there is work, from the frame to Redis."""
     monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)
@@ -161,9 +162,9 @@ async def test_a_large_batch_gives_the_loop_back_all_the_way(
 
     monkeypatch.setattr(SliceRunner, "_pause", counting)
     before = turns
-    await pod.at_watermark(pod.publisher.publish_payload(payload))
-    events = len(msgpack.unpackb(payload)[1])
-    assert turns - before > events * EVENT_UNITS / SLICE_UNITS / 4
+    events = LARGE[name]()
+    await pod.at_watermark(pod.publisher.publish_payload(msgpack.packb([1.0, events, 0])))
+    assert turns - before > len(events) * EVENT_UNITS / SLICE_UNITS / 4
 
 
 async def test_an_honest_neighbour_goes_on_beside_a_flood(bench: Bench) -> None:

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.store.factories import Stream, registration, removed, snapshot, stored, stream_of
 from tests.store.flow import swept
-from tests.store.key_table import README, KeyTable, Row, facts
+from tests.store.key_table import README, Held, KeyTable, Row, facts
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace
 from waymark.domain.known import Spot
@@ -51,6 +51,7 @@ class Watched(RedisClient):
         self.strangers: set[str] = set()
         self.scripts: set[str] = set()
         self._one_at_a_time = asyncio.Lock()
+        self._seen: Held = {}
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         async with self._one_at_a_time:
@@ -59,8 +60,10 @@ class Watched(RedisClient):
             reply = await super().run(name, keys, args)
             after = await snapshot(self._redis, has_activity=True)
         self.scripts.add(name)
-        self.strangers.update(self.table.strangers(after))
-        old, new = set(facts(before)), set(facts(after))
+        # What is as it was has been looked at already.
+        self.strangers.update(self.table.strangers(_others(after, self._seen)))
+        self._seen = after
+        old, new = set(facts(_others(before, after))), set(facts(_others(after, before)))
         if name == "note_activity":  # it runs in the background, while the test itself changes other keys
             old, new = ({fact for fact in each if fact[0] == "wm:activity"} for each in (old, new))
         places_left = {fact[:4] for fact in new}
@@ -75,6 +78,11 @@ class Watched(RedisClient):
         row = self.table.row_of(*fact)
         if row is not None:
             where[row].add(script)
+
+
+def _others(held: Held, than: Held) -> Held:
+    """The keys that are not the same in ``than``."""
+    return {key: value for key, value in held.items() if than.get(key) != value}
 
 
 async def live(client: RedisClient, redis: Redis) -> None:

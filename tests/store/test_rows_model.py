@@ -13,7 +13,7 @@ from waymark.domain import moves
 from waymark.domain.waves import Waves
 from waymark.store.lua import SCRIPTS, Script
 
-HISTORIES = {"real": 700, "emulated": 8}
+HISTORIES = {"real": 200, "emulated": 8}
 """``python -m tests.store.rows_model`` runs more, by seed."""
 
 DEFECTS = {

@@ -1,0 +1,155 @@
+"""Processes of ``waymark`` that need not import it: forked from one that has, once a test process.
+
+To import all of Waymark takes a second of CPU, and the tests start several hundred processes. Each of them is a process
+as any other: its own environment, directory, output and exit code. ``python -m tests.forked`` is the process that they
+are forked from. It ends with the tests' process. Coverage is measured from a process's beginning, so while it is
+measured each process is started in the usual way, and so it is where there is no pidfd (Linux has it).
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from tests.patience import patient
+
+_REQUEST_MAX = 1 << 16
+_STATUS = struct.Struct("i")
+_START_SECONDS = 60.0
+
+
+class Process(Protocol):
+    """What ``subprocess.Popen`` has too."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+def start(words: Sequence[str], environ: Mapping[str, str], output: BinaryIO, directory: Path) -> Process:
+    """``waymark`` with these words, and with nothing in its environment but ``environ``."""
+    if "COVERAGE_PROCESS_START" in os.environ or not hasattr(os, "pidfd_open"):
+        command = [sys.executable, "-m", "waymark", *words]
+        return subprocess.Popen(command, cwd=directory, env=dict(environ), stdout=output, stderr=output)
+    server = _server()
+    ours, theirs = os.pipe()
+    try:
+        request = json.dumps([list(words), dict(environ), str(directory)]).encode()
+        socket.send_fds(server, [request], [output.fileno(), theirs])
+        (pid,) = _STATUS.unpack(server.recv(_STATUS.size))
+    finally:
+        os.close(theirs)
+    return _Forked(pid, ours)
+
+
+class _Forked:
+    """One of them. Its exit code comes through a pipe, from the process that it was forked from."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pipe = pipe
+
+    def poll(self) -> int | None:
+        return self.returncode if self.returncode is not None or not self._is_over(0) else self._read()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not self._is_over(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self._read() if self.returncode is None else self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _is_over(self, timeout: float | None) -> bool:
+        return bool(select.select([self._pipe], [], [], timeout)[0])
+
+    def _read(self) -> int:
+        (status,) = _STATUS.unpack(os.read(self._pipe, _STATUS.size))  # an error where that process has ended
+        os.close(self._pipe)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+@cache
+def _server() -> socket.socket:
+    """The socket to the process that has imported everything."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(patient(_START_SECONDS))
+    with theirs:
+        command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
+        path = os.pathsep.join(each for each in sys.path if each)
+        root = Path(__file__).parents[1]
+        process = subprocess.Popen(command, cwd=root, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # runs first
+    return ours
+
+
+# ---- the process that is forked --------------------------------------------------------------------
+
+
+def _serve(requests: socket.socket) -> list[str]:
+    """Fork for each request. Returns the words of a process in that process; never returns in this one."""
+    running: dict[int, tuple[int, int]] = {}
+    """pidfd -> process, and the pipe for its status."""
+    while True:
+        ready, _, _ = select.select([requests.fileno(), *running], [], [])
+        for pidfd in running.keys() & ready:
+            pid, pipe = running.pop(pidfd)
+            os.write(pipe, _STATUS.pack(os.waitpid(pid, 0)[1]))
+            os.close(pipe)
+            os.close(pidfd)
+        if requests.fileno() not in ready:
+            continue
+        request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_MAX, 2)
+        if not request:
+            os._exit(0)
+        output, pipe = descriptors
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            requests.detach()
+            os.closerange(3, 1024)
+            words, environ, directory = json.loads(request)
+            os.environ.clear()
+            os.environ.update(environ)
+            os.chdir(directory)
+            sys.argv = ["waymark", *words]
+            return list(words)
+        os.close(output)
+        running[os.pidfd_open(pid)] = pid, pipe
+        requests.send(_STATUS.pack(pid))
+
+
+if __name__ == "__main__":
+    import waymark.gateway.application
+    import waymark.runtime  # noqa: F401  # gRPC does not bear a fork, so a picker imports it by itself
+    from waymark.cli import main
+
+    gc.freeze()
+    raise SystemExit(main(_serve(socket.socket(fileno=int(sys.argv[1])))))
