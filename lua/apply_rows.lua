@@ -1,10 +1,10 @@
--- apply_rows(fence, engine*, row*, branches, record; publisher, token, watermark, ts, newest_ts, digest, before, slots_max, bytes_max, holders, events, seqs, part*) -> {verdict, parts, offset}
+-- apply_rows(fence, engine*, row*, branches, record; publisher, token, watermark, ts, newest_ts, digest, calls, slots_max, bytes_max, holders, events, seqs, part*) -> {verdict, parts, offset, calls}
 --
 -- Apply folded batches of one stream to the rows of one shard, exactly once and in order. `app/waymark/domain/rows.py`
 -- says what a row is.
 --
 -- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id;
---                          `seq:<publisher>`, where there is no record: of the last batch that has blocks here
+--                          `calls:<publisher>`: how many calls of its stream were made here
 --       engine*    hash    one per holder in the call: an entry for each row that the holder is in, `*<key>`, `applied`
 --       row*       string  rows, branch rows and singles, in the order in which the parts need them; after them the
 --                          rows that are only the row of a branch row
@@ -14,8 +14,7 @@
 --       token      the lease token the caller believes is the highest
 --       watermark  seq to move the watermark to when all is done; '' where another call does that
 --       ts, newest_ts, digest   of that batch, kept beside the watermark
---       before     the watermark that the caller has seen acknowledged, '' for none. A record that has less is that of
---                  a Redis that has lost writes. Where the call has no record, the seq that this shard must have
+--       calls      the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
 --       slots_max  how many slots a row has at most
 --       bytes_max  how many bytes of rows a call may read; it stops before the part that needs more
 --       holders    how many there are in the call; then the id of each
@@ -38,16 +37,18 @@
 --                    copies   nothing or, for each block, what `*<key>` says from now on ('' as before, 0 nothing),
 --                             joined by semicolons
 --
--- {'applied', parts, 0}      so many parts are done, from the first; fewer than all where `bytes_max` were read: call again
+-- {'applied', parts, 0, calls}      so many parts are done, from the first; fewer than all where `bytes_max` were read: call again
 --                            with the rest
--- {'branch', parts, offset}  these parts are done, and `offset` blocks of the next one. The block after them has no slot
+-- {'branch', parts, offset, calls}  these parts are done, and `offset` blocks of the next one. The block after them has no slot
 --                            at its place: send it and what follows it with a branch row that begins with it
--- {'row', parts, 0}          these parts are done. The branch row of the next one does not exist, and the row of its
+-- {'row', parts, 0, calls}          these parts are done. The branch row of the next one does not exist, and the row of its
 --                            piece has its first block, or room: send it with the row
--- {'stale', watermark}       the watermark is there already; nothing written
--- {'fenced', 0}              somebody else has the stream, it is gone, or has lost writes; nothing written
--- {'lost', 0}                this shard, which has no record, has lost writes, or cannot tell how far a holder is
---                            counted; nothing written
+-- {'stale', watermark, calls}       the watermark is there already; nothing written
+-- {'fenced', 0}                     somebody else has the stream, it is gone, or has lost writes; nothing written
+-- {'lost', 0}                       this shard, which has no record, has lost writes, or cannot tell how far a holder
+--                                   is counted; nothing written
+--
+-- `calls` is the number that this shard has afterwards, this call included.
 --
 -- What a part says is absolute: a block is there or not, `*<key>` has this value. `applied` in an engine hash is
 -- `<seq> <position>`: everything of this holder on this shard up to there is written. It is written in this same call,
@@ -61,14 +62,15 @@ local KEYS, ARGV, byte, sub, find, match, format =
 
 -- ---- check -------------------------------------------------------------------------------------------
 
-local fence, publisher, token, commit, before = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[7]
+local fence, publisher, token, commit = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local slots_max, bytes_max, holders = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 local first_event = 12 + holders
 local first_seq = first_event + 2 * tonumber(ARGV[first_event - 1]) + 1
 local first_part = first_seq + tonumber(ARGV[first_seq - 1])
 
-local seen = redis.call('HMGET', fence, publisher, 'holder', 'seq:' .. publisher)
+local seen = redis.call('HMGET', fence, publisher, 'holder', 'calls:' .. publisher)
 if seen[1] ~= token then return {'fenced', 0} end
+local calls = tonumber(seen[3] or 0) or 0
 
 local seqs = {}
 for at = first_seq, first_part - 1 do seqs[at - first_seq + 1] = tonumber(ARGV[at]) end
@@ -104,11 +106,9 @@ if record then
   local state = redis.call('HMGET', record, 'token', 'watermark')
   if state[1] ~= token then return {'fenced', 0} end
   watermark = tonumber(state[2] or '')
-  if before ~= '' and (watermark or -1) < tonumber(before) then return {'fenced', 0} end
-  if commit ~= '' and watermark and watermark >= tonumber(commit) then return {'stale', watermark} end
-elseif before ~= '' and (tonumber(seen[3] or -1) or -1) < tonumber(before) then
-  return {'lost', 0}
 end
+if calls < tonumber(ARGV[7]) then return {record and 'fenced' or 'lost', 0} end
+if commit ~= '' and watermark and watermark >= tonumber(commit) then return {'stale', watermark, calls} end
 
 local marks, highest = {}, tonumber(seen[2] or 0) or 0
 for h = 1, holders do
@@ -144,11 +144,13 @@ local function field_of(part)
   return name
 end
 
+local is_news = commit ~= '' or first_event < first_seq - 1
 for _, part in ipairs(parts) do
   local mark = marks[part.holder]
   part.is_done = watermark and part.seq <= watermark
     or part.seq < mark.seq
     or part.seq == mark.seq and part.last <= mark.position
+  is_news = is_news or not part.is_done
   if part.kind ~= WRITE_COPIES and not part.is_done then
     part.field = field_of(part)
     if values[part.place] and fields[part.holder][part.field] == nil then
@@ -157,6 +159,7 @@ for _, part in ipairs(parts) do
     end
   end
 end
+if not is_news then return {'applied', #parts, 0, calls} end -- the call came late, after others
 for h = 1, holders do
   if #asked[h] > 0 then
     for i, entry in ipairs(redis.call('HMGET', KEYS[1 + h], unpack(asked[h]))) do fields[h][asked[h][i]] = entry end
@@ -565,10 +568,11 @@ end
 
 -- First a write that changes next to nothing: where Redis refuses writes (out of memory, read-only), it refuses this
 -- one, and nothing has been done by halves.
+calls = calls + 1
 if highest > (tonumber(seen[2] or 0) or 0) then
-  redis.call('HSET', fence, publisher, token, 'holder', string.format('%.0f', highest))
+  redis.call('HSET', fence, 'calls:' .. publisher, format('%.0f', calls), 'holder', format('%.0f', highest))
 else
-  redis.call('HSET', fence, publisher, token)
+  redis.call('HSET', fence, 'calls:' .. publisher, format('%.0f', calls))
 end
 
 -- Lists for commands that take many names; a long one goes in several calls.
@@ -622,18 +626,13 @@ for h = 1, holders do
   call_all('HSET', KEYS[1 + h], kept)
 end
 
-if verdict == 'branch' then return {'branch', done, offset} end
-if verdict == 'row' then return {'row', done, 0} end
-if done < #parts then return {'applied', done, 0} end
+if verdict == 'branch' then return {'branch', done, offset, calls} end
+if verdict == 'row' then return {'row', done, 0, calls} end
+if done < #parts then return {'applied', done, 0, calls} end
 if record then
   for i = first_event, first_seq - 2, 2 do redis.call('HSET', record, 'event:' .. ARGV[i], ARGV[i + 1]) end
   if commit ~= '' then
     redis.call('HSET', record, 'watermark', commit, 'ts', ARGV[4], 'newest_ts', ARGV[5], 'digest', ARGV[6])
   end
-elseif next(moved) then -- else the call came late, after others
-  -- Where none of this life is acknowledged, what stands there may be of the one before, whose numbers were larger.
-  local is_first = before == '' or tonumber(before) < 0
-  local last = math.max(parts[#parts].seq, not is_first and tonumber(seen[3]) or 0)
-  redis.call('HSET', fence, 'seq:' .. publisher, string.format('%.0f', last))
 end
-return {'applied', done, 0}
+return {'applied', done, 0, calls}

@@ -1,4 +1,4 @@
--- new_life(holders, record, fence, dead; token, before, version, above, unit, life, begin*) -> {verdict, holder*}
+-- new_life(holders, record, fence, dead; publisher, token, calls, before, version, above, unit, life, begin*) -> {verdict, calls, holder*}
 --
 -- End holders of a publisher and begin others, in one step for readers, however many blocks the ended holders had. With
 -- nothing to end, the script only begins holders, for a new medium or rank. The same call may arrive twice, and late: the
@@ -6,11 +6,14 @@
 --
 -- KEYS  holders  hash  the group's holder table; `version` is a new nonce after every change
 --       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name,
---                      `event:<id>` the last event_id of a holder, `shard:<number>` the last seq on a shard, `turn` the token and version of the last call
+--                      `event:<id>` the last event_id of a holder, `shard:<number>` the calls on a shard, `turn` the token and version of the last call
 --       fence    hash  shard 0's; `holder`: the highest holder id handed out or seen. Where it has none, this Redis is
---                      empty, and ids begin at the microseconds since 2026-01-01 UTC by its TIME
+--                      empty, and ids begin at the microseconds since 2026-01-01 UTC by its TIME.
+--                      `calls:<publisher>`: how many calls of its stream were made here
 --       dead     set   holder ids whose blocks are still to be swept
--- ARGV  token    the lease token the caller believes is the highest
+-- ARGV  publisher  its integer id
+--       token    the lease token the caller believes is the highest
+--       calls    the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
 --       before   the version of the last call under this token whose reply the caller has seen; '' none
 --       version  a random nonce; the same call again bears the same
 --       above    the highest holder id seen on the other shards; 0 where there are none
@@ -20,7 +23,8 @@
 --                knows of the old one (watermark, flags, ...) is forgotten
 --       begin*   name, holder record (JSON without the id); a name that is still live keeps its id
 --
--- {'applied', holder*}  the ids of begin*, in order; nothing written where this very call was the last one
+-- {'applied', calls, holder*}  the ids of begin*, in order; nothing written where this very call was the last one.
+--                       `calls` counts this one
 -- {'fenced'}            somebody else has the stream, it is gone, or the last call was another than `before`: this one
 --                       is late, or Redis has lost writes; nothing written
 
@@ -35,7 +39,7 @@ end
 local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
 
 local holders, record, fence, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local unit = ARGV[5]
+local unit = ARGV[7]
 
 local fields = redis.call('HGETALL', record)
 local live, token, turn = {}, nil, ''
@@ -45,16 +49,18 @@ for i = 1, #fields, 2 do
   if fields[i] == 'token' then token = fields[i + 1] end
   if fields[i] == 'turn' then turn = fields[i + 1] end
 end
-if token ~= ARGV[1] then return {'fenced'} end
+if token ~= ARGV[2] then return {'fenced'} end
 
 local by, last = turn:match('^(%S+) (%S+)$')
 if by ~= token then last = '' end
-if last == ARGV[3] then
+local about = redis.call('HMGET', fence, 'holder', 'calls:' .. ARGV[1])
+local known, calls = about[1], tonumber(about[2] or 0) or 0
+if last == ARGV[5] then
   local ids = {}
-  for i = 7, #ARGV, 2 do ids[#ids + 1] = tonumber(live[ARGV[i]]) end
-  return {'applied', unpack(ids)}
+  for i = 9, #ARGV, 2 do ids[#ids + 1] = tonumber(live[ARGV[i]]) end
+  return {'applied', calls, unpack(ids)}
 end
-if last ~= ARGV[2] then return {'fenced'} end
+if last ~= ARGV[4] or calls < tonumber(ARGV[3]) then return {'fenced'} end
 
 for name, id in pairs(live) do
   if unit == '*' or name == unit or (unit ~= '' and name:sub(1, #unit + 1) == unit .. ' ') then
@@ -65,18 +71,17 @@ for name, id in pairs(live) do
   end
 end
 
-if ARGV[6] ~= '' then
+if ARGV[8] ~= '' then
   redis.call('HDEL', record, 'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups', 'count:missing')
   for i = 1, #fields, 2 do
     local beginning = fields[i]:sub(1, 6)
     if beginning == 'event:' or beginning == 'shard:' then redis.call('HDEL', record, fields[i]) end
   end
-  redis.call('HSET', record, 'life', ARGV[6])
+  redis.call('HSET', record, 'life', ARGV[8])
 end
 
-local known = redis.call('HGET', fence, 'holder')
-local ids, highest = {}, math.max(integer(known) or first_id(), tonumber(ARGV[4]))
-for i = 7, #ARGV, 2 do
+local ids, highest = {}, math.max(integer(known) or first_id(), tonumber(ARGV[6]))
+for i = 9, #ARGV, 2 do
   local id = live[ARGV[i]]
   if not id then
     highest = highest + 1
@@ -86,7 +91,7 @@ for i = 7, #ARGV, 2 do
   end
   ids[#ids + 1] = tonumber(id)
 end
-redis.call('HSET', fence, 'holder', string.format('%.0f', highest))
-redis.call('HSET', holders, 'version', ARGV[3])
-redis.call('HSET', record, 'turn', token .. ' ' .. ARGV[3])
-return {'applied', unpack(ids)}
+redis.call('HSET', fence, 'holder', string.format('%.0f', highest), 'calls:' .. ARGV[1], string.format('%.0f', calls + 1))
+redis.call('HSET', holders, 'version', ARGV[5])
+redis.call('HSET', record, 'turn', token .. ' ' .. ARGV[5])
+return {'applied', calls + 1, unpack(ids)}

@@ -1,15 +1,15 @@
--- raise_fence(fence; publisher, token) -> {verdict, counter, holder}
+-- raise_fence(fence; publisher, token) -> {verdict, counter, holder, calls}
 --
 -- Reject every older token of a publisher on one shard, before the new lease holder reads anything there.
 --
--- KEYS  fence      hash  the fence of the shard
+-- KEYS  fence      hash  the fence of the shard; `calls:<publisher>`: how many calls of its stream were made here
 -- ARGV  publisher  its integer id
 --       token      `<counter>.<random>`: the larger counter wins, the same one with another random part loses
 --
 -- A mark of the highest holder id that cannot be read may stand for any id: a larger one takes its place.
 --
--- {'applied', counter, holder}  the fence stands at this token; `holder` is the highest holder id seen here
--- {'fenced', counter, holder}   a token with this counter was here before; nothing written
+-- {'applied', counter, holder, calls}  the fence stands at this token; `holder` is the highest holder id seen here
+-- {'fenced', counter, holder, calls}   a token with this counter was here before; nothing written
 
 -- A count as a script has written it, nil for anything else.
 local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
@@ -26,14 +26,15 @@ local function counter_of(token)
   return digits and #digits < 16 and tonumber(digits) or 0
 end
 
-local seen = redis.call('HMGET', KEYS[1], ARGV[1], 'holder')
+local seen = redis.call('HMGET', KEYS[1], ARGV[1], 'holder', 'calls:' .. ARGV[1])
+local calls = tonumber(seen[3] or 0) or 0
 local holder = integer(seen[2] or '0')
 if not holder then
   holder = first_id()
   redis.call('HSET', KEYS[1], 'holder', string.format('%.0f', holder))
 end
 if seen[1] and seen[1] ~= ARGV[2] and counter_of(seen[1]) >= counter_of(ARGV[2]) then
-  return {'fenced', counter_of(seen[1]), holder}
+  return {'fenced', counter_of(seen[1]), holder, calls}
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-return {'applied', counter_of(ARGV[2]), holder}
+return {'applied', counter_of(ARGV[2]), holder, calls}

@@ -179,8 +179,9 @@ async def test_a_shard_that_was_set_back_is_read_again(
         (holder,) = (int(value) for name, value in record.items() if name.startswith(b"holder:"))
         engines = [keys.engine(claim.group_id, shard, holder) for shard in range(1, 4)]
         marks = await store._client.several([("HGET", engine, "applied") for engine in engines])
-        engine = next(engine for engine, mark in zip(engines, marks, strict=True) if mark is not None)
-        await store._client.several([("HSET", engine, "applied", "0 1")])
+        shard, engine = next((i, engines[i - 1]) for i, mark in enumerate(marks, 1) if mark is not None)
+        calls = ("HSET", keys.fence(claim.group_id, shard), f"calls:{claim.publisher}", "0")
+        await store._client.several([("HSET", engine, "applied", "0 1"), calls])
         assert await store_one(client, 9, token_ids=[9, 99], base_block_idx=0, parent_hash=None) == 200
         assert len(fills) == 2
     finally:

@@ -25,12 +25,12 @@ async def test_a_shard_that_is_emptied_between_a_takeover_and_the_first_batch_is
     assert not grant.is_forgotten
     applier, state = await resumed(grant, store, Metrics(), ApplyOptions())
     assert state.watermark == 7
-    await applier.renew(60.0, state.watermark)
+    await applier.renew(60.0)
     keys_there = await redis.keys(f"wm:{{1.{emptied}}}:*")
     assert len(keys_there) > 4, "its fence, the engine hash and its blocks"
     await redis.delete(*keys_there)
     with pytest.raises(Fenced):
-        await applier.renew(60.0, state.watermark)
+        await applier.renew(60.0)
     # The life has ended, so whoever takes the stream up again replays it from its beginning.
     grant = (await stream.again("worker-3")).grant
     after = await store.records.read(grant)

@@ -115,8 +115,7 @@ class Engine:
         self.placer.chain(parts, self.holder, position, 0, parent, [each ^ 1 for each in new], new, mode="count")
         self.used.update(dict.fromkeys(new))
         self.stored += len(new)
-        before = self.seq - 1 if self.seq > 1 else None
-        commit = Commit(self.seq, None, None, "0" * 16, before)
+        commit = Commit(self.seq, None, None, "0" * 16)
         verdict = await self.index.apply(self.grant, parts.parts, Moves(self.memory), commit)
         assert verdict is Verdict.APPLIED
 

@@ -211,15 +211,23 @@ class Publisher:
         }
 
     def is_exact_now(self) -> None:
-        """The index was seen to have just what the caches have."""
+        """The index was seen to have just what the caches have. Any of it may go to another tier from here on."""
         self.excuse = ""
-        self.suspects = self.contents()
+        self.suspects = {
+            held._replace(place=held.place._replace(medium=medium))
+            for held in self.contents()
+            for medium in self._media
+        }
 
     def _of_prompt(self, tokens: Tokens, rank: int, space: Space) -> Iterator[Held]:
         own = self._space(space.lora_name, space.salts[0] if space.salts else None)
         for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
-            for medium in ("GPU", "CPU") if self.spec.cpu_blocks else ("GPU",):
+            for medium in self._media:
                 yield Held(own, tokens[:end], self._place(rank, medium))
+
+    @property
+    def _media(self) -> Sequence[str]:
+        return ("GPU", "CPU") if self.spec.cpu_blocks else ("GPU",)
 
     def _space(self, lora_name: str | None, salt: str | None) -> Space:
         return Space(lora_name or self.spec.lora_name, (salt,) if salt else ())

@@ -14,7 +14,7 @@ import pytest
 from tests.chaos import script
 from tests.chaos.__main__ import run
 from tests.chaos.model import BLOCK_SIZE, Bounds, Held
-from tests.chaos.publishers import draw
+from tests.chaos.publishers import Publisher, Spec, draw
 from tests.chaos.session import Options
 from tests.model import BASE, Place
 
@@ -91,3 +91,15 @@ def test_the_model_names_what_is_missing_and_what_is_extra() -> None:
     assert behind.wrong_counts(Counter({place: 1})) == []
     assert behind.wrong_counts(Counter({place: 2})) == [f"a: 2 blocks at {place}, not 1 to 1"]
     assert nobody.wrong_counts(Counter({place: 1})) == [f"a: 1 blocks at {place}, not 0 to 0"]
+
+
+def test_what_goes_to_another_tier_after_a_quiet_point_may_stay_there_when_batches_are_lost() -> None:
+    """Though no prompt has named it since."""
+    engine = Publisher(Spec("i", "standard", is_http=True, gpu_blocks=8, cpu_blocks=8), seed=1)
+    for first in (0, 1000):
+        engine.prefill(tuple(range(first, first + 6 * BLOCK_SIZE)), 0, BASE)
+        if first == 0:
+            engine.is_exact_now()
+    moved = {held for held in engine.contents() if held.place.medium == "CPU" and max(held.prefix) < 1000}
+    assert moved
+    assert moved <= engine.suspects

@@ -45,7 +45,7 @@ async def called(
     """The script as it is, for the holders of these names."""
     script_keys = keys.holders(1), stream.grant.record, keys.fence(1, 0), keys.dead(1)
     holders = [word for name in begin for word in (name, '{"a":1}')]
-    return await scripts.new_life(*script_keys, stream.grant.token, before, version, above, unit, life, holders)
+    return await scripts.new_life(*script_keys, 1, stream.grant.token, 0, before, version, above, unit, life, holders)
 
 
 async def test_ids_of_an_empty_redis_begin_where_no_earlier_one_can_have_come_to(redis: Redis, store: Store) -> None:
@@ -72,7 +72,7 @@ async def test_ids_of_a_shard_that_came_back_empty_are_above_those_of_the_others
     await redis.delete(keys.fence(1, 0))
     above = 2**52
     outcome = await called(scripts, stream, "", A, begin=["0 GPU"], above=above)
-    assert outcome == (Verdict.APPLIED, (above + 1,))
+    assert outcome == (Verdict.APPLIED, (1, above + 1))
 
 
 async def microseconds(redis: Redis) -> int:
@@ -86,12 +86,12 @@ async def test_ids_ascend_and_a_live_name_keeps_its_own(stream: Stream) -> None:
     assert await holders_of(stream) == {"0 GPU": 1, "0 CPU": 2, "1 GPU": 3}
 
 
-async def test_beginning_what_is_there_changes_only_the_version(redis: Redis, stream: Stream) -> None:
+async def test_beginning_what_is_there_changes_only_the_version_and_is_counted(redis: Redis, stream: Stream) -> None:
     await stream.begin("0 GPU")
     before = await snapshot(redis)
     await stream.begin("0 GPU")
     after = await snapshot(redis)
-    for key, field in ((keys.holders(1), b"version"), (stream.grant.record, b"turn")):
+    for key, field in ((keys.holders(1), b"version"), (stream.grant.record, b"turn"), (keys.fence(1, 0), b"calls:1")):
         assert before[key.encode()][2].pop(field) != after[key.encode()][2].pop(field)
     assert after == before
 
@@ -138,9 +138,9 @@ async def test_an_id_is_never_used_again(stream: Stream) -> None:
 
 
 async def test_a_new_id_is_above_all_that_other_shards_have_seen(stream: Stream, scripts: Scripts) -> None:
-    assert await called(scripts, stream, "", A, begin=["0 GPU"], above=40) == (Verdict.APPLIED, (41,))
-    assert await called(scripts, stream, A, B, unit="*") == (Verdict.APPLIED, ())
-    assert await called(scripts, stream, B, C, begin=["0 GPU"]) == (Verdict.APPLIED, (42,))
+    assert await called(scripts, stream, "", A, begin=["0 GPU"], above=40) == (Verdict.APPLIED, (1, 41))
+    assert await called(scripts, stream, A, B, unit="*") == (Verdict.APPLIED, (2,))
+    assert await called(scripts, stream, B, C, begin=["0 GPU"]) == (Verdict.APPLIED, (3, 42))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ async def test_the_same_call_again_answers_the_same_and_changes_nothing(
     redis: Redis, scripts: Scripts, stream: Stream, unit: str, life: str, begin: list[str], ids: tuple[int, ...]
 ) -> None:
     await called(scripts, stream, "", A, begin=["0 GPU", "0 CPU"])
-    assert await called(scripts, stream, A, B, unit=unit, life=life, begin=begin) == (Verdict.APPLIED, ids)
+    assert await called(scripts, stream, A, B, unit=unit, life=life, begin=begin) == (Verdict.APPLIED, (2, *ids))
     before = await snapshot(redis)
-    assert await called(scripts, stream, A, B, unit=unit, life=life, begin=begin) == (Verdict.APPLIED, ids)
+    assert await called(scripts, stream, A, B, unit=unit, life=life, begin=begin) == (Verdict.APPLIED, (2, *ids))
     assert await snapshot(redis) == before
 
 

@@ -19,7 +19,9 @@ RECORD, LEASE, LOAD, ENTRIES = keys.record(1, 1), keys.lease(1, 1), keys.load(1)
 Call = Callable[[Scripts, str], Awaitable[Outcome]]
 
 CALLS: dict[str, Call] = {
-    "commit_batch": lambda scripts, token: scripts.commit_batch(RECORD, token, 9, "", "", "0" * 16, [1, 5], [1, 1]),
+    "commit_batch": lambda scripts, token: scripts.commit_batch(
+        RECORD, FENCE, 1, token, 0, 9, "", "", "0" * 16, [1, 5], [1, 1]
+    ),
     "drop_fence": lambda scripts, token: scripts.drop_fence(FENCE, 1, token),
     "drop_lease": lambda scripts, token: scripts.drop_lease(LEASE, RECORD, token),
     "end_publisher": lambda scripts, token: scripts.end_publisher(
@@ -27,7 +29,7 @@ CALLS: dict[str, Call] = {
     ),
     "mark_publisher": lambda scripts, token: scripts.mark_publisher(HOLDERS, RECORD, 1, token, b'{"a":1}', WORD),
     "new_life": lambda scripts, token: scripts.new_life(
-        HOLDERS, RECORD, FENCE, DEAD, token, BEFORE, WORD, 0, "*", WORD, ["0 CPU", '{"a":1}']
+        HOLDERS, RECORD, FENCE, DEAD, 1, token, 0, BEFORE, WORD, 0, "*", WORD, ["0 CPU", '{"a":1}']
     ),
     "note_entries": lambda scripts, token: scripts.note_entries(ENTRIES, RECORD, 1, token, 9, 500, "", "2 5:2"),
     "raise_fence": lambda scripts, token: scripts.raise_fence(FENCE, 1, token),

@@ -6,7 +6,13 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Stream, hgetall, snapshot
+from waymark.store import keys
 from waymark.store.scripts import Scripts, Verdict
+
+
+def of(stream: Stream, token: str | None = None) -> tuple[str, str, int, str, int]:
+    """What ``commit_batch`` is told of a stream that has acknowledged no call."""
+    return stream.grant.record, keys.fence(1, 0), stream.grant.publisher, token or stream.grant.token, 0
 
 
 async def test_fields_are_written_and_an_empty_one_goes(redis: Redis, scripts: Scripts, stream: Stream) -> None:
@@ -22,20 +28,26 @@ async def test_fields_are_written_and_an_empty_one_goes(redis: Redis, scripts: S
 async def test_a_commit_moves_the_watermark_and_what_is_beside_it(
     redis: Redis, scripts: Scripts, stream: Stream
 ) -> None:
-    record, token = stream.grant.record, stream.grant.token
-    assert await scripts.commit_batch(record, token, 7, "1.5", "2.5", "d" * 16, [], []) == (Verdict.APPLIED, (7,))
+    record = stream.grant.record
+    assert await scripts.commit_batch(*of(stream), 7, "1.5", "2.5", "d" * 16, [], []) == (
+        Verdict.APPLIED,
+        (7, 1),
+    )
     fields = await hgetall(redis, record)
     beside = [fields[name] for name in (b"watermark", b"ts", b"newest_ts", b"digest")]
     assert beside == [b"7", b"1.5", b"2.5", b"d" * 16]
-    assert await scripts.commit_batch(record, token, 12, "", "2.5", "e" * 16, [], []) == (Verdict.APPLIED, (12,))
+    assert await scripts.commit_batch(*of(stream), 12, "", "2.5", "e" * 16, [], []) == (
+        Verdict.APPLIED,
+        (12, 2),
+    )
 
 
 @pytest.mark.parametrize("seq", [0, 9, 10])
 async def test_a_watermark_never_goes_back(redis: Redis, scripts: Scripts, stream: Stream, seq: int) -> None:
-    await scripts.commit_batch(stream.grant.record, stream.grant.token, 10, "", "", "d" * 16, [], [])
+    await scripts.commit_batch(*of(stream), 10, "", "", "d" * 16, [], [])
     before = await snapshot(redis)
-    outcome = await scripts.commit_batch(stream.grant.record, stream.grant.token, seq, "", "", "e" * 16, [], [7, 8])
-    assert outcome == (Verdict.STALE, (10,))
+    outcome = await scripts.commit_batch(*of(stream), seq, "", "", "e" * 16, [], [7, 8])
+    assert outcome == (Verdict.STALE, (10, 1))
     assert await snapshot(redis) == before
 
 
@@ -43,23 +55,23 @@ async def test_a_watermark_never_goes_back(redis: Redis, scripts: Scripts, strea
 async def test_event_ids_move_with_a_commit_whether_or_not_it_has_a_watermark(
     redis: Redis, scripts: Scripts, stream: Stream, watermark: int | str
 ) -> None:
-    record, token = stream.grant.record, stream.grant.token
+    record = stream.grant.record
     before = await hgetall(redis, record)
-    outcome = await scripts.commit_batch(record, token, watermark, "", "", "d" * 16, [], [7, 2**64 - 1, 8, 1])
-    assert outcome == (Verdict.APPLIED, (watermark or 0,))
+    outcome = await scripts.commit_batch(*of(stream), watermark, "", "", "d" * 16, [], [7, 2**64 - 1, 8, 1])
+    assert outcome == (Verdict.APPLIED, (watermark or 0, 1))
     beside = {b"watermark": b"3", b"ts": b"", b"newest_ts": b"", b"digest": b"d" * 16} if watermark else {}
     assert await hgetall(redis, record) == before | beside | {b"event:7": b"18446744073709551615", b"event:8": b"1"}
-    assert (await scripts.commit_batch(record, "0.0", watermark, "", "", "", [], [7, 5])).verdict is Verdict.FENCED
+    assert (await scripts.commit_batch(*of(stream, "0.0"), watermark, "", "", "", [], [7, 5])).verdict is Verdict.FENCED
     assert (await hgetall(redis, record))[b"event:7"] == b"18446744073709551615"
 
 
 async def test_a_commit_keeps_how_far_each_shard_is(redis: Redis, scripts: Scripts, stream: Stream) -> None:
-    record, token = stream.grant.record, stream.grant.token
-    await scripts.commit_batch(record, token, 5, "", "", "d" * 16, [1, 4, 3, 5], [7, 1])
-    await scripts.commit_batch(record, token, 6, "", "", "d" * 16, [3, 6], [7, 2])
+    record = stream.grant.record
+    await scripts.commit_batch(*of(stream), 5, "", "", "d" * 16, [1, 4, 3, 5], [7, 1])
+    await scripts.commit_batch(*of(stream), 6, "", "", "d" * 16, [3, 6], [7, 2])
     fields = await hgetall(redis, record)
     found = {name: value for name, value in fields.items() if name.startswith((b"shard:", b"event:"))}
     assert found == {b"shard:1": b"4", b"shard:3": b"6", b"event:7": b"2"}
-    assert await scripts.commit_batch(record, token, 6, "", "", "", [1, 9], []) == (Verdict.STALE, (6,))
-    assert (await scripts.commit_batch(record, "0.0", 7, "", "", "", [1, 9], [])).verdict is Verdict.FENCED
+    assert await scripts.commit_batch(*of(stream), 6, "", "", "", [1, 9], []) == (Verdict.STALE, (6, 2))
+    assert (await scripts.commit_batch(*of(stream, "0.0"), 7, "", "", "", [1, 9], [])).verdict is Verdict.FENCED
     assert (await hgetall(redis, record)) == fields

@@ -252,7 +252,7 @@ class Worker:
         self.tokens += 1
         token = f"{self.tokens}.{history.dice.getrandbits(64):016x}"
         claim = Claim(registration(f"pod-{self.publisher}"), self.publisher, GROUP, history.limits.shards)
-        self.grant = Grant(claim, token, 0, dict.fromkeys(range(1, history.limits.shards), -1))
+        self.grant = Grant(claim, token, 0)
         fences = [keys.fence(GROUP, shard) for shard in range(history.limits.shards)]
         await history.client.several(("HSET", fence, self.publisher, token) for fence in fences)
         await history.client.several([("HSET", self.grant.record, "token", token)])
@@ -307,13 +307,12 @@ class Worker:
     async def fold(self) -> None:
         """Some batches in one fold; whatever happens on the way, in the end all of it is applied once."""
         history, dice = self.history, self.history.dice
-        before = self.seq or None
         batches: list[tuple[int, list[Event]]] = []
         drafts = {holder: copy_of(history.model[holder]) for holder in self.holders}
         for _ in range(dice.randint(1, 3)):
             self.seq += 1
             batches.append((self.seq, self.events(drafts)))
-        commit = Commit(self.seq, None, None, "0" * 16, before)
+        commit = Commit(self.seq, None, None, "0" * 16)
         is_again = False
         while True:
             self.placer.begin_fold()
@@ -323,8 +322,8 @@ class Worker:
             cut = dice.randint(0, len(parts)) if dice.random() < 0.3 else 0
             try:
                 if cut:
-                    await self.apply(parts[:cut], moves, None, before)
-                await self.apply(parts[cut:], moves, commit, None)
+                    await self.apply(parts[:cut], moves, None)
+                await self.apply(parts[cut:], moves, commit)
             except Crash:
                 await self.take_over(is_clean=False)
                 continue
@@ -343,13 +342,13 @@ class Worker:
                     case _:
                         count("skipped events")
 
-    async def apply(self, parts: Sequence[Part], moves: Moves, commit: Commit | None, before: int | None) -> None:
+    async def apply(self, parts: Sequence[Part], moves: Moves, commit: Commit | None) -> None:
         client = self.history.client
         client.is_on = True
         try:
             while True:
                 try:
-                    verdict = await self.history.index.apply(self.grant, parts, moves, commit, before=before)
+                    verdict = await self.history.index.apply(self.grant, parts, moves, commit)
                 except RecordDamaged:
                     raise
                 except StoreUnavailable:

@@ -8,8 +8,8 @@ A fold is a list of consecutive batches that are applied together. An applier is
   Redis may not have, and only the apply itself writes them. After the acknowledgement ``counts`` counts the fold, and
   the applier is in step again.
 - **waiting**: Redis is unavailable, and ``last_error`` says why. A patient applier, which applies a stream, repeats its
-  call until Redis answers; Redis may therefore run a call twice. After an outage the applier checks that Redis still
-  has the holders that the applier knows. An applier that serves a request raises ``StoreUnavailable`` at once instead.
+  call until Redis answers; Redis may therefore run a call twice. An applier that serves a request raises
+  ``StoreUnavailable`` at once instead.
 - **over**: ``Fenced``, ``StoreUnavailable`` or a cancellation has left the applier. It may be ahead of Redis, so it is
   discarded; the next applier reads the record.
 """
@@ -114,8 +114,6 @@ class Applier:
         self._has_singles = False
         self._held = time.monotonic()
         """When the lease was last taken or renewed."""
-        self._changing: str | None = None
-        """The nonce of a change of holders whose reply has not arrived yet."""
 
     def happened(self, kind: Kind, detail: str = "") -> None:
         """Note what has happened to the publisher, for people."""
@@ -129,8 +127,6 @@ class Applier:
         pause = _PAUSE_SECONDS_MIN
         while True:
             try:
-                if self.last_error is not None:
-                    await self._check_holders()
                 reply = await call()
             except RecordDamaged:
                 raise  # a repetition fails in the same way; the next worker that takes the stream may mend the record
@@ -149,16 +145,6 @@ class Applier:
                     self.last_error = None
                     self._metrics.redis_up.set(1)
                 return reply
-
-    async def _check_holders(self) -> None:
-        """Raise Fenced if Redis lost a holder during the outage.
-
-        A promoted replica may lack the last changes of holders. It gives a lost id to another publisher, so no process
-        may write under that id. A Redis that has the pending change has all changes before it.
-        """
-        state = await self._store.records.read(self.grant)
-        if state is None or (state.change != self._changing and dict(state.holders) != self.resolver.holders):
-            raise Fenced
 
     async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
         """Apply batches in order. Their event_ids, and with ``commit`` the watermark, move in the last call.
@@ -184,9 +170,9 @@ class Applier:
         began = time.perf_counter()
         # Until the watermark moves, a worker that takes over applies every portion again.
         for portion in portions:
-            await self._apply(portion, moves, None, {}, commit.before if commit else None)
+            await self._apply(portion, moves, None, {})
             await self._keep_lease()
-        await self._apply(last, moves, commit, event_ids, None)
+        await self._apply(last, moves, commit, event_ids)
         await self.pool_hashes.keep(parts)
         self._counts.applied(batches, parts, time.perf_counter() - began)
 
@@ -196,11 +182,11 @@ class Applier:
             parts += yield from self.resolver.resolve(plan, i, incoming.seq, incoming.batch)
         return parts
 
-    async def _apply_early(self, parts: Sequence[Part], watermark: int) -> None:
-        """Apply parts that come before the events of the batch behind ``watermark``."""
+    async def _apply_early(self, parts: Sequence[Part]) -> None:
+        """Apply parts that come before the events of the next batch."""
         moves = Moves(self.resolver.memory)
         for portion in portions_of(parts, self.grant.shards):
-            await self._apply(portion, moves, None, {}, watermark)
+            await self._apply(portion, moves, None, {})
         self._counts.stored(parts)
 
     async def _keep_singles(self) -> None:
@@ -210,18 +196,11 @@ class Applier:
             self._has_singles = True
 
     async def _apply(
-        self,
-        parts: Sequence[Part],
-        moves: Moves,
-        commit: Commit | None,
-        event_ids: Mapping[int, int],
-        before: int | None,
+        self, parts: Sequence[Part], moves: Moves, commit: Commit | None, event_ids: Mapping[int, int]
     ) -> None:
         index = self._store.index
         hold = self._hold if self._is_patient else None
-        verdict = await self.answered(
-            lambda: index.apply(self.grant, parts, moves, commit, event_ids, before=before, hold=hold)
-        )
+        verdict = await self.answered(lambda: index.apply(self.grant, parts, moves, commit, event_ids, hold=hold))
         if verdict is Verdict.LOST:
             await self._lost()
         if verdict is Verdict.FENCED:
@@ -256,20 +235,18 @@ class Applier:
         if not await self.answered(lambda: self._store.records.set_lost(self.grant, is_lost=is_lost)):
             raise Fenced
 
-    async def renew(self, seconds: float, watermark: int | None) -> None:
-        """Renew the lease for ``seconds``, and check that Redis has lost no writes. Raises Fenced.
-
-        ``watermark`` is the last one that Redis has acknowledged.
-        """
+    async def renew(self, seconds: float) -> None:
+        """Renew the lease for ``seconds``, and check that Redis has lost no writes. Raises Fenced."""
         self._held = time.monotonic()
         if not await self.answered(lambda: self._store.leases.renew(self.grant, seconds)):
             raise Fenced
-        if await self.answered(lambda: self._store.records.watermark(self.grant)) != watermark:
-            raise Fenced  # Redis has lost its last writes
-        shards = sorted(self.grant.shard_seqs)
-        few = [shards[(self._asked + i) % len(shards)] for i in range(min(_SHARDS_ASKED, len(shards)))]
+        others = range(1, self.grant.shards)
+        few = [others[(self._asked + i) % len(others)] for i in range(min(_SHARDS_ASKED, len(others)))]
         self._asked += len(few)
-        if await self.answered(lambda: self._store.index.has_lost(self.grant, few)):
+        lost = await self.answered(lambda: self._store.index.has_lost(self.grant, [0, *few]))
+        if 0 in lost:
+            raise Fenced  # the record, on the same shard, is as old as its blocks
+        if lost:
             await self._lost()
 
     async def _hold(self) -> None:
@@ -311,15 +288,11 @@ class Applier:
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[Begin]) -> list[int]:
         """End holders, or begin others. Redis makes the change once, even if the call is repeated."""
         above, nonce = await self._above(), random_nonce()
-        self._changing = nonce
-        try:
-            ids = await self.answered(
-                lambda: self._store.records.new_life(
-                    self.grant, unit=unit, is_restart=is_restart, begin=begin, above=above, nonce=nonce
-                )
+        ids = await self.answered(
+            lambda: self._store.records.new_life(
+                self.grant, unit=unit, is_restart=is_restart, begin=begin, above=above, nonce=nonce
             )
-        finally:
-            self._changing = None
+        )
         if ids is None:
             raise Fenced
         return ids
@@ -352,8 +325,7 @@ async def resumed(
     state = await store.records.read(grant)
     if state is None:
         raise Fenced
-    grant.shard_seqs.update(state.shard_seqs)
-    memory = None if kept is None else await kept.take(grant, state)
+    memory = None if kept is None else kept.take(grant, state)
     resolver = Resolver(
         grant.claim.registration,
         grant.publisher,

@@ -1,8 +1,8 @@
 """Keeps the block memories of publishers between requests of ``POST /events``.
 
 A request holds the lease of its publisher only while it applies. What it knows at its end is whole only until another
-process takes that lease, so a memory is bound to the lease and the record: the next lease has the next counter, and the
-record and the marks on the other shards say what they said. Otherwise the request reads the blocks from Redis again.
+process takes that lease, so a memory is bound to the lease and the record: the next lease has the next counter, the
+record says what it said, and every shard has had as many calls. Otherwise the request reads the blocks from Redis.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Kept:
     claim: Claim
     counter: int
     state: StreamState = field(repr=False)
-    marks: list[bytes | None] = field(repr=False)
+    calls: dict[int, int] = field(repr=False)
 
 
 class KeptMemories:
@@ -46,12 +46,12 @@ class KeptMemories:
         self._kept.clear()
         self.bytes = 0
 
-    async def take(self, grant: Grant, state: StreamState) -> HeldBlocks | None:
+    def take(self, grant: Grant, state: StreamState) -> HeldBlocks | None:
         """The memory of a publisher where it is what Redis has. It is kept again only by ``keep``."""
         kept = self._pop(grant)
         if kept is None or kept.claim != grant.claim or kept.counter + 1 != grant.counter:
             return None
-        if not _is_same(kept.state, state) or kept.marks != await self._marks(grant, state):
+        if not _is_same(kept.state, state) or kept.calls != grant.calls:
             return None
         return kept.memory
 
@@ -66,12 +66,11 @@ class KeptMemories:
             return
         if dict(state.event_ids) != resolver.event_ids:
             return  # Redis has lost writes during the request
-        marks = await self._marks(grant, state)
         if changes != self._store.incarnation.changes:
             return
         self._pop(grant)
         self._kept[grant.group_id, grant.publisher] = _Kept(
-            resolver.memory, size, grant.claim, grant.counter, state, marks
+            resolver.memory, size, grant.claim, grant.counter, state, dict(grant.calls)
         )
         self.bytes += size
         while self.bytes > self._bytes_max:
@@ -84,18 +83,14 @@ class KeptMemories:
             self.bytes -= kept.size
         return kept
 
-    async def _marks(self, grant: Grant, state: StreamState) -> list[bytes | None]:
-        return await self._store.takeover.marks(grant, sorted(state.holders.values()))
-
 
 def _is_same(before: StreamState, now: StreamState) -> bool:
     """Whether the record says the same of the blocks; another one has lost writes, or is of another life."""
     if before.is_damaged or now.is_damaged:
         return False
-    return (before.life, before.holders, before.event_ids, before.flags, before.shard_seqs) == (
+    return (before.life, before.holders, before.event_ids, before.flags) == (
         now.life,
         now.holders,
         now.event_ids,
         now.flags,
-        now.shard_seqs,
     )

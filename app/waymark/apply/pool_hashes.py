@@ -39,12 +39,12 @@ class PoolHashes:
         hashes: Hashes,
         takeover: Takeover,
         answered: _Answered,
-        apply: Callable[[Sequence[Part], int], Awaitable[None]],
+        apply: Callable[[Sequence[Part]], Awaitable[None]],
         keep_facts: Callable[[], Awaitable[None]],
         *,
         hashes_max: int,
     ) -> None:
-        """``apply`` applies parts that come before the batch behind a watermark."""
+        """``apply`` applies parts that come before the next batch."""
         self.is_wanted = False
         """The group has a pool, and this publisher is an engine in front of it."""
         self._grant = grant
@@ -95,7 +95,7 @@ class PoolHashes:
         self._resolver.placer.begin_fold()
         parts = self._resolver.resolve_waiting(watermark + 1)
         if parts:
-            await self._apply(parts, watermark)
+            await self._apply(parts)
         self._waited = len(self._resolver.objects)
         self._pause = _PAUSE_SECONDS[0] if parts else min(2 * self._pause, _PAUSE_SECONDS[1])
         self._due = time.monotonic() + self._pause

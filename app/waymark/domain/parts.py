@@ -99,8 +99,6 @@ class Commit:
     """The largest ts of this life so far."""
     digest: str
     """16 hex digits of the payload at the watermark."""
-    before: int | None = None
-    """The watermark that Redis is known to have had: one that has less has lost writes. None: not known."""
 
 
 class PartList:

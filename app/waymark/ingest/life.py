@@ -85,7 +85,7 @@ class Life:
         if JOINED_LATE in state.flags and state.watermark is not None:
             self.reasons.add(JOINED_LATE)
         self.acknowledged = state.watermark
-        """The watermark as Redis is known to have had it."""
+        """The watermark that Redis has acknowledged."""
         self.is_proven = False
         """The watermark is known to belong to what is behind this connection."""
         self.begun = 0
@@ -167,7 +167,7 @@ class Life:
         for incoming in fold:
             if incoming.batch.lost is not None:
                 await self.give_up(incoming)
-        commit = Commit(order.watermark, fold[-1].batch.ts, order.newest_ts, order.digest, self.acknowledged)
+        commit = Commit(order.watermark, fold[-1].batch.ts, order.newest_ts, order.digest)
         await self.applier.apply(fold, commit)
         self.acknowledged = commit.watermark
         self._fold, self._fold_bytes = [], 0

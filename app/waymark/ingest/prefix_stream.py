@@ -208,7 +208,7 @@ class PrefixStream:
         now, source = time.monotonic(), self._source
         if now - self._renewed > self._lease_seconds / 4:
             self._renewed = now
-            await self._applier.renew(self._lease_seconds, None)
+            await self._applier.renew(self._lease_seconds)
         self._count_source()
         self._reasons = {reason: end for reason, end in self._reasons.items() if end > now}
         if source.is_connected:

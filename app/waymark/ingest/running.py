@@ -129,7 +129,7 @@ class StreamRunner:
     async def _build(self, running: Running, grant: Grant) -> None:
         claim = running.claim
         applier, state = await self._resumed(grant, running.foreign_ranks)
-        if state.watermark is not None and await self._has_lost(grant):
+        if state.watermark is not None and grant.has_lost(state.shard_calls):
             log.warning("redis has lost writes", extra=fields(stream=str(claim.registration.name)))
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
@@ -152,10 +152,6 @@ class StreamRunner:
         decode = decoder(claim.registration.kind, seed=by.hash_seed, ceilings=ceilings)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         running.stream = Stream(life, self.context, self.places, self._metrics, options.stream)
-
-    async def _has_lost(self, grant: Grant) -> bool:
-        """Whether a shard has lost writes while nobody had the stream, or before its last holder could notice."""
-        return grant.is_forgotten or await self._store.index.has_lost(grant, grant.shard_seqs)
 
     async def _resumed(
         self, grant: Grant, foreign_ranks: frozenset[int], *, is_patient: bool = True

@@ -157,7 +157,7 @@ class Stream:
         await life.applier.pool_hashes.tick(life.acknowledged)
         if now - self._renewed > options.lease_seconds / 4:
             self._renewed = now
-            await life.applier.renew(options.lease_seconds, life.acknowledged)
+            await life.applier.renew(options.lease_seconds)
         if self._subscriber.is_connected:
             self._down_since = None
         elif self._down_since is None:

@@ -61,14 +61,12 @@ class Index:
         event_ids: Mapping[int, int] | None = None,
         *,
         hold: Hold | None = None,
-        before: int | None = None,
     ) -> Verdict:
         """Apply parts in order and then, with ``commit``, move the watermark.
 
         All calls for one fold pass the same ``moves``, which notes each block that found no slot in its planned place,
         and the place that it got instead. ``event_ids`` maps holder ids to the last event_id of the batches. The script
-        that moves the watermark writes them, too; without ``commit``, the last script of the call does. ``before`` is
-        the watermark that Redis must have, if the commit follows in a later call.
+        that moves the watermark writes them, too; without ``commit``, the last script of the call does.
 
         With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 
@@ -76,51 +74,48 @@ class Index:
         has the stream, so that this caller must forget it; LOST if a shard has lost writes that it had
         acknowledged, so that the life of the stream must end. Raises StoreUnavailable.
         """
-        if commit is not None:
-            before = commit.before
         events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
         if grant.shards == 1:
-            return await self._apply_shard(grant, 0, parts, moves, commit, before, events, hold)
+            return await self._apply_shard(grant, 0, parts, moves, commit, events, hold)
         for wave in waves_of(parts):
-            verdict = await self._apply_wave(grant, wave, moves, before, hold)
+            verdict = await self._apply_wave(grant, wave, moves, hold)
             if verdict in (Verdict.FENCED, Verdict.LOST):
                 return verdict
         if commit is None and not events:
             return Verdict.APPLIED
-        # A stream without a watermark has one number for each holder, which does not show what a shard has.
-        moved = sorted(grant.moved_shards) if commit is not None else []
-        shards: list[Arg] = [word for shard in moved for word in (shard, grant.shard_seqs[shard])]
-        outcome = await self._scripts.commit_batch(grant.record, grant.token, *_watermark(commit), shards, events)
+        moved = sorted(grant.moved_shards)
+        shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
+        outcome = await self._scripts.commit_batch(
+            grant.record,
+            keys.fence(grant.group_id, 0),
+            grant.publisher,
+            grant.token,
+            grant.calls.get(0, 0),
+            *_watermark(commit),
+            shards,
+            events,
+        )
         if outcome.verdict is not Verdict.FENCED:
+            grant.acknowledged(0, outcome.numbers[-1])
             grant.moved_shards.difference_update(moved)
         return outcome.verdict
 
-    async def _apply_wave(
-        self, grant: Grant, parts: Sequence[Part], moves: Moves, before: int | None, hold: Hold | None
-    ) -> Verdict:
-        """Apply parts on their shards, in parallel."""
+    async def _apply_wave(self, grant: Grant, parts: Sequence[Part], moves: Moves, hold: Hold | None) -> Verdict:
+        """Apply parts on their shards: on shard 0, and then on the others in parallel."""
         by_shard: dict[int, list[Part]] = {}
         for part in parts:
             by_shard.setdefault(part.place.shard(grant.shards), []).append(part)
-        # The watermark is on shard 0. If it has gone back, no other shard may receive later batches.
-        if before is not None:
-            verdict = await self._apply_shard(grant, 0, by_shard.get(0, []), moves, None, before, hold=hold)
-            if verdict is Verdict.FENCED:
-                return verdict
+        # Shard 0 has the watermark and the holders. If it has lost writes, no other shard may receive later ones.
+        verdict = await self._apply_shard(grant, 0, by_shard.pop(0, []), moves, None, hold=hold)
+        if verdict in (Verdict.FENCED, Verdict.LOST):
+            return verdict
         verdicts = await asyncio.gather(
-            *(
-                self._apply_shard(grant, shard, some, moves, None, grant.shard_seqs.get(shard), hold=hold)
-                for shard, some in by_shard.items()
-                if shard or before is None
-            )
+            *(self._apply_shard(grant, shard, some, moves, None, hold=hold) for shard, some in by_shard.items())
         )
+        grant.moved_shards.update(by_shard)
         for refusal in (Verdict.FENCED, Verdict.LOST):
             if refusal in verdicts:
                 return refusal
-        if grant.claim.registration.sequence == "publisher":  # else its numbers are of several ranks
-            seqs = {shard: some[-1].seq for shard, some in by_shard.items() if shard}
-            grant.shard_seqs.update(seqs)
-            grant.moved_shards.update(seqs)
         return Verdict.APPLIED
 
     async def _apply_shard(
@@ -130,7 +125,6 @@ class Index:
         parts: Sequence[Part],
         moves: Moves,
         commit: Commit | None,
-        before: int | None,
         events: Sequence[Arg] = (),
         hold: Hold | None = None,
     ) -> Verdict:
@@ -138,13 +132,14 @@ class Index:
         while True:
             call, waiting = _next_call(waiting, moves)
             is_last = not waiting
-            outcome = await self._call(
-                grant, shard, call, commit if is_last else None, before, events if is_last else (), hold
-            )
+            outcome = await self._call(grant, shard, call, commit if is_last else None, events if is_last else (), hold)
             verdict = outcome.verdict
-            if verdict not in (Verdict.APPLIED, Verdict.BRANCH, Verdict.ROW):
+            if verdict in (Verdict.FENCED, Verdict.LOST):
                 return verdict
-            done, offset = outcome.numbers
+            grant.acknowledged(shard, outcome.numbers[-1])
+            if verdict is Verdict.STALE:
+                return verdict
+            done, offset, _ = outcome.numbers
             rest = call[done:]
             if verdict is not Verdict.APPLIED:
                 rest = [*moves.refused(verdict is Verdict.ROW, rest[0], offset), *rest[1:]]
@@ -158,7 +153,6 @@ class Index:
         shard: int,
         parts: Sequence[Part],
         commit: Commit | None,
-        before: int | None,
         events: Sequence[Arg],
         hold: Hold | None,
     ) -> Outcome:
@@ -181,7 +175,7 @@ class Index:
             grant.publisher,
             grant.token,
             *_watermark(commit),
-            "" if before is None else before,
+            grant.calls.get(shard, 0),
             self._row_slots,
             self._call_bytes,
             list(holders),
@@ -195,26 +189,24 @@ class Index:
         async with self._pacer.admit(self._client.place(prefix), blocks, hold):
             return await call()
 
-    async def has_lost(self, grant: Grant, shards: Iterable[int]) -> bool:
-        """Whether one of ``shards`` has lost writes of this life that it acknowledged."""
-        asked = [shard for shard in shards if shard in grant.shard_seqs]
-        if not asked:
-            return False
+    async def has_lost(self, grant: Grant, shards: Iterable[int]) -> list[int]:
+        """Which of ``shards`` have lost writes that they acknowledged under ``grant``."""
+        expected = {shard: grant.calls.get(shard, 0) for shard in shards}
         found = await self._client.several(
-            ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"seq:{grant.publisher}") for shard in asked
+            ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"calls:{grant.publisher}")
+            for shard in expected
         )
         # A shard without a token has come back empty, or the publisher is gone, which its record shows.
-        return any(
-            token is None or _seq_of(seq) < grant.shard_seqs[shard]
-            for shard, (token, seq) in zip(asked, found, strict=True)
-        )
+        return [
+            shard
+            for (shard, calls), (token, now) in zip(expected.items(), found, strict=True)
+            if token is None or _calls_of(now) < calls
+        ]
 
 
-def _seq_of(raw: bytes | None) -> int:
-    """The seq in a fence; -1 for none, -2 where it cannot be read."""
-    if raw is None:
-        return -1
-    return int(raw) if raw.isdigit() and len(raw) <= 16 else -2
+def _calls_of(raw: bytes | None) -> int:
+    """The number of calls in a fence; 0 where there is none, or none that can be read."""
+    return int(raw) if raw is not None and raw.isdigit() and len(raw) <= 16 else 0
 
 
 def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:

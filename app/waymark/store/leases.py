@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waymark.store import keys
@@ -38,16 +39,23 @@ class Grant:
     token: str
     above: int
     """The highest holder id seen on any shard when the fence was raised."""
-    shard_seqs: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """By shard, without the first one: the seq of the last batch of this life whose blocks the shard has acknowledged;
-    -1 before the first batch."""
+    calls: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    """By shard, how many calls of the stream it has acknowledged. A shard that has fewer has lost writes."""
     moved_shards: set[int] = field(default_factory=set, compare=False, repr=False)
-    """The shards whose seq is not in the record yet: it is written with the next watermark."""
+    """The shards, without the first one, whose number is not in the record yet: the next watermark writes it."""
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
     seconds: float = 0.0
     """How long the lease lasts unless it is renewed."""
     is_forgotten: bool = False
     """A shard had no token of the publisher. If the publisher has a life, that shard has come back empty."""
+
+    def acknowledged(self, shard: int, calls: int) -> None:
+        """A shard has answered a call. Answers of calls that ran at the same time come in any order."""
+        self.calls[shard] = max(calls, self.calls.get(shard, 0))
+
+    def has_lost(self, shard_calls: Mapping[int, int]) -> bool:
+        """Whether a shard had fewer calls, when the fence was raised there, than a record knew of."""
+        return self.is_forgotten or any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
 
     @property
     def counter(self) -> int:
@@ -98,11 +106,9 @@ class Leases:
             if not taken.is_applied:
                 return None
             own = f"{taken.numbers[0]}.{random}"
-            counter, holder = await self._raise_fences(claim, own)
+            counter, holder, calls = await self._raise_fences(claim, own)
             if counter is None:
-                # A shard that comes back empty has no value, and -1 differs from that.
-                shard_seqs = dict.fromkeys(range(1, claim.shards), -1)
-                return Grant(claim, own, holder, shard_seqs, seconds=seconds, is_forgotten=is_forgotten)
+                return Grant(claim, own, holder, calls, seconds=seconds, is_forgotten=is_forgotten)
             # A failover has set the record back, and a shard has a higher token.
             above = counter
 
@@ -121,8 +127,8 @@ class Leases:
         )
         return None in found
 
-    async def _raise_fences(self, claim: Claim, token: str) -> tuple[int | None, int]:
-        """(the counter of a higher token, or None; the highest holder id of all shards)."""
+    async def _raise_fences(self, claim: Claim, token: str) -> tuple[int | None, int, dict[int, int]]:
+        """(the counter of a higher token, or None; the highest holder id of all shards; by shard, how many calls)."""
         outcomes = await asyncio.gather(
             *(
                 self._scripts.raise_fence(keys.fence(claim.group_id, shard), claim.publisher, token)
@@ -131,11 +137,11 @@ class Leases:
         )
         holder = max(outcome.numbers[1] for outcome in outcomes)
         refused = [outcome.numbers[0] for outcome in outcomes if not outcome.is_applied]
-        return (max(refused) if refused else None), holder
+        return (max(refused) if refused else None), holder, {i: each.numbers[2] for i, each in enumerate(outcomes)}
 
     async def highest_holder(self, grant: Grant) -> int | None:
         """The highest holder id on any shard at this moment; None if another worker has the stream."""
-        counter, holder = await self._raise_fences(grant.claim, grant.token)
+        counter, holder, _ = await self._raise_fences(grant.claim, grant.token)
         return holder if counter is None else None
 
     async def renew(self, grant: Grant, seconds: float) -> bool:

@@ -20,7 +20,7 @@ from waymark.store.client import RedisClient
 from waymark.store.heartbeats import Heartbeat
 from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_nonce
-from waymark.store.parsing import RecordKind, RecordParser, integer_of
+from waymark.store.parsing import RecordParser
 from waymark.store.scripts import Scripts
 from waymark.store.stream_fields import BLOCKS, COUNTER, EVENT, HOLDER, MISSING, SHARD, StreamFields, holder_id
 
@@ -40,8 +40,8 @@ class StreamState:
     """Ids of the holders that are alive, by their names."""
     event_ids: Mapping[int, int]
     """Standard events: the last event_id per holder."""
-    shard_seqs: Mapping[int, int]
-    """By shard, without the first one: the seq of the last batch up to the watermark that has blocks there."""
+    shard_calls: Mapping[int, int]
+    """By shard, without the first one: how many calls it had acknowledged when the watermark was written."""
     counters: Mapping[str, int]
     status: StreamStatus
     change: str
@@ -136,7 +136,7 @@ class Records:
         by, _, change = fields.text("turn").partition(" ")
         holders = fields.integers(HOLDER, HolderName.parse)
         event_ids = fields.integers(EVENT, holder_id)
-        shard_seqs = fields.integers(SHARD, int)
+        shard_calls = fields.integers(SHARD, int)
         watermark, main_group = fields.integer("watermark"), fields.integer("main_groups")
         return StreamState(
             life=fields.text("life"),
@@ -148,7 +148,7 @@ class Records:
             main_groups="" if main_group is None else str(main_group),
             holders=holders,
             event_ids=event_ids,
-            shard_seqs=shard_seqs,
+            shard_calls=shard_calls,
             counters=fields.integers(COUNTER, str),
             status=fields.status(),
             change=change if by == grant.token else "",
@@ -169,15 +169,6 @@ class Records:
                 args += (f"{HOLDER}{name}", str(holder.id))
         if args:
             await self._scripts.write_record(grant.record, grant.token, args)
-
-    async def watermark(self, grant: Grant) -> int | None:
-        """The watermark in Redis. Only the caller moves it, so a different value means that Redis has lost writes."""
-        found = await self._client.hget(grant.record, "watermark")
-        return (
-            None
-            if found is None
-            else self._parser.parse(RecordKind.STREAM, grant.record, "watermark", integer_of, found, "watermark")
-        )
 
     async def new_life(
         self,
@@ -201,7 +192,9 @@ class Records:
             grant.record,
             keys.fence(grant.group_id, 0),
             keys.dead(grant.group_id),
+            grant.publisher,
             grant.token,
+            grant.calls.get(0, 0),
             grant.change.nonce,
             nonce,
             above,
@@ -211,11 +204,12 @@ class Records:
         )
         if not outcome.is_applied:
             return None
+        calls, *ids = outcome.numbers
+        grant.acknowledged(0, calls)
         grant.change.nonce = nonce
         if is_restart:
-            grant.shard_seqs.clear()
             grant.moved_shards.clear()
-        return list(outcome.numbers)
+        return ids
 
     async def write(self, grant: Grant, facts: Facts, counters: Mapping[str, int]) -> bool:
         """Write facts and counters (absolute values); False if fenced."""

@@ -84,7 +84,7 @@ class Scripts:
         ts: Arg,
         newest_ts: Arg,
         digest: Arg,
-        before: Arg,
+        calls: int,
         slots_max: int,
         bytes_max: int,
         holders: Sequence[Arg],
@@ -95,14 +95,17 @@ class Scripts:
         keys: list[str | bytes] = [fence, *engine, *row, branches]
         if record is not None:
             keys.append(record)
-        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, before, slots_max, bytes_max]
+        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, calls, slots_max, bytes_max]
         args += (len(engine), *holders, len(events) // 2, *events, len(seqs), *seqs, *part)
         return await self._run("apply_rows", keys, args)
 
     async def commit_batch(
         self,
         record: str,
+        fence: str,
+        publisher: int,
         token: str,
+        calls: int,
         watermark: Arg,
         ts: Arg,
         newest_ts: Arg,
@@ -110,8 +113,8 @@ class Scripts:
         shards: Sequence[Arg],
         event: Sequence[Arg],
     ) -> Outcome:
-        args: list[Arg] = [token, watermark, ts, newest_ts, digest, len(shards) // 2, *shards, *event]
-        return await self._run("commit_batch", [record], args)
+        args: list[Arg] = [publisher, token, calls, watermark, ts, newest_ts, digest, len(shards) // 2, *shards, *event]
+        return await self._run("commit_batch", [record, fence], args)
 
     async def new_life(
         self,
@@ -119,7 +122,9 @@ class Scripts:
         record: str,
         fence: str,
         dead: str,
+        publisher: int,
         token: str,
+        calls: int,
         before: str,
         version: str,
         above: int,
@@ -127,7 +132,7 @@ class Scripts:
         life: str,
         begin: Sequence[Arg],
     ) -> Outcome:
-        args: list[Arg] = [token, before, version, above, unit, life, *begin]
+        args: list[Arg] = [publisher, token, calls, before, version, above, unit, life, *begin]
         return await self._run("new_life", [holders, record, fence, dead], args)
 
     async def raise_fence(self, fence: str, publisher: int, token: str) -> Outcome:

@@ -69,15 +69,6 @@ class Takeover:
                         for place, namespace, key, depth, engine_hash in _blocks(row, at, entry, holder)
                     ]
 
-    async def marks(self, grant: Grant, holders: Sequence[int]) -> list[bytes | None]:
-        """How far ``holders`` are applied on each shard but the first, whose record says it. Raises StoreUnavailable.
-
-        A shard that has lost writes says something else than before.
-        """
-        shards = range(1, grant.shards)
-        engines = [keys.engine(grant.group_id, shard, holder) for shard in shards for holder in holders]
-        return await self._client.several([("HGET", engine, "applied") for engine in engines]) if engines else []
-
     async def _fill_from(self, grant: Grant, shard: int, holder: int, memory: HeldBlocks) -> tuple[int, int] | None:
         engine = keys.engine(grant.group_id, shard, holder)
         mark: tuple[int, int] | None = None
