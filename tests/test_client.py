@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import json
 import socket
 import struct
@@ -465,6 +466,46 @@ async def test_a_selection_has_its_answer_within_its_deadline() -> None:
         with pytest.raises(Unavailable, match=r"/select was not answered within 0.05 s"):
             async with waymark.select_by_hash("m", [1], deadline=0.05):
                 raise AssertionError("nobody has chosen")
+
+
+async def test_a_replica_that_stays_silent_costs_one_deadline() -> None:
+    forever, asked = asyncio.Event(), []
+
+    async def one_is_silent(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        if request.url.host == "a":
+            await forever.wait()
+        return httpx.Response(200, json={"default": {}})
+
+    transport = httpx.MockTransport(one_is_silent)
+    async with AsyncClient(["http://a", "http://b"], transport=transport) as waymark, within(30):
+        late = await waymark.query("m", [1], 1, deadline=0.05, or_empty=True)
+        assert late.is_partial
+        found = await waymark.query("m", [1], 1, deadline=patient(20))
+        assert not found.is_partial
+    assert asked == ["a", "b"]
+
+
+def test_a_selection_of_a_thread_has_a_fallback_too(pauses: list[float]) -> None:
+    replicas = Replicas(a=BROKEN, b=httpx.ReadTimeout("late"))
+    with Client(["http://a", "http://b"], transport=httpx.MockTransport(replicas)) as waymark:
+        with waymark.select("m", [1], deadline=5, fallback=lambda: "http://pod-9:8000") as target:
+            assert (target.selection.address, target.selection.is_local) == ("http://pod-9:8000", True)
+            target.first_token()
+        with pytest.raises(Unavailable, match="/select could not be reached: ReadTimeout"), waymark.select("m", [1]):
+            raise AssertionError("nobody has chosen")
+    assert ({path for _, path, _ in replicas.asked}, pauses) == ({"/select"}, [])
+    names = [body["request_id"] for _, _, body in replicas.asked]
+    assert names[0] == names[1] != names[2] == names[3]
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    methods = [{name for name in vars(each) if not name.startswith("_")} for each in (Client, AsyncClient)]
+    assert methods[0] == methods[1]
+    for name in methods[0] - {"close"}:
+        of_both = [inspect.signature(getattr(each, name)).parameters for each in (Client, AsyncClient)]
+        assert list(of_both[0]) == list(of_both[1]), name
+        assert getattr(Client, name).__doc__
 
 
 def test_a_client_needs_a_url() -> None:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from functools import wraps
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Applied, Matches, Registered, Score, Selection, Service, Workers
+from waymark.client.answers import Matches, Selection
 from waymark.client.errors import Unavailable
 from waymark.client.places import Places
-from waymark.domain.engines import UNNAMED
+from waymark.client.tries import Came, Wait, tries, with_token
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _sent(call: Callable[P, calls.Call[T]]) -> Callable[Concatenate[Client, P], T]:
+    """A call as a method, which sends it."""
+
+    @wraps(call)
+    def method(client: Client, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return client._send(call(*arguments, **options))
+
+    return method
 
 
 class Client:
@@ -32,7 +43,7 @@ class Client:
 
     def __init__(
         self,
-        url: str | Sequence[str],
+        url: str | Iterable[str],
         *,
         api_token: str | None = None,
         timeout: float = 5.0,
@@ -40,7 +51,7 @@ class Client:
         **httpx_: Any,
     ) -> None:
         self._places = Places(url)
-        self._http = httpx.Client(timeout=timeout, **calls.with_token(api_token, httpx_))
+        self._http = httpx.Client(timeout=timeout, **with_token(api_token, httpx_))
         self._retry_seconds = retry_seconds
 
     def __enter__(self) -> Self:
@@ -54,153 +65,65 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
-    def register(
-        self,
-        instance_id: str,
-        endpoint: str | None,
-        *,
-        model: str,
-        block_size: int,
-        type: str = UNNAMED,
-        **options: Any,
-    ) -> None:
-        """Have a publisher's events indexed; the same registration again changes nothing."""
-        self._send(calls.register(instance_id, endpoint, model, block_size, options | {"type": type}))
-
-    def register_url(self, url: str, **options: Any) -> Registered:
-        """Have every rank of the engine at ``url`` indexed, by what the engine says of itself.
-
-        ``options`` are fields of ``POST /register`` that the engine does not know, such as ``tenant_id``. Raises
-        Refused with the missing field, and Unavailable if the engine does not answer.
-        """
-        return self._send(calls.register_url(url, options))
-
-    def unregister(self, instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> list[str]:
-        """Take a rank out, or all ranks; ``inst|tenant|rank`` of each. ``Refused`` (404) where there is none."""
-        return self._send(calls.unregister(instance_id, tenant_id, dp_rank))
-
-    def query(
-        self,
-        model: str,
-        token_ids: Iterable[int] | None = None,
-        block_size: int | None = None,
-        *,
-        deadline: float | None = None,
-        or_empty: bool = False,
-        **options: Any,
-    ) -> Matches:
-        """How much of a prompt each instance has.
-
-        With ``deadline``, in seconds, each URL is asked once and nothing is waited for beyond that time; then, or where
-        no replica answers, it raises Unavailable, or with ``or_empty`` returns no matches.
-
-        The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left
-        out where the model's engines have one. ``features`` names images among ``token_ids``.
-        """
-        return self._within(calls.query(token_ids, model, block_size, options), deadline, or_empty)
+    register = _sent(calls.register)
+    register_url = _sent(calls.register_url)
+    unregister = _sent(calls.unregister)
+    query = _sent(calls.query)
+    query_by_hash = _sent(calls.query_by_hash)
+    stored = _sent(calls.stored)
+    removed = _sent(calls.removed)
+    score = _sent(calls.score)
+    services = _sent(calls.services)
+    workers = _sent(calls.workers)
+    ready = _sent(calls.ready)
 
     def query_many(
         self, model: str, prompts: Iterable[Iterable[int]], block_size: int | None = None, **options: Any
     ) -> list[Matches]:
         """``query`` for each of several prompts of token ids, one after the other, over one connection."""
-        return [self.query(model, token_ids, block_size, **options) for token_ids in prompts]
+        return [self.query(model, each, block_size, **options) for each in prompts]
 
-    def query_by_hash(
+    def select(
         self,
         model: str,
-        seq_hashes: Iterable[int],
-        block_size: int | None = None,
+        token_ids: Iterable[int] | None = None,
         *,
-        deadline: float | None = None,
-        or_empty: bool = False,
+        fallback: Callable[[], str] | None = None,
         **options: Any,
-    ) -> Matches:
-        """The same, by rolling hashes."""
-        return self._within(calls.query_by_hash(seq_hashes, model, block_size, options), deadline, or_empty)
-
-    def stored(self, instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Applied:
-        """Blocks that an engine of type ``standard`` without a socket now has; ``event_id`` rises by one each time.
-
-        ``options`` are fields of a standard event: ``base_block_idx`` or ``parent_hash``, ``medium``, ``dp_rank``,
-        ``token_ids``. Refused (409, ``gap``) where an event is missing before this one.
-        """
-        return self._send(calls.event("stored", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options))
-
-    def removed(self, instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Applied:
-        """Blocks that it has no more."""
-        return self._send(calls.event("removed", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options))
-
-    def score(self, model: str, token_ids: Iterable[int] | None = None, **options: Any) -> list[Score]:
-        """All targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
-        return self._send(calls.score(token_ids, model, options))
-
-    def select(self, model: str, token_ids: Iterable[int] | None = None, **options: Any) -> Selecting:
+    ) -> Selecting:
         """A target for a prompt, reserved for as long as the block of ``with`` takes.
 
-        The prompt is given as for ``query``. Other ``options`` are the fields of ``POST /select``, such as ``only``,
-        ``policy`` or ``timeout_seconds``. An error
-        that leaves the block counts as one of the target's. Raises Refused and Unavailable without a second try.
+        The prompt is given as for ``query``. ``options`` are the fields of ``POST /select``, such as ``only``,
+        ``policy`` or ``timeout_seconds``, and ``deadline``. An error that leaves the block counts as one of the
+        target's. Within ``deadline`` seconds, over all URLs, there is an answer, or ``fallback`` names the target, an
+        address or an instance; it is told apart by ``is_local``. Without a fallback it raises Unavailable. Raises
+        Refused without a second try.
         """
-        return Selecting(
-            self, calls.select(calls.prompt(token_ids), model, options, are_several=self._places.are_several)
-        )
+        return Selecting(self, calls.select(model, token_ids, **options), fallback)
 
-    def select_by_hash(self, model: str, seq_hashes: Iterable[int], **options: Any) -> Selecting:
+    def select_by_hash(
+        self, model: str, seq_hashes: Iterable[int], *, fallback: Callable[[], str] | None = None, **options: Any
+    ) -> Selecting:
         """The same, by rolling hashes."""
-        given = {"seq_hashes": list(seq_hashes)}
-        return Selecting(self, calls.select(given, model, options, are_several=self._places.are_several))
-
-    def services(self) -> list[Service]:
-        """Every registration."""
-        return self._send(calls.SERVICES)
-
-    def workers(self) -> Workers:
-        """How every publisher's stream does, and who applies them."""
-        return self._send(calls.WORKERS)
-
-    def ready(self) -> bool:
-        """Whether queries can be answered now; asked once, never raises for a service that is not there."""
-        try:
-            return self._send(calls.READY)
-        except Unavailable:
-            return False
+        return Selecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
 
     def _send(self, call: calls.Call[T]) -> T:
-        waited = 0.0
+        steps = tries(call, self._places, self._retry_seconds)
+        came: Came = None
         while True:
-            answer = self._answered(call)
-            pause = calls.pause(call, answer, waited, self._retry_seconds)
-            if pause is None:
-                return calls.result(call, answer)
-            time.sleep(pause)
-            waited += pause
-
-    def _within(self, call: calls.Call[Matches], deadline: float | None, or_empty: bool) -> Matches:
-        try:
-            if deadline is None:
-                return self._send(call)
-            return calls.result(call, self._answered(call, until=time.monotonic() + deadline))
-        except Unavailable:
-            if or_empty:
-                return Matches({}, True)
-            raise
-
-    def _answered(self, call: calls.Call[T], until: float | None = None) -> httpx.Response:
-        """The first answer that no other replica would give; the last one, if there is none."""
-        sent = call.sent
-        for url, is_last in self._places.order():
-            if until is not None:
-                sent["timeout"] = max(0.001, until - time.monotonic())
             try:
-                answer = self._http.request(call.method, url.rstrip("/") + call.path, **sent)
+                step = steps.send(came)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            if isinstance(step, Wait):
+                came = None
+                time.sleep(step.seconds)
+                continue
+            try:
+                came = self._http.request(**step.request)
             except httpx.TransportError as error:
-                self._places.failed(url)
-                if is_last:
-                    calls.unreachable(call, error)
-            else:
-                if self._places.answered(url, answer) or is_last:
-                    return answer
-        raise AssertionError("a client has a URL")
+                came = error
 
 
 class Selecting:
@@ -209,12 +132,18 @@ class Selecting:
     selection: Selection
     """From the beginning of the block."""
 
-    def __init__(self, client: Client, call: calls.Call[Selection]) -> None:
+    def __init__(self, client: Client, call: calls.Call[Selection], fallback: Callable[[], str] | None = None) -> None:
         self._client = client
         self._call = call
+        self._fallback = fallback
 
     def __enter__(self) -> Self:
-        self.selection = self._client._send(self._call)
+        try:
+            self.selection = self._client._send(self._call)
+        except Unavailable:
+            if self._fallback is None:
+                raise
+            self.selection = Selection.local(self._fallback())
         self._began = perf_counter()
         return self
 
@@ -233,6 +162,4 @@ class Selecting:
 
     def _release(self, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> None:
         if self.selection.reservation is not None:
-            # A reservation that cannot be released runs out; the request has its answer all the same.
-            with suppress(Unavailable):
-                self._client._send(calls.release(self.selection.reservation, part, outcome, ttft_ms))
+            self._client._send(calls.release(self.selection.reservation, part, outcome, ttft_ms))

@@ -1,12 +1,15 @@
-"""The requests of the contract, and what their answers mean; the same for both clients."""
+"""The requests of the contract, and what their answers mean: every method of both clients, without anything sent.
+
+A function here is a method of ``Client`` and of ``AsyncClient``, with the same arguments; what it returns says what is
+sent and how the answer is read.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
-from uuid import uuid4
+from typing import Any, Final, Generic, TypeVar, cast
 
 import httpx
 import msgpack
@@ -19,7 +22,6 @@ from waymark.client.answers import (
     Selection,
     Service,
     Workers,
-    content_of,
     read_applied,
     read_matches,
     read_registered,
@@ -28,18 +30,14 @@ from waymark.client.answers import (
     read_services,
     read_workers,
 )
-from waymark.client.errors import Refused, Unavailable
+from waymark.client.errors import Unavailable
+from waymark.domain.engines import UNNAMED
 
 T = TypeVar("T")
 
-#: Requests of one client under way at once. httpx keeps only 20 connections by itself, and would open the others anew.
-_CONNECTIONS = 100
 _IN_MSGPACK = {"Content-Type": "application/msgpack"}
-
-#: Between two tries, whatever the service says: so a bound on time is a bound on tries too.
-_PAUSE_SECONDS_MIN = 0.25
-#: Between two tries where the service says nothing.
-_PAUSE_SECONDS = 1.0
+#: No value stands for a call that nobody answered: it raises.
+_RAISED: Final[object] = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,13 @@ class Call(Generic[T]):
     read: Callable[[httpx.Response], T]
     body: dict[str, Any] | None = None
     is_retried: bool = True
+    """A 503 is asked again after a while."""
+    deadline: float | None = None
+    """Seconds for the whole call, over all URLs; then each URL is asked once."""
+    otherwise: T | object = _RAISED
+    """The result where nobody answers."""
+    is_named: bool = False
+    """Asked of several replicas it needs a name of its own, so that it counts once."""
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -59,40 +64,150 @@ class Call(Generic[T]):
             return {"json": self.body}
         return {"content": msgpack.packb(self.body, use_bin_type=True), "headers": _IN_MSGPACK}
 
+    def unanswered(self, error: Unavailable) -> T:
+        """The result where nobody answered, or the error."""
+        if self.otherwise is _RAISED:
+            raise error
+        return cast("T", self.otherwise)
+
 
 def register(
-    instance_id: str, endpoint: str | None, model: str, block_size: int, options: dict[str, Any]
+    instance_id: str, endpoint: str | None, *, model: str, block_size: int, type: str = UNNAMED, **options: Any
 ) -> Call[None]:
-    body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size}
+    """Have a publisher's events indexed; the same registration again changes nothing.
+
+    ``options`` are further fields of ``POST /register``.
+    """
+    body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size, "type": type}
     return Call("POST", "/register", lambda _: None, body | options)
 
 
-def register_url(url: str, options: dict[str, Any]) -> Call[Registered]:
-    """The service asks the engine, and a 503 may mean that the engine does not answer: so there is no second try."""
+def register_url(url: str, **options: Any) -> Call[Registered]:
+    """Have every rank of the engine at ``url`` indexed, by what the engine says of itself.
+
+    ``options`` are fields of ``POST /register`` that the engine does not know, such as ``tenant_id``. Raises
+    Refused with the missing field, and Unavailable if the engine does not answer.
+    """
+    # A 503 may mean that the engine does not answer, so there is no second try.
     return Call("POST", "/register", read_registered, {"url": url} | options, is_retried=False)
 
 
-def unregister(instance_id: str, tenant_id: str | None, dp_rank: int | None) -> Call[list[str]]:
+def unregister(instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> Call[list[str]]:
+    """Take a rank out, or all ranks; ``inst|tenant|rank`` of each. ``Refused`` (404) where there is none."""
     body = {"instance_id": instance_id, "tenant_id": tenant_id, "dp_rank": dp_rank}
     return Call("POST", "/unregister", lambda answer: list(answer.json()["removed_instances"]), body)
 
 
-def prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
+def query(
+    model: str,
+    token_ids: Iterable[int] | None = None,
+    block_size: int | None = None,
+    *,
+    deadline: float | None = None,
+    or_empty: bool = False,
+    **options: Any,
+) -> Call[Matches]:
+    """How much of a prompt each instance has.
+
+    With ``deadline``, in seconds over all URLs, each URL is asked once and nothing is waited for beyond that time;
+    then, or where no replica answers, it raises Unavailable, or with ``or_empty`` returns no matches.
+
+    The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left
+    out where the model's engines have one. ``features`` names images among ``token_ids``.
+    """
+    body = {"model": model, "block_size": block_size} | _packed_prompt(token_ids) | options
+    return Call("POST", "/query", read_matches, body, deadline=deadline, otherwise=_empty(or_empty))
+
+
+def query_by_hash(
+    model: str,
+    seq_hashes: Iterable[int],
+    block_size: int | None = None,
+    *,
+    deadline: float | None = None,
+    or_empty: bool = False,
+    **options: Any,
+) -> Call[Matches]:
+    """The same, by rolling hashes."""
+    body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | options
+    return Call("POST", "/query_by_hash", read_matches, body, deadline=deadline, otherwise=_empty(or_empty))
+
+
+def stored(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Call[Applied]:
+    """Blocks that an engine of type ``standard`` without a socket now has; ``event_id`` rises by one each time.
+
+    ``options`` are fields of a standard event: ``base_block_idx`` or ``parent_hash``, ``medium``, ``dp_rank``,
+    ``token_ids``. Refused (409, ``gap``) where an event is missing before this one.
+    """
+    return _event("stored", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options)
+
+
+def removed(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Call[Applied]:
+    """Blocks that it has no more."""
+    return _event("removed", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options)
+
+
+def score(model: str, token_ids: Iterable[int] | None = None, **options: Any) -> Call[list[Score]]:
+    """All targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
+    return Call("POST", "/score", read_scores, {"model": model} | _prompt(token_ids) | options)
+
+
+def select(
+    model: str, token_ids: Iterable[int] | None = None, *, deadline: float | None = None, **options: Any
+) -> Call[Selection]:
+    """A target; a request waits for it, so a second try is its caller's. Another replica is asked at once."""
+    return _selected(model, _prompt(token_ids), deadline, options)
+
+
+def select_by_hash(
+    model: str, seq_hashes: Iterable[int], *, deadline: float | None = None, **options: Any
+) -> Call[Selection]:
+    """The same, by rolling hashes."""
+    return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, options)
+
+
+def release(reservation: str, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> Call[None]:
+    """``part`` is ``all``, ``prefill`` or ``renew``. ``ttft_ms`` is the time to the first token, where it is known.
+
+    A reservation that cannot be released runs out.
+    """
+    body = {"reservation": reservation, "part": part, "outcome": outcome} | (
+        {} if ttft_ms is None else {"ttft_ms": ttft_ms}
+    )
+    return Call("POST", "/release", lambda _: None, body, is_retried=False, otherwise=None)
+
+
+def services() -> Call[list[Service]]:
+    """Every registration."""
+    return Call("GET", "/services", read_services)
+
+
+def workers() -> Call[Workers]:
+    """How every publisher's stream does, and who applies them."""
+    return Call("GET", "/workers", read_workers)
+
+
+def ready() -> Call[bool]:
+    """Whether queries can be answered now; asked once, never raises for a service that is not there."""
+    return Call("GET", "/ready", lambda _: True, is_retried=False, otherwise=False)
+
+
+def _prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
     """The field of token ids; none where the prompt is a text or messages among the options."""
     return {} if token_ids is None else {"token_ids": list(token_ids)}
 
 
-def packed_prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
+def _packed_prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
     """The same in 4 bytes a token; a list that cannot be packed goes as it is, and the service names what is wrong."""
-    given = prompt(token_ids)
+    given = _prompt(token_ids)
     try:
         return {name: struct.pack(f"<{len(ids)}I", *ids) for name, ids in given.items()}
     except struct.error:
         return given
 
 
-def packed_hashes(seq_hashes: Iterable[int]) -> bytes | list[int]:
-    """Rolling hashes in 8 bytes each, as ``packed_prompt``."""
+def _packed_hashes(seq_hashes: Iterable[int]) -> bytes | list[int]:
+    """Rolling hashes in 8 bytes each, as ``_packed_prompt``."""
     given = list(seq_hashes)
     try:
         return struct.pack(f"<{len(given)}Q", *given)
@@ -100,94 +215,16 @@ def packed_hashes(seq_hashes: Iterable[int]) -> bytes | list[int]:
         return given  # signed ones, or texts
 
 
-def query(
-    token_ids: Iterable[int] | None, model: str, block_size: int | None, options: dict[str, Any]
-) -> Call[Matches]:
-    body = {"model": model, "block_size": block_size} | packed_prompt(token_ids) | options
-    return Call("POST", "/query", read_matches, body)
+def _empty(or_empty: bool) -> Matches | object:
+    return Matches({}, True) if or_empty else _RAISED
 
 
-def query_by_hash(
-    seq_hashes: Iterable[int], model: str, block_size: int | None, options: dict[str, Any]
-) -> Call[Matches]:
-    body = {"model": model, "block_size": block_size, "seq_hashes": packed_hashes(seq_hashes)} | options
-    return Call("POST", "/query_by_hash", read_matches, body)
-
-
-def score(token_ids: Iterable[int] | None, model: str, options: dict[str, Any]) -> Call[list[Score]]:
-    return Call("POST", "/score", read_scores, {"model": model} | prompt(token_ids) | options)
-
-
-def select(given: dict[str, Any], model: str, options: dict[str, Any], *, are_several: bool) -> Call[Selection]:
-    """A request waits for its answer, so a second try is its caller's.
-
-    Another replica is asked at once. It gives the same reservation, if the first one has made it.
-    """
-    body = {"model": model} | given | ({"request_id": str(uuid4())} if are_several else {}) | options
-    return Call("POST", "/select", read_selection, body, is_retried=False)
-
-
-def release(reservation: str, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> Call[None]:
-    """``part`` is ``all``, ``prefill`` or ``renew``. ``ttft_ms`` is the time to the first token, where it is known."""
-    body = {"reservation": reservation, "part": part, "outcome": outcome} | (
-        {} if ttft_ms is None else {"ttft_ms": ttft_ms}
-    )
-    return Call("POST", "/release", lambda _: None, body, is_retried=False)
-
-
-def event(event_type: str, instance_id: str, event_id: int, options: dict[str, Any]) -> Call[Applied]:
+def _event(event_type: str, instance_id: str, event_id: int, options: dict[str, Any]) -> Call[Applied]:
     """One event of an engine without a socket. Sent again it is stale, so there may be a second try."""
     body = {"event_type": event_type, "backend_id": instance_id, "event_id": event_id} | options
     return Call("POST", "/events", read_applied, body)
 
 
-SERVICES: Call[list[Service]] = Call("GET", "/services", read_services)
-WORKERS: Call[Workers] = Call("GET", "/workers", read_workers)
-READY: Call[bool] = Call("GET", "/ready", lambda _: True, is_retried=False)
-
-
-def pause(call: Call[Any], answer: httpx.Response, waited: float, retry_seconds: float) -> float | None:
-    """How many seconds to wait before another try; None where this answer is the last.
-
-    A 503 is asked again after its ``Retry-After``, as long as the waiting adds up to at most ``retry_seconds``.
-    """
-    if answer.status_code != 503 or not call.is_retried:
-        return None
-    given = answer.headers.get("retry-after", "")
-    seconds = max(float(given), _PAUSE_SECONDS_MIN) if given.isascii() and given.isdigit() else _PAUSE_SECONDS
-    return seconds if waited + seconds <= retry_seconds else None
-
-
-def result(call: Call[T], answer: httpx.Response) -> T:
-    """What the answer says; ``Refused`` or ``Unavailable`` where it is no success."""
-    if answer.is_success:
-        try:
-            return call.read(answer)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Unavailable(f"{call.path} was answered by a server that is not Waymark") from error
-    try:
-        content = content_of(answer)
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        content = {}  # a proxy between this client and Waymark answered
-    sentence = content.get("error") or f"{call.path} was answered with {answer.status_code}"
-    if answer.is_client_error:
-        raise Refused(answer.status_code, sentence, content.get("reason"), content.get("field"))
-    raise Unavailable(sentence)
-
-
-def too_late(call: Call[Any], seconds: float) -> NoReturn:
-    raise Unavailable(f"{call.path} was not answered within {seconds:g} s")
-
-
-def unreachable(call: Call[Any], error: httpx.TransportError) -> NoReturn:
-    raise Unavailable(f"{call.path} could not be reached: {type(error).__name__}: {error}") from error
-
-
-def with_token(api_token: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """httpx's own arguments, with the token among the headers, and connections that are kept."""
-    options.setdefault("limits", httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS))
-    if api_token is not None:
-        options["headers"] = {**options.get("headers", {}), "Authorization": f"Bearer {api_token}"}
-    return options
+def _selected(model: str, given: dict[str, Any], deadline: float | None, options: dict[str, Any]) -> Call[Selection]:
+    body = {"model": model} | given | options
+    return Call("POST", "/select", read_selection, body, is_retried=False, deadline=deadline, is_named=True)

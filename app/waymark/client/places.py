@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import httpx
 
@@ -16,7 +16,7 @@ _ELSEWHERE = frozenset({500, 502, 503, 504})
 class Places:
     """URLs, in the order in which they are tried."""
 
-    def __init__(self, urls: str | Sequence[str]) -> None:
+    def __init__(self, urls: str | Iterable[str]) -> None:
         self._urls = [urls] if isinstance(urls, str) else list(urls)
         if not self._urls:
             raise ValueError("a client needs at least one URL")

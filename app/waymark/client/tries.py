@@ -1,0 +1,131 @@
+"""How a call is tried: which URL next, for how long, whether again; nothing here sends or sleeps.
+
+``tries`` is a generator. It yields what is to be done, gets what came of it, and returns the result of the call. So
+both clients are a loop that sends and sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
+
+import httpx
+
+from waymark.client.answers import content_of
+from waymark.client.calls import Call
+from waymark.client.errors import Refused, Unavailable
+from waymark.client.places import Places
+
+T = TypeVar("T")
+
+#: Requests of one client under way at once. httpx keeps only 20 connections by itself, and would open the others anew.
+_CONNECTIONS = 100
+#: Between two tries, whatever the service says: so a bound on time is a bound on tries too.
+_PAUSE_SECONDS_MIN = 0.25
+#: Between two tries where the service says nothing.
+_PAUSE_SECONDS = 1.0
+#: What is left of a deadline, at least: httpx takes 0 for an error.
+_LEFT_SECONDS_MIN = 0.001
+
+
+class Ask(NamedTuple):
+    """Send a request; the answer or httpx's error is given back."""
+
+    request: dict[str, Any]
+    """The arguments of httpx's ``request``."""
+
+
+class Wait(NamedTuple):
+    """Let some time pass."""
+
+    seconds: float
+
+
+Came = httpx.Response | httpx.TransportError | None
+Tries = Generator[Ask | Wait, Came, T]
+
+
+def tries(call: Call[T], places: Places, retry_seconds: float) -> Tries[T]:
+    """Try a call to its end. ``TimeoutError`` is thrown into it when its deadline has passed.
+
+    Raises ``Refused`` and ``Unavailable``.
+    """
+    waited = 0.0
+    try:
+        while True:
+            answer = yield from _answered(call, places)
+            pause = None if call.deadline is not None else _pause(call, answer, waited, retry_seconds)
+            if pause is None:
+                return _result(call, answer)
+            yield Wait(pause)
+            waited += pause
+    except TimeoutError:
+        return call.unanswered(Unavailable(f"{call.path} was not answered within {call.deadline or 0:g} s"))
+    except Unavailable as error:
+        return call.unanswered(error)
+
+
+def _answered(call: Call[T], places: Places) -> Generator[Ask | Wait, Came, httpx.Response]:
+    """The first answer that no other replica would give; the last one, if there is none."""
+    request = {"method": call.method} | call.sent
+    if call.is_named and places.are_several and request["json"].get("request_id") is None:
+        # Another replica gives the same reservation, if the first one has made it.
+        request["json"] = request["json"] | {"request_id": str(uuid4())}
+    until = None if call.deadline is None else time.monotonic() + call.deadline
+    for url, is_last in places.order():
+        if until is not None:
+            request["timeout"] = max(_LEFT_SECONDS_MIN, until - time.monotonic())
+        try:
+            came = yield Ask(request | {"url": url.rstrip("/") + call.path})
+        except TimeoutError:
+            places.failed(url)
+            raise
+        if isinstance(came, httpx.Response):
+            if places.answered(url, came) or is_last:
+                return came
+        else:
+            places.failed(url)
+            if is_last:
+                raise Unavailable(f"{call.path} could not be reached: {type(came).__name__}: {came}") from came
+    raise AssertionError("a client has a URL")
+
+
+def _pause(call: Call[Any], answer: httpx.Response, waited: float, retry_seconds: float) -> float | None:
+    """How many seconds to wait before another try; None where this answer is the last.
+
+    A 503 is asked again after its ``Retry-After``, as long as the waiting adds up to at most ``retry_seconds``.
+    """
+    if answer.status_code != 503 or not call.is_retried:
+        return None
+    given = answer.headers.get("retry-after", "")
+    seconds = max(float(given), _PAUSE_SECONDS_MIN) if given.isascii() and given.isdigit() else _PAUSE_SECONDS
+    return seconds if waited + seconds <= retry_seconds else None
+
+
+def _result(call: Call[T], answer: httpx.Response) -> T:
+    """What the answer says; ``Refused`` or ``Unavailable`` where it is no success."""
+    if answer.is_success:
+        try:
+            return call.read(answer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Unavailable(f"{call.path} was answered by a server that is not Waymark") from error
+    try:
+        content = content_of(answer)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        content = {}  # a proxy between this client and Waymark answered
+    sentence = content.get("error") or f"{call.path} was answered with {answer.status_code}"
+    if answer.is_client_error:
+        raise Refused(answer.status_code, sentence, content.get("reason"), content.get("field"))
+    raise Unavailable(sentence)
+
+
+def with_token(api_token: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """httpx's own arguments, with the token among the headers, and connections that are kept."""
+    options.setdefault("limits", httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS))
+    if api_token is not None:
+        options["headers"] = {**options.get("headers", {}), "Authorization": f"Bearer {api_token}"}
+    return options
