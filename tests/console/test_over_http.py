@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from tests.console.conftest import Run, blocks, words
 from tests.live import start
 from tests.store.factories import registration, stored, stream_of
+from tests.tokenization import small
 from waymark import cli
 from waymark.store.store import Store
 
@@ -29,7 +30,8 @@ async def test_the_pages_are_those_that_redis_gives(
         assert await asyncio.to_thread(cli.main, arguments) == code
         return capsys.readouterr().out
 
-    async with start("query", redis_url, tmp_path / "log") as live:
+    small.directory(tmp_path / "models" / "whole", "metaspace-first")
+    async with start("query", redis_url, tmp_path / "log", tokenizers_dir=tmp_path / "models") as live:
         ask = ("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
         through_redis = await waymark(*ask)
         over_http = await printed(*ask, "--url", live.url)
@@ -45,4 +47,9 @@ async def test_the_pages_are_those_that_redis_gives(
         status = await printed("status", "--url", live.url)
         assert "pod-1" in status
         assert "no ingest worker applies it" in status
+        assert "tokenizer" not in status
+        async with live.client() as client:
+            assert (await client.post("/tokenize", json={"model": "whole", "prompt": "a"})).status_code == 200
+        assert "encodes each text whole" in await printed("status", "--url", live.url)
+        assert "encodes each text whole" in await printed("status", "--url", live.url, "--json")
         assert "pod-2" in await printed("status", "--url", live.url, "--json")

@@ -20,7 +20,7 @@ STYLES = {
 
 
 def publishers(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The answer of ``/workers``, with the wanted publishers only."""
+    """The answer of ``/workers``, with the wanted publishers only, and with the warnings of ``/ready``."""
     answer = service.get("/workers")
     wanted = [
         each
@@ -29,7 +29,18 @@ def publishers(service: Service, arguments: argparse.Namespace) -> dict[str, Any
         and arguments.model in (None, each["model_name"])
         and (not arguments.status or each["status"] in arguments.status)
     ]
-    return dict(answer) | {"publishers": wanted}
+    return dict(answer) | {"publishers": wanted, "warnings": warnings(service)}
+
+
+def warnings(service: Service) -> list[str]:
+    """What a replica warns of: settings of its Redis, and tokenizers that cost more than they could."""
+    answer = service.answer("GET", "/ready")
+    try:
+        content = answer.json()
+    except ValueError:
+        content = None
+    found: list[str] = content.get("warnings", []) if isinstance(content, dict) else []
+    return found
 
 
 def complaint(publisher: Mapping[str, Any]) -> str:
@@ -39,7 +50,7 @@ def complaint(publisher: Mapping[str, Any]) -> str:
 
 def parts(found: dict[str, Any]) -> list[Part]:
     """How it looks."""
-    drawn: list[Part] = []
+    drawn: list[Part] = [text(f"warning: {line}", "bold red") for line in found["warnings"]]
     if not found["workers"]:
         drawn.append(text("no ingest worker is alive: no event is applied until one runs", "bold red"))
     if not found["publishers"]:

@@ -30,6 +30,11 @@ class Scored(NamedTuple):
     value: float
     parts: Mapping[str, float | None]
 
+    @classmethod
+    def sum_of(cls, candidate: Candidate, parts: Mapping[str, float | None]) -> Scored:
+        """The sum of the parts; one that is None adds nothing."""
+        return cls(candidate, sum(part or 0.0 for part in parts.values()), parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Ranking:

@@ -54,7 +54,7 @@ def _longest(inputs: Inputs) -> Ranking:
             "wait": candidate.queue,
             "over": _OVER if is_over else 0.0,
         }
-        scored.append(Scored(candidate, sum(parts.values()), parts))
+        scored.append(Scored.sum_of(candidate, parts))
     return ranked(scored, random, is_cost=True)
 
 
@@ -82,7 +82,7 @@ def _composite(inputs: Inputs) -> Ranking:
             "load": values.number("load_weight") * load,
             "health": values.number("health_weight") * candidate.health,
         }
-        scored.append(Scored(candidate, sum(parts.values()), parts))
+        scored.append(Scored.sum_of(candidate, parts))
     if best >= values.number("min_overlap_threshold"):
         return ranked(scored, random, is_cost=False)
     fallback = PRESETS[values.word("fallback")]
@@ -110,7 +110,7 @@ def _dynamo(inputs: Inputs) -> Ranking:
             "decode": (candidate.context / candidate.weight + request.tokens) / size,
             "active": values.number("active_weight") * candidate.requests,
         }
-        scored.append(Scored(candidate, sum(parts.values()), parts))
+        scored.append(Scored.sum_of(candidate, parts))
     return _softened(scored, values.number("router_temperature"), random)
 
 
@@ -139,7 +139,7 @@ def _hicache(inputs: Inputs) -> Ranking:
             "prefill": values.number("overlap_score_weight") * max(0.0, prefill - reduction) / size,
             "decode": candidate.context / candidate.weight / size,
         }
-        scored.append(Scored(candidate, sum(parts.values()), parts))
+        scored.append(Scored.sum_of(candidate, parts))
     return ranked(scored, random, is_cost=True)
 
 
@@ -162,12 +162,12 @@ def _llm_d(inputs: Inputs) -> Ranking:
     for candidate in candidates:
         gauges = candidate.gauges
         queue = None if gauges is None else (most - gauges.waiting) / (most - least) if most > least else 1.0
-        parts: dict[str, float | None] = {
+        parts = {
             "prefix": values.number("prefix_weight") * candidate.matched / max(1, request.tokens),
             "kv_cache": None if gauges is None else values.number("kv_cache_weight") * (1.0 - gauges.kv_usage),
             "queue": None if queue is None else values.number("queue_weight") * queue,
         }
-        scored.append(Scored(candidate, sum(part or 0.0 for part in parts.values()), parts))
+        scored.append(Scored.sum_of(candidate, parts))
     return ranked(scored, random, is_cost=False)
 
 

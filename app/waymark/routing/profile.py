@@ -47,7 +47,7 @@ class Profile:
         scored = []
         for at, candidate in enumerate(kept):
             parts = {name: _weighted(weight, scores[at]) for name, (weight, scores) in columns.items()}
-            scored.append(Scored(candidate, sum(part or 0.0 for part in parts.values()), parts))
+            scored.append(Scored.sum_of(candidate, parts))
         return self.picker(scored, random)
 
 

@@ -15,7 +15,8 @@ from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.selection.group_loads import GroupLoads
-from waymark.store.reservations import OVERDUE_MAX, Begin, Load, Reservations
+from waymark.store.background import Begin
+from waymark.store.reservations import OVERDUE_MAX, Load, Reservations
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ from waymark.domain.table import HolderTable
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
+from waymark.store.background import Begin
 from waymark.store.directory import GroupEntry
 from waymark.store.reader import Reader
-from waymark.store.reservations import Begin, Part, Reservation, Reservations
+from waymark.store.reservations import Part, Reservation, Reservations
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from waymark.errors import StoreUnavailable
-from waymark.store.reservations import Begin
+from waymark.store.background import Begin
 
 #: Readings that are older are read again, behind the decision; beyond the second the decision waits for it.
 _FRESH_SECONDS = 0.25

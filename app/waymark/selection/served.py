@@ -15,9 +15,9 @@ from waymark.domain.names import Adapter, GroupName, Registration
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.logs import fields
 from waymark.shown import shown
+from waymark.store.background import Begin
 from waymark.store.directory import Directory
 from waymark.store.reader import Reader
-from waymark.store.reservations import Begin
 
 log = logging.getLogger(__name__)
 

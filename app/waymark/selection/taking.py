@@ -50,6 +50,17 @@ class Looked(NamedTuple):
     walk: Walk | None = None
 
 
+class _Stage(NamedTuple):
+    """One stage of a request, and who could take it, best first."""
+
+    scored: Sequence[Scored]
+    linear: Linear
+    looked: Looked
+    asked: Asked
+    taking: Taking
+    is_prefill_elsewhere: bool = False
+
+
 class Taker:
     """Reserves targets, and sees to what follows from it."""
 
@@ -77,7 +88,7 @@ class Taker:
         if taking.is_reserved:
             # Redis could find another target cheaper than the session's.
             linear = _BY_PLACE if of.decision is Decision.SESSION else _linear(asked.policy)
-            first = await self._one(of.decode, linear, looked, asked, taking, is_prefill_elsewhere=bool(of.prefill))
+            first = await self._one(_Stage(of.decode, linear, looked, asked, taking, bool(of.prefill)))
             if first is None:
                 return None
             taken = first[0]
@@ -116,7 +127,7 @@ class Taker:
             other = replace(taking, request_id=f"{text_hash(taking.request_id + ' prefill'):016x}")
         try:
             linear = _linear(asked.policy)
-            second = await self._one(of.prefill, linear, looked, asked, other, is_prefill_elsewhere=False)
+            second = await self._one(_Stage(of.prefill, linear, looked, asked, other))
         except BaseException:
             await asyncio.shield(self._reservations.release(made, Part.OK))
             raise
@@ -126,16 +137,8 @@ class Taker:
         made.append(second[1])
         return second[0]
 
-    async def _one(
-        self,
-        scored: Sequence[Scored],
-        linear: Linear,
-        looked: Looked,
-        asked: Asked,
-        taking: Taking,
-        *,
-        is_prefill_elsewhere: bool,
-    ) -> tuple[Scored, Reservation] | None:
+    async def _one(self, stage: _Stage) -> tuple[Scored, Reservation] | None:
+        scored, linear, looked, asked, taking, is_prefill_elsewhere = stage
         began = perf_counter()
         first = scored[:CANDIDATES_MAX]
         offers = self._offers(first, linear, looked, asked, is_prefill_elsewhere=is_prefill_elsewhere)
@@ -155,7 +158,7 @@ class Taker:
         self._metrics.decision_duration_seconds.labels(part="reserve").observe(perf_counter() - began)
         self._metrics.reservations_expired.inc(found.overdue)
         if found.verdict is Verdict.REPEATED and found.reservation is not None:
-            return await self._repeated(found.reservation, scored, linear, looked, asked, taking, is_prefill_elsewhere)
+            return await self._repeated(found.reservation, stage)
         if found.reservation is None:
             self._refuse(found, asked)
             return None
@@ -220,22 +223,12 @@ class Taker:
                 "under way; try again in a moment, or raise WAYMARK_TARGET_REQUESTS_MAX"
             )
 
-    async def _repeated(
-        self,
-        reservation: Reservation,
-        scored: Sequence[Scored],
-        linear: Linear,
-        looked: Looked,
-        asked: Asked,
-        taking: Taking,
-        is_prefill_elsewhere: bool,
-    ) -> tuple[Scored, Reservation] | None:
+    async def _repeated(self, reservation: Reservation, stage: _Stage) -> tuple[Scored, Reservation] | None:
         """The target that the same request got before; another one where that one is gone."""
-        for each in scored:
+        for each in stage.scored:
             if each.candidate.publisher == reservation.publisher:
                 return each, reservation
-        other = replace(taking, request_id=None)
-        return await self._one(scored, linear, looked, asked, other, is_prefill_elsewhere=is_prefill_elsewhere)
+        return await self._one(stage._replace(taking=replace(stage.taking, request_id=None)))
 
     def _follow(
         self,

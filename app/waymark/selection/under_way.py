@@ -16,7 +16,8 @@ from waymark.logs import fields
 from waymark.selection.requests import Routed
 from waymark.selection.selector import Selector
 from waymark.selection.sequences import SequenceLoad, reserve_sequences
-from waymark.store.reservations import Begin, Part, Reservation
+from waymark.store.background import Begin
+from waymark.store.reservations import Part, Reservation
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Coroutine
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store import keys
+from waymark.store.background import Begin
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts
 
@@ -33,8 +33,6 @@ _WAITING_MAX = 1_000
 _PER_CALL = 100
 _AGAIN_SECONDS = 1.0
 _ID = re.compile(r"\d{1,15}-\d{1,10}")
-
-Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class Kind(StrEnum):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.store import keys
+from waymark.store.background import Begin
 from waymark.store.client import RedisClient
 from waymark.store.parsing import lenient_text
 from waymark.store.scripts import Scripts
@@ -24,8 +24,6 @@ _FLUSH_SECONDS = 1.0
 #: Prefix keys that wait to be added; further ones are left out while Redis is unavailable.
 _PREFIXES_MAX = 10_000
 _PREFIXES_PER_CALL = 1_000
-
-Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class FleetCounts:

@@ -12,13 +12,14 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.store import keys
+from waymark.store.background import Begin
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
@@ -31,10 +32,6 @@ _TAKE_BACK_SECONDS = 1.0
 #: Releases under way at once, of one list.
 _RELEASES_AT_ONCE = 32
 _TEXT = re.compile(r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?")
-
-
-Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
-"""Begins work in the background."""
 
 
 class Part(StrEnum):
