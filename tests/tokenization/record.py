@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,11 @@ CHATS: list[dict[str, Any]] = [
 ]
 
 
+def today() -> str:
+    """Some templates write it."""
+    return datetime.now().date().isoformat()
+
+
 def templates() -> dict[str, str]:
     """Chat templates by name."""
     found = {path.stem: path.read_text(encoding="utf-8") for path in sorted(small.TEMPLATES.glob("*.jinja"))}
@@ -115,7 +121,8 @@ def record(vllm: str) -> None:
             finally:
                 server.terminate()
     RECORDED.parent.mkdir(exist_ok=True)
-    about = {"engine": "vLLM 0.33.0", "how": __doc__, "tokenizer": json.loads(small.trained("byte-level"))}
+    tokenizer = json.loads(small.trained("byte-level"))
+    about = {"engine": "vLLM 0.33.0", "how": __doc__, "date": today(), "tokenizer": tokenizer}
     RECORDED.write_text(json.dumps(about | {"cases": cases}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
