@@ -32,7 +32,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 
 {{- define "waymark.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- with .Values.image.registry }}{{ . }}/{{ end }}{{ .Values.image.repository }}
+{{- if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
 {{- end }}
 
 {{- define "waymark.serviceAccountName" -}}
@@ -62,4 +63,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* How pods are replaced. The default's bounds stay beside a type that has none; Kubernetes would refuse them. */}}
 {{- define "waymark.strategy" -}}
 {{- if eq .type "Recreate" }}{{ toYaml (omit . "rollingUpdate") }}{{ else }}{{ toYaml . }}{{ end }}
+{{- end }}
+
+{{/* Called with root and file; the text of a file, whose links lead to where the runbooks are read. */}}
+{{- define "waymark.withRunbooks" -}}
+{{- $text := .root.Files.Get .file }}
+{{- with .root.Values.runbookUrl }}{{ $text = $text | replace "docs/operations.md#" (printf "%s#" .) }}{{ end }}
+{{- $text }}
 {{- end }}

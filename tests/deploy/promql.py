@@ -6,11 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 
 from promql_parser import AggregateExpr, BinaryExpr, Call, Expr, MatrixSelector, VectorSelector, parse, walk
 
+from waymark.engines import gauges
 from waymark.instruments import rows
 from waymark.metrics import Metrics
 
 #: Labels that a scrape puts on every sample.
 TARGET = frozenset({"namespace", "job", "instance"})
+
+#: Metrics of engines that a panel shows beside ours.
+ENGINES = {
+    **dict.fromkeys((*gauges.NAMES, "sglang:cache_hit_rate"), TARGET | {"model_name"}),
+    **dict.fromkeys(("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"), TARGET | {"model_name"}),
+}
 
 #: Grafana's own words, with something that PromQL can read.
 _GRAFANA = {"$__rate_interval": "5m", "$__range": "1h"}
@@ -21,7 +28,7 @@ _COUNTED_ELSEWHERE = {"waymark_redis_evicted_keys"}
 
 def exported() -> dict[str, frozenset[str]]:
     """Every sample's name to its labels, those of the target included."""
-    labels = {"up": TARGET}
+    labels = {"up": TARGET} | ENGINES
     metrics = Metrics()
     for row in rows(Metrics):
         of = TARGET | frozenset(row.labels)

@@ -32,13 +32,14 @@ from tests.deploy.chart import (
     values_table,
     variables,
 )
+from tests.deploy.promql import complaints
 from tests.deploy.values import ALL, REDIS_PLACES, given
 from waymark import __version__
 
 #: The oldest that Chart.yaml allows, and the newest whose schemas are known.
 KUBERNETES = ("1.25.0", kubernetes_validate.latest_version())
-#: Kinds of the Prometheus operator, whose schemas are not Kubernetes' own.
-OPERATED = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+#: Kinds of the Prometheus operator, of the Gateway API and of KEDA, whose schemas are not Kubernetes' own.
+OPERATED = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject"}
 # ---- Helm and Kubernetes ---------------------------------------------------------------------------
 
 
@@ -118,9 +119,11 @@ def test_every_value_is_given_in_the_tests() -> None:
             assert _get(values, path) != default or path == "serviceAccount.create", path
 
 
-@pytest.mark.parametrize(
-    "path", [path for path, _, _ in documented() if not path.startswith(("redis.url", "publishers", *REDIS_PLACES))]
-)
+#: Without these nothing is rendered, or their own test has them.
+NEEDED = ("redis.url", "publishers", "query.httpRoute.parentRefs", *REDIS_PLACES)
+
+
+@pytest.mark.parametrize("path", [path for path, _, _ in documented() if not path.startswith(NEEDED)])
 def test_every_value_does_something(path: str) -> None:
     # With everything else given, the value's own default makes a difference; for some a switch must be the other way.
     values = merged(given("every value"), at(*SWITCHES[path]) if path in SWITCHES else {})
@@ -133,7 +136,9 @@ def test_every_value_does_something(path: str) -> None:
 
 SWITCHES: dict[str, tuple[str, Any]] = {
     "nameOverride": ("fullnameOverride", ""),
+    "image.tag": ("image.digest", ""),
     "query.replicas": ("query.autoscaling.enabled", False),
+    "ingest.replicas": ("ingest.autoscaling.enabled", False),
     "query.podDisruptionBudget.maxUnavailable": ("query.podDisruptionBudget.enabled", True),
     "ingest.podDisruptionBudget.maxUnavailable": ("ingest.podDisruptionBudget.enabled", True),
     "discovery.namespace": ("discovery.allNamespaces", False),
@@ -175,7 +180,37 @@ def test_other_settings_or_another_url_replace_the_pods() -> None:
 
 
 def test_the_alert_rules_and_the_dashboard_arrive_unchanged() -> None:
+    values = merged(given("every value"), {"runbookUrl": ""})
     rules = yaml.safe_load((CHART / "files" / "alerts.yml").read_text(encoding="utf-8"))
-    assert one(given("every value"), "prometheusrule.yaml")["spec"] == rules
+    assert one(values, "prometheusrule.yaml")["spec"] == rules
     dashboard = (CHART / "files" / "dashboard.json").read_text(encoding="utf-8")
-    assert json.loads(one(given("every value"), "dashboard.yaml")["data"]["waymark.json"]) == json.loads(dashboard)
+    assert json.loads(one(values, "dashboard.yaml")["data"]["waymark.json"]) == json.loads(dashboard)
+
+
+def test_links_to_runbooks_lead_to_where_they_are_read() -> None:
+    values = merged(given("every value"), {"runbookUrl": "https://docs.example/operations.html"})
+    for template, name in (("prometheusrule.yaml", "alerts.yml"), ("dashboard.yaml", "dashboard.json")):
+        before = (CHART / "files" / name).read_text(encoding="utf-8")
+        links = before.count("docs/operations.md#")
+        assert links > 10
+        after = json.dumps(one(values, template))
+        assert "docs/operations.md#" not in after
+        assert after.count("https://docs.example/operations.html#") == links
+
+
+def test_the_lag_that_workers_are_scaled_by_is_exported() -> None:
+    (trigger,) = one(given("every value"), "ingest-scaledobject.yaml")["spec"]["triggers"]
+    assert list(complaints(trigger["metadata"]["query"])) == []
+
+
+def test_the_chart_beside_valkey_has_values_of_this_one() -> None:
+    folder = CHART.parent / "deploy" / "with-valkey"
+    about = yaml.safe_load((folder / "Chart.yaml").read_text(encoding="utf-8"))
+    ours, valkey = about["dependencies"]
+    assert (folder / ours["repository"].removeprefix("file://")).resolve() == CHART
+    assert ours["version"] == load().metadata["version"]
+    assert valkey["condition"] == "valkey.enabled"
+    values = yaml.safe_load((folder / "values.yaml").read_text(encoding="utf-8"))
+    assert variables(values["waymark"], "query")["WAYMARK_REDIS_URL"]
+    assert values["waymark"]["redis"]["url"] == f"redis://{values['valkey']['fullnameOverride']}:6379/0"
+    assert "maxmemory-policy noeviction" in values["valkey"]["valkeyConfig"]

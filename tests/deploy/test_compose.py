@@ -54,6 +54,23 @@ def test_images_of_others_have_a_version_and_ours_is_built() -> None:
             assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+[\w.-]*", image), name
 
 
+def test_every_service_has_a_health_check_of_its_own_or_says_that_it_has_none() -> None:
+    """An image that podman builds in its own format has no health check, so it stands here for each of ours."""
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    of_image = re.search(r"HEALTHCHECK ([^\\]+)\\\n\s+CMD (.+)", dockerfile)
+    assert of_image is not None
+    for name, service in SERVICES.items():
+        if service["image"] != "waymark":
+            continue
+        check = service["healthcheck"]
+        if check.get("disable") or name == "gateway":
+            continue
+        assert check["test"] == ["CMD", *json.loads(of_image[2])], name
+        flags = dict(flag.removeprefix("--").split("=") for flag in of_image[1].split())
+        names = {"interval": "interval", "timeout": "timeout", "start_period": "start-period", "retries": "retries"}
+        assert {ours: str(check[ours]) for ours in names} == {ours: flags[flag] for ours, flag in names.items()}, name
+
+
 def test_what_is_mounted_is_there() -> None:
     for name in SERVICES:
         for source in mounts(name).values():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.promql import complaints, labels_of
+from tests.deploy.promql import ENGINES, complaints, labels_of, read, selected
 from tests.test_metrics import EXPORTED
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ each_chart = pytest.mark.parametrize("panel", CHARTS, ids=lambda panel: panel["t
 
 def test_it_begins_with_whether_all_is_well() -> None:
     titles = ["Is it well?", "Queries", "Decisions", "Gateway"]
-    titles += ["Streams", "Discovery and engines", "Index and Redis", "Processes"]
+    titles += ["Streams", "Discovery and engines", "Index against engine", "Index and Redis", "Processes"]
     assert [row["title"] for row in ROWS] == titles
     assert DASHBOARD["panels"][0] == ROWS[0]
     assert not any(row["collapsed"] for row in ROWS)
@@ -76,6 +76,26 @@ def test_a_panel_has_a_unit_and_the_chosen_data_source(panel: dict[str, Any]) ->
         assert where["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
     refs = [target["refId"] for target in panel["targets"]]
     assert len(set(refs)) == len(refs)
+
+
+def test_a_panel_links_to_each_runbook_that_it_names() -> None:
+    linked = 0
+    for panel in PANELS:
+        named = [name for name in RUNBOOKS if name in panel["description"]]
+        links = {link["title"]: link["url"] for link in panel.get("links", ())}
+        assert links == {f"Runbook {name}": f"docs/operations.md#{name.lower()}" for name in named}, panel["title"]
+        linked += len(links)
+    assert linked > 10
+
+
+def test_the_index_is_shown_against_what_engines_say_of_themselves() -> None:
+    (row,) = [row for row in ROWS if row["title"] == "Index against engine"]
+    below = [panel for panel in CHARTS if panel["gridPos"]["y"] == row["gridPos"]["y"] + 1]
+    assert len(below) == 3
+    for panel in below:
+        names = {name for target in panel["targets"] for name in selected(read(target["expr"]))}
+        assert any(name in ENGINES for name in names), panel["title"]
+        assert any(name.startswith("waymark_") for name in names), panel["title"]
 
 
 def test_what_can_be_chosen_comes_from_the_processes_themselves() -> None:

@@ -23,7 +23,9 @@ _KV_USAGE = (
     "trtllm_kv_cache_utilization",
 )
 _ADAPTERS = "vllm:lora_requests_info"
-_STARTS = tuple(name.encode() for name in (*_WAITING, *_RUNNING, *_KV_USAGE, _ADAPTERS))
+#: The names that are read.
+NAMES = (*_WAITING, *_RUNNING, *_KV_USAGE, _ADAPTERS)
+_STARTS = tuple(name.encode() for name in NAMES)
 #: Labels that tell the ranks of an engine apart: vLLM's and SGLang's.
 _RANK_LABELS = ("engine", "dp_rank")
 #: Lines of the names above that are read; an engine has one of each for each rank.
