@@ -104,6 +104,10 @@ class Metrics:
     ttft_seconds = histogram("How long it took from a request to the first content of its answer.", _TTFT_BUCKETS)
 
     # ---- the endpoint picker
+    index_streams = gauge("How many streams of `radix_index.RadixIndex` are open.")
+    index_queries = counter("How many queries of `radix_index.RadixIndex` were answered, by outcome.", "outcome")
+    placements = counter("How many chains of blocks routers have reported as sent to an engine, by outcome.", "outcome")
+    placements_dropped = counter("How many blocks with such reports were dropped because their model had too many.")
     epp_requests = counter("How many requests of Envoy were answered, by outcome.", "outcome")
     epp_streams = gauge("How many requests of Envoy are under way.")
     epp_streams_cut = counter("How many streams of Envoy were ended early, by reason.", "reason")

@@ -11,7 +11,10 @@ _FIELD = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
     "string": _FIELD.TYPE_STRING,
     "bool": _FIELD.TYPE_BOOL,
+    "bytes": _FIELD.TYPE_BYTES,
+    "fixed64": _FIELD.TYPE_FIXED64,
     "uint32": _FIELD.TYPE_UINT32,
+    "uint64": _FIELD.TYPE_UINT64,
     "int32": _FIELD.TYPE_INT32,
     "double": _FIELD.TYPE_DOUBLE,
 }
@@ -28,7 +31,7 @@ def message_classes(file_name: str, package: str, messages: Mapping[str, str]) -
     for name, text in messages.items():
         message = file.message_type.add(name=name)
         number = 1
-        for word in text.split(", "):
+        for word in filter(None, text.split(", ")):
             if word.isdigit():
                 number = int(word)
                 continue

@@ -17,6 +17,7 @@ from waymark.errors import SettingsError, StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.runtime import freeze_heap, http_server, open_store, report_redis, stop_signal
 from waymark.selection.options import SelectionOptions
+from waymark.selection.reported import ReportedPrompts
 from waymark.selection.requests import RequestSelector
 from waymark.selection.selector import Selector
 from waymark.selection.startup import StartupGate
@@ -48,8 +49,10 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         selector = Selector(store, options, metrics)
         gate = StartupGate(store.directory, settings.min_initial_workers)
         under_way = RequestsUnderWay(selector, store.begin)
+        requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
+        prompts = ReportedPrompts(store, requests, settings, metrics, settings.epp_tenant)
         picker = Picker(
-            RequestSelector(store, settings, metrics, selector, tokenizers, gate),
+            requests,
             under_way,
             metrics,
             BodyBytes(settings.max_body_bytes, settings.bodies_max_bytes, metrics),
@@ -66,7 +69,8 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         async def waits_for() -> str | None:
             return await _waits_for(store, gate, refusals, stop)
 
-        async with EppServer(EppOptions.of(settings), picker, waits_for) as server, asyncio.TaskGroup() as tasks:
+        servers = EppServer(EppOptions.of(settings), picker, prompts, waits_for)
+        async with servers as server, asyncio.TaskGroup() as tasks:
             if sockets:
                 tasks.create_task(http.serve(list(sockets)))
             await server.serve(stop)

@@ -382,6 +382,12 @@ class Settings(BaseSettings):
     """How many requests an endpoint picker has under way at once; it refuses a further one."""
     epp_idle_seconds: float = Field(600.0, ge=1, le=_DAY)
     """After how long without a message the stream of a request is ended."""
+    epp_index_streams_max: int = Field(256, ge=1, le=1_000_000)
+    """How many streams of `radix_index.RadixIndex` an endpoint picker has open at once; it refuses a further one."""
+    placement_seconds: int = Field(180, ge=1, le=_DAY)
+    """How long a prompt that a router reports as sent to an engine without events counts as cached there."""
+    placements_max: int = Field(1_000_000, ge=1000, le=1_000_000_000)
+    """How many blocks of a model have such a report; the oldest reports are dropped first."""
     epp_drain_seconds: float = Field(5.0, ge=0, le=3600)
     """How long it still takes requests after SIGTERM, while its health says that it ends."""
     epp_finish_seconds: float = Field(60.0, ge=0, le=_DAY)

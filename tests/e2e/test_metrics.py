@@ -88,6 +88,12 @@ ELSEWHERE = {
         ("waymark_epp_bodies_bytes", "waymark_epp_streams_cut_total"),
         ("tests/epp/test_ext_proc.py", "test_a_request_that_never_ends_is_cut"),
     ),
+    **dict.fromkeys(
+        ("waymark_placements_total", "waymark_index_queries_total"),
+        ("tests/epp/test_radix_index.py", "test_placements_are_acknowledged_and_found_by_every_gateway"),
+    ),
+    "waymark_index_streams": ("tests/epp/test_radix_index.py", "test_streams_that_never_end_have_a_bound_of_their_own"),
+    "waymark_placements_dropped_total": ("tests/epp/test_radix_index.py", "test_the_oldest_placements_are_dropped"),
     "waymark_index_evictions_total": (
         "tests/ingest/test_prefix_stream.py",
         "test_the_number_of_entries_is_bounded_and_the_oldest_go_first",

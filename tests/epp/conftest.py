@@ -23,7 +23,9 @@ from waymark.epp.exchange import Picker
 from waymark.epp.options import EppOptions
 from waymark.epp.server import EppServer
 from waymark.metrics import Metrics
+from waymark.selection.reported import ReportedPrompts
 from waymark.selection.under_way import RequestsUnderWay
+from waymark.settings import Settings
 from waymark.store.reservations import Load
 from waymark.store.store import Store
 
@@ -75,11 +77,13 @@ async def start_epp(make_selector: MakeSelector, metrics: Metrics) -> AsyncItera
                 patient(idle_seconds),
             )
 
+            prompts = ReportedPrompts(store, selector, Settings(**settings), metrics, "default")
+
             async def waits_for() -> str | None:
                 return None
 
             given = options or EppOptions("127.0.0.1", 0, 0, has_tls=False, drain_seconds=0.0, finish_seconds=0.1)
-            server = await stack.enter_async_context(EppServer(given, picker, waits_for))
+            server = await stack.enter_async_context(EppServer(given, picker, prompts, waits_for))
             stop = asyncio.Event()
             serving = asyncio.create_task(server.serve(stop))
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{server.port}"))

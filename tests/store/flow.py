@@ -102,6 +102,10 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert await store.prefixes.read(1, prefix_key("a"), until=asyncio.get_running_loop().time() + 60) == {hot: 7}
     assert len(await store.prefixes.oldest(one, hot, warm, 100)) == 1
 
+    await store.placements.place(one.group_id, range(3), "http://10.0.0.1:8000", milliseconds=60_000, blocks_max=2)
+    found = await store.placements.read(one.group_id, range(3), until=asyncio.get_running_loop().time() + 60)
+    assert sum(map(len, found)) == 2
+
     store.counts.add("kv_index.kv_aware", b"key")
     await wait_until(lambda: _is_counted(store), "the count has arrived", 20)
 

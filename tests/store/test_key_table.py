@@ -148,6 +148,8 @@ async def publish_and_unregister(stream: Stream) -> None:
         await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("a"), change)], ttl_seconds=60)
     await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("b"), Change.WARM)], ttl_seconds=60)
 
+    await place(store, redis, grant.group_id)
+
     await redis.pexpire(grant.lease, 1)
     await wait_until(lambda: _is_gone(redis, grant.lease), "the lease has run out")
     await store.leases.renew(grant, 60.0)
@@ -183,6 +185,18 @@ async def branch(store: Store, stream: Stream, gpu: int, other: Stream, shared: 
     await stream.apply(stored(gpu, [DEEP, DEEP + 1], seq=11, is_deep=True))
     await stream.apply(removed(gpu, [DEEP + 1], seq=12), stored(gpu, [ALONE], seq=13))
     await stream.apply(removed(gpu, [ALONE], seq=14))
+
+
+async def place(store: Store, redis: Redis, group_id: int) -> None:
+    await store.placements.place(group_id, [1, 2], "http://a:1", milliseconds=60_000, blocks_max=1)
+    all_of, block = keys.placements(group_id), keys.placement(group_id, "7" * 16)
+    await store.scripts.place(all_of, [block], "http://a:1", 1, 2)
+
+    async def is_over() -> bool:
+        await store.scripts.place(all_of, [keys.placement(group_id, "8" * 16)], "http://a:1", 60_000, 2)
+        return await redis.zscore(all_of, "7" * 16) is None
+
+    await wait_until(is_over, "the first one is over")
 
 
 async def decide(store: Store, redis: Redis, grant: Grant) -> None:

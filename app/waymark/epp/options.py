@@ -22,6 +22,7 @@ class EppOptions:
     cert_file: Path | None = None
     key_file: Path | None = None
     streams_max: int = 4096
+    index_streams_max: int = 256
     drain_seconds: float = 5.0
     finish_seconds: float = 60.0
 
@@ -35,6 +36,7 @@ class EppOptions:
             cert_file=settings.epp_cert_file,
             key_file=settings.epp_key_file,
             streams_max=settings.epp_streams_max,
+            index_streams_max=settings.epp_index_streams_max,
             drain_seconds=settings.epp_drain_seconds,
             finish_seconds=settings.epp_finish_seconds,
         )

@@ -15,9 +15,11 @@ from waymark.epp import messages, tls
 from waymark.epp.exchange import Cut, Exchange, Picker
 from waymark.epp.health import Health
 from waymark.epp.options import EppOptions
+from waymark.epp.radix_index import RadixIndex
 from waymark.epp.scores import PodScores
 from waymark.errors import SettingsError
 from waymark.logs import fields
+from waymark.selection.reported import ReportedPrompts
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
 class EppServer:
     """``async with EppServer(...) as server``, then ``await server.serve(stop)``."""
 
-    def __init__(self, options: EppOptions, picker: Picker, waits_for: WaitsFor) -> None:
+    def __init__(self, options: EppOptions, picker: Picker, prompts: ReportedPrompts, waits_for: WaitsFor) -> None:
         self._options = options
         self._waits_for = waits_for
         self._health = Health(messages.SERVICE)
@@ -72,6 +74,8 @@ class EppServer:
         self._server = _new_server(options.streams_max)
         ext_proc.add_ExternalProcessorServicer_to_server(Processor(picker), self._server)
         self._server.add_generic_rpc_handlers((PodScores(picker.selector, picker.tenant_id).handler,))
+        index = RadixIndex(prompts, picker.metrics, options.index_streams_max)
+        self._server.add_generic_rpc_handlers((index.handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._health_server = _new_server(_HEALTH_STREAMS_MAX)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)

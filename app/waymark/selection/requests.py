@@ -112,10 +112,7 @@ class RequestSelector:
         model is a name of several models.
         """
         named = GroupName(tenant_id, request.model)
-        try:
-            further_name = await self._served.of(named)
-        except StoreUnavailable:
-            further_name = self._served.at_hand(named)
+        further_name = await self.further_name(named)
         served = further_name or ServedModel(named)
         policy, key = self.selector.default_policy, self._prefix_key(request)
         is_sticky = policy.preset is PRESETS["sticky"]
@@ -150,6 +147,16 @@ class RequestSelector:
         tokens = tuple(len(each.ids) // 4 for each in several)
         further = further_sequences(tokens or (0,) * request.prompts_to_answer, request.copies)
         return Prepared(asked, served, tokens, further)
+
+    async def further_name(self, named: GroupName) -> ServedModel | None:
+        """The model that a name means; None where it is a model of its own, or nobody serves it.
+
+        Raises InvalidValue where it is a name of several models.
+        """
+        try:
+            return await self._served.of(named)
+        except StoreUnavailable:
+            return self._served.at_hand(named)
 
     async def take(self, prepared: Prepared, taking: Taking) -> Routed:
         """Take a target, for every sequence of the request.

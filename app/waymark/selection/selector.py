@@ -252,6 +252,11 @@ class Selector:
         table = await self._store.reader.table(group, deadline_seconds=self._options.deadline_seconds)
         return None if table is None else self._fleet(group, table)
 
+    def fleet_at_hand(self, group: GroupName) -> Fleet | None:
+        """The same, by the table that the last look at the group has used."""
+        table = self._store.reader.table_at_hand(group)
+        return None if table is None else self._fleet(group, table)
+
     async def reserve(
         self, group: GroupName, candidate: Candidate, tokens: int, context: int, milliseconds: int
     ) -> Reservation:
@@ -335,7 +340,7 @@ class Selector:
                 aside = asyncio.ensure_future(self._aside(asked, entry, fleet, prompt, expects=expects))
         try:
             reading = await reader.read(
-                asked.group, block_size, _Keys(prompt.keys), deadline_seconds=self._options.deadline_seconds
+                asked.group, block_size, PackedKeys(prompt.keys), deadline_seconds=self._options.deadline_seconds
             )
             table, now = reader.table_at_hand(asked.group), reader.entry_at_hand(asked.group)
             if reading is None or table is None or now is None:
@@ -459,7 +464,7 @@ class Selector:
         )
 
 
-class _Keys:
+class PackedKeys:
     """The keys of a prompt that are all there, a piece at a time."""
 
     def __init__(self, keys: bytes) -> None:

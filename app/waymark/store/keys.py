@@ -123,6 +123,16 @@ def opaque_prefixes(group_id: int, holder: int | None = None) -> str:
     return f"wm:{_tag(group_id)}:prefixes{'' if holder is None else f':{holder}'}"
 
 
+def placement(group_id: int, block: str) -> str:
+    """Who was sent a prompt with a block, as routers outside report it. ``block``: 16 hex digits."""
+    return f"wm:{_tag(group_id)}:placement:{block}"
+
+
+def placements(group_id: int) -> str:
+    """The blocks of a group for which there is such a key."""
+    return f"wm:{_tag(group_id)}:placements"
+
+
 def block_prefix(group_id: int, shard: int) -> bytes:
     """What stands before the name of a row, a branch row or a single."""
     return f"wm:{_tag(group_id, shard)}:".encode()

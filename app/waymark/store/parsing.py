@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -132,6 +132,17 @@ def _name(field: str | bytes) -> str:
 def lenient_text(raw: bytes) -> str:
     """The bytes as text; bytes that are no UTF-8 become escapes."""
     return raw.decode(errors="backslashreplace")
+
+
+def pairs(reply: Any) -> list[tuple[bytes, bytes]]:
+    """The names and values of a reply, which the client returns as a flat list, as pairs or as a mapping."""
+    if not reply:
+        return []
+    if isinstance(reply, Mapping):
+        return list(reply.items())
+    if isinstance(reply[0], tuple | list):
+        return [(name, value) for name, value in reply]
+    return list(zip(reply[::2], reply[1::2], strict=True))
 
 
 def integer_of(raw: bytes | str, what: str) -> int:

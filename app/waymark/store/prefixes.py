@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from waymark.domain.prefixes import Change, PrefixChange
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
+from waymark.store.parsing import pairs
 from waymark.store.scripts import Scripts
 
 #: Changes in one call, some 2 ms of Redis.
@@ -63,7 +63,7 @@ class Prefixes:
         found = [
             (float(end), PrefixChange(name.decode(), change))
             for (_, change), reply in zip(named, replies, strict=True)
-            for name, end in _pairs(reply)
+            for name, end in pairs(reply)
         ]
         return [change for _, change in sorted(found, key=lambda each: each[0])[:few]]
 
@@ -79,18 +79,7 @@ class Prefixes:
         name = keys.opaque_prefix(group_id, key)
         async with asyncio.timeout_at(until):
             held, left = await self._client.several([("HGETALL", name), ("PTTL", name)], is_lenient=True)
-        return _entries(dict(_pairs(held)), left)
-
-
-def _pairs(reply: Any) -> list[tuple[bytes, bytes]]:
-    """The names and values of a reply, which the client returns as a flat list, as pairs or as a mapping."""
-    if not reply:
-        return []
-    if isinstance(reply, Mapping):
-        return list(reply.items())
-    if isinstance(reply[0], tuple | list):
-        return [(name, value) for name, value in reply]
-    return list(zip(reply[::2], reply[1::2], strict=True))
+        return _entries(dict(pairs(held)), left)
 
 
 def _entries(held: Mapping[bytes, bytes], left: int | None) -> dict[int, int]:

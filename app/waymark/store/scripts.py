@@ -306,6 +306,14 @@ class Scripts:
     async def keep_catalog(self, catalog: str, worker: str, before: bytes, value: bytes, workers_max: int) -> Outcome:
         return await self._run("keep_catalog", [catalog], [worker, before, value, workers_max])
 
+    async def place(
+        self, placements: str, placement: Sequence[str], holder: str, milliseconds: int, holders_max: int
+    ) -> Outcome:
+        return await self._run("place", [placements, *placement], [holder, milliseconds, holders_max])
+
+    async def drop_placements(self, placements: str, placement: Sequence[str], before: Arg) -> Outcome:
+        return await self._run("drop_placements", [placements, *placement], [before])
+
     async def add_counts(self, counts: str, seen: str, count: Sequence[Arg], prefix: Sequence[str]) -> Outcome:
         return await self._run("add_counts", [counts, seen], [len(count) // 2, *count, *prefix])
 

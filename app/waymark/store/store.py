@@ -29,6 +29,7 @@ from waymark.store.index import Index
 from waymark.store.leases import Leases
 from waymark.store.pacing import Pacer
 from waymark.store.parsing import RecordParser
+from waymark.store.placements import Placements
 from waymark.store.prefixes import Prefixes
 from waymark.store.reader import Reader
 from waymark.store.records import Records
@@ -94,6 +95,7 @@ class Store:
         self.speculative = Speculative(client)
         self.prefixes = Prefixes(client, self.scripts)
         self.answers = Answers(client, self.scripts)
+        self.placements = Placements(client, self.scripts)
         self.counts = FleetCounts(client, self.scripts, self.begin)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client

@@ -1,0 +1,84 @@
+"""place and drop_placements: what is noted, for how long, and what a group and a block keep at most."""
+
+from __future__ import annotations
+
+import asyncio
+
+from redis.asyncio import Redis
+
+from tests.conftest import wait_until
+from waymark.store import placements
+from waymark.store.placements import BLOCKS_PER_CALL
+from waymark.store.store import Store
+
+HOUR = 3_600_000
+
+
+async def place(store: Store, blocks: range, holder: str = "a", ms: int = HOUR, blocks_max: int = 1000) -> int:
+    return await store.placements.place(1, list(blocks), holder, milliseconds=ms, blocks_max=blocks_max)
+
+
+async def holders(store: Store, blocks: range) -> list[set[str]]:
+    return await store.placements.read(1, list(blocks), until=asyncio.get_running_loop().time() + 10)
+
+
+async def test_each_block_has_the_holders_that_were_sent_it(store: Store, redis: Redis) -> None:
+    assert await holders(store, range(2)) == [set(), set()]
+    await place(store, range(3))
+    await place(store, range(2), "http://10.0.0.2:8000")
+    both = {"a", "http://10.0.0.2:8000"}
+    assert await holders(store, range(4)) == [both, both, {"a"}, set()]
+    assert 0 < await redis.pttl("wm:{1}:placement:0000000000000002") <= HOUR
+    assert 0 < await redis.pttl("wm:{1}:placements") <= HOUR
+
+
+async def test_a_note_ends_by_its_time_and_a_shorter_one_shortens_no_other(store: Store, redis: Redis) -> None:
+    await place(store, range(2), "long")
+    await place(store, range(1, 3), "short", ms=1)
+
+    async def is_over() -> bool:
+        return await holders(store, range(3)) == [{"long"}, {"long"}, set()]
+
+    await wait_until(is_over, "the short one is over")
+    await place(store, range(9, 10))
+    assert await redis.zrange("wm:{1}:placements", 0, -1) == [b"%016x" % n for n in (0, 1, 9)]
+
+
+async def test_the_oldest_go_where_a_group_has_too_many(store: Store, redis: Redis) -> None:
+    many = 2 * BLOCKS_PER_CALL + 50
+    await place(store, range(40), ms=HOUR // 2)
+    await place(store, range(40, 80))
+    await place(store, range(20), ms=HOUR)  # renewed, so no longer the oldest
+    assert await place(store, range(100, 100 + many), blocks_max=many + 60) == 20
+    assert await redis.zcard("wm:{1}:placements") == many + 60
+    found = await holders(store, range(80))
+    assert [block for block, who in enumerate(found) if not who] == list(range(20, 40))
+
+
+async def test_what_was_renewed_meanwhile_is_not_dropped(store: Store) -> None:
+    await place(store, range(2), ms=1000)
+    names = [f"wm:{{1}}:placement:{n:016x}" for n in range(2)]
+    last = (await store._client.several([("ZRANGE", "wm:{1}:placements", 0, 0, "WITHSCORES")]))[0]
+    score = float(last[0][1] if isinstance(last[0], list | tuple) else last[1])
+    await place(store, range(1), ms=HOUR)
+    outcome = await store.scripts.drop_placements("wm:{1}:placements", names, f"{score:.0f}")
+    assert outcome.numbers == (1,)
+    assert await holders(store, range(2)) == [{"a"}, set()]
+
+
+async def test_a_block_has_a_bound_of_holders_and_those_whose_time_is_over_make_room(
+    store: Store, redis: Redis
+) -> None:
+    name = ["wm:{1}:placement:0000000000000007"]
+    for holder, ms in (("a", 1), ("b", HOUR)):
+        await store.scripts.place("wm:{1}:placements", name, holder, ms, 2)
+
+    async def has_room() -> bool:
+        await store.scripts.place("wm:{1}:placements", name, "c", HOUR, 2)
+        return await redis.hkeys(name[0]) == [b"b", b"c"]
+
+    await wait_until(has_room, "the first one is over")
+    await store.scripts.place("wm:{1}:placements", name, "d", HOUR, 2)
+    assert await redis.hkeys(name[0]) == [b"b", b"c"]
+    await store.scripts.place("wm:{1}:placements", name, "b", HOUR, 2)
+    assert placements._HOLDERS_MAX > 2
