@@ -51,11 +51,11 @@ static const Name stored_tag = NAME("BlockStored"), removed_tag = NAME("BlockRem
 static const Name main_attention[] = {NAME("full_attention"), NAME("mla_attention"), NAME("sink_full_attention")};
 
 /* The attributes of Stored and of Removed, in the order in which they are built here. */
-enum { STORED_ATTRIBUTES = 16, REMOVED_ATTRIBUTES = 8 };
+enum { STORED_ATTRIBUTES = 17, REMOVED_ATTRIBUTES = 8 };
 static const char *const stored_names[STORED_ATTRIBUTES] = {
     "engine_hashes", "parent", "tokens", "block_size",        "medium",      "adapter",     "salts",
     "extras",        "group",  "part",   "is_main_attention", "tells_salts", "is_identity", "envelope",
-    "is_deep",       "may_begin",
+    "is_deep",       "may_begin", "window",
 };
 static const char *const removed_names[REMOVED_ATTRIBUTES] = {
     "engine_hashes", "medium", "group", "adapter", "salts", "is_identity", "envelope", "part",
@@ -351,7 +351,10 @@ static Outcome read_attention(const Batch *batch, const Event *event, PyObject *
     int is_main = 0;
     for (size_t i = 0; i < sizeof main_attention / sizeof *main_attention; i++)
         is_main |= is_name(&value, &main_attention[i]);
-    *found = Py_NewRef(value.kind == NIL ? Py_None : is_main ? Py_True : Py_False);
+    /* Another group may have a window, which has rules of its own. */
+    if (value.kind != NIL && !is_main)
+        return UNUSUAL;
+    *found = Py_NewRef(value.kind == NIL ? Py_None : Py_True);
     return READ;
 }
 
@@ -403,6 +406,7 @@ static Outcome read_stored(Batch *batch, const Event *event, PyObject **found)
         values[12] = Py_False;
         values[13] = Py_None;
         values[14] = values[15] = Py_False;
+        values[16] = Py_None;
         *found = values[0] == NULL ? NULL : build(batch->stored, stored_attributes, values, STORED_ATTRIBUTES);
         outcome = *found == NULL ? FAILED : READ;
     }

@@ -270,6 +270,8 @@ class Settings(BaseSettings):
     """How many blocks per stream may wait for a parent that has not arrived yet."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
     """From how many blocks per second an ingest worker removes dead holders."""
+    hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
+    """What a match of a hybrid model needs: full attention, with `boundary` also window and state; `off` is without."""
     pool_hashes_max: int = Field(1_000_000, ge=1_000, le=10**9)
     """How many engine hashes of a model are kept where a pool names blocks by them; the oldest tenth goes first."""
     max_entries: Annotated[int, AfterValidator(_zero_or_hundred)] = Field(0, ge=0, le=10**9)

@@ -143,7 +143,7 @@ hashes = st.lists(st.integers(-3, 3), max_size=3)
 @st.composite
 def events(draw: st.DrawFn) -> Any:
     """A good event with some of its values replaced by anything."""
-    stored = dict(zip(vllm.STORED_FIELDS, [[1, 2], None, [1, 2], 1, None, None, None, None, 0, None], strict=True))
+    stored = dict(zip(vllm.STORED_FIELDS, [[1, 2], None, [1, 2], 1, *[None] * 4, 0, None, None], strict=True))
     envelope = {"event_id": 1, "backend_id": "b", "seq_hashes": [1, 2], "base_block_idx": 1, "parent_hash": 5}
     good: list[dict[Any, Any]] = [
         {"type": "BlockStored", **stored},

@@ -58,7 +58,6 @@ PLAIN: dict[str, Any] = {
     "map": stored(),
     "all fields": stored(lora_id=None, lora_name=None, extra_keys=[None, None], group_idx=0)
     | {"kv_cache_spec_kind": "full_attention", "kv_cache_spec_sliding_window": None, "locality": None},
-    "another attention": stored(kv_cache_spec_kind="mamba"),
     "signed hashes": stored(block_hashes=[-1, -BIG, 5], parent_block_hash=-7),
     "byte hashes": stored(block_hashes=[b"\1", b"\2" * 32], parent_block_hash=b"\3" * 9),
     "the root": stored(parent_block_hash=None),
@@ -84,6 +83,8 @@ PLAIN: dict[str, Any] = {
 }
 
 OTHERS: dict[str, Any] = {
+    "states": stored(kv_cache_spec_kind="mamba"),
+    "a window": stored(kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64),
     "a salt": stored(cache_salt="s"),
     "a salt in the keys": stored(extra_keys=[["salt"], None], parent_block_hash=None),
     "images": stored(block_mm_infos=[None, {"mm": 1}]),

@@ -44,9 +44,12 @@ def number(wire_hash: int | bytes) -> int:
     return wire_hash % 2**64 if isinstance(wire_hash, int) else int.from_bytes(wire_hash[-8:], "big")
 
 
+OTHER_KINDS = ["mamba", "sliding_window"]
+
+
 @st.composite
 def stores(draw: st.DrawFn) -> list[Any]:
-    """The ten values of a store that this index reads, in the order of the list."""
+    """The eleven values of a store that this index reads, in the order of the list."""
     hashes = draw(st.lists(wire_hashes, min_size=1, max_size=5, unique_by=number))
     # A parent of 0 is another thing in a list than in a map.
     parents = st.none() | wire_hashes.filter(lambda each: each != 0 and number(each) not in map(number, hashes))
@@ -61,12 +64,15 @@ def stores(draw: st.DrawFn) -> list[Any]:
         draw(st.none() | names),
         draw(st.none() | st.lists(st.none() | st.lists(images), min_size=len(hashes), max_size=len(hashes))),
         draw(st.none() | st.integers(0, 9)),
-        draw(st.sampled_from([None, "full_attention", "mla_attention", "sink_full_attention", "mamba"])),
+        draw(
+            st.sampled_from([None, "full_attention", "mla_attention", "sink_full_attention", "mamba", "sliding_window"])
+        ),
+        draw(st.none() | st.integers(1, 4096)),
     ]
 
 
 def expected(values: list[Any]) -> Stored:
-    hashes, parent, tokens, size, lora_id, medium, lora_name, extra_keys, group, kind = values
+    hashes, parent, tokens, size, lora_id, medium, lora_name, extra_keys, group, kind, tokens_before = values
     extras = tuple(digest(*block) if block else None for block in extra_keys or ())
     return Stored(
         engine_hashes=tuple(map(number, hashes)),
@@ -78,6 +84,7 @@ def expected(values: list[Any]) -> Stored:
         extras=extras if any(extra is not None for extra in extras) else None,
         group=group,
         is_main_attention=None if kind is None else kind.endswith("full_attention") or kind == "mla_attention",
+        window={"mamba": 1, "sliding_window": tokens_before and max(1, tokens_before - 1)}.get(kind),
     )
 
 
@@ -275,6 +282,26 @@ def test_which_groups_are_main_attention(one: Callable[..., Event], kind: str | 
     event = one(stored(kv_cache_spec_kind=kind, group_idx=3))
     assert isinstance(event, Stored)
     assert (event.group, event.is_main_attention) == (3, is_main)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "window"),
+    [
+        ("sliding_window", 64, 63),
+        ("sliding_window_mla", 1, 1),
+        ("sliding_window", None, None),
+        ("sliding_window", 0, None),
+        ("sliding_window", "64", None),
+        ("sliding_window", -1, None),
+        ("mamba", None, 1),
+        ("chunked_local_attention", None, None),
+        ("full_attention", 64, None),
+    ],
+)
+def test_what_a_boundary_needs_of_a_group(one: Callable[..., Event], kind: str, said: object, window: int) -> None:
+    event = one(stored(kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=said, group_idx=3))
+    assert isinstance(event, Stored)
+    assert event.window == window
 
 
 # ---- extra keys ------------------------------------------------------------------------------------

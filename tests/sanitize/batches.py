@@ -163,6 +163,7 @@ def _event(
     else:
         adapter = None if lora_id is None else _integer(lora_id, 2**63 - 1)
     group, attention = named.get("group_idx"), _text(named.get("kv_cache_spec_kind"))
+    _require(attention is None or attention in MAIN)
     keys = named.get("extra_keys")
     if keys is not None:
         _require(type(keys) is list and len(keys) == len(hashes))
@@ -176,7 +177,7 @@ def _event(
         medium=name,
         adapter=adapter,
         group=None if group is None else _integer(group, 2**32 - 1),
-        is_main_attention=None if attention is None else attention in MAIN,
+        is_main_attention=None if attention is None else True,
         tells_salts=not elements or elements >= 9,
     )
 

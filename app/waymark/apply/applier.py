@@ -337,6 +337,7 @@ async def resumed(
         memory=memory,
         # A source of opaque prefixes has no blocks, and bounds of its own.
         bounds=Bounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
+        reads_windows=options.hybrid == "boundary",
     )
     main_group = int(state.main_groups) if state.main_groups else None
     resolver.resume(state.holders, state.flags, main_group, state.event_ids)

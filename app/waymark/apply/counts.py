@@ -62,7 +62,8 @@ class Counts:
         for counter in [counter for counter in counters if counter.startswith(BLOCKS)]:
             counters[counter] = 0
         for name, holder in resolver.holders.items():
-            counters[BLOCKS + name.medium] += resolver.memory.blocks_of(holder)
+            if not name.has_window:
+                counters[BLOCKS + name.medium] += resolver.memory.blocks_of(holder)
 
     def _count_events(self, batches: Sequence[Batch]) -> None:
         counters, metrics = self._counters, self._metrics

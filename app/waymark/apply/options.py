@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Literal, Self
 
 from waymark.domain.generations import Bounds
 from waymark.settings import Settings
@@ -25,6 +25,7 @@ class ApplyOptions:
     batch_events_max: int = 65_536
     event_hashes_max: int = 262_144
     rejected_events_max: int = 1_000
+    hybrid: Literal["boundary", "off"] = "boundary"
 
     @property
     def bounds(self) -> Bounds:
@@ -44,4 +45,5 @@ class ApplyOptions:
             batch_events_max=settings.batch_events_max,
             event_hashes_max=settings.event_hashes_max,
             rejected_events_max=settings.rejected_events_max,
+            hybrid=settings.hybrid,
         )

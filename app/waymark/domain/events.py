@@ -53,6 +53,9 @@ class Stored:
     """KV-cache group of a hybrid model."""
     is_main_attention: bool | None = None
     """What the event says of its group; None where it says nothing."""
+    window: int | None = None
+    """Of a group that is not main attention: how many tokens before a boundary it must have, so that a prefix can be
+    reused up to there; None where that is not known."""
     tells_salts: bool = field(default=True, compare=False)
     """The event's form has a place for salts and images, so that none told means none."""
     is_identity: bool = False

@@ -9,12 +9,13 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from waymark.domain.media import DEVICE, HOST
 from waymark.domain.table import Presence, View
+from waymark.domain.windows import reusable
 
 _NOWHERE: frozenset[str] = frozenset()
 
@@ -52,6 +53,11 @@ class Walk:
             self.values.append((value, length))
         return True
 
+    @property
+    def reusable(self) -> Sequence[tuple[Presence, int]]:
+        """The runs as far as each rank can go on from them: less only where the model is hybrid."""
+        return reusable(self.view, self.runs) if self.view.windows else self.runs
+
 
 @dataclass(slots=True)
 class ConductorRow:
@@ -82,7 +88,7 @@ def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
     view = walk.view
     rows = [ConductorRow(ranks=dict.fromkeys(ranks, 0)) for ranks in view.registered_ranks]
     going = set(range(len(rows)))
-    for presence, length in walk.runs:
+    for presence, length in walk.reusable:
         instances, pool = presence.instances, presence.pool_media
         if not pool and not going <= instances.keys():
             going &= instances.keys()
@@ -109,12 +115,12 @@ def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
     ranks: dict[tuple[int, int], DynamoRank] = {
         (i, dp_rank): DynamoRank() for i, registered in enumerate(view.registered_ranks) for dp_rank in registered
     }
-    for presence, _ in walk.runs:
+    for presence, _ in walk.reusable:
         for i, dp_rank, _ in presence.ranks:
             ranks.setdefault((i, dp_rank), DynamoRank())
     is_off_device, is_off_both = DEVICE.isdisjoint, (DEVICE | HOST).isdisjoint
     at = 0
-    for presence, length in walk.runs:
+    for presence, length in walk.reusable:
         own = {(i, dp_rank): media for i, dp_rank, media in presence.ranks}
         for key, rank in ranks.items():
             media = own.get(key, _NOWHERE) | presence.pool_media
@@ -157,7 +163,7 @@ def target_rows(walk: Walk) -> dict[tuple[str, int], TargetRow]:
     is_off_device, is_off_host = DEVICE.isdisjoint, HOST.isdisjoint
     counts: dict[tuple[int, int], list[int]] = {}
     going: set[tuple[int, int]] | None = None  # None: everybody, nothing read yet
-    for presence, length in walk.runs:
+    for presence, length in walk.reusable:
         own: dict[tuple[int, int], frozenset[str]] = {}
         for i, dp_rank, media in presence.ranks:
             key = i, dp_rank if dp_rank in view.registered_ranks[i] else first[i]
@@ -183,7 +189,7 @@ def target_rows(walk: Walk) -> dict[tuple[str, int], TargetRow]:
 def pool_bitmap(walk: Walk) -> int:
     """Which blocks of the walk a pool has: bit i is block i."""
     bitmap = at = 0
-    for presence, length in walk.runs:
+    for presence, length in walk.reusable:
         if presence.pool_media:
             bitmap |= ((1 << length) - 1) << at
         at += length

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from waymark.domain.engines import Copies, EngineKind, Scope
 from waymark.domain.prefixes import DEFAULT as DEFAULT_PREFIXES
 from waymark.domain.prefixes import PrefixSource
 from waymark.domain.targets import PLAIN, Target
+from waymark.domain.windows import Window
 
 DEFAULT_TENANT = "default"
 
@@ -114,13 +115,17 @@ class Registration:
         return GroupName(self.tenant_id, self.model_name)
 
 
+GROUP: Final = "g"
+"""The digests of other dimensions are hex digits."""
+
+
 class HolderName(NamedTuple):
     """Which holder of its stream one is. Its text form is what the stream's record and the scripts know it by."""
 
     dp_rank: int
     medium: str
     digest: str = ""
-    """Standard events: of the further dimensions of their stream."""
+    """Standard events: of the further dimensions of their stream. ``g<n>``: of KV-cache group n of a hybrid model."""
     epoch: int | None = None
     """On media whose blocks go by time: which stretch of it."""
 
@@ -137,6 +142,11 @@ class HolderName(NamedTuple):
         digest = f" {self.digest}" if self.digest else ""
         epoch = "" if self.epoch is None else f" #{self.epoch}"
         return f"{self.dp_rank} {self.medium}{digest}{epoch}"
+
+    @property
+    def has_window(self) -> bool:
+        """It is of a group that is not full attention."""
+        return self.digest.startswith(GROUP)
 
     @property
     def lasting(self) -> HolderName:
@@ -172,6 +182,8 @@ class Holder:
     backend_id: str
     """The envelope's ``backend_id`` for standard events; the instance_id otherwise."""
     scope: Scope
+    window: Window | None = None
+    """Of a KV-cache group that is not full attention: what a boundary needs of it. Its blocks are no prefix."""
 
 
 # ---- endpoints -------------------------------------------------------------------------------------

@@ -13,15 +13,21 @@ from functools import lru_cache
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
 from waymark.domain.generations import Generations
 from waymark.domain.media import UNNAMED
-from waymark.domain.names import Holder, HolderName, Registration, Unit
+from waymark.domain.names import GROUP, Holder, HolderName, Registration, Unit
 from waymark.domain.objects import SHARD, SHARDS_MAX
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.spaces import Spaces
+from waymark.domain.windows import Window
 
 EXTRA_KEYS = "extra_keys"
 """Flag: this life has reported a salt or an image."""
 UNTRUSTED = "untrusted"
 """Flag: batches were lost, so counts of copies are not what they seem."""
+
+WINDOW = "window:"
+"""Flags of this life that begin so name the windows of groups that are not main attention."""
+WINDOWS_MAX = 64
+"""Groups beyond these count for nothing."""
 
 _EVENTS_AT_ONCE = SLICE_UNITS // EVENT_UNITS
 MEDIA_MAX = 16
@@ -52,19 +58,42 @@ class Planner:
     """The rules of one stream, and the facts they go by: flags and the main group."""
 
     def __init__(
-        self, registration: Registration, publisher: int, foreign_ranks: frozenset[int], generations: Generations
+        self,
+        registration: Registration,
+        publisher: int,
+        foreign_ranks: frozenset[int],
+        generations: Generations,
+        *,
+        reads_windows: bool,
     ) -> None:
         self.foreign_ranks = foreign_ranks
         self.epochs: Mapping[HolderName, int] = {}
         """Of the batch at hand, the generations that its stores go to, by lasting name."""
         self.shards: set[str] = set()
         """Those that stood in the keys of a pool, in this life; ``flags`` has them, too."""
+        self.windows: dict[int, Window] = {}
+        """By KV-cache group, of those that are not main attention; ``flags`` has them, too."""
+        self._reads_windows = reads_windows and registration.scope == "instance"
         self.flags: set[str] = set()
         self.main_group: int | None = None
         self.spaces = Spaces(registration)
         self._registration = registration
         self._publisher = publisher
         self._generations = generations
+
+    def restore(self, flags: frozenset[str]) -> None:
+        """The flags of this life, as its record has them."""
+        self.flags = set(flags)
+        self.shards = {flag.removeprefix(SHARD) for flag in flags if flag.startswith(SHARD)}
+        windows = [Window.parse(flag.removeprefix(WINDOW)) for flag in flags if flag.startswith(WINDOW)]
+        self.windows = {window.group: window for window in windows} if self._reads_windows else {}
+
+    def forget(self) -> None:
+        """The life has ended."""
+        self.flags.clear()
+        self.shards.clear()
+        self.windows.clear()
+        self.main_group = None
 
     def plan(
         self,
@@ -138,6 +167,12 @@ class Planner:
                 plan.begun[name] = self._holder(batch, event)
 
     def _learn(self, event: Stored) -> None:
+        if event.is_main_attention is False:
+            window = self._window_of(event)
+            if window is not None and window.group not in self.windows:
+                self.windows[window.group] = window
+                self.flags.add(f"{WINDOW}{window}")
+            return
         shard = None if event.envelope is None else event.envelope.shard
         if shard is not None and len(self.shards) < SHARDS_MAX and shard not in self.shards:
             self.flags.add(SHARD + shard)
@@ -164,8 +199,31 @@ class Planner:
 
     def _lasting_name(self, batch: Batch, event: Event) -> HolderName:
         """The name without an epoch, which is also the unit that a standard clear ends."""
-        digest = "" if event.envelope is None else self.spaces.dimensions(event, event.envelope)
+        if event.envelope is not None:
+            digest = self.spaces.dimensions(event, event.envelope)
+        else:
+            window = self.window_of(event) if self.windows else None
+            digest = "" if window is None else f"{GROUP}{window.group}"
         return _name(self.rank(batch, event), event.medium or UNNAMED, digest)
+
+    def window_of(self, event: Event) -> Window | None:
+        """The window of the event's group; None where it is main attention, or of no group that is known."""
+        if not self.windows or isinstance(event, Cleared) or event.group is None or event.group == self.main_group:
+            return None
+        if isinstance(event, Stored) and event.is_main_attention is not False:
+            return None
+        return self.windows.get(event.group)
+
+    def _window_of(self, event: Stored) -> Window | None:
+        """What the event says of the window of its group, where blocks of both can be compared."""
+        size, span = self._registration.block_size, event.block_size
+        if not self._reads_windows or event.window is None or event.group is None:
+            return None
+        if event.window == 1:  # a state: it is there or not, whatever block it is named by
+            span = size
+        if not span or (span % size and size % span) or len(self.windows) >= WINDOWS_MAX:
+            return None
+        return Window(event.group, event.window, span)
 
     def _holder(self, batch: Batch, event: Stored | Cleared) -> Holder:
         registration = self._registration
@@ -178,6 +236,7 @@ class Planner:
             block_size=registration.block_size,
             backend_id=event.envelope.backend_id if event.envelope else registration.instance_id,
             scope=registration.scope,
+            window=self.window_of(event),
         )
 
     # ---- whether it counts -------------------------------------------------------------------------
@@ -203,11 +262,14 @@ class Planner:
             return self._skip_reason_of_envelope(event.envelope)
         if isinstance(event, Cleared):
             return None
+        if self.windows and self.window_of(event) is not None:
+            return None
         if isinstance(event, Stored):
+            if event.is_main_attention is False:
+                is_new = event.group != self.main_group and self._window_of(event) is not None
+                return None if is_new else "other_attention"
             if event.block_size != self._registration.block_size and (event.tokens or event.block_size):
                 return "block_size_mismatch"
-            if event.is_main_attention is False:
-                return "other_attention"
         if event.group is None:
             return None
         if self.main_group is None:

@@ -21,7 +21,7 @@ from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks, Spot
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
-from waymark.domain.objects import EARLY_MAX, SHARD, WaitingObjects
+from waymark.domain.objects import EARLY_MAX, WaitingObjects
 from waymark.domain.parts import STEP, Mode, Part, PartList
 from waymark.domain.placing import Placer
 from waymark.domain.plan import EXTRA_KEYS, UNTRUSTED, Plan, Planner
@@ -51,7 +51,9 @@ class Resolver:
         foreign_ranks: frozenset[int] = frozenset(),
         memory: HeldBlocks | None = None,
         bounds: Bounds = _UNBOUNDED,
+        reads_windows: bool = False,
     ) -> None:
+        """``reads_windows``: groups of a hybrid model that are not full attention have holders of their own."""
         self.registration = registration
         self._traits = registration.kind.traits
         self.memory = HeldBlocks() if memory is None else memory
@@ -81,7 +83,7 @@ class Resolver:
         self.generations = Generations(bounds)
         self._holders_of: dict[HolderName, list[int]] = {}
         """The live holders of each lasting name, oldest first."""
-        self._planner = Planner(registration, publisher, foreign_ranks, self.generations)
+        self._planner = Planner(registration, publisher, foreign_ranks, self.generations, reads_windows=reads_windows)
         self._seed = seed
         # It announces again what it has, though its kind otherwise announces copies.
         self._reports_again = registration.copies == "set" and self._traits.copies == "count"
@@ -119,8 +121,8 @@ class Resolver:
         event_ids: Mapping[int, int],
     ) -> None:
         """Take over a stream as its record has it."""
-        self._planner.flags, self._planner.main_group = set(flags), main_group
-        self._planner.shards = {flag.removeprefix(SHARD) for flag in flags if flag.startswith(SHARD)}
+        self._planner.restore(flags)
+        self._planner.main_group = main_group
         self.event_ids = dict(event_ids)
         for name, holder in sorted(holders.items(), key=lambda each: each[1]):
             self._begin(name, holder)
@@ -148,9 +150,7 @@ class Resolver:
             self.event_ids.pop(holder, None)
             self._moved.pop(holder, None)
         if unit == "*":
-            self._planner.flags.clear()
-            self._planner.shards.clear()
-            self._planner.main_group = None
+            self._planner.forget()
         if not self.holders:
             self.missing = self.waiting.dropped_there = 0
         return self.waiting.clear(ended) + self.objects.end(ended)
@@ -223,7 +223,12 @@ class Resolver:
         position, units = self._first_position, 0
         self._early = 0
         placed: _Placed = []
+        windows = self._planner.windows
+        late: list[tuple[int, Stored | Removed]] = []
         for j, event in enumerate(batch.events):
+            if windows and not isinstance(event, Cleared) and self._planner.window_of(event) is not None:
+                late.append((j, event))
+                continue
             units += EVENT_UNITS if isinstance(event, Cleared) else EVENT_UNITS + len(event.engine_hashes)
             if units > SLICE_UNITS:
                 units = 0
@@ -240,6 +245,15 @@ class Resolver:
             else:
                 self._cleared(plan, index, j, batch, event)
             position += _positions(event)
+        # Groups with windows name blocks of main attention, which may stand behind them in the batch.
+        for j, of_group in late:
+            units += EVENT_UNITS + len(of_group.engine_hashes)
+            if units > SLICE_UNITS:
+                units = 0
+                yield
+            if self._planner.skip_reason(plan, batch, of_group, index, j) is None:
+                self._window(parts, position, batch, of_group)
+            position += _positions(of_group)
         # What waited for a block of this batch comes after all of its own events: those have their positions
         # whether or not somebody waited, and a removal among them still finds what waits.
         while placed:
@@ -464,6 +478,24 @@ class Resolver:
         above: Spot | None = None
         for i, h in enumerate(waiting.event.engine_hashes):
             above = self._known(parts, position + i, waiting, h, self.memory.find(waiting.holder, h), above)
+
+    def _window(self, parts: PartList, position: int, batch: Batch, event: Stored | Removed) -> None:
+        """Blocks of a group with a window: they have the hashes of the blocks of main attention that end with them."""
+        name = self._planner.name(batch, event)
+        holders = self._holders_of.get(name.lasting, ())
+        newest = self.holders.get(name)
+        is_full = self.memory.blocks + len(event.engine_hashes) > self._blocks_max
+        for i, h in enumerate(event.engine_hashes):
+            if isinstance(event, Removed):
+                holder = next((each for each in holders if self.memory.held(each, h) is not None), None)
+                if holder is not None:
+                    self.placer.remove(parts, holder, position + i, h, mode=self.mode(holder))
+            elif newest is not None and not is_full:
+                spot = self.memory.find(newest, h)
+                if spot is None:
+                    self.unresolved += 1
+                else:
+                    self.placer.block(parts, newest, position + i, h, spot, mode=self.mode(newest))
 
     def _find_object(self, parts: PartList, position: int, holder: int, engine_hash: int) -> None:
         """Store the block of a pool's object, if all of its shards are there and an engine has reported its hash."""

@@ -7,12 +7,13 @@ everything that a walk needs per distinct value computed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from waymark.domain.engines import Scope
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.targets import Target
+from waymark.domain.windows import RankWindow
 
 #: Holder ids in all block values that a view remembers, some 10 MB; a chain has few values, so this is a ceiling.
 _REMEMBERED_IDS_MAX = 65_536
@@ -44,6 +45,15 @@ class Presence:
     """Media on which a shared pool has them; they count for every instance."""
     newest: int
     """The largest holder id in the value."""
+    windows: frozenset[int] = frozenset()
+    """Indexes into ``View.windows``: the ranks that have them in that group, too."""
+
+    def without(self, ranks: Collection[tuple[int, int]]) -> Presence:
+        """As if these ranks, (instance, dp_rank), did not have them."""
+        if not ranks:
+            return self
+        left = tuple(each for each in self.ranks if each[:2] not in ranks)
+        return replace(self, ranks=left, instances=_by_instance(left))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +110,22 @@ class View:
         index = {instance_id: i for i, instance_id in enumerate(self.instances)}
         # Holder id to (instance or -1 for a pool, dp_rank, medium); an id that is missing counts for nobody.
         self._places: dict[int, tuple[int, int, str]] = {}
+        windows: dict[RankWindow, int] = {}
+        self._windows: dict[int, int] = {}
+        """Holder id to a number in ``windows``; such a holder counts for no prefix."""
         for holder in table.holders.values():
             publisher = table.publishers.get(holder.publisher)
             if publisher is None or publisher.is_lost or holder.block_size != block_size:
                 continue
             instance = -1 if holder.scope == "shared" else index.get(holder.instance_id)
-            if instance is not None:  # else its publisher's row is another instance's: nothing of ours wrote that
+            if holder.window is not None:
+                if instance is not None and instance >= 0:
+                    of = RankWindow(instance, holder.dp_rank, holder.window)
+                    self._windows[holder.id] = windows.setdefault(of, len(windows))
+            elif instance is not None:  # else its publisher's row is another instance's: nothing of ours wrote that
                 self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
+        self.windows = tuple(windows)
+        """What ranks need beside their blocks; empty where no model is hybrid."""
         self._presences: dict[bytes, Presence] = {}
         self._remembered_ids = 0
 
@@ -139,15 +158,21 @@ class View:
                 pool.add(medium)
             else:
                 ranks.setdefault((instance, dp_rank), set()).add(medium)
-        instances: dict[int, frozenset[str]] = {}
-        for (instance, _), media in ranks.items():
-            instances[instance] = instances.get(instance, frozenset()) | media
+        of_ranks = tuple((instance, rank, frozenset(media)) for (instance, rank), media in ranks.items())
         return Presence(
-            ranks=tuple((instance, rank, frozenset(media)) for (instance, rank), media in ranks.items()),
-            instances=instances,
+            ranks=of_ranks,
+            instances=_by_instance(of_ranks),
             pool_media=frozenset(pool),
             newest=max(ids, default=0),
+            windows=frozenset(self._windows[id] for id in ids if id in self._windows) if self._windows else frozenset(),
         )
+
+
+def _by_instance(ranks: Iterable[tuple[int, int, frozenset[str]]]) -> dict[int, frozenset[str]]:
+    instances: dict[int, frozenset[str]] = {}
+    for instance, _, media in ranks:
+        instances[instance] = instances.get(instance, frozenset()) | media
+    return instances
 
 
 def holder_ids(value: bytes) -> list[int]:

@@ -30,6 +30,7 @@ STORED_FIELDS: Final = (
     "extra_keys",
     "group_idx",
     "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
 )
 _EXTRA_KEYS_AT: Final = 1 + STORED_FIELDS.index("extra_keys")
 REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
@@ -39,6 +40,8 @@ _Zero: TypeAlias = Literal["block", "root", "unknown"]
 """What a parent of 0 says. ``root``: the root, unless the publisher has a block 0."""
 
 _MAIN_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+_STATES: Final = frozenset({"mamba"})
+_WINDOWS: Final = frozenset({"sliding_window", "sliding_window_mla"})
 _SALT_PREFIX: Final = "dynamo-cache-salt:"
 
 
@@ -87,7 +90,7 @@ def _values(listed: list[Any] | None, named: Mapping[Any, Any], fields: tuple[st
 
 
 def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: _Zero, tells_salts: bool) -> Event | Ignored:
-    block_hashes, above, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group, kind = values
+    block_hashes, above, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group, kind, window = values
     engine_hashes = wire.hashes(block_hashes, "block_hashes")
     if not engine_hashes:
         return Ignored.EMPTY
@@ -123,6 +126,7 @@ def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: _Zero,
         extras=extras,
         group=_group(group),
         is_main_attention=_is_main(kind),
+        window=_window(kind, window),
         tells_salts=tells_salts,
         may_begin=may_begin,
     )
@@ -152,6 +156,15 @@ def _is_main(kind: Any) -> bool | None:
     if isinstance(kind, str):
         return kind in _MAIN_ATTENTION
     raise Rejected("bad_group", f"kv_cache_spec_kind is {shown(kind)}, not a name")
+
+
+def _window(kind: Any, tokens: Any) -> int | None:
+    """How many tokens before a boundary a group must have; None where a boundary needs something else."""
+    if kind in _STATES:
+        return 1
+    if kind in _WINDOWS and wire.is_u32(tokens) and tokens > 0:
+        return max(1, tokens - 1)  # the token that is computed next is in its window, too
+    return None
 
 
 # ---- extra keys ------------------------------------------------------------------------------------

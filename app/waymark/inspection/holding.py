@@ -147,4 +147,6 @@ def not_counted(table: HolderTable, holder: Holder, block_size: int | None = Non
         return "lost, not counted"
     if block_size is not None and holder.block_size != block_size:
         return f"block size {holder.block_size}, not counted"
+    if holder.window is not None:
+        return f"window of KV-cache group {holder.window.group}, needed at the end of a match"
     return ""

@@ -29,6 +29,7 @@ from waymark.domain.prefixes import (
 )
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import PLAIN, WEIGHT_MAX, Role, Target
+from waymark.domain.windows import Window
 from waymark.store import keys
 from waymark.store.parsing import FORMAT, Document, Malformed, RecordKind, RecordParser, integer_of, names_of
 
@@ -220,7 +221,10 @@ def _prefixes_of(of: Document) -> PrefixSource:
 
 def encode_holder(holder: Holder) -> bytes:
     """A holder's record as JSON, without the ``id``, which Redis assigns when the holder begins."""
-    return orjson.dumps({"format": FORMAT} | {name: getattr(holder, name) for name in _HOLDER_FIELDS})
+    fields = {name: getattr(holder, name) for name in _HOLDER_FIELDS}
+    if holder.window is not None:
+        fields["window"] = str(holder.window)
+    return orjson.dumps({"format": FORMAT} | fields)
 
 
 def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
@@ -303,4 +307,12 @@ def _holder(name: bytes, raw: bytes) -> Holder:
         block_size=of.integer("block_size", 1, U32_MAX),
         backend_id=of.text("backend_id"),
         scope=of.one_of("scope", _SCOPES),
+        window=None if (window := of.optional_text("window")) is None else _window(window),
     )
+
+
+def _window(text: str) -> Window:
+    try:
+        return Window.parse(text)
+    except ValueError:
+        raise Malformed("its window is not <group>:<tokens>:<span>") from None
