@@ -3,7 +3,7 @@
 A line is a metric: its name (without ``waymark_`` and ``_total``), kind, help and labels. A name or a label that is not
 in the table is an error wherever it is counted. Names and labels are an API for
 dashboards: ``tests/test_metrics.py`` holds the list, ``docs/operations.md`` says how each is added up over processes.
-Labels are bounded: a matched route, never a path; a status, a kind, a reason, never a holder, a hash, a tenant or an
+Labels are bounded: a matched route, never a path; a status, a reason, never a holder, a hash, a tenant or an
 endpoint. A model is one only where it is registered, and only up to a ceiling; the same holds for an instance, which is
 one only where another project's dashboards name it.
 
@@ -148,7 +148,7 @@ class Metrics:
     batches_over_ceiling = counter(
         "How many batches were lost, or read in part, because they were above a ceiling.", "ceiling"
     )
-    decode_errors = counter("How many events or payloads could not be decoded.", "kind")
+    decode_errors = counter("How many events or payloads could not be decoded, by reason.", "reason")
     events_ignored = counter("How many events were decoded and not applied.", "reason")
 
     # ---- discovery
@@ -173,7 +173,7 @@ class Metrics:
 
     # ---- tokens
     tokenize_duration_seconds = histogram(
-        "How long it took to tokenize a text or messages, by kind of source.", _REQUEST_BUCKETS, "source"
+        "How long it took to tokenize a text or messages, by source.", _REQUEST_BUCKETS, "source"
     )
     tokenize_segments = counter(
         "How many segments of texts were known, or had to be encoded; a known text counts as one.", "known"
@@ -233,8 +233,10 @@ class Metrics:
     publishers_refused = gauge(
         "How many publishers in the publishers file are registered with other values.", over="max"
     )
-    records_unreadable = gauge("How many records in Redis this process cannot read, by kind.", "kind", over="max")
-    redis_errors = counter("How many calls to Redis failed, by kind.", "kind")
+    records_unreadable = gauge(
+        "How many records in Redis this process cannot read, by their sort.", "record", over="max"
+    )
+    redis_errors = counter("How many calls to Redis failed, by reason.", "reason")
     redis_misconfigured = gauge(
         "Whether a Redis that answers is misconfigured, by reason: 1 or 0.", "reason", over="max"
     )

@@ -53,7 +53,7 @@ async def test_a_fold_is_counted_in_the_record_and_in_the_metrics(stream: Stream
         "missing": 1,
     }
     assert value(metrics, "events_total", type="stored") == 2
-    assert value(metrics, "decode_errors_total", kind="bad_hash") == 3
+    assert value(metrics, "decode_errors_total", reason="bad_hash") == 3
     assert value(metrics, "events_ignored_total", reason="remote") == 2
     assert value(metrics, "unresolved_total") == 1
     assert value(metrics, "batches_total") == 2

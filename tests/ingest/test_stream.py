@@ -208,7 +208,7 @@ async def test_a_payload_that_is_no_batch_is_counted_and_has_its_place(bench: Be
     await pod.agrees()
     await pod.at_watermark(2)
     await pod.counted(decode_errors__bad_msgpack=1, gaps=0, replays__complete=1)
-    assert worker.metric("decode_errors_total", kind="bad_msgpack") == 1
+    assert worker.metric("decode_errors_total", reason="bad_msgpack") == 1
 
 
 async def test_a_restart_after_a_payload_that_is_no_batch_is_a_restart(bench: Bench) -> None:

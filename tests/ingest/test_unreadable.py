@@ -319,7 +319,7 @@ async def test_what_cannot_be_read_is_shown_counted_and_logged_once(
             "field": '["n","z",0]',
             "reason": "kind is none of vLLM, SGLang, Mooncake, standard, continuum, none",
         }
-    assert scene.hand.metric("records_unreadable", kind="registration") == 1
+    assert scene.hand.metric("records_unreadable", record="registration") == 1
     seen = await status.gather(scene.look, status.Wanted())
     assert [record.field for record in seen.unreadable] == ['["n","z",0]']
     assert status.as_json(seen)["unreadable"] == [shown]
@@ -333,7 +333,7 @@ async def test_what_cannot_be_read_is_shown_counted_and_logged_once(
     # And it goes when the record does.
     await scene.bench.redis.hdel(keys.PUBLISHERS, '["n","z",0]')
     await scene.rounds(scene.hand)
-    assert scene.hand.metric("records_unreadable", kind="registration") == 0
+    assert scene.hand.metric("records_unreadable", record="registration") == 0
     assert (await scene.ask("GET", "/workers")).json()["unreadable"] == []
 
 

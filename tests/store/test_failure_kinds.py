@@ -51,4 +51,4 @@ async def test_a_redis_that_is_not_there_is_counted(tmp_path: Path) -> None:
             await store.directory.claims()
     finally:
         await store.close()
-    assert metrics.registry.get_sample_value("waymark_redis_errors_total", {"kind": "connection"}) == 1
+    assert metrics.registry.get_sample_value("waymark_redis_errors_total", {"reason": "connection"}) == 1

@@ -78,7 +78,7 @@ class Counts:
             metrics.events.labels(type=kind.__name__.lower()).inc(count)
         for name, count in rejected.items():
             counters[f"decode_errors.{name}"] += count
-            metrics.decode_errors.labels(kind=name).inc(count)
+            metrics.decode_errors.labels(reason=name).inc(count)
         self._count_ignored(ignored)
 
     def _count_ignored(self, ignored: Counter[str]) -> None:

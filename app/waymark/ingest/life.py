@@ -142,7 +142,7 @@ class Life:
         for kind, sample in batch.samples.items():
             if kind not in self._logged and len(self._logged) < _KINDS_LOGGED_MAX:
                 self._logged.add(kind)
-                about = fields(stream=self.name, kind=kind, sample=sample, bytes=len(payload))
+                about = fields(stream=self.name, reason=kind, sample=sample, bytes=len(payload))
                 log.warning("events rejected", extra=about)
         return batch
 

@@ -158,10 +158,10 @@ class PrefixStream:
             report = read_event(event.type, event.data)
         except Undecodable as exc:
             self._count(f"decode_errors.{exc.kind}")
-            self._metrics.decode_errors.labels(kind=exc.kind).inc()
+            self._metrics.decode_errors.labels(reason=exc.kind).inc()
             if exc.kind not in self._logged:
                 self._logged.add(exc.kind)
-                about = fields(stream=self._name, kind=exc.kind, sample=exc.sentence, bytes=len(event.data))
+                about = fields(stream=self._name, reason=exc.kind, sample=exc.sentence, bytes=len(event.data))
                 log.warning("events rejected", extra=about)
             return None
         if report is None:

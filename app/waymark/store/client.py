@@ -109,7 +109,7 @@ class RedisClient:
             if task and task.cancelling() > cancels:
                 raise asyncio.CancelledError from exc
             if self.metrics is not None:
-                self.metrics.redis_errors.labels(kind=kind_of(exc)).inc()
+                self.metrics.redis_errors.labels(reason=kind_of(exc)).inc()
             raise unavailable(self.url, self._variable, exc) from exc
 
     @property

@@ -75,7 +75,7 @@ class RecordParser:
         self._places: dict[tuple[str, str], Unreadable] = {}
         gauge = (metrics or Metrics()).records_unreadable
         for kind in RecordKind:
-            gauge.labels(kind=kind).set_function(lambda kind=kind: self.counts[kind])  # type: ignore[misc]
+            gauge.labels(record=kind).set_function(lambda kind=kind: self.counts[kind])  # type: ignore[misc]
 
     @property
     def unreadable(self) -> list[Unreadable]:
