@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,26 @@ async def test_a_group_that_redis_has_lost_is_found_again(bench: Bench) -> None:
 
     await wait_until(is_back, "queries find the group", PATIENCE_SECONDS)
     await pod.agrees()
+
+
+async def test_two_publishers_that_were_given_one_id_are_both_applied(bench: Bench) -> None:
+    """As one primary of a Cluster gives it again that came back empty later than the one with the registrations."""
+    await bench.worker()
+    first = await at_work(bench)
+    second = await bench.pod("pod-2")
+    await second.at_work(6)
+    claims = {claim.registration.instance_id: claim for claim in await bench.store.directory.claims()}
+    same = replace(claims["pod-2"], publisher=claims["pod-1"].publisher)
+    field = keys.publisher_field(same.registration.name).decode()
+    await bench.redis.hset(keys.PUBLISHERS, field, same.encode())
+
+    async def are_two() -> bool:
+        return len({claim.publisher for claim in await bench.store.directory.claims()}) == 2
+
+    await wait_until(are_two, "the second has an id of its own", PATIENCE_SECONDS)
+    for pod in (first, second):
+        await pod.work(2)
+        await pod.agrees()
 
 
 @pytest.mark.parametrize("moment", ["quiet", "at work", "between two workers"])

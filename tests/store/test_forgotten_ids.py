@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from redis.asyncio import Redis
 
 from tests.store.factories import GROUP, Stream, claim_of, hgetall, registration, stored, stream_of
 from tests.store.flow import asked
 from waymark.store import keys
+from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
+from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
 BLOCKS = list(range(1, 41))
@@ -24,6 +28,36 @@ async def test_a_publisher_id_that_was_forgotten_is_not_another_publishers(store
     assert other.grant.publisher > stream.grant.publisher
     assert await asked(store, BLOCKS) == {"pod-1": 40}
     await store.registry.unregister([registration("pod-2").name])
+    assert await asked(store, BLOCKS) == {"pod-1": 40}
+
+
+async def of_the_same_id(stream: Stream) -> Claim:
+    """A claim of pod-2 with the ids of pod-1's: the hash of ids was emptied between the two."""
+    other = replace(stream.grant.claim, registration=registration("pod-2"))
+    other = replace(other, raw=other.encode())
+    await stream.redis.hset(keys.PUBLISHERS, keys.publisher_field(other.registration.name).decode(), other.raw)
+    return other
+
+
+async def test_of_two_registrations_with_one_id_the_later_gets_another(store: Store, stream: Stream) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, BLOCKS))
+    other = await of_the_same_id(stream)
+    assert not await store.registry.begin(other), "it is another's"
+    now = await claim_of(store, other.registration)
+    assert now.publisher > other.publisher
+    assert await store.registry.begin(now)
+    assert await store.registry.begin(stream.grant.claim)
+    assert await stream.apply(stored(gpu, [41], seq=2)) is Verdict.APPLIED, "nobody has taken its lease"
+    assert await asked(store, [*BLOCKS, 41]) == {"pod-1": 41}
+
+
+async def test_who_is_unregistered_under_the_id_of_another_takes_nothing_from_him(store: Store, stream: Stream) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, BLOCKS))
+    other = await of_the_same_id(stream)
+    assert await store.registry.unregister([other.registration.name]) == [other.registration.name]
+    assert await store.directory.claims() == [stream.grant.claim]
     assert await asked(store, BLOCKS) == {"pod-1": 40}
 
 

@@ -113,7 +113,10 @@ class Events:
     async def _granted(self, claim: Claim) -> Grant:
         deadline = time.monotonic() + _WAIT_SECONDS
         while True:
-            await self._store.registry.begin(claim)
+            if not await self._store.registry.begin(claim):
+                raise StoreUnavailable(
+                    f"the registration of publisher {shown(str(claim.registration.name))} is being changed; try again"
+                )
             grant = await self._store.leases.take(claim, "", _LEASE_SECONDS)
             if grant is not None:
                 return grant

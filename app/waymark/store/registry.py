@@ -11,6 +11,7 @@ A worker, or a repeated call, finishes these steps if it finds an unfinished cla
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import Literal
 from waymark.domain.names import BY_CLIENT, PublisherName, Registration
 from waymark.domain.rows import FORMAT
 from waymark.errors import Conflict, InvalidValue, StoreUnavailable
+from waymark.logs import fields
 from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.activity import Kind, about
@@ -27,6 +29,8 @@ from waymark.store.client import RedisClient
 from waymark.store.directory import Directory
 from waymark.store.leases import Leases, random_nonce
 from waymark.store.scripts import Scripts, Verdict
+
+log = logging.getLogger(__name__)
 
 #: How often a registration is tried against others that change the same publisher at the same time.
 _ATTEMPTS = 20
@@ -97,12 +101,12 @@ class Registry:
                 if claim.registration.origin == BY_CLIENT and registration.origin.kind != "url":
                     # A client has registered it, so that only a client may unregister it.
                     registration = replace(registration, origin=BY_CLIENT)
-                if claim.registration == registration and await self.begin(claim):
+                if claim.registration == registration and await self._is_begun(claim):
                     return has_moved
                 changed = replace(claim, registration=registration)
                 if claim.registration != registration and claim.has_stream_of(changed):
                     kept = await self._replace(registration.name, claim.raw, changed)
-                    if kept is not None and await self.begin(kept):
+                    if kept is not None and await self._is_begun(kept):
                         await self._client.publish(keys.CONTROL, "registered")
                         return True
                     continue
@@ -169,8 +173,18 @@ class Registry:
     async def begin(self, claim: Claim) -> bool:
         """Write the record and the row of a claim, if they are missing.
 
-        False if they are still missing: another claim has one of the ids, or the claim is not in Redis any more.
+        False if the claim is not in Redis any more, or has an id that is another claim's: then it gets new ids here.
         """
+        if await self._is_begun(claim):
+            return True
+        now = await self._directory.claim(claim.registration.name)
+        if now is not None and now.raw == claim.raw and not now.is_leaving:
+            log.warning("a registration gets new ids", extra=fields(stream=str(claim.registration.name)))
+            await self._end(claim)
+            await self._claim_anew(claim.registration, claim)
+        return False
+
+    async def _is_begun(self, claim: Claim) -> bool:
         return await self._clash(claim) is None and await self._confirm(claim)
 
     async def _clash(self, claim: Claim) -> Literal["group", "publisher"] | None:
@@ -197,7 +211,7 @@ class Registry:
         if raw != claim.raw:
             now = None if raw is None else self._directory.decode(name, raw)
             if now is not None and now.has_stream_of(claim):
-                return await self.begin(now)  # its target has changed meanwhile: the table must have the newer one
+                return await self._is_begun(now)  # its target has changed meanwhile: the table must have the newer one
             await self._end(claim)  # unregistered before it began: what it was given now, no other call would end
             return False
         if entry == b"%d %d" % (claim.group_id, claim.shards):
@@ -295,6 +309,10 @@ class Registry:
             await self._client.publish(keys.CONTROL, "unregistered")
 
     async def _end(self, claim: Claim) -> None:
+        """End a publisher, unless its id is another's, as can happen after a failover."""
+        name = await self._client.hget(keys.record(claim.group_id, claim.publisher), "name")
+        if name not in (None, keys.publisher_field(claim.registration.name)):
+            return
         for attempt in range(_ATTEMPTS):
             grant = await self._leases.take(claim, "unregister", 5.0, force=True)
             if grant is None or await self._leases.end(grant):
