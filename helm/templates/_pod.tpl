@@ -24,6 +24,14 @@ Called with root, role, and values, which are the role's.
 {{- if $engineCa.name }}
 {{- $files = append $files (dict "name" "engine-ca" "path" "/etc/waymark/engine-ca" "source" (dict "secret" (dict "secretName" $engineCa.name))) }}
 {{- end }}
+{{- $isPicker := eq .role "epp" }}
+{{- $certificate := dict }}
+{{- if $isPicker }}
+{{- with .values.certSecret.name }}
+{{- $certificate = $root.Values.epp.certSecret }}
+{{- $files = append $files (dict "name" "certificate" "path" "/etc/waymark/certificate" "source" (dict "secret" (dict "secretName" .))) }}
+{{- end }}
+{{- end }}
 {{- $publishersKey := "publishers.yaml" }}
 {{- $hasPublishers := and (eq .role "ingest") (or .root.Values.publishers .root.Values.publishersConfigMap.name) }}
 {{- if $hasPublishers }}
@@ -56,7 +64,7 @@ spec:
   securityContext:
     {{- toYaml $root.Values.podSecurityContext | nindent 4 }}
   # The time to drain, and then to answer what has begun and to give leases back.
-  terminationGracePeriodSeconds: {{ add (int .values.drainSeconds) 20 }}
+  terminationGracePeriodSeconds: {{ add (int .values.drainSeconds) (int (default 0 .values.finishSeconds)) 20 }}
   {{- with .values.priorityClassName }}
   priorityClassName: {{ . }}
   {{- end }}
@@ -71,12 +79,36 @@ spec:
         - name: http
           containerPort: 13333
           protocol: TCP
+        {{- if $isPicker }}
+        - name: grpc
+          containerPort: 9002
+          protocol: TCP
+        - name: health
+          containerPort: 9003
+          protocol: TCP
+        {{- end }}
       envFrom:
         - configMapRef:
             name: {{ $fullname }}
       env:
-        - name: {{ eq .role "query" | ternary "WAYMARK_PORT" "WAYMARK_INGEST_PORT" }}
+        - name: {{ get (dict "query" "WAYMARK_PORT" "ingest" "WAYMARK_INGEST_PORT" "epp" "WAYMARK_EPP_METRICS_PORT") .role }}
           value: "13333"
+        {{- if $isPicker }}
+        - name: WAYMARK_EPP_PORT
+          value: "9002"
+        - name: WAYMARK_EPP_HEALTH_PORT
+          value: "9003"
+        - name: WAYMARK_EPP_DRAIN_SECONDS
+          value: {{ .values.drainSeconds | quote }}
+        - name: WAYMARK_EPP_FINISH_SECONDS
+          value: {{ .values.finishSeconds | quote }}
+        {{- with $certificate }}
+        - name: WAYMARK_EPP_CERT_FILE
+          value: /etc/waymark/certificate/{{ .certKey }}
+        - name: WAYMARK_EPP_KEY_FILE
+          value: /etc/waymark/certificate/{{ .keyKey }}
+        {{- end }}
+        {{- end }}
         - name: WAYMARK_REDIS_URL
           valueFrom:
             secretKeyRef:
@@ -157,7 +189,7 @@ spec:
       readinessProbe:
         httpGet: {path: /ready, port: http}
         {{- toYaml .values.readinessProbe | nindent 8 }}
-      {{- if .values.drainSeconds }}
+      {{- if and .values.drainSeconds (not $isPicker) }}
       # Goes on answering until every proxy knows that this pod is going; only then comes SIGTERM.
       lifecycle:
         preStop:

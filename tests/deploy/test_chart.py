@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from waymark import __version__
 #: The oldest that Chart.yaml allows, and the newest whose schemas are known.
 KUBERNETES = ("1.25.0", kubernetes_validate.latest_version())
 #: Kinds of the Prometheus operator, of the Gateway API and of KEDA, whose schemas are not Kubernetes' own.
-OPERATED = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject"}
+OPERATED = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject", "InferencePool"}
 # ---- Helm and Kubernetes ---------------------------------------------------------------------------
 
 
@@ -63,7 +64,7 @@ def test_kubernetes_takes_what_it_renders(name: str, kubernetes: str) -> None:
 def test_every_template_renders_something_with_every_value() -> None:
     empty = {path for path, found in render(given("every value")).items() if not found}
     # Disabled on purpose, or another way to say where Redis is.
-    assert empty == {"redis.yaml", "query-pdb.yaml", "ingest-pdb.yaml"}
+    assert empty == {"redis.yaml", "query-pdb.yaml", "ingest-pdb.yaml", "epp-pdb.yaml"}
 
 
 def test_names_stay_within_their_bounds_however_the_release_is_called() -> None:
@@ -141,6 +142,7 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "ingest.replicas": ("ingest.autoscaling.enabled", False),
     "query.podDisruptionBudget.maxUnavailable": ("query.podDisruptionBudget.enabled", True),
     "ingest.podDisruptionBudget.maxUnavailable": ("ingest.podDisruptionBudget.enabled", True),
+    "epp.podDisruptionBudget.maxUnavailable": ("epp.podDisruptionBudget.enabled", True),
     "discovery.namespace": ("discovery.allNamespaces", False),
     "serviceAccount.create": ("serviceAccount.create", False),
 }
@@ -214,3 +216,33 @@ def test_the_chart_beside_valkey_has_values_of_this_one() -> None:
     assert variables(values["waymark"], "query")["WAYMARK_REDIS_URL"]
     assert values["waymark"]["redis"]["url"] == f"redis://{values['valkey']['fullnameOverride']}:6379/0"
     assert "maxmemory-policy noeviction" in values["valkey"]["valkeyConfig"]
+
+
+@pytest.mark.parametrize("version", ["inference.networking.k8s.io/v1", "inference.networking.x-k8s.io/v1alpha2"])
+def test_the_page_shows_the_pool_that_the_chart_makes(version: str) -> None:
+    page = (CHART.parent / "docs" / "integrations.md").read_text(encoding="utf-8")
+    shown = [each for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) for each in yaml.safe_load_all(text)]
+    (pool,) = [each for each in shown if each.get("kind") == "InferencePool" and each["apiVersion"] == version]
+    values = at("epp", {"enabled": True, "inferencePool": {"enabled": True, "apiVersion": version}})
+    made = one(merged(REDIS, values, {"fullnameOverride": "waymark"}), "epp-inferencepool.yaml")
+    for reference in ("endpointPickerRef", "extensionRef"):
+        made["spec"].get(reference, {}).pop("failureMode", None)  # the default, said
+    assert made["spec"] == pool["spec"]
+
+
+def test_the_network_of_a_picker_is_open_to_clients_alone() -> None:
+    policies = render(given("every value"))["networkpolicy.yaml"]
+    (policy,) = [each for each in policies if each["metadata"]["name"].endswith("-epp")]
+    probes, asked = policy["spec"]["ingress"]
+    assert [port["port"] for port in asked["ports"]] == ["grpc", "health"]
+    assert asked["from"] == given("every value")["networkPolicy"]["clients"]
+    assert probes["from"] == given("every value")["networkPolicy"]["scrapers"]
+    assert {"to": given("every value")["networkPolicy"]["engines"]} in policy["spec"]["egress"]
+    (anywhere,) = [
+        each
+        for each in render(merged(REDIS, at("epp.enabled", True), at("networkPolicy.enabled", True)))[
+            "networkpolicy.yaml"
+        ]
+        if each["metadata"]["name"].endswith("-epp")
+    ]
+    assert {} in anywhere["spec"]["egress"]
