@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -55,7 +56,9 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> list[SimulateOptions]:
     given: list[SimulateOptions] = []
 
-    async def simulate(options: SimulateOptions, *, stop: object, on_start: Callable[[str], None]) -> str:
+    async def simulate(
+        options: SimulateOptions, *, stop: object, on_start: Callable[[str], None], on_prompt: object
+    ) -> str:
         given.append(options)
         on_start("engine-0: started")
         return "summary"
@@ -326,6 +329,14 @@ def test_simulate_without_flags_has_the_defaults(
     assert cli.main(["simulate"]) == cli.EXIT_OK
     assert simulated == [SimulateOptions()]
     assert capsys.readouterr().out == "engine-0: started\nsummary\n"
+
+
+def test_simulate_prints_lines_of_json_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--prompts", "3", "--base-port", "0", "--prompts-per-second", "0", "--json"]) == 0
+    engine, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert engine["instance_id"] == summary["engines"][0]["instance_id"] == "engine-0"
+    assert engine["endpoint"].startswith("tcp://127.0.0.1:")
+    assert summary["engines"][0]["prompts"] == 3
 
 
 def test_flags_of_simulate_become_options_of_their_kind(simulated: list[SimulateOptions], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -37,6 +38,18 @@ def test_the_demo_ends_well_and_shows_what_each_engine_has() -> None:
     assert shown[2] == ("chat A, next turn", "engine-0", "320", "320", "256", "64")
     assert {row[2] for row in shown if row[0] == "another topic"} == {"0"}
     assert "Traceback" not in done.stderr
+
+
+def test_the_same_numbers_are_there_for_a_program_and_the_steps_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--json"]) == cli.EXIT_OK
+    printed = capsys.readouterr()
+    first, *others = json.loads(printed.out)
+    assert len(others) == 9
+    assert first == {"label": "chat A", "tokens": 256, "instance": "engine-0", "matched": 256, "gpu": 256, "cpu": 0}
+    steps = [line for line in printed.err.splitlines() if line.startswith("waymark demo: ")]
+    assert steps[0] == "waymark demo: starting Waymark on an embedded Redis"
+    assert steps[1] == "waymark demo: waiting until it is ready"
+    assert steps[-1].startswith("waymark demo: asking for ")
 
 
 def test_settings_in_the_environment_do_not_disturb_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:

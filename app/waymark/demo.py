@@ -64,14 +64,21 @@ class _Service:
     process: asyncio.subprocess.Process | None = None
 
 
-async def run_demo(url: str | None = None, api_token: str | None = None) -> list[Line]:
-    """All of it, with the Waymark at ``url`` or with one of its own; the lines of the table, or DemoFailed."""
+async def run_demo(
+    url: str | None = None, api_token: str | None = None, say: Callable[[str], None] = lambda _: None
+) -> list[Line]:
+    """All of it, with the Waymark at ``url`` or with one of its own; the lines of the table, or DemoFailed.
+
+    ``say`` is told each step.
+    """
+    say("starting Waymark on an embedded Redis" if url is None else f"asking {url}")
     async with _started_service() if url is None else _running_service(url, api_token) as service:
         with _sentences():
-            return await _show(service)
+            return await _show(service, say)
 
 
-async def _show(service: _Service) -> list[Line]:
+async def _show(service: _Service, say: Callable[[str], None]) -> list[Line]:
+    say("waiting until it is ready")
     await _until(service.client.ready, "the service to become ready", service)
     host = await asyncio.to_thread(_own_address, service.base)
     engines = [
@@ -87,11 +94,13 @@ async def _show(service: _Service) -> list[Line]:
     ]
     async with engines[0].publisher, engines[1].publisher, _registered(service, engines):
         questions = list(_questions())
+        say(f"two simulated engines work on {len(questions)} prompts")
         for question in questions:
             for i in question.engines:
                 await engines[i].prefill(question.prompt)
         lines: list[Line] = []
         for question in questions:
+            say(f"asking for '{question.label}'")
             lines += await _ask(service, question, engines)
         return lines
 

@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for names, measure in PARTS:
         if not given.only or set(names) & set(given.only):
             began = time.monotonic()
+            print(f"{', '.join(names)}: measuring, since {time.strftime('%H:%M:%S')}", file=sys.stderr, flush=True)
             rows += measure(options, rows)
             loops += [_loop_ms() for _ in range(5)]
             print(f"{', '.join(names)}: measured in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)

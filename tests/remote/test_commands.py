@@ -18,6 +18,7 @@ from tests.patience import within
 from tests.ports import unused_port
 from waymark import cli
 from waymark.domain.hashing import extend, token_bytes
+from waymark.remote import ask
 from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
@@ -81,11 +82,26 @@ async def test_ask_shows_how_much_each_engine_has(live: Live) -> None:
     found = rows(output, "ENGINE")
     assert found["a"][1:3] == ["32", "32"]
     assert found["b"][1:3] == ["16", "16"]
-    assert found["a"][-1] == "#" * 24
-    assert found["b"][-1] == "#" * 12 + "." * 12
+    assert found["a"][5] == "G" * 8
+    assert found["b"][5] == "G" * 4 + "." * 4
+    assert "block 4 is next, and" in " ".join(found["b"][6:])
+    assert "one character is 1 block: G on GPU" in output
     assert "\x1b" not in output
     answer = await json_of(live, "ask", "--model", "m", "--tokens", "-", stdin=" ".join(map(str, TOKENS)))
     assert {name: row["longest_matched"] for name, row in answer["instances"].items()} == {"a": 32, "b": 16}
+
+
+def test_the_picture_shows_the_fastest_medium_holes_pools_and_what_is_drawn_together() -> None:
+    def holder(medium: str, *runs: tuple[int, int], not_counted: str | None = None) -> dict[str, Any]:
+        return {"dp_rank": 0, "medium": medium, "not_counted": not_counted, "runs": [list(run) for run in runs]}
+
+    holders = [
+        holder("GPU", (0, 2)), holder("CPU", (1, 3)), holder("DISK", (3, 2)), holder("NPU", (6, 1)),
+        holder("GPU", (7, 1), not_counted="its life is over"),
+    ]  # fmt: skip
+    assert ask._blocks(holders, [holder("DISK", (5, 1), (0, 1))], 9) == "GGCCDPo.."
+    assert ask._picture("GGGG..CC", 2).plain == "GG.C"
+    assert ask._picture("GGG..CC", 2).plain == "G++C"
 
 
 async def test_ask_with_another_block_size_or_salt_finds_nothing(live: Live) -> None:

@@ -138,9 +138,8 @@ async def test_engines_are_registered_once_waymark_is_up(waymark: str, monkeypat
     monkeypatch.setattr("waymark.simulator.register.PAUSE_SECONDS", 0.01)
     Waymark.statuses.extend([503, 503])
     lines: list[EngineStarted] = []
-    options = SimulateOptions(
-        base_port=0, prompts=1, dialect="sglang-map", register=waymark, api_token="secret", advertised_host="pod-1"
-    )
+    fields = {"dialect": "sglang-map", "api_token": "secret", "advertised_host": "pod-1", "register": waymark}
+    options = SimulateOptions(base_port=0, prompts=1, register_within_seconds=30, **fields)
     await simulate(options, on_start=lines.append)
     assert len(Waymark.asked) == 3
     path, authorization, body = Waymark.asked[-1]
@@ -167,10 +166,10 @@ async def test_a_refused_registration_ends_the_run_with_the_servers_sentence(way
 
 
 async def test_a_waymark_that_never_comes_up_ends_the_run(free_port: int) -> None:
-    options = SimulateOptions(
-        base_port=0, prompts=1, register=f"http://127.0.0.1:{free_port}", register_within_seconds=0
-    )
-    with pytest.raises(InvalidValue, match="did not register engine-0") as caught:
+    url = f"http://127.0.0.1:{free_port}"
+    options = SimulateOptions(base_port=0, prompts=1, register=url)
+    assert options.register_within_seconds == 0, "a wrong URL fails at once"
+    with pytest.raises(InvalidValue, match=f"{url} did not register engine-0: the connection was refused") as caught:
         await simulate(options)
     assert caught.value.field == "register"
 

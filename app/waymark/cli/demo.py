@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from dataclasses import asdict
 
 from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 
@@ -11,6 +13,7 @@ _EXAMPLES = """\
 examples:
   $ waymark demo                                 start a Waymark on an embedded Redis, and stop it at the end
   $ waymark demo --url http://127.0.0.1:13333    use one that runs
+  $ waymark demo --json | jq .[0]                the same numbers for a program
 """
 
 
@@ -18,18 +21,24 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument("--url", help="use the Waymark at this URL, and start none")
     parser.add_argument("--api-token", help="the bearer token, if that Waymark requires one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from waymark.cli import loop
     from waymark.console.demo_view import parts
+    from waymark.console.progress import Progress
     from waymark.console.screen import Screen
     from waymark.demo import DemoFailed, run_demo
 
     try:
-        lines = loop.run(run_demo(arguments.url, arguments.api_token))
+        with Progress("waymark demo") as progress:
+            lines = loop.run(run_demo(arguments.url, arguments.api_token, progress.step))
     except DemoFailed as exc:
         print(f"waymark demo: {exc}", file=sys.stderr)
         return EXIT_FAILED
-    Screen().show(parts(lines))
+    if arguments.json:
+        print(json.dumps([asdict(line) for line in lines], indent=2))
+    else:
+        Screen().show(parts(lines))
     return EXIT_OK

@@ -21,24 +21,40 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
     parser.epilog = _EXAMPLES
     option_flags.add_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each engine, and one at the end")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
+    import json
     import signal
+    from dataclasses import asdict
 
     from waymark import logs, simulator
     from waymark.cli import loop
+    from waymark.console.progress import Progress
     from waymark.simulator.flags import options_of
 
     logs.configure("warning", "text")
     options = options_of(arguments)
 
-    async def until_stopped() -> str:
+    def shown(found: simulator.EngineStarted | simulator.Summary) -> str:
+        return json.dumps(asdict(found)) if arguments.json else str(found)
+
+    async def until_stopped(progress: Progress) -> str:
         stop, running = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             running.add_signal_handler(number, stop.set)
-        return str(await simulator.simulate(options, stop=stop, on_start=lambda engine: print(engine, flush=True)))
+        of = "" if options.prompts is None else f" of {options.prompts}"
+        summary = await simulator.simulate(
+            options,
+            stop=stop,
+            on_start=lambda engine: print(shown(engine), flush=True),
+            on_prompt=lambda count: progress.count(f"{count}{of} prompts"),
+        )
+        return shown(summary)
 
-    print(loop.run(until_stopped()))
+    with Progress("waymark simulate") as progress:
+        last = loop.run(until_stopped(progress))
+    print(last)
     return EXIT_OK

@@ -16,7 +16,7 @@ from typing import TextIO, TypeAlias
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text as Text
 
 _PLAIN_WIDTH = 100
 

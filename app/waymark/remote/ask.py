@@ -1,31 +1,66 @@
-"""``waymark ask``: which engine has how much of a prompt, as a table with a bar."""
+"""``waymark ask``: which engine has how much of a prompt, and where, as a table with a picture of the blocks."""
 
 from __future__ import annotations
 
 import argparse
+from itertools import groupby
 from typing import Any
 
-from waymark.console.screen import Grid, Part, joined, text
+from waymark.console.screen import Grid, Part, Text, joined, text
+from waymark.domain.media import IN_EVERY_ANSWER, order_of
 from waymark.remote.prompts import fields_of, group_of, token_ids
 from waymark.remote.service import Service
 
-_BAR = 24
+#: How wide a picture is at most.
+_CELLS_MAX = 32
+_ENGINES_MAX = 1000
+#: Of a block: the first letter of its medium, the fastest first, or one of these.
+_NOWHERE, _IN_PART, _OTHER, _POOL = ".", "+", "o", "P"
+_LETTERS = {medium: medium[0] for medium in IN_EVERY_ANSWER}
+_STYLES = dict(zip(_LETTERS.values(), ("green", "yellow", "blue"), strict=True))
+_STYLES |= {_OTHER: "magenta", _POOL: "cyan", _IN_PART: "green", _NOWHERE: "dim"}
 
 
 def ask(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The answer of ``/query`` for this tenant, with the prompt's length, and why nobody has more of it."""
+    """The answer of ``/query`` for this tenant, with the prompt's length, and where its blocks are.
+
+    ``blocks`` of an instance has a character for each block: the letter of its fastest medium, P for a pool, or a dot.
+    """
     group = group_of(service, arguments)
     tokens = token_ids(service, arguments, group)
-    answer = service.post("/query", group | fields_of(arguments) | {"token_ids": tokens, "explain": True})
-    explanation = answer.pop("explanation", None) or {}
+    body = group | fields_of(arguments) | {"token_ids": tokens}
+    answer = service.post("/query", body)
+    inspected = service.post("/inspect/prompt", body | {"top": _ENGINES_MAX})
     rows = answer.get(group["tenant_id"] or "default", {})
+    lines = {each["instance_id"]: each for each in inspected["instances"]}
+    pools = [holder for each in inspected["instances"] if each["is_pool"] for holder in each["holders"]]
+    for name, row in rows.items():
+        line = lines.get(name, {"holders": [], "note": ""})
+        row |= {"blocks": _blocks(line["holders"], pools, inspected["total_blocks"]), "note": line["note"] or ""}
     best_first = sorted(rows.items(), key=lambda item: (-item[1]["longest_matched"], item[0]))
     return {
         "model": group["model"],
         "tokens": len(tokens),
+        "block_size": inspected["block_size"],
         "instances": dict(best_first),
-        "reasons": explanation.get("reasons", []),
+        "reasons": inspected["reasons"],
     }
+
+
+def _blocks(holders: list[dict[str, Any]], pools: list[dict[str, Any]], total: int) -> str:
+    """A character for each block."""
+    signs = [_NOWHERE] * total
+    for holder in pools:
+        _put(signs, holder, _POOL)
+    for holder in sorted(holders, key=lambda each: order_of(each["medium"]), reverse=True):
+        if holder["not_counted"] is None:
+            _put(signs, holder, _LETTERS.get(holder["medium"], _OTHER))
+    return "".join(signs)
+
+
+def _put(signs: list[str], holder: dict[str, Any], sign: str) -> None:
+    for first, length in holder["runs"]:
+        signs[first : first + length] = sign * length
 
 
 def parts(found: dict[str, Any]) -> list[Part]:
@@ -35,23 +70,40 @@ def parts(found: dict[str, Any]) -> list[Part]:
     drawn += [text(reason, "yellow") for reason in found["reasons"]]
     if not rows:
         return [*drawn, text("no engine is registered for this model", "yellow")]
-    media = [name for row in rows.values() for name in row if name not in ("longest_matched", "DP")]
+    media = [name for row in rows.values() for name in row if name not in ("longest_matched", "DP", "blocks", "note")]
     media = list(dict.fromkeys(media))
+    scale = max(1, -(-max(len(row["blocks"]) for row in rows.values()) // _CELLS_MAX))
     cells = [
         (
             text(name),
             text(row["longest_matched"]),
             *(text(row.get(medium, 0)) for medium in media),
-            text(_bar(row["longest_matched"], total), "green"),
+            _picture(row["blocks"], scale),
+            text(row["note"], "yellow"),
         )
         for name, row in rows.items()
     ]
-    drawn += [text(""), Grid(("ENGINE", "HAS", *media, "OF THE PROMPT"), cells, frozenset({"HAS", *media}))]
+    columns = ("ENGINE", "HAS", *media, "BLOCKS", "ENDS BECAUSE")
+    drawn += [
+        text(""),
+        Grid(columns, cells, frozenset({"HAS", *media}), (*media[::-1], "ENDS BECAUSE")),
+        _legend(scale),
+    ]
     if not any(row["longest_matched"] for row in rows.values()) and not found["reasons"]:
         drawn += [text(""), text("no engine has the beginning of this prompt", "yellow")]
     return drawn
 
 
-def _bar(has: int, total: int) -> str:
-    filled = round(_BAR * has / total) if total else 0
-    return "#" * filled + "." * (_BAR - filled)
+def _picture(blocks: str, scale: int) -> Text:
+    signs = ""
+    for start in range(0, len(blocks), scale):
+        piece = set(blocks[start : start + scale])
+        signs += piece.pop() if len(piece) == 1 else _IN_PART
+    return joined(*(text("".join(run), _STYLES[sign]) for sign, run in groupby(signs)))
+
+
+def _legend(scale: int) -> Text:
+    unit = "1 block" if scale == 1 else f"{scale} blocks"
+    mixed = "" if scale == 1 else ", + of several kinds"
+    on = ", ".join(f"{letter} on {medium}" for medium, letter in _LETTERS.items())
+    return text(f"one character is {unit}: {on}, o elsewhere, P in a pool, . nowhere{mixed}", "dim")

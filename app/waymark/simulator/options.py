@@ -86,8 +86,8 @@ class SimulateOptions(Options):
     """How fast an engine makes the tokens of one answer; 0: at once."""
     register_url: str | None = Field(None, alias="register")
     """Base URL of a running Waymark to register the engines with, such as ``http://127.0.0.1:13333``."""
-    register_within_seconds: float = Field(30.0, ge=0)
-    """How long to wait for that Waymark to come up."""
+    register_within_seconds: float = Field(0.0, ge=0)
+    """How long to wait for that Waymark to come up; 0: it has to be there."""
     api_token: str | None = Field(None, repr=False)
     """The token that Waymark asks for."""
 

@@ -29,6 +29,17 @@ async def register(
                 raise InvalidValue(f"{base_url} refused {name}: {error.status} {error}", field="register") from error
             except Unavailable as error:
                 if loop.time() + PAUSE_SECONDS > deadline:
-                    sentence = f"{base_url} did not register {name} within {within_seconds:g} s: {error}"
+                    reason = "the connection was refused" if _is_refused(error) else str(error)
+                    waited = f" within {within_seconds:g} s" if within_seconds else ""
+                    sentence = f"{base_url} did not register {name}{waited}: {reason}"
                     raise InvalidValue(sentence, field="register") from error
             await asyncio.sleep(PAUSE_SECONDS)
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether nobody listens there: an attempt of the connection, deep among the causes, was refused."""
+    if error is None or isinstance(error, ConnectionRefusedError):
+        return error is not None
+    if isinstance(error, BaseExceptionGroup) and any(map(_is_refused, error.exceptions)):
+        return True
+    return _is_refused(error.__cause__ or error.__context__)

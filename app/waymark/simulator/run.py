@@ -96,8 +96,11 @@ async def simulate(
     *,
     stop: asyncio.Event | None = None,
     on_start: Callable[[EngineStarted], None] | None = None,
+    on_prompt: Callable[[int], None] = lambda _: None,
 ) -> Summary:
     """Run engines until the prompts, the time or the trace is over, or ``stop`` is set; what they did.
+
+    ``on_start`` gets each engine that is up, ``on_prompt`` the number of prompts so far.
 
     ``InvalidValue`` where an address cannot be bound, a trace cannot be read, or a registration is refused.
     """
@@ -120,7 +123,7 @@ async def simulate(
         deadline = None if options.duration_seconds is None else loop.time() + options.duration_seconds
         try:
             async with asyncio.timeout_at(deadline) as timeout:
-                await _feed(options, engines, stop)
+                await _feed(options, engines, stop, on_prompt)
                 if options.stay:
                     await stop.wait()
         except TimeoutError:
@@ -129,7 +132,9 @@ async def simulate(
     return Summary(loop.time() - began, tuple(_summary(options, i, engine) for i, engine in enumerate(engines)))
 
 
-async def _feed(options: SimulateOptions, engines: list[SimulatedEngine], stop: asyncio.Event) -> None:
+async def _feed(
+    options: SimulateOptions, engines: list[SimulatedEngine], stop: asyncio.Event, on_prompt: Callable[[int], None]
+) -> None:
     """Prompts to engines and ranks at random, at the pace asked for."""
     rng = random.Random(f"{options.seed}/routing")
     loop = asyncio.get_running_loop()
@@ -143,6 +148,7 @@ async def _feed(options: SimulateOptions, engines: list[SimulatedEngine], stop: 
         if await _stopped_within(stop, began + due - loop.time()):
             return
         await rng.choice(engines).prefill(prompt, rng.randrange(options.ranks))
+        on_prompt(number + 1)
         if options.blocks_per_second:
             due += len(prompt.tokens) // options.block_size / options.blocks_per_second
 

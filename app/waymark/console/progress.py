@@ -1,0 +1,48 @@
+"""What long work is at, on standard error: one line that is rewritten on a terminal, and a few lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Final, Self, TextIO
+
+#: Between two counts, on a terminal and elsewhere.
+_TERMINAL_SECONDS: Final = 0.2
+_OTHER_SECONDS: Final = 10.0
+_CLEAR: Final = "\r\x1b[K"
+
+
+class Progress:
+    """Used with ``with``, so that nothing of it is left on a terminal."""
+
+    def __init__(self, name: str, file: TextIO | None = None) -> None:
+        """``name`` stands in front of each line."""
+        self._name = name
+        self._file = sys.stderr if file is None else file
+        self._is_terminal = self._file.isatty()
+        self._next_count = time.monotonic() + (0.0 if self._is_terminal else _OTHER_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._is_terminal:
+            self._file.write(_CLEAR)
+            self._file.flush()
+
+    def step(self, sentence: str) -> None:
+        """A new step of the work."""
+        self._write(sentence)
+
+    def count(self, sentence: str) -> None:
+        """How far it is; it may be called as often as one likes."""
+        now = time.monotonic()
+        if now >= self._next_count:
+            self._next_count = now + (_TERMINAL_SECONDS if self._is_terminal else _OTHER_SECONDS)
+            self._write(sentence)
+
+    def _write(self, sentence: str) -> None:
+        line = f"{self._name}: {sentence}"
+        self._file.write(f"{_CLEAR}{line}" if self._is_terminal else f"{line}\n")
+        self._file.flush()
