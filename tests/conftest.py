@@ -20,7 +20,7 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from tests.patience import patient, wait_for
+from tests.patience import VARIABLE, patient, wait_for
 from tests.patience import wait_until as wait_until
 from tests.ports import unused_port
 from tests.unit import pytest_addoption as pytest_addoption
@@ -32,6 +32,11 @@ from tests.unit import pytest_xdist_auto_num_workers as pytest_xdist_auto_num_wo
 from waymark import native
 
 SERVER_START_SECONDS = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _no_patience_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 @pytest.fixture(autouse=True)

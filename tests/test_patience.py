@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -95,8 +96,14 @@ def test_a_factor_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value
         patience.patience()
 
 
+def test_a_test_has_the_factor_and_not_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert patience.VARIABLE not in os.environ
+    monkeypatch.setattr(patience, "_given", "7")
+    assert patience.patience() == 7.0
+
+
 def test_without_the_variable_the_load_is_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(patience.VARIABLE, raising=False)
+    monkeypatch.setattr(patience, "_given", "")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     for busy, factor in ((0.0, 1.0), (1.0, 1.0), (2.0, 2.0), (10.0, 10.0)):
         monkeypatch.setattr(patience, "_busy", lambda busy=busy: busy)
