@@ -74,6 +74,8 @@ LIBRARIES: dict[str, set[str]] = {
     "msgpack": {"client", "domain.hashing", "engines", "ingest", "api", "simulator"},
     "orjson": {"store", "discovery", "epp", "ingest", "api", "gateway", "serving", *TOP},
     "prometheus_client": {"instruments", "metrics", "engines.gauges"},
+    "bson": {"gateway.mongo"},
+    "pymongo": {"gateway.mongo"},
     "pydantic": {"settings", "api", "simulator"},
     "pydantic_core": {"api"},
     "pydantic_settings": {"settings"},

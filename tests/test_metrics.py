@@ -115,6 +115,8 @@ EXPORTED = [
     "waymark_response_cache_hit_rate",
     "waymark_response_cache_requests_total{result}",
     "waymark_response_cache_size_bytes",
+    "waymark_responses_copied_total{outcome}",
+    "waymark_responses_total{outcome}",
     "waymark_restarts_total",
     "waymark_script_duration_seconds{script}",
     "waymark_script_replies_total{script,verdict}",

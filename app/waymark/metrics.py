@@ -139,6 +139,9 @@ class Metrics:
         "Whether the response cache is in memory because Redis is unavailable: 1 or 0.", over="max"
     )
 
+    responses = counter("How many responses of `/v1/responses` were to be stored, by outcome.", "outcome")
+    responses_copied = counter("How many stored responses were to be copied to MongoDB, by outcome.", "outcome")
+
     # ---- what publishers send
     frames = counter("How many frames were received, live or by replay.")
     frame_bytes = counter("How many bytes of payload were received, live or by replay.")

@@ -36,7 +36,9 @@ from waymark.endpoints import AllowedEndpoints
 from waymark.errors import SettingsError, StoreUnavailable
 from waymark.gateway.application import Gateway
 from waymark.gateway.engines import GivenEngines
+from waymark.gateway.mongo import MongoArchive
 from waymark.gateway.response_cache import ResponseCache
+from waymark.gateway.responses import Responses
 from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
@@ -247,10 +249,12 @@ async def run(
     if has_api:
         app = create_app(store, settings, metrics, tokenizers, asker, stop)
     gateway = None
+    archive = MongoArchive.of(settings, metrics, store) if has_gateway else None
     if has_gateway:
         cache = ResponseCache.of(settings, metrics, store)
         others = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
-        app = gateway = Gateway(store, settings, metrics, tokenizers, others, cache)
+        responses = Responses.of(settings, metrics, store, archive)
+        app = gateway = Gateway(store, settings, metrics, tokenizers, others, cache, responses)
     server = http_server(
         app, bounds, metrics, shutdown_seconds=settings.gateway_drain_seconds if has_gateway else _SHUTDOWN_SECONDS
     )
@@ -282,6 +286,8 @@ async def run(
             if options is not None:
                 workers.append(tasks.create_task(work(Worker(store, metrics, options, Asker.of(settings)))))
                 workers.append(tasks.create_task(_discovery(store, settings, metrics, asker).run()))
+            if archive is not None:
+                workers.append(tasks.create_task(archive.run()))
             if has_gateway and settings.gateway_engines:
                 workers.append(tasks.create_task(_given_engines(store, settings, asker).run()))
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
@@ -292,6 +298,8 @@ async def run(
     finally:
         if gateway is not None:
             await gateway.close()
+        if archive is not None:
+            archive.close()
         await tokenizers.close()
         await asker.close()
         await store.close()

@@ -364,6 +364,28 @@ class Settings(BaseSettings):
     """How many answers a gateway keeps in its memory while Redis is unavailable; 0 keeps none."""
     response_cache_fallback_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
     """How long it keeps these."""
+    responses: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "memory"
+    """Where a gateway stores answers of `/v1/responses`, so that a later request may go on from one."""
+    responses_ttl_seconds: int = Field(_DAY, ge=1, le=30 * _DAY)
+    """How long such an answer is stored, in memory or in Redis."""
+    responses_entry_bytes: int = Field(_MIB, ge=1024, le=64 * _MIB)
+    """The largest conversation that is stored, in bytes."""
+    responses_entries: int = Field(10_000, ge=1, le=10_000_000)
+    """How many of these answers a gateway stores in memory."""
+    responses_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
+    """How many bytes of these answers a gateway stores in memory."""
+    responses_mongo_url: SecretStr | None = None
+    """The URL of the MongoDB that gets a copy of every answer that is stored in Redis."""
+    responses_mongo_database: str = Field("waymark", pattern=r"^[A-Za-z0-9_-]{1,63}$")
+    """The database of these copies."""
+    responses_mongo_collection: str = Field("responses", pattern=r"^[A-Za-z0-9_-]{1,63}$")
+    """The collection of these copies."""
+    responses_mongo_ttl_seconds: int = Field(30 * _DAY, ge=1, le=3650 * _DAY)
+    """How long MongoDB keeps them."""
+    responses_mongo_ms: int = Field(500, ge=10, le=60_000)
+    """How long one operation of MongoDB may take."""
+    responses_mongo_queue: int = Field(1_000_000, ge=1, le=100_000_000)
+    """How many changes wait in Redis at most, about, while MongoDB is unavailable."""
     profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
     """Whether a gateway sends a request to one engine, or its prefill to another one; `auto` is as the policy says."""
     epp_port: int = Field(9002, ge=1, le=65535)
@@ -409,6 +431,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
+        if self.responses_mongo_url is not None and self.responses != "redis":
+            raise ValueError(
+                f"WAYMARK_RESPONSES_MONGO_URL is set but WAYMARK_RESPONSES is {self.responses}: only what is in Redis "
+                "is copied to MongoDB, so set the latter to redis, or leave the former out"
+            )
         if self.protect_reads and self.api_token is None and self.api_tokens_file is None:
             raise ValueError(
                 "WAYMARK_PROTECT_READS is true but there is no WAYMARK_API_TOKEN: set one, or leave the former out"

@@ -20,6 +20,8 @@ from waymark.domain.names import Registration
 from waymark.domain.targets import Target
 from waymark.gateway.application import Gateway
 from waymark.gateway.response_cache import ResponseCache
+from waymark.gateway.response_places import Archive
+from waymark.gateway.responses import Responses
 from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
 from waymark.settings import Settings
@@ -106,7 +108,9 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
     """Starts a gateway with that many engines and those settings; ``redis_url`` among them wins."""
     async with AsyncExitStack() as stack:
 
-        async def begin(engines: int = 2, *, fallback: str | None = None, **given: Any) -> Running:
+        async def begin(
+            engines: int = 2, *, fallback: str | None = None, archive: Archive | None = None, **given: Any
+        ) -> Running:
             url = given.pop("redis_url", redis_url)
             settings = Settings(redis_url=url, **given)
             metrics = Metrics()
@@ -119,7 +123,8 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             stack.push_async_callback(tokenizers.close)
             cache = ResponseCache.of(settings, metrics, store)
             admin = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
-            gateway = Gateway(store, settings, metrics, tokenizers, admin, cache)
+            responses = Responses.of(settings, metrics, store, archive)
+            gateway = Gateway(store, settings, metrics, tokenizers, admin, cache, responses)
             stack.push_async_callback(gateway.close)
             port = await stack.enter_async_context(served(gateway, protocol(connections(metrics))))
             client = await stack.enter_async_context(

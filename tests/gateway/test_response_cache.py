@@ -14,7 +14,8 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events
 from waymark.chat.cache_key import cache_key, is_cacheable
-from waymark.gateway.answers import Held, MemoryAnswers
+from waymark.gateway.answers import MemoryAnswers
+from waymark.gateway.bounded import Held
 from waymark.gateway.kept import Kept
 from waymark.metrics import Metrics
 

@@ -15,7 +15,8 @@ from tests.e2e.redis_server import RedisServer, redis_server
 from tests.gateway.conftest import Start, chat, events
 from tests.gateway.test_response_cache import DELTA, DONE, LAST, answering, results
 from waymark.errors import SettingsError, StoreUnavailable
-from waymark.gateway.answers import Held, MemoryAnswers
+from waymark.gateway.answers import MemoryAnswers
+from waymark.gateway.bounded import Held
 from waymark.gateway.kept import Kept
 from waymark.gateway.shared_answers import SharedAnswers
 from waymark.metrics import Metrics

@@ -114,6 +114,13 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert (await store.answers.find(b"k" * 32)).value == b"v"
     assert (await store.answers.room()).entries == await store.answers.clear() == 1
 
+    await store.responses.keep("1" * 32, b"{}", milliseconds=60_000, queue_max=10)
+    assert await store.responses.find(["1" * 32, "2" * 32]) == [b"{}", None]
+    (entry,) = await store.responses.take("worker-1", 10, idle_ms=0)
+    assert (entry.name, await store.responses.take("worker-2", 10, idle_ms=0)) == ("1" * 32, [entry])
+    await store.responses.end([entry.id])
+    assert await store.responses.take("worker-2", 10, idle_ms=0) == []
+
     assert await store.leases.renew(one, 60.0)
     assert await store.records.write(one, {"status": "active"}, {"frames": 2})
     assert await store.records.set_lost(one, is_lost=True)

@@ -144,6 +144,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await decide(store, redis, grant)
     await store.scripts.add_counts(keys.COUNTS, keys.SEEN, ["kv_index.kv_aware", 1], ["6b6579"])
     await answers(store)
+    await responses(store)
     for change in Change:
         await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("a"), change)], ttl_seconds=60)
     await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("b"), Change.WARM)], ttl_seconds=60)
@@ -244,6 +245,16 @@ async def answers(store: Store) -> None:
     found = await store.answers.find(b"\1" * 32)
     for key in (b"\1" * 32, b"\2" * 32):
         await store.answers.keep(key, b"a\nb", found.word, milliseconds=600_000, entries_max=1, bytes_max=1000)
+
+
+async def responses(store: Store) -> None:
+    """Responses that clients may go on from; one of them is copied, and one is deleted."""
+    for name in ("1" * 32, "2" * 32, "3" * 32):
+        await store.responses.keep(name, b"{}", milliseconds=600_000, queue_max=100)
+    entries = await store.responses.take("one", 100, idle_ms=60_000)
+    await store.responses.end([entry.id for entry in entries])
+    await store.responses.delete("1" * 32, milliseconds=600_000, queue_max=100)
+    await store.responses.delete("2" * 32, milliseconds=600_000, queue_max=0)
 
 
 async def _is_gone(redis: Redis, key: str) -> bool:

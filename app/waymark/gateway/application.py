@@ -15,10 +15,11 @@ import orjson
 from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_of
 from waymark.errors import StoreUnavailable, WaymarkError
-from waymark.gateway.bodies import body_of_request, with_cache_control
+from waymark.gateway.bodies import Body, body_of_request, with_cache_control
 from waymark.gateway.models import served_models
 from waymark.gateway.proxy import Exchange, Message, Proxy, Send
 from waymark.gateway.response_cache import ResponseCache
+from waymark.gateway.responses import Responses
 from waymark.gateway.security import Client, Headers, Keys, Limits
 from waymark.gateway.shapes import PATHS, Refusal, body_of, refusal_of
 from waymark.gateway.upstream import Upstream
@@ -38,7 +39,7 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_MODELS = "/v1/models"
+_MODELS, _RESPONSES = "/v1/models", "/v1/responses/"
 _IS_SANE = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
 _IS_QUERY = re.compile(rb"[!-~]{0,2048}").fullmatch
 _HEADER = b"x-request-id"
@@ -60,6 +61,7 @@ class Gateway:
         tokenizers: Tokenizers,
         others: Application,
         cache: ResponseCache | None = None,
+        responses: Responses | None = None,
     ) -> None:
         """Raises SettingsError where the keys or the policy cannot be used."""
         self._others = others
@@ -67,6 +69,7 @@ class Gateway:
         self._body_bytes_max = settings.max_body_bytes
         self._injects_cache_control = settings.cache_control_injection
         self._cache = cache
+        self._responses = responses
         self._keys = Keys.of(settings)
         self._limits = Limits(settings.gateway_key_requests, settings.gateway_key_tokens)
         selector = Selector(store, SelectionOptions.of(settings), metrics)
@@ -92,6 +95,8 @@ class Gateway:
         answer = _Answer(send, request_id)
         began = perf_counter()
         route = path if path in PATHS or path == _MODELS else "none"
+        if path.startswith(_RESPONSES):
+            route = _RESPONSES + "{id}"
         try:
             await self._answer(scope, headers, receive, answer, request_id)
         except Gone:
@@ -107,6 +112,9 @@ class Gateway:
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, answer: _Answer, request_id: str
     ) -> None:
         path, method = scope["path"], scope["method"]
+        if path.startswith(_RESPONSES) and self._responses is not None:
+            await self._stored(self._responses, method, self._keys.client(headers), path[len(_RESPONSES) :], answer)
+            return
         api = PATHS.get(path)
         if api is None and not (path == _MODELS or path.startswith(_MODELS + "/")):
             raise Refusal(404, "there is no such path; this gateway has " + ", ".join(PATHS), "not_found")
@@ -123,10 +131,32 @@ class Gateway:
         exchange = Exchange(api, path, query, scope["headers"], body, request_id, answer)
         await _while_connected(self._exchange(client, headers, exchange), receive)
 
+    async def _stored(
+        self, responses: Responses, method: str, client: Client, response_id: str, answer: _Answer
+    ) -> None:
+        """What a client asks of a stored response."""
+        asked = {"GET": responses.find, "DELETE": responses.delete}.get(method)
+        if asked is None:
+            raise Refusal(405, f"{_RESPONSES}{{id}} takes GET and DELETE", "method_not_allowed")
+        await answer.whole(200, await asked(client, response_id))
+
+    async def _expanded(self, client: Client, exchange: Exchange, body: Body) -> Body:
+        """A request to the Responses API with the conversation that it goes on from; its answer is stored."""
+        if self._responses is None or exchange.api is not Form.RESPONSES:
+            return body
+        expanded = await self._responses.expand(client, body.fields)
+        fields = body.fields if expanded is None else expanded
+        exchange.send = self._responses.recorder(client, exchange.send, body.fields, fields)
+        if expanded is None:
+            return body
+        exchange.body = orjson.dumps(expanded)
+        return body_of_request(exchange.path, exchange.body)
+
     async def _exchange(self, client: Client, headers: Mapping[bytes, bytes], exchange: Exchange) -> None:
         body = body_of_request(exchange.path, exchange.body)
         if self._injects_cache_control:
             exchange.body = with_cache_control(body, exchange.body)
+        body = await self._expanded(client, exchange, body)
         with self._limits.request(client) as share:
             self._metrics.gateway_requests.inc()
 

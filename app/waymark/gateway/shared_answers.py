@@ -15,7 +15,8 @@ from time import perf_counter
 from typing import Any, Final, TypeVar
 
 from waymark.errors import StoreUnavailable
-from waymark.gateway.answers import Held, Lookup, MemoryAnswers
+from waymark.gateway.answers import Lookup, MemoryAnswers
+from waymark.gateway.bounded import Held
 from waymark.gateway.kept import Kept
 from waymark.logs import fields
 from waymark.metrics import Metrics

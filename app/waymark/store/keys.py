@@ -30,6 +30,8 @@ ACTIVITY = "wm:activity"
 ANSWERS = "wm:answers"
 ANSWERS_KEPT = "wm:answers:kept:{wm:answers}"
 ANSWERS_DUE = "wm:answers:due:{wm:answers}"
+#: Names of stored responses that are to be copied to MongoDB, in the slot of the responses.
+RESPONSES_QUEUE = "wm:responses:queue:{wm:responses}"
 INCARNATION = "wm:birth"
 #: The channel on which changes of registrations are announced; a hint to read them again.
 CONTROL = "wm:control"
@@ -101,6 +103,11 @@ def request(group_id: int, request_id: str) -> str:
 def selection(selection_id: str) -> str:
     """``selection_id``: 16 hex digits. Clients name a selection without its group."""
     return f"wm:selection:{selection_id}"
+
+
+def response(name: str) -> str:
+    """A stored response. ``name``: 32 hex digits."""
+    return f"wm:response:{{wm:responses}}:{name}"
 
 
 def spec(group_id: int, block_key: int) -> str:

@@ -343,6 +343,22 @@ class Scripts:
     async def clear_answers(self, answers: str, kept: str, due: str, word: str) -> Outcome:
         return await self._run("clear_answers", [answers, kept, due], [word])
 
+    async def keep_response(
+        self, response: str, queue: str, name: str, milliseconds: int, value: bytes, group: str, length: int
+    ) -> Outcome:
+        return await self._run("keep_response", [response, queue], [name, milliseconds, value, group, length])
+
+    async def take_responses(
+        self, queue: str, group: str, consumer: str, count: int, milliseconds: int
+    ) -> list[tuple[str, str]]:
+        """Ids of entries, and names of responses."""
+        _, *texts = await self._call("take_responses", [queue], [group, consumer, count, milliseconds])
+        words = [lenient_text(text) for text in texts]
+        return list(zip(words[::2], words[1::2], strict=True))
+
+    async def end_responses(self, queue: str, group: str, id: Sequence[str]) -> Outcome:
+        return await self._run("end_responses", [queue], [group, *id])
+
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """The workers that are alive, as members of ``wm:workers``."""
         _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])

@@ -35,6 +35,7 @@ from waymark.store.reader import Reader
 from waymark.store.records import Records
 from waymark.store.registry import Registry
 from waymark.store.reservations import Reservations
+from waymark.store.responses import Responses
 from waymark.store.scripts import Scripts
 from waymark.store.selections import Selections
 from waymark.store.speculative import Speculative
@@ -96,6 +97,7 @@ class Store:
         self.prefixes = Prefixes(client, self.scripts)
         self.answers = Answers(client, self.scripts)
         self.placements = Placements(client, self.scripts)
+        self.responses = Responses(client, self.scripts)
         self.counts = FleetCounts(client, self.scripts, self.begin)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client

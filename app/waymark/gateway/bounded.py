@@ -1,0 +1,83 @@
+"""Values in memory: the least recently used goes first, and none is older than its time."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+V = TypeVar("V")
+
+#: What an entry takes in addition to its value: key, tuple, dictionary.
+ENTRY_BYTES = 512
+
+
+class Held(NamedTuple):
+    """How much is kept."""
+
+    entries: int
+    bytes: int
+
+
+class Bounded(Generic[V]):
+    """Bounded in entries and in bytes; ``size`` is that of a value, ``evicted`` is called for each that makes room."""
+
+    def __init__(
+        self,
+        entries_max: int,
+        bytes_max: int,
+        ttl_seconds: float,
+        size: Callable[[V], int],
+        *,
+        evicted: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._entries_max = entries_max
+        self._bytes_max = bytes_max
+        self._ttl_seconds = ttl_seconds
+        self._size = size
+        self._evicted = evicted
+        self._clock = clock
+        self._bytes = 0
+        self._held: OrderedDict[bytes, tuple[float, V]] = OrderedDict()
+
+    @property
+    def held(self) -> Held:
+        return Held(len(self._held), self._bytes)
+
+    def find(self, key: bytes) -> V | None:
+        """The value under a key, unless its time is over."""
+        found = self._held.get(key)
+        if found is None:
+            return None
+        until, value = found
+        if self._clock() >= until:
+            self.remove(key)
+            return None
+        self._held.move_to_end(key)
+        return value
+
+    def keep(self, key: bytes, value: V) -> None:
+        """Keep a value; others go where there is no room. One that is larger than all room is not kept."""
+        self.remove(key)
+        size = self._size(value) + ENTRY_BYTES
+        if size > self._bytes_max or not self._entries_max:
+            return
+        while self._held and (len(self._held) >= self._entries_max or self._bytes + size > self._bytes_max):
+            self.remove(next(iter(self._held)))
+            self._evicted()
+        self._held[key] = self._clock() + self._ttl_seconds, value
+        self._bytes += size
+
+    def remove(self, key: bytes) -> None:
+        found = self._held.pop(key, None)
+        if found is not None:
+            self._bytes -= self._size(found[1]) + ENTRY_BYTES
+
+    def clear(self) -> int:
+        """Forget all; how many there were."""
+        count = len(self._held)
+        self._held.clear()
+        self._bytes = 0
+        return count

@@ -1,0 +1,166 @@
+"""MongoDB behind the stored responses of Redis: it keeps them for longer.
+
+Every change is queued in Redis. Any number of gateways take changes from the queue; each copies what Redis has now, so
+the order and the number of copies do not matter. A change leaves the queue when MongoDB has it. While MongoDB is
+unavailable, slow or full, changes wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from waymark.errors import RemoteUnavailable, SettingsError, StoreUnavailable
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.responses import Entry, Responses
+from waymark.store.store import Store
+
+if TYPE_CHECKING:
+    from pymongo.collection import Collection
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_BATCH = 100
+_POLL_SECONDS = 1.0
+_AGAIN_SECONDS, _AGAIN_SECONDS_MAX = 1.0, 30.0
+#: After how long a change is taken from a gateway that has not copied it.
+_CLAIM_MS = 30_000
+
+
+class MongoArchive:
+    """``collection`` is one of pymongo, whose calls block; they run in a thread, with ``milliseconds`` each."""
+
+    def __init__(
+        self,
+        stored: Responses,
+        collection: Collection[Any],
+        metrics: Metrics,
+        *,
+        ttl_seconds: int,
+        milliseconds: int,
+        claim_ms: int = _CLAIM_MS,
+        poll_seconds: float = _POLL_SECONDS,
+    ) -> None:
+        self._stored = stored
+        self._collection = collection
+        self._metrics = metrics
+        self._ttl = timedelta(seconds=ttl_seconds)
+        self._seconds = milliseconds / 1000
+        self._claim_ms = claim_ms
+        self._poll_seconds = poll_seconds
+        self._consumer = secrets.token_hex(8)
+
+    @classmethod
+    def of(cls, settings: Settings, metrics: Metrics, store: Store) -> MongoArchive | None:
+        """None without a URL. Raises SettingsError where pymongo is missing, or the URL is none."""
+        if settings.responses_mongo_url is None:
+            return None
+        try:
+            from pymongo import MongoClient
+            from pymongo.errors import PyMongoError
+        except ImportError:
+            raise SettingsError(
+                "WAYMARK_RESPONSES_MONGO_URL needs pymongo: install waymark[mongo], or leave the setting out"
+            ) from None
+        milliseconds = settings.responses_mongo_ms
+        try:
+            client: MongoClient[Any] = MongoClient(
+                settings.responses_mongo_url.get_secret_value(),
+                serverSelectionTimeoutMS=milliseconds,
+                connectTimeoutMS=milliseconds,
+                socketTimeoutMS=milliseconds,
+                tz_aware=True,
+                connect=False,
+            )
+        except (PyMongoError, ValueError) as error:
+            raise SettingsError(f"WAYMARK_RESPONSES_MONGO_URL cannot be used: {error}") from None
+        collection = client[settings.responses_mongo_database][settings.responses_mongo_collection]
+        return cls(
+            store.responses,
+            collection,
+            metrics,
+            ttl_seconds=settings.responses_mongo_ttl_seconds,
+            milliseconds=milliseconds,
+        )
+
+    async def find(self, name: str) -> bytes | None:
+        """A response that Redis has no more. Raises RemoteUnavailable."""
+        found = await self._called(lambda: self._collection.find_one({"_id": name}))
+        if found is None or found["until"] <= datetime.now(UTC):
+            return None
+        return bytes(found["response"])
+
+    async def run(self) -> None:
+        """Copy what is queued, until it is cancelled."""
+        await self._until_done(self._create_index)
+        while True:
+            try:
+                entries = await self._stored.take(self._consumer, _BATCH, idle_ms=self._claim_ms)
+            except StoreUnavailable as error:
+                log.debug("the queue of responses cannot be read", extra=fields(error=error.sentence))
+                entries = []
+            if entries:
+                await self._until_done(lambda entries=entries: self._copy(entries))  # type: ignore[misc]
+            else:
+                await asyncio.sleep(self._poll_seconds)
+
+    def close(self) -> None:
+        self._collection.database.client.close()
+
+    async def _until_done(self, work: Callable[[], Any]) -> None:
+        pause = min(_AGAIN_SECONDS, self._poll_seconds)
+        while True:
+            try:
+                await work()
+            except (RemoteUnavailable, StoreUnavailable) as error:
+                self._metrics.responses_copied.labels(outcome="failed").inc()
+                log.warning("responses are not copied to MongoDB yet", extra=fields(error=error.sentence))
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _AGAIN_SECONDS_MAX)
+            else:
+                return
+
+    async def _create_index(self) -> None:
+        await self._called(lambda: self._collection.create_index("until", expireAfterSeconds=0))
+
+    async def _copy(self, entries: Sequence[Entry]) -> None:
+        names = list(dict.fromkeys(entry.name for entry in entries))
+        values = dict(zip(names, await self._stored.find(names), strict=True))
+        await self._called(lambda: self._write(values))
+        await self._stored.end([entry.id for entry in entries])
+        self._metrics.responses_copied.labels(outcome="copied").inc(len(names))
+
+    def _write(self, values: dict[str, bytes | None]) -> None:
+        from pymongo import DeleteOne, ReplaceOne
+
+        until = datetime.now(UTC) + self._ttl
+        changes: list[Any] = []
+        for name, value in values.items():
+            if value:
+                entry = {"_id": name, "response": value, "until": until}
+                changes.append(ReplaceOne({"_id": name}, entry, upsert=True))
+            elif value is not None:  # deleted; one that Redis has lost is left as it is
+                changes.append(DeleteOne({"_id": name}))
+        if changes:
+            self._collection.bulk_write(changes, ordered=False)
+
+    async def _called(self, call: Callable[[], T]) -> T:
+        """A call in a thread. Raises RemoteUnavailable."""
+        from pymongo.errors import PyMongoError
+
+        try:
+            async with asyncio.timeout(4 * self._seconds):
+                return await asyncio.to_thread(call)
+        except (PyMongoError, TimeoutError) as error:
+            # Its text may hold what was to be written.
+            raise RemoteUnavailable(
+                f"MongoDB cannot be used ({type(error).__name__}); look at it, and at WAYMARK_RESPONSES_MONGO_URL"
+            ) from None

@@ -1,0 +1,136 @@
+"""Stored responses: a request to ``/v1/responses`` may go on from an earlier answer, whichever engine gave it.
+
+The gateway puts the items of the conversation before the ``input`` of the request, so an engine needs no memory of its
+own. A response is kept before its last byte goes to the client, so that the next request finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from hashlib import sha256
+from typing import Any
+
+import orjson
+
+from waymark.errors import RemoteUnavailable, StoreUnavailable
+from waymark.gateway.recorder import Recorder
+from waymark.gateway.response_places import Archive, MemoryResponses, RedisResponses, ResponsePlace
+from waymark.gateway.security import Client
+from waymark.gateway.shapes import Refusal
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+_PREVIOUS = "previous_response_id"
+#: States in which a response does not change any more, and can be gone on from.
+_KEPT = frozenset({"completed", "incomplete"})
+_ID_CHARACTERS_MAX = 256
+
+
+class Responses:
+    """The responses of the clients of one gateway. ``entry_bytes`` is the most that one may take."""
+
+    def __init__(self, place: ResponsePlace, metrics: Metrics, begin: Begin, *, entry_bytes: int) -> None:
+        self._place = place
+        self._metrics = metrics
+        self._begin = begin
+        self._entry_bytes = entry_bytes
+
+    @classmethod
+    def of(cls, settings: Settings, metrics: Metrics, store: Store, archive: Archive | None = None) -> Responses | None:
+        """None where nothing is stored. ``archive`` is what is behind Redis."""
+        place: ResponsePlace
+        if settings.responses == "off":
+            return None
+        if settings.responses == "memory":
+            place = MemoryResponses(
+                settings.responses_entries, settings.responses_bytes, settings.responses_ttl_seconds
+            )
+        else:
+            place = RedisResponses(
+                store.responses, settings.responses_ttl_seconds, archive, settings.responses_mongo_queue
+            )
+        return cls(place, metrics, store.begin, entry_bytes=settings.responses_entry_bytes)
+
+    async def expand(self, client: Client, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The request with the conversation that it goes on from; None where it goes on from none.
+
+        Raises Refusal for an unknown response, StoreUnavailable, RemoteUnavailable.
+        """
+        previous = request.get(_PREVIOUS)
+        if previous is None:
+            return None
+        entry = await self._entry(client, previous, _PREVIOUS)
+        given = {name: value for name, value in request.items() if name != _PREVIOUS}
+        return given | {"input": entry["items"] + _items(request.get("input"))}
+
+    def recorder(self, client: Client, send: Any, given: Mapping[str, Any], sent: Mapping[str, Any]) -> Recorder:
+        """Sends the answer of an engine on. ``given`` is what the client asked, ``sent`` what the engine was asked."""
+
+        async def keep(response: dict[str, Any]) -> None:
+            if response.get("status") in _KEPT and isinstance(response.get("id"), str):
+                items = _items(sent.get("input")) + _items(response.get("output"))
+                # A client that goes away now may still go on from it.
+                await asyncio.shield(self._begin(self._keep(client, response, items)))
+
+        previous = given.get(_PREVIOUS)
+        return Recorder(
+            send,
+            {} if previous is None else {_PREVIOUS: previous},
+            None if given.get("store") is False else keep,
+            bytes_max=self._entry_bytes,
+        )
+
+    async def find(self, client: Client, response_id: str) -> bytes:
+        """A response, as JSON. Raises Refusal, StoreUnavailable, RemoteUnavailable."""
+        return orjson.dumps((await self._entry(client, response_id))["response"])
+
+    async def delete(self, client: Client, response_id: str) -> bytes:
+        """Delete a response; what says so, as JSON. Raises as ``find``."""
+        await self._entry(client, response_id)
+        await self._place.delete(_name(client, response_id))
+        return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
+
+    async def _entry(self, client: Client, response_id: Any, field: str | None = None) -> Any:
+        value = None
+        if isinstance(response_id, str) and 0 < len(response_id) <= _ID_CHARACTERS_MAX:
+            value = await self._place.find(_name(client, response_id))
+        if value is None:
+            raise Refusal(
+                404, "there is no such response: it was not stored, was deleted, or is too old",
+                "response_not_found" if field is None else "previous_response_not_found", field=field,
+            )  # fmt: skip
+        return orjson.loads(value)
+
+    async def _keep(self, client: Client, response: dict[str, Any], items: list[Any]) -> None:
+        value = orjson.dumps({"response": response, "items": items})
+        outcome = "kept"
+        if len(value) > self._entry_bytes:
+            outcome = "too_large"
+        else:
+            try:
+                await self._place.keep(_name(client, response["id"]), value)
+            except (StoreUnavailable, RemoteUnavailable) as error:
+                outcome = "failed"
+                log.warning("a response is not stored", extra=fields(error=error.sentence))
+        self._metrics.responses.labels(outcome=outcome).inc()
+
+
+def _items(value: Any) -> list[Any]:
+    """The items of an ``input`` or ``output``."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    return value if isinstance(value, list) else []
+
+
+def _name(client: Client, response_id: str) -> str:
+    """Of a response of one client. What another client knows of it is no way to it."""
+    text = orjson.dumps([client.tenant_id, client.name, response_id.encode("utf-8", "replace").decode()])
+    return sha256(text).hexdigest()[:32]

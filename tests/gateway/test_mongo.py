@@ -1,0 +1,182 @@
+"""MongoDB behind Redis: it gets every change in the end, whatever it did meanwhile, and has what Redis has lost.
+
+No MongoDB can be installed where these tests run. mongomock, which does not know what pymongo sends to write several
+documents, has what is read; the rest runs against a server of ours that speaks MongoDB's wire protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import mongomock
+import pytest
+from pymongo import MongoClient
+from redis.asyncio import Redis
+
+from tests.conftest import wait_until
+from tests.gateway.mongo_server import MongoServer, mongo_server
+from tests.patience import patient
+from waymark.errors import RemoteUnavailable, SettingsError
+from waymark.gateway.mongo import MongoArchive
+from waymark.gateway.response_places import RedisResponses
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.store import Store
+
+pytestmark = pytest.mark.outside
+
+NAME, OTHER = "1" * 32, "2" * 32
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url, protocol=2) as redis:
+        yield redis
+
+
+@pytest.fixture
+def store(redis: Redis) -> Store:
+    return Store(RedisClient(redis, "redis://test"))
+
+
+def archive_of(store: Store, collection: Any, *, milliseconds: int = 20_000, claim_ms: int = 60_000) -> MongoArchive:
+    options = {"ttl_seconds": 3600, "milliseconds": milliseconds, "claim_ms": claim_ms}
+    return MongoArchive(store.responses, collection, Metrics(), **options, poll_seconds=0.02)
+
+
+def place_of(store: Store, archive: MongoArchive) -> RedisResponses:
+    return RedisResponses(store.responses, 3600, archive, 1000)
+
+
+@asynccontextmanager
+async def copying(archive: MongoArchive) -> AsyncIterator[None]:
+    task = asyncio.create_task(archive.run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def waiting(redis: Redis) -> int:
+    """Changes that MongoDB does not have yet."""
+    return int(await redis.xlen(keys.RESPONSES_QUEUE))
+
+
+async def is_copied(redis: Redis) -> bool:
+    return not await waiting(redis)
+
+
+async def test_what_redis_has_lost_comes_back_from_there(store: Store, redis: Redis) -> None:
+    collection: Any = mongomock.MongoClient(tz_aware=True).db.responses
+    place = place_of(store, archive_of(store, collection))
+    now = datetime.now(UTC)
+    collection.insert_one({"_id": NAME, "response": b"{}", "until": now + timedelta(hours=1)})
+    collection.insert_one({"_id": OTHER, "response": b"{}", "until": now - timedelta(hours=1)})
+    assert [await place.find(name) for name in (NAME, OTHER, "3" * 32)] == [b"{}", None, None]
+    assert await redis.get(keys.response(NAME)) == b"{}"
+    assert await redis.pttl(keys.response(NAME)) > 0
+    assert await waiting(redis) == 0, "what came from there does not go there again"
+
+
+# ---- over the wire -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> MongoServer:
+    return MongoServer()
+
+
+@pytest.fixture
+def clients() -> Iterator[list[MongoClient[Any]]]:
+    found: list[MongoClient[Any]] = []
+    yield found
+    for client in found:
+        client.close()
+
+
+def wired(store: Store, clients: list[MongoClient[Any]], url: str, milliseconds: int) -> MongoArchive:
+    times: dict[str, Any] = dict.fromkeys(
+        ("serverSelectionTimeoutMS", "connectTimeoutMS", "socketTimeoutMS"), milliseconds
+    )
+    clients.append(MongoClient(url, tz_aware=True, connect=False, **times))
+    return archive_of(store, clients[-1].waymark.responses, milliseconds=milliseconds)
+
+
+LONG = 20_000
+
+
+async def test_what_is_kept_and_deleted_arrives(
+    store: Store, redis: Redis, server: MongoServer, clients: list[MongoClient[Any]]
+) -> None:
+    async with mongo_server(server) as url:
+        archive = wired(store, clients, url, round(patient(LONG)))
+        place = place_of(store, archive)
+        await place.keep(NAME, b'{"a":1}')
+        await place.keep(OTHER, b'{"b":1}')
+        async with copying(archive):
+            await wait_until(lambda: is_copied(redis), "both are copied", 20)
+            found = {name: bytes(each["response"]) for name, each in server.documents.items()}
+            assert found == {NAME: b'{"a":1}', OTHER: b'{"b":1}'}
+            assert [index["expireAfterSeconds"] for index in server.indexes] == [0]
+            await place.delete(NAME)
+            assert await place.find(NAME) is None, "it is deleted at once, though MongoDB has it still"
+            await wait_until(lambda: is_copied(redis), "the deletion is copied", 20)
+        assert server.documents.keys() == {OTHER}
+        await redis.delete(keys.response(OTHER))
+        assert await place.find(OTHER) == b'{"b":1}'
+
+
+async def test_another_gateway_copies_what_one_left_behind(
+    store: Store, redis: Redis, server: MongoServer, clients: list[MongoClient[Any]]
+) -> None:
+    async with mongo_server(server) as url:
+        archive = wired(store, clients, url, round(patient(LONG)))
+        archive._claim_ms = 1
+        await place_of(store, archive).keep(NAME, b"{}")
+        assert len(await store.responses.take("a gateway that has died", 10, idle_ms=60_000)) == 1
+        async with copying(archive):
+            await wait_until(lambda: is_copied(redis), "the other one has copied it", 20)
+        assert server.documents.keys() == {NAME}
+
+
+@pytest.mark.parametrize("fault", ["away", "slow", "full"])
+async def test_nothing_is_lost_while_it_is_of_no_use(
+    store: Store, redis: Redis, server: MongoServer, clients: list[MongoClient[Any]], fault: str
+) -> None:
+    async with mongo_server(server) as url:
+        pass  # a port on which nobody listens now
+    archive = wired(store, clients, url, 300)
+    place = place_of(store, archive)
+    server.is_slow, server.is_full = fault == "slow", fault == "full"
+
+    def failed() -> bool:
+        outcome = {"outcome": "failed"}
+        return bool(archive._metrics.registry.get_sample_value("waymark_responses_copied_total", outcome))
+
+    async with copying(archive):
+        if fault == "away":
+            await place.keep(NAME, b"{}")
+            await wait_until(failed, "it has been tried", 20)
+            with pytest.raises(RemoteUnavailable, match="MongoDB cannot be used"):
+                await place.find(OTHER)
+            assert (await place.find(NAME), await waiting(redis)) == (b"{}", 1)
+        async with mongo_server(server):
+            if fault != "away":
+                await place.keep(NAME, b"{}")
+                await wait_until(failed, "it has been tried", 20)
+                assert (await place.find(NAME), await waiting(redis), server.documents) == (b"{}", 1, {})
+                server.is_slow = server.is_full = False
+            await wait_until(lambda: is_copied(redis), "it is copied in the end", 60)
+    assert bytes(server.documents[NAME]["response"]) == b"{}"
+
+
+async def test_a_url_that_is_none_ends_the_start(store: Store) -> None:
+    settings = Settings(responses="redis", responses_mongo_url="postgres://db")
+    with pytest.raises(SettingsError, match="WAYMARK_RESPONSES_MONGO_URL cannot be used"):
+        MongoArchive.of(settings, Metrics(), store)
+    assert MongoArchive.of(Settings(), Metrics(), store) is None

@@ -1,0 +1,176 @@
+"""A request to the Responses API goes on from an earlier answer, whichever engine and gateway it was given by."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.e2e.redis_server import redis_server
+from tests.gateway.conftest import Engine, Running, Start, events
+from waymark.errors import SettingsError
+from waymark.gateway.response_places import MemoryResponses
+from waymark.settings import Settings
+
+pytestmark = pytest.mark.outside
+
+PATH = "/v1/responses"
+WHERE = pytest.mark.parametrize("where", ["memory", "redis"])
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": text}
+
+
+def said(number: int) -> dict[str, Any]:
+    part = {"type": "output_text", "text": f"answer {number}", "annotations": []}
+    return {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed", "content": [part]}
+
+
+def answering(running: Running, status: str = "completed", **more: Any) -> None:
+    """Every engine answers with ids in order, as a stream where that is asked for."""
+    numbers = itertools.count(1)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        number = next(numbers)
+        response = {"id": f"resp_{number}", "object": "response", "status": status, "output": [said(number)], **more}
+        response["previous_response_id"] = None
+        if not (await request.json()).get("stream"):
+            return web.json_response(response)
+        begun = {"type": "response.created", "response": response | {"status": "in_progress", "output": []}}
+        ended = {"type": f"response.{status}", "response": response}
+        lines = [f"event: {each['type']}\ndata: {json.dumps(each)}\n\n".encode() for each in (begun, ended)]
+        return await events(request, lines[0][:30], lines[0][30:] + lines[1][:9], lines[1][9:])
+
+    for engine in running.engines:
+        engine.handler = answer
+
+
+def last_body(engine: Engine) -> Any:
+    return json.loads(engine.asked[-1][1])
+
+
+async def respond(running: Running, text: Any, previous: str | None = None, **more: Any) -> dict[str, Any]:
+    """The response; that of the last event where it is a stream."""
+    body = {"model": "demo", "input": text, **({} if previous is None else {"previous_response_id": previous}), **more}
+    answer = await running.post(body, PATH)
+    assert answer.status_code == 200, answer.text
+    if not more.get("stream"):
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        return dict(answer.json())
+    found = [json.loads(line[6:])["response"] for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert {each["previous_response_id"] for each in found} == {previous}
+    return dict(found[-1])
+
+
+@WHERE
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_conversation_goes_on_from_its_last_answer(start: Start, where: str, is_stream: bool) -> None:
+    running = await start(1, responses=where)
+    answering(running)
+    more: dict[str, Any] = {"stream": True} if is_stream else {}
+    first = await respond(running, "one", instructions="be short", **more)
+    second = await respond(running, [user("two")], first["id"], **more)
+    assert second["previous_response_id"] == first["id"]
+    third = await respond(running, "three", second["id"], temperature=0, **more)
+    body = last_body(running.engines[0])
+    assert body == {"model": "demo", "temperature": 0, **more, "input": body["input"]}
+    assert body["input"] == [user("one"), said(1), user("two"), said(2), user("three")]
+    stored = (await running.client.get(f"{PATH}/{third['id']}")).json()
+    assert stored == third
+    assert running.value("responses_total", outcome="kept") == 3
+
+
+@WHERE
+async def test_a_response_can_be_deleted(start: Start, where: str) -> None:
+    running = await start(1, responses=where)
+    answering(running)
+    first = await respond(running, "one")
+    deleted = await running.client.delete(f"{PATH}/{first['id']}")
+    assert deleted.json() == {"id": first["id"], "object": "response", "deleted": True}
+    for answer in (
+        await running.client.get(f"{PATH}/{first['id']}"),
+        await running.client.delete(f"{PATH}/{first['id']}"),
+        await running.post({"model": "demo", "input": "two", "previous_response_id": first["id"]}, PATH),
+        await running.post({"model": "demo", "input": "two", "previous_response_id": ["x"]}, PATH),
+    ):
+        assert answer.status_code == 404
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert running.asked == [1]
+    assert (await running.client.post(f"{PATH}/{first['id']}")).status_code == 405
+
+
+@WHERE
+@pytest.mark.parametrize(
+    ("more", "status", "of_engine"),
+    [({"store": False}, "completed", {}), ({}, "failed", {}), ({}, "completed", {"pad": "x" * 2000})],
+    ids=["store-false", "failed", "too-large"],
+)
+async def test_some_answers_are_not_stored(
+    start: Start, where: str, more: dict[str, Any], status: str, of_engine: dict[str, Any]
+) -> None:
+    running = await start(1, responses=where, responses_entry_bytes=1500)
+    answering(running, status, **of_engine)
+    for is_stream in (False, True):
+        found = await respond(running, "one", **more, stream=is_stream)
+        assert (await running.client.get(f"{PATH}/{found['id']}")).status_code == 404
+
+
+async def test_gateways_share_responses_in_redis(start: Start) -> None:
+    one, two = await start(1, responses="redis"), await start(0, responses="redis")
+    answering(one)
+    first = await respond(one, "one")
+    second = await respond(two, "two", first["id"])
+    assert (await one.client.get(f"{PATH}/{second['id']}")).json() == second
+
+
+@WHERE
+async def test_clients_and_tenants_never_see_each_other_s(start: Start, where: str) -> None:
+    keys = tuple(f"{name}:{sha256(name.encode()).hexdigest()}" for name in ("one", "two"))
+    running = await start(1, responses=where, gateway_keys=keys)
+    answering(running)
+    first = await running.post({"model": "demo", "input": "x"}, PATH, headers={"x-api-key": "one"})
+    path = f"{PATH}/{first.json()['id']}"
+    seen = [(await running.client.get(path, headers={"x-api-key": name})).status_code for name in ("one", "two", "no")]
+    assert seen == [200, 404, 401]
+
+
+async def test_an_answer_is_not_held_up_where_it_cannot_be_stored(start: Start) -> None:
+    with redis_server() as server:
+        await server.start()
+        running = await start(
+            1, responses="redis", redis_url=server.url, redis_timeout_seconds=0.5, query_deadline_ms=300
+        )
+        answering(running)
+        first = await respond(running, "one")
+        server.kill()
+        await respond(running, "two")
+        assert running.value("responses_total", outcome="failed") == 1
+        asked = {"model": "demo", "input": "three", "previous_response_id": first["id"]}
+        refused = await running.post(asked, PATH)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_without_a_store_nothing_of_it_is_read_or_written(start: Start) -> None:
+    running = await start(1, responses="off")
+    answering(running)
+    body = {"model": "demo", "input": "x", "previous_response_id": "resp_0"}
+    answer = await running.post(body, PATH)
+    assert (answer.json()["previous_response_id"], last_body(running.engines[0])) == (None, body)
+    assert (await running.client.get(f"{PATH}/resp_1")).status_code == 404
+
+
+async def test_what_is_in_memory_has_bounds() -> None:
+    place = MemoryResponses(2, 10_000, 60)
+    for name in "abc":
+        await place.keep(name, b"{}")
+    assert [await place.find(name) for name in "abc"] == [None, b"{}", b"{}"]
+
+
+def test_mongo_needs_redis() -> None:
+    with pytest.raises(SettingsError, match="WAYMARK_RESPONSES is memory"):
+        Settings.from_env({"WAYMARK_RESPONSES_MONGO_URL": "mongodb://db"})
