@@ -78,6 +78,7 @@ STEPS: list[tuple[str, str, Any]] = [
     ("POST", "/release", {"reservation": "{reservation}"}),
     ("POST", "/tokenize", {"model": MODEL, "prompt": "What is the weather in Paris?"}),
     ("POST", "/detokenize", {"model": MODEL, "tokens": "{tokens}"}),
+    ("GET", "/inspect/status", None),
     ("GET", "/services", None),
     ("GET", "/workers", None),
     ("GET", "/global_view", None),

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from tests.api import examples
 from tests.api.conftest import Hold
 from waymark.api import admin_schemas, answer_schemas, dynamo_schemas, dynamo_select_schemas
+from waymark.api.inspection_schemas import StatusAnswer
 from waymark.api.schemas import QueryRequest, RegisterRequest
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
@@ -23,7 +24,7 @@ from waymark.domain.parts import Commit
 from waymark.store.store import Store
 
 PATHS = {
-    *("/score", "/select", "/release", "/inspect/prompt"),
+    *("/score", "/select", "/release", "/inspect/prompt", "/inspect/status"),
     *("/admin/prefix-routing/stats", "/admin/kv-index/stats", "/admin/kv-index/backends", "/admin/kv-index/clear"),
     *(
         "/query",
@@ -60,6 +61,7 @@ PATHS = {
 
 #: Every GET that answers JSON, but for the contract itself.
 VIEWS: dict[str, type[BaseModel]] = {
+    "/inspect/status": StatusAnswer,
     "/services": answer_schemas.ServicesAnswer,
     "/workers": answer_schemas.WorkersAnswer,
     "/global_view": answer_schemas.GlobalViewAnswer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,9 +12,11 @@ import orjson
 import pytest
 
 from tests.api.conftest import Hold, MakeClient
+from tests.patience import within
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection import holding
 from waymark.inspection.explanation import as_json, of_json
+from waymark.inspection.look import Look
 from waymark.store.store import Store
 
 TOKENS = [101, 15, 100, 55, 89, 63]
@@ -154,11 +157,40 @@ async def test_an_unreadable_prompt_is_refused(client: httpx.AsyncClient, regist
     assert (await inspect(client, 400))["field"] == "block_size"
 
 
-async def test_a_prompt_of_too_many_blocks_is_refused(client: httpx.AsyncClient, register: Register) -> None:
+async def test_a_prompt_of_too_many_blocks_is_refused(
+    store: Store, make_client: MakeClient, register: Register
+) -> None:
+    client = await make_client(store, inspect_blocks_max=8)
     await register("a", block_size=1)
-    answer = await inspect(client, 413, token_ids=[1] * 16_385)
-    assert answer["error"].startswith("the prompt has 16385 blocks, and at most 16384 are explained")
-    assert (await inspect(client, token_ids=[1] * 16_384))["total_blocks"] == 16_384
+    answer = await inspect(client, 413, token_ids=[1] * 9)
+    assert answer["error"].startswith("the prompt has 9 blocks, and at most 8 are explained")
+    assert "WAYMARK_INSPECT_BLOCKS_MAX" in answer["error"]
+    assert (await inspect(client, token_ids=[1] * 8))["total_blocks"] == 8
+
+
+async def test_an_explanation_has_its_time_and_waits_for_others(
+    store: Store, make_client: MakeClient, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await make_client(store, inspect_seconds=0.1, inspect_at_once=1)
+    await register("a")
+    under_way, most = 0, 0
+
+    async def endless(look: Look) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            under_way -= 1
+
+    monkeypatch.setattr(Look, "groups", endless)
+    async with within(30):
+        answers = await asyncio.gather(*(inspect(client, 503) for _ in range(3)))
+    assert {answer["error"].partition(",")[0] for answer in answers} == {
+        "the explanation was not done within WAYMARK_INSPECT_SECONDS"
+    }
+    assert most == 1
 
 
 @pytest.mark.parametrize("step", [32, 512])

@@ -257,6 +257,7 @@ BODIES: dict[tuple[str, str], Any] = {
         "backend_id": f"{SECRET}-1",
         "tenant_id": THEIRS,
     },
+    ("GET", "/inspect/status"): None,
     ("GET", "/services"): None,
     ("GET", "/workers"): None,
     ("GET", "/global_view"): None,

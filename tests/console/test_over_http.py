@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tests.live import start
 from tests.store.factories import registration, stored, stream_of
 from tests.tokenization import small
 from waymark import cli
+from waymark.store import keys
 from waymark.store.store import Store
 
 PROMPT = list(range(1000, 1160))
@@ -44,12 +47,42 @@ async def test_the_pages_are_those_that_redis_gives(
         assert "Why nothing? Without adapter and salts it is held by 'pod-1'" in salted
         await printed(*ask[:3], "who", *ask[4:], "--url", live.url, code=cli.EXIT_FAILED)
         await printed(*ask, "--keys", "--url", live.url, code=cli.EXIT_USAGE)
-        status = await printed("status", "--url", live.url)
-        assert "pod-1" in status
-        assert "no ingest worker applies it" in status
-        assert "tokenizer" not in status
+        for flags in ((), ("--tenant", "default", "--status", "pending"), ("--model", "who")):
+            status = await printed("status", "--url", live.url, *flags)
+            assert without_moments(status) == without_moments(await waymark("status", *flags))
+        assert "no ingest worker applies it" in await printed("status", "--url", live.url)
+        as_json = json.loads(await printed("status", "--url", live.url, "--json"))
+        assert [each["instance_id"] for each in as_json["publishers"]] == ["pod-1", "pod-2"]
+        assert as_json["redis"]["keys"] > 0
+        assert as_json["warnings"] == []
         async with live.client() as client:
             assert (await client.post("/tokenize", json={"model": "whole", "prompt": "a"})).status_code == 200
         assert "encodes each text whole" in await printed("status", "--url", live.url)
         assert "encodes each text whole" in await printed("status", "--url", live.url, "--json")
-        assert "pod-2" in await printed("status", "--url", live.url, "--json")
+
+
+def without_moments(page: str) -> str:
+    """The page without what changes between two looks: memory, keys, and for how long a worker has been silent."""
+    return re.sub(r"memory [\d.]+ \w+ of|\d+ keys|\b[\d.]+s\b", "", page)
+
+
+async def test_a_status_has_problems_and_workers_over_http_too(
+    store: Store, redis: Redis, redis_url: str, waymark: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record that nobody can read, a worker that is silent, and Redis settings that lose keys."""
+    await stream_of(store, redis, registration("pod-1"))
+    await redis.hset(keys.PUBLISHERS, "not a name", b"\xff")
+    await redis.zadd(keys.WORKERS, {"w-9": 1})
+    await redis.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        async with start("query", redis_url, tmp_path / "log") as live:
+            assert await asyncio.to_thread(cli.main, ("status", "--url", live.url)) == cli.EXIT_OK
+            over_http = capsys.readouterr().out
+            assert without_moments(over_http) == without_moments(await waymark("status"))
+            async with live.client() as client:
+                refused = await client.get("/inspect/status?status=lost,fine")
+                assert (refused.status_code, refused.json()["field"]) == (400, "status")
+    finally:
+        await redis.config_set("maxmemory-policy", "noeviction")
+    assert "unreadable" in over_http
+    assert "allkeys-lru" in over_http

@@ -22,9 +22,9 @@ from tests.conftest import wait_until
 from tests.console.conftest import Run
 from tests.store.factories import Stream, registration, stored, stream_of
 from waymark import cli
-from waymark.console.status import Wanted, gather
 from waymark.inspection import look as look_module
 from waymark.inspection.look import Look
+from waymark.inspection.status import Wanted, gather
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient

@@ -21,10 +21,10 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import WITHOUT_PROBES, Bench, Hand, Pod
 from tests.store.factories import Stream, registration, stored, stream_of
 from waymark.api.application import create_app
-from waymark.console import status
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName
+from waymark.inspection import status
 from waymark.inspection.look import Look
 from waymark.metrics import Metrics
 from waymark.settings import Settings

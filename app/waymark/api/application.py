@@ -37,6 +37,8 @@ from waymark.api.dynamo_workers import DynamoWorkers
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
+from waymark.api.inspection_schemas import StatusAnswer
+from waymark.api.inspections import PARAMETERS, Inspections
 from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue, Resource
 from waymark.api.page import Page
 from waymark.api.probes import Probes
@@ -125,6 +127,12 @@ _INSPECT_PROMPT = Doc(
     bodies.InspectRequest,
     answers.InspectAnswer,
     reach="body",
+)
+_INSPECT_STATUS = Doc(
+    "Returns the state of Redis, of each ingest worker and of each stream, as waymark status prints it.",
+    answer=StatusAnswer,
+    parameters=PARAMETERS,
+    queue="read",
 )
 _PREFIX_STATS = Doc(
     "Returns the decisions of policy sticky, of all replicas.",
@@ -420,6 +428,7 @@ def _operations(
         ("POST", "/unregister", "write", registrations.unregister, _UNREGISTER),
         ("POST", "/events", "write", Events(store, settings, metrics).events, _EVENTS),
         ("POST", "/inspect/prompt", "read", explanations.inspect, _INSPECT_PROMPT),
+        ("GET", "/inspect/status", "admin", Inspections(store).status, _INSPECT_STATUS),
         ("GET", "/services", "read", views.services, _SERVICES),
         ("GET", "/workers", "read", views.workers, _WORKERS),
         ("GET", "/activity", "read", feed.follow, _ACTIVITY),

@@ -29,11 +29,6 @@ from waymark.inspection.why import unknown_group
 from waymark.settings import Settings
 from waymark.store.store import Store
 
-#: Explanations of one replica under way; more wait.
-_AT_ONCE = 2
-_SECONDS = 5.0
-#: Blocks of a prompt that is looked up.
-_BLOCKS_MAX = 16_384
 #: Instances in an explanation beside an answer.
 _TOP = 20
 
@@ -44,7 +39,9 @@ class Explanations:
         self._texts = texts
         self._seed = settings.hash_seed
         self._max_tokens = settings.max_tokens
-        self._admission = AdmissionQueue(_AT_ONCE)
+        self._admission = AdmissionQueue(settings.inspect_at_once)
+        self._seconds = settings.inspect_seconds
+        self._blocks_max = settings.inspect_blocks_max
 
     async def inspect(self, body: Body) -> Paused:
         """The handler of ``/inspect/prompt``."""
@@ -101,7 +98,7 @@ class Explanations:
             await self._admission.wait()
         is_unavailable: bool | None = None
         try:
-            async with asyncio.timeout(_SECONDS):
+            async with asyncio.timeout(self._seconds):
                 found = await self._looked_up(request, asked)
             is_unavailable = False
             return found
@@ -110,7 +107,8 @@ class Explanations:
             raise
         except TimeoutError:
             raise StoreUnavailable(
-                f"the explanation was not done within {_SECONDS:g} s; try again, or with a shorter prompt"
+                f"the explanation was not done within WAYMARK_INSPECT_SECONDS, {self._seconds:g} s; try again, "
+                "or with a shorter prompt"
             ) from None
         finally:
             self._admission.leave(is_unavailable=is_unavailable)
@@ -128,10 +126,10 @@ class Explanations:
             block_size = only_block_size(sizes)
         if block_size is None:
             return Explanation(name, asked.count, reasons=["No engine is registered for this model now"])
-        if asked.blocks(block_size) > _BLOCKS_MAX:
+        if asked.blocks(block_size) > self._blocks_max:
             raise InvalidValue(
-                f"the prompt has {asked.blocks(block_size)} blocks, and at most {_BLOCKS_MAX} are explained; "
-                "send the beginning of it",
+                f"the prompt has {asked.blocks(block_size)} blocks, and at most {self._blocks_max} are explained; "
+                "send the beginning of it, or raise WAYMARK_INSPECT_BLOCKS_MAX",
                 reason="too_large",
             )
         if asked.items:

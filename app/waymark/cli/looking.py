@@ -39,19 +39,21 @@ def _over_http(arguments: argparse.Namespace) -> int:
 
             screen.show(drawn(of_json(inspected(service, arguments)), screen, top=arguments.top))
             return EXIT_OK
-        from waymark.remote.publishers import parts, publishers
+        from waymark.console import status_view
+        from waymark.inspection import status
+        from waymark.remote.look import status_of
 
-        arguments.tenant_id = arguments.tenant
         if arguments.json:
-            screen.write(json.dumps(publishers(service, arguments), indent=2))
+            screen.write(json.dumps(status_of(service, arguments), indent=2))
         elif arguments.watch:
 
             async def draw() -> Sequence[Part]:
-                return parts(await asyncio.to_thread(publishers, service, arguments))
+                found = await asyncio.to_thread(status_of, service, arguments)
+                return status_view.parts(status.of_json(found), is_plain=screen.is_plain)
 
             asyncio.run(screen.watch(arguments.watch, draw))
         else:
-            screen.show(parts(publishers(service, arguments)))
+            screen.show(status_view.parts(status.of_json(status_of(service, arguments)), is_plain=screen.is_plain))
     return EXIT_OK
 
 

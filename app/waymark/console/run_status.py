@@ -7,9 +7,10 @@ import asyncio
 import json
 from collections.abc import Sequence
 
-from waymark.console import status, status_view
+from waymark.console import status_view
 from waymark.console.screen import Part, Screen, text
 from waymark.errors import StoreUnavailable
+from waymark.inspection import status
 from waymark.inspection.look import looking
 from waymark.settings import Settings
 

@@ -8,9 +8,9 @@ from itertools import groupby
 from rich.text import Text
 
 from waymark.console.screen import Grid, Part, joined, text
-from waymark.console.status import Server, Status, count, replays
 from waymark.domain.status import StreamStatus
 from waymark.inspection.look import shown
+from waymark.inspection.status import Server, Status, count, replays
 from waymark.store.discovery import DiscoveryState
 from waymark.store.parsing import Unreadable
 from waymark.store.records import PublisherState

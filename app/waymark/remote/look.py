@@ -1,12 +1,14 @@
-"""``waymark inspect prompt --url``: the prompt of the flags, looked up over the HTTP API."""
+"""``--url`` of ``waymark status`` and ``waymark inspect prompt``: what their flags ask, over the HTTP API."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
+from urllib.parse import urlencode
 
 from waymark.console.prompts import read_file, read_hashes, read_prompt, read_tokens
 from waymark.errors import InvalidValue
+from waymark.remote.publishers import warnings
 from waymark.remote.service import Service
 from waymark.tokenization.prompt import TextPrompt
 
@@ -32,6 +34,13 @@ def inspected(service: Service, arguments: argparse.Namespace) -> Any:
         "top": _TOP,
     }
     return service.post("/inspect/prompt", body | salts | _prompt(arguments))
+
+
+def status_of(service: Service, arguments: argparse.Namespace) -> Any:
+    """The answer of ``/inspect/status`` for the wanted publishers, with the warnings of the replica."""
+    wanted = {"tenant_id": arguments.tenant, "model": arguments.model, "status": ",".join(arguments.status)}
+    found = service.get(f"/inspect/status?{urlencode({name: each for name, each in wanted.items() if each})}")
+    return found | {"warnings": list(dict.fromkeys([*found["warnings"], *warnings(service)]))}
 
 
 def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:

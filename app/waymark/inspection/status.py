@@ -1,7 +1,6 @@
-"""``waymark status``: publishers, their streams and workers, and the Redis below, gathered once.
+"""``waymark status`` and ``GET /inspect/status``: publishers, their streams and workers, and the Redis below.
 
-The numbers are those of ``GET /workers``, read without a replica. Nothing is written, and large installations are
-read in pieces.
+The numbers are those of ``GET /workers``. Nothing is written, and large installations are read in pieces.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import Registration
 from waymark.domain.status import StreamStatus
 from waymark.errors import StoreUnavailable
 from waymark.inspection.complaint import Complaints
@@ -69,6 +70,20 @@ class WorkerState:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What was said of each stream, by the ids of its group and its publisher."""
+
+    sentences: Mapping[tuple[int, int], str]
+    orphans: frozenset[tuple[int, int]]
+
+    def is_orphan(self, state: PublisherState) -> bool:
+        return (state.group_id, state.id) in self.orphans
+
+    def of(self, state: PublisherState) -> str:
+        return self.sentences[state.group_id, state.id]
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """All of it, at one moment."""
 
@@ -82,7 +97,7 @@ class Status:
     """All publishers that can be read, wanted or not."""
     unreadable: tuple[Unreadable, ...]
     """Records that this release cannot read, of all publishers and groups."""
-    complaints: Complaints
+    complaints: Complaints | Told
     discovery: DiscoveryState | None
     """None where no worker looks for engines."""
     is_whole: bool
@@ -193,7 +208,8 @@ def as_json(status: Status) -> dict[str, Any]:
         "registered": status.registered,
         "unreadable": [asdict(record) for record in status.unreadable],
         "discovery": None if status.discovery is None else asdict(status.discovery),
-        "by_status": status.by_status,
+        "by_status": {name.value: n for name, n in status.by_status.items()},
+        "is_whole": status.is_whole,
         "publishers": [
             {
                 "tenant_id": state.registration.tenant_id,
@@ -225,6 +241,51 @@ def as_json(status: Status) -> dict[str, Any]:
             for state in status.publishers
         ],
     }
+
+
+def of_json(answer: Mapping[str, Any]) -> Status:
+    """What ``as_json`` wrote, as far as it is drawn."""
+    rows = answer["publishers"]
+    return Status(
+        server=None if answer["redis"] is None else Server(**answer["redis"]),
+        warnings=tuple(answer["warnings"]),
+        workers=tuple(
+            WorkerState(**{name: each[name] for name in WorkerState.__slots__}) for each in answer["workers"]
+        ),
+        publishers=tuple(map(_state, rows)),
+        registered=answer["registered"],
+        unreadable=tuple(Unreadable(**each) for each in answer["unreadable"]),
+        complaints=Told(
+            {(each["group"], each["publisher"]): each["complaint"] or "" for each in rows},
+            frozenset((each["group"], each["publisher"]) for each in rows if not each["has_live_worker"]),
+        ),
+        discovery=None if answer["discovery"] is None else DiscoveryState(**answer["discovery"]),
+        is_whole=answer["is_whole"],
+    )
+
+
+def _state(row: Mapping[str, Any]) -> PublisherState:
+    registration = Registration(
+        kind=EngineKind(row["type"]),
+        replay_endpoint=None,
+        lora_name=None,
+        additional_salt=None,
+        copies="set",
+        sequence="publisher",
+        **{
+            name: row[name]
+            for name in ("instance_id", "tenant_id", "dp_rank", "model_name", "block_size", "endpoint", "scope")
+        },
+    )
+    drawn = {name: row[name] for name in ("watermark", "lag_seconds", "counters", "blocks", "prefixes", "worker")}
+    return PublisherState(
+        registration=registration,
+        id=row["publisher"],
+        group_id=row["group"],
+        status=StreamStatus(row["status"]),
+        last_error=row["last_error"],
+        **drawn,
+    )
 
 
 def count(state: PublisherState, name: str) -> int:
