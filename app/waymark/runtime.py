@@ -39,6 +39,7 @@ from waymark.gateway.engines import GivenEngines
 from waymark.gateway.mongo import MongoArchive
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
+from waymark.gateway.shapes import body_of_rejection
 from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
@@ -47,7 +48,7 @@ from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.publishers_file import read_publishers, read_wanted
 from waymark.serving.connection import protocol
-from waymark.serving.limits import Bounds, Connections, files_for
+from waymark.serving.limits import Bounds, Connections, Shape, files_for
 from waymark.serving.listening import listen
 from waymark.settings import Settings, hide_password
 from waymark.store.credentials import Credentials
@@ -184,13 +185,18 @@ def open_store(settings: Settings, metrics: Metrics) -> Store:
 
 
 def http_server(
-    app: Any, bounds: Bounds, metrics: Metrics, *, shutdown_seconds: int = _SHUTDOWN_SECONDS
+    app: Any,
+    bounds: Bounds,
+    metrics: Metrics,
+    *,
+    shutdown_seconds: int = _SHUTDOWN_SECONDS,
+    shape: Shape = lambda path, rejection: None,
 ) -> uvicorn.Server:
     """An HTTP server, which ends when its ``should_exit`` is set."""
     return _Server(
         uvicorn.Config(
             app,
-            http=protocol(Connections(bounds, metrics)),
+            http=protocol(Connections(bounds, metrics, shape)),
             interface="asgi3",
             ws="none",
             log_config=None,
@@ -255,9 +261,11 @@ async def run(
         others = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
         responses = Responses.of(settings, metrics, store, archive)
         app = gateway = Gateway(store, settings, metrics, tokenizers, others, cache, responses)
-    server = http_server(
-        app, bounds, metrics, shutdown_seconds=settings.gateway_drain_seconds if has_gateway else _SHUTDOWN_SECONDS
-    )
+    if has_gateway:
+        seconds = settings.gateway_drain_seconds
+        server = http_server(app, bounds, metrics, shutdown_seconds=seconds, shape=body_of_rejection)
+    else:
+        server = http_server(app, bounds, metrics)
     freeze_heap()
     fit = asyncio.Event()
     refusals: list[str] = []

@@ -348,6 +348,8 @@ class Settings(BaseSettings):
     """How long a gateway waits for an engine to begin its answer."""
     gateway_idle_seconds: float = Field(300.0, ge=0.1, le=_DAY)
     """How long an engine may pause within an answer before the gateway ends the answer."""
+    gateway_avoid_seconds: float = Field(5.0, ge=0, le=3600)
+    """How long a gateway sends no request to an engine that it could not connect to, if there is another; 0 is off."""
     gateway_drain_seconds: int = Field(30, ge=1, le=3600)
     """How long requests to a gateway may take to end after SIGTERM."""
     cache_control_injection: bool = False

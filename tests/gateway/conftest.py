@@ -22,6 +22,7 @@ from waymark.gateway.application import Gateway
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.response_places import Archive
 from waymark.gateway.responses import Responses
+from waymark.gateway.shapes import body_of_rejection
 from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
 from waymark.settings import Settings
@@ -126,7 +127,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             responses = Responses.of(settings, metrics, store, archive)
             gateway = Gateway(store, settings, metrics, tokenizers, admin, cache, responses)
             stack.push_async_callback(gateway.close)
-            port = await stack.enter_async_context(served(gateway, protocol(connections(metrics))))
+            port = await stack.enter_async_context(served(gateway, protocol(connections(metrics, body_of_rejection))))
             client = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(30), trust_env=False)
             )

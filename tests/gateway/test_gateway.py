@@ -19,7 +19,9 @@ from waymark.chat.session import session_token
 from waymark.domain.targets import Target
 from waymark.errors import SettingsError
 from waymark.gateway.security import Keys
+from waymark.gateway.shapes import body_of_rejection
 from waymark.gateway.upstream import Upstream
+from waymark.serving.limits import SLOW
 from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
@@ -135,6 +137,41 @@ async def test_errors_have_the_shape_of_their_path(
         assert fields["error"]["type"] == "invalid_request_error"
     assert word in fields["error"]["message"]
     assert running.asked == [0]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"Transfer-Encoding: gzip\r\n", 501),
+        (b"Content-Length: nine\r\n", 400),
+        (b"Content-Length: 9\r\nX-Large: " + b"x" * 40_000 + b"\r\n", 431),
+    ],
+)
+async def test_errors_of_a_connection_have_the_shape_of_the_path(start: Start, head: bytes, status: int) -> None:
+    running = await start(0)
+
+    async def ask(path: str) -> dict[str, Any]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(f"POST {path}?a=b HTTP/1.1\r\nHost: a\r\n".encode() + head + b"\r\n")
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+        lines, _, body = answer.partition(b"\r\n\r\n")
+        assert b"content-length: %d" % len(body) in lines.lower()
+        return dict(json.loads(body))
+
+    openai = (await ask("/v1/chat/completions"))["error"]
+    assert openai.keys() == {"message", "type", "param", "code"}
+    assert openai["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert (await ask("/v1/messages"))["error"]["type"] == ("invalid_request_error" if status < 500 else "api_error")
+    assert (await ask("/admin/kv-index/stats")).keys() == {"error", "reason"}
+
+
+def test_a_request_that_is_too_slow_is_refused_in_the_shape_of_the_path() -> None:
+    body = body_of_rejection("/v1/messages", SLOW)
+    assert body is not None
+    assert json.loads(body)["error"]["message"] == SLOW.sentence
+    assert body_of_rejection("/metrics", SLOW) is None
 
 
 async def test_paths_that_are_none(start: Start) -> None:

@@ -13,6 +13,7 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
 from tests.patience import within
+from waymark.gateway.avoided import Avoided
 
 pytestmark = pytest.mark.outside
 
@@ -133,6 +134,36 @@ async def test_an_engine_without_a_listener_is_replaced_at_most_twice(start: Sta
     answers = [await running.post(chat(f"hello {n}")) for n in range(40)]
     assert {answer.status_code for answer in answers} == {200}
     assert running.value("gateway_retries_total", reason="connect") > 0
+
+
+async def test_an_engine_without_a_listener_is_avoided_for_a_while(start: Start, free_port: int) -> None:
+    running = await start(1, gateway_avoid_seconds=3600)
+    await running.store.registry.register(registration(f"http://127.0.0.1:{free_port}", 9))
+    for n in range(40):
+        assert (await running.post(chat(f"hello {n}"))).status_code == 200
+    assert running.value("gateway_retries_total", reason="connect") == 1
+    assert running.asked == [40]
+
+
+async def test_engines_that_are_avoided_are_better_than_none(start: Start, free_port: int) -> None:
+    running = await start(0, gateway_avoid_seconds=3600)
+    await running.store.registry.register(registration(f"http://127.0.0.1:{free_port}", 9))
+    assert [(await running.post()).status_code for _ in range(3)] == [502] * 3
+    assert running.value("gateway_retries_total", reason="connect") == 3
+
+
+def test_an_engine_is_avoided_for_its_time() -> None:
+    now = [0.0]
+    avoided = Avoided(5, lambda: now[0])
+    avoided.failed("a")
+    avoided.failed("b")
+    avoided.answered("b")
+    assert avoided.now() == {"a"}
+    now[0] = 5.0
+    assert avoided.now() == frozenset()
+    off = Avoided(0)
+    off.failed("a")
+    assert off.now() == frozenset()
 
 
 async def test_other_errors_of_an_engine_are_the_answer(start: Start) -> None:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from tests.patience import patient, within
 from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
-from waymark.serving.limits import Bounds, Connections
+from waymark.serving.limits import Bounds, Connections, Shape
 
 #: How long a test waits for what must come; far longer than it takes.
 SECONDS = 60.0
@@ -76,10 +76,10 @@ async def answer(send: Send, status: int, content: bytes, *headers: tuple[bytes,
     await send({"type": "http.response.body", "body": content})
 
 
-def connections(metrics: Metrics | None = None, **bounds: Any) -> Connections:
+def connections(metrics: Metrics | None = None, shape: Shape | None = None, **bounds: Any) -> Connections:
     """A server's connections; wide bounds, but for those that are given."""
     wide = {"request_seconds": patient(SECONDS), "connections_max": 1000, "bodies_max_bytes": 2**26}
-    return Connections(Bounds(**wide | bounds), metrics or Metrics())
+    return Connections(Bounds(**wide | bounds), metrics or Metrics(), shape or (lambda path, rejection: None))
 
 
 @asynccontextmanager

@@ -77,7 +77,10 @@ class Gateway:
         self._selector = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
         self._directory = store.directory
         self._upstream = Upstream.of(settings)
-        self._proxy = Proxy(self._selector, RequestsUnderWay(selector, store.begin), self._upstream, metrics)
+        under_way = RequestsUnderWay(selector, store.begin)
+        self._proxy = Proxy(
+            self._selector, under_way, self._upstream, metrics, avoid_seconds=settings.gateway_avoid_seconds
+        )
 
     async def close(self) -> None:
         """Close the connections to engines."""

@@ -17,7 +17,8 @@ import aiohttp
 from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_token
 from waymark.domain.targets import host_and_port
-from waymark.errors import NoTarget
+from waymark.errors import NoTarget, Saturated
+from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import Headers, to_client, to_engine
 from waymark.gateway.shapes import Refusal, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream
@@ -69,8 +70,15 @@ class Answered(NamedTuple):
 
 class Proxy:
     def __init__(
-        self, selector: RequestSelector, under_way: RequestsUnderWay, upstream: Upstream, metrics: Metrics
+        self,
+        selector: RequestSelector,
+        under_way: RequestsUnderWay,
+        upstream: Upstream,
+        metrics: Metrics,
+        *,
+        avoid_seconds: float,
     ) -> None:
+        self._avoided = Avoided(avoid_seconds)
         self._selector = selector
         self._under_way = under_way
         self._upstream = upstream
@@ -97,14 +105,13 @@ class Proxy:
 
     async def _answered(self, exchange: Exchange, prepared: Prepared) -> Answered:
         """The head of an engine's answer."""
-        excluded: frozenset[str] = frozenset()
+        tried: frozenset[str] = frozenset()
         failure = ""
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                taking = Taking(exclude=excluded, milliseconds=RESERVED_MS, needs_address=True)
-                routed = await self._selector.take(prepared, taking)
+                routed = await self._take(prepared, tried)
             except NoTarget:
-                if excluded:
+                if tried:
                     break  # no further one is left
                 raise
             request = self._under_way.add(routed)
@@ -112,6 +119,7 @@ class Proxy:
             is_kept = False
             try:
                 response = await self._send(exchange, routed)
+                self._avoided.answered(instance_id)
                 is_last = attempt == ATTEMPTS
                 if response.status not in _PASSED_ON or is_last:
                     is_kept = True
@@ -120,6 +128,8 @@ class Proxy:
                 response.close()
             except Unreachable as error:
                 failure = str(error)
+                if error.is_connect:
+                    self._avoided.failed(instance_id)
             finally:
                 if not is_kept:
                     request.end(is_ok=not failure)
@@ -128,11 +138,23 @@ class Proxy:
                 "an engine has not answered, the request goes to another one",
                 extra=fields(request_id=exchange.request_id, engine=instance_id, reason=failure),
             )
-            excluded |= {instance_id}
+            tried |= {instance_id}
         raise Refusal(
             502, f"none of the engines that were tried has answered ({failure}); try again in a moment",
             "no_answer", retry_after_seconds=1,
         )  # fmt: skip
+
+    async def _take(self, prepared: Prepared, tried: frozenset[str]) -> Routed:
+        """A target that was not tried; one that is avoided only where there is no other. Raises NoTarget."""
+        avoided = self._avoided.now() - tried
+        if avoided:
+            try:
+                taking = Taking(exclude=tried | avoided, milliseconds=RESERVED_MS, needs_address=True)
+                return await self._selector.take(prepared, taking)
+            except (NoTarget, Saturated):
+                pass  # one that is avoided may be there again
+        taking = Taking(exclude=tried, milliseconds=RESERVED_MS, needs_address=True)
+        return await self._selector.take(prepared, taking)
 
     async def _send(self, exchange: Exchange, routed: Routed) -> aiohttp.ClientResponse:
         selected = routed.selected

@@ -19,6 +19,7 @@ from waymark.errors import (
     UnknownModel,
     WaymarkError,
 )
+from waymark.serving.limits import Rejection
 from waymark.shown import shown
 
 PATHS: Final[Mapping[str, Form]] = MappingProxyType({f"/v1{form}": form for form in Form})
@@ -85,6 +86,13 @@ def body_of(refusal: Refusal, api: Form | None) -> bytes:
     return orjson.dumps(_error(refusal, api))
 
 
+def body_of_rejection(path: str, rejection: Rejection) -> bytes | None:
+    """The same for what the server rejects before the gateway sees it; None: the path is not the gateway's."""
+    if not path.startswith("/v1/"):
+        return None
+    return body_of(Refusal(rejection.status, rejection.sentence, rejection.reason), PATHS.get(path))
+
+
 def event_of(refusal: Refusal, api: Form) -> bytes:
     """The same as an event, for a stream that has begun."""
     if api is Form.RESPONSES:
@@ -95,7 +103,7 @@ def event_of(refusal: Refusal, api: Form) -> bytes:
 
 
 def _error(refusal: Refusal, api: Form | None) -> dict[str, Any]:
-    openai, anthropic = _TYPES.get(refusal.status, _TYPES[500])
+    openai, anthropic = _TYPES.get(refusal.status, _TYPES[400 if refusal.status < 500 else 500])
     if api is Form.MESSAGES:
         return {"type": "error", "error": {"type": anthropic, "message": refusal.sentence}}
     return {

@@ -17,10 +17,16 @@ from waymark.settings import Settings
 #: Below the five seconds after which engines close a connection that is idle: one that is closed just now costs a try.
 _KEEP_ALIVE_SECONDS = 4.0
 _CONNECT_SECONDS = 5.0
+_CONNECT = "connect"
 
 
 class Unreachable(Exception):
     """No answer has begun; the request may be sent to another engine. The text is a short reason."""
+
+    @property
+    def is_connect(self) -> bool:
+        """Whether there was not even a connection."""
+        return str(self) == _CONNECT
 
 
 class Interrupted(Exception):
@@ -80,7 +86,7 @@ class Upstream:
         except TimeoutError:
             raise Unreachable("timeout") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise Unreachable("connect" if isinstance(error, aiohttp.ClientConnectorError) else "broken") from None
+            raise Unreachable(_CONNECT if isinstance(error, aiohttp.ClientConnectorError) else "broken") from None
 
     async def pieces(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """The body as it arrives; what has arrived together comes together. Raises Interrupted."""

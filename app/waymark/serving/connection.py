@@ -308,7 +308,8 @@ class HttpConnection(asyncio.Protocol):
         """Say the last word, if there is one, and close."""
         self._is_done = True
         if self._rejection is not None:
-            self.write(self._rejection.answer(self.default_lines))
+            path = self._url.partition(b"?")[0].decode("latin-1")
+            self.write(self._rejection.answer(self.default_lines, self.all.shape(path, self._rejection)))
         # A connection that makes room is closed at once, whatever its client is sending.
         may_be_sending = self._rejection is not CONNECTIONS and (self._is_open or self._rejection is not None)
         if may_be_sending and self._transport.can_write_eof() and not self._transport.is_closing():

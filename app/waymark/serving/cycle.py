@@ -154,7 +154,8 @@ class RequestCycle:
             self._connection.close()  # what is missing cannot be told in another way
             return
         self.keep_alive = False
-        self._write(FAULT.answer(self._connection.default_lines, has_body=self.scope["method"] != "HEAD"))
+        body = self._connection.all.shape(self.scope["path"], FAULT)
+        self._write(FAULT.answer(self._connection.default_lines, body, has_body=self.scope["method"] != "HEAD"))
         self._end()
 
     async def send(self, message: Message) -> None:

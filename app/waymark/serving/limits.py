@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import resource
+from collections.abc import Callable
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,14 +54,23 @@ class Rejection:
     def __init__(self, why: str, status: str, reason: str, sentence: str, *lines: str) -> None:
         self.why = why
         """Label of the metric."""
+        self.status = int(status[:3])
+        self.reason = reason
+        self.sentence = sentence
         self._status_line = f"HTTP/1.1 {status}\r\n".encode()
         self._body = orjson.dumps({"error": sentence, "reason": reason})
-        own = ["content-type: application/json", f"content-length: {len(self._body)}", *lines, "connection: close"]
+        own = ["content-type: application/json", *lines, "connection: close"]
         self._lines = "\r\n".join([*own, "", ""]).encode()
 
-    def answer(self, default_lines: bytes, *, has_body: bool = True) -> bytes:
-        """The answer on the wire; ``default_lines`` are those of all answers."""
-        return b"".join((self._status_line, default_lines, self._lines, self._body if has_body else b""))
+    def answer(self, default_lines: bytes, body: bytes | None = None, *, has_body: bool = True) -> bytes:
+        """The answer on the wire; ``default_lines`` are those of all answers, ``body`` is one of another shape."""
+        body = self._body if body is None else body
+        length = b"content-length: %d\r\n" % len(body)
+        return b"".join((self._status_line, default_lines, length, self._lines, body if has_body else b""))
+
+
+Shape = Callable[[str, Rejection], bytes | None]
+"""The body of a rejection for a path; None: the usual one."""
 
 
 def _bad_request(sentence: str, status: str = "400 Bad Request", reason: str = "invalid_value") -> Rejection:
@@ -112,8 +122,9 @@ BODIES = _busy(
 class Connections:
     """All connections of one server, by what each is waiting for. The dictionaries are in order of time."""
 
-    def __init__(self, bounds: Bounds, metrics: Metrics) -> None:
+    def __init__(self, bounds: Bounds, metrics: Metrics, shape: Shape = lambda path, rejection: None) -> None:
         self.bounds = bounds
+        self.shape = shape
         self.keep_alive_seconds = math.inf
         """uvicorn's setting, known with the first connection."""
         self.bodies_bytes = 0
