@@ -1,4 +1,4 @@
-# One image for every role: `query`, `ingest`, `epp`, `serve`, `demo` or `simulate` is the container's argument.
+# One image for every role: `query`, `ingest`, `epp`, `gateway`, `serve`, `demo` or `simulate` is the container's argument.
 # It runs as nobody in particular, on a read-only root, and writes no file.
 
 ARG PYTHON_VERSION=3.13
@@ -14,7 +14,7 @@ WORKDIR /src
 COPY . .
 # What is installed is this directory.
 # hadolint ignore=DL3013
-RUN pip --python /opt/waymark/bin/python install --no-cache-dir '.[demo,epp]'
+RUN pip --python /opt/waymark/bin/python install --no-cache-dir '.[demo,epp,mongo]'
 
 FROM python:${PYTHON_VERSION}-slim
 ARG VERSION=0.1.0

@@ -16,15 +16,20 @@ Called with root, role, and values, which are the role's.
 {{- if $redis.tlsSecret.name }}
 {{- $files = append $files (dict "name" "redis-tls" "path" "/etc/waymark/redis-tls" "source" (dict "secret" (dict "secretName" $redis.tlsSecret.name))) }}
 {{- end }}
+{{- $isPicker := eq .role "epp" }}
+{{- $isGateway := eq .role "gateway" }}
 {{- $apiTokens := $root.Values.apiTokensSecret }}
-{{- if and $apiTokens.name (eq .role "query") }}
+{{- if and $apiTokens.name (or (eq .role "query") $isGateway) }}
 {{- $files = append $files (dict "name" "api-tokens" "path" "/etc/waymark/api-tokens" "source" (dict "secret" (dict "secretName" $apiTokens.name))) }}
 {{- end }}
 {{- $engineCa := $root.Values.engineCaSecret }}
 {{- if $engineCa.name }}
 {{- $files = append $files (dict "name" "engine-ca" "path" "/etc/waymark/engine-ca" "source" (dict "secret" (dict "secretName" $engineCa.name))) }}
 {{- end }}
-{{- $isPicker := eq .role "epp" }}
+{{- $hasKeys := and $isGateway $root.Values.gateway.keysSecret.name }}
+{{- if $hasKeys }}
+{{- $files = append $files (dict "name" "gateway-keys" "path" "/etc/waymark/gateway-keys" "source" (dict "secret" (dict "secretName" $root.Values.gateway.keysSecret.name))) }}
+{{- end }}
 {{- $certificate := dict }}
 {{- if $isPicker }}
 {{- with .values.certSecret.name }}
@@ -91,8 +96,23 @@ spec:
         - configMapRef:
             name: {{ $fullname }}
       env:
-        - name: {{ get (dict "query" "WAYMARK_PORT" "ingest" "WAYMARK_INGEST_PORT" "epp" "WAYMARK_EPP_METRICS_PORT") .role }}
+        - name: {{ get (dict "query" "WAYMARK_PORT" "ingest" "WAYMARK_INGEST_PORT" "gateway" "WAYMARK_PORT" "epp" "WAYMARK_EPP_METRICS_PORT") .role }}
           value: "13333"
+        {{- if $isGateway }}
+        - name: WAYMARK_GATEWAY_DRAIN_SECONDS
+          value: {{ .values.finishSeconds | quote }}
+        {{- if $hasKeys }}
+        - name: WAYMARK_GATEWAY_KEYS_FILE
+          value: /etc/waymark/gateway-keys/{{ .values.keysSecret.key }}
+        {{- end }}
+        {{- with .values.mongoSecret.name }}
+        - name: WAYMARK_RESPONSES_MONGO_URL
+          valueFrom:
+            secretKeyRef:
+              name: {{ . }}
+              key: {{ $root.Values.gateway.mongoSecret.key }}
+        {{- end }}
+        {{- end }}
         {{- if $isPicker }}
         - name: WAYMARK_EPP_PORT
           value: "9002"
@@ -155,7 +175,7 @@ spec:
               name: {{ . }}
               key: {{ $root.Values.apiToken.key }}
         {{- end }}
-        {{- if and $apiTokens.name (eq .role "query") }}
+        {{- if and $apiTokens.name (or (eq .role "query") $isGateway) }}
         - name: WAYMARK_API_TOKENS_FILE
           value: /etc/waymark/api-tokens/{{ $apiTokens.key }}
         {{- end }}

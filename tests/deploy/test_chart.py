@@ -64,7 +64,7 @@ def test_kubernetes_takes_what_it_renders(name: str, kubernetes: str) -> None:
 def test_every_template_renders_something_with_every_value() -> None:
     empty = {path for path, found in render(given("every value")).items() if not found}
     # Disabled on purpose, or another way to say where Redis is.
-    assert empty == {"redis.yaml", "query-pdb.yaml", "ingest-pdb.yaml", "epp-pdb.yaml"}
+    assert empty == {"redis.yaml", "query-pdb.yaml", "ingest-pdb.yaml", "epp-pdb.yaml", "gateway-pdb.yaml"}
 
 
 def test_names_stay_within_their_bounds_however_the_release_is_called() -> None:
@@ -143,6 +143,7 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "query.podDisruptionBudget.maxUnavailable": ("query.podDisruptionBudget.enabled", True),
     "ingest.podDisruptionBudget.maxUnavailable": ("ingest.podDisruptionBudget.enabled", True),
     "epp.podDisruptionBudget.maxUnavailable": ("epp.podDisruptionBudget.enabled", True),
+    "gateway.podDisruptionBudget.maxUnavailable": ("gateway.podDisruptionBudget.enabled", True),
     "discovery.namespace": ("discovery.allNamespaces", False),
     "serviceAccount.create": ("serviceAccount.create", False),
 }

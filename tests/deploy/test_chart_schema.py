@@ -135,17 +135,17 @@ def test_the_settings_that_are_shown_fit_and_are_the_defaults() -> None:
     assert settings == Settings(worker_id="w")
 
 
-@pytest.mark.parametrize("role", ["query", "ingest", "epp"])
+@pytest.mark.parametrize("role", ["query", "ingest", "epp", "gateway"])
 def test_a_process_takes_every_setting_the_chart_gives_it(role: str) -> None:
     environ = {name: value for name, value in variables(given("every value"), role).items() if isinstance(value, str)}
     settings = Settings.from_env(environ | {"WAYMARK_API_TOKEN": "from-a-secret", "WAYMARK_WORKER_ID": "w"})
     assert {setting.variable for setting in in_config()} <= set(environ)
     assert settings.max_body_bytes == settings_schema()["properties"]["WAYMARK_MAX_BODY_BYTES"]["maximum"]
     assert settings.hash_seed == 2**64 - 1
-    ports = {"query": settings.port, "ingest": settings.ingest_port, "epp": settings.epp_metrics_port}
+    ports = {"query": settings.port, "ingest": settings.ingest_port, "epp": settings.epp_metrics_port, "gateway": settings.port}
     assert ports[role] == 13333
 
 
 def test_what_is_set_elsewhere_reaches_the_pods() -> None:
-    given_to = set().union(*(variables(every_value(), role) for role in ("ingest", "query", "epp")))
+    given_to = set().union(*(variables(every_value(), role) for role in ("ingest", "query", "epp", "gateway")))
     assert set(ELSEWHERE) - {"WAYMARK_WORKER_ID"} <= given_to
