@@ -188,7 +188,7 @@ def _said(stream: str) -> str:
 
 async def check_free(running: Fleet) -> None:
     """No request is reserved half a minute after the last one, at the latest."""
-    store = Store.open(running.redis.url)
+    store = Store.open(running.redis.url, timeout_seconds=patient(5))
     try:
 
         async def is_free() -> bool:

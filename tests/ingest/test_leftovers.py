@@ -15,7 +15,7 @@ from tests.store.factories import snapshot
 from waymark.ingest.stream import Stream
 from waymark.ingest.subscriber import Subscriber
 
-CYCLES = 5
+CYCLES = 12
 
 
 async def keys_of_publishers(bench: Bench) -> list[str]:
@@ -26,6 +26,11 @@ async def keys_of_publishers(bench: Bench) -> list[str]:
         if key.endswith((b":holders", b":fence")):
             names += [name.decode() for name in value if name not in (b"group", b"incarnation", b"version", b"holder")]
     return names
+
+
+def streams() -> list[object]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, Stream | Subscriber)]
 
 
 async def leave(bench: Bench, pod: Pod) -> None:
@@ -39,18 +44,21 @@ async def test_publishers_that_come_and_go_leave_a_worker_as_it_was(bench: Bench
     await pod.work(4)
     await pod.agrees()
     await leave(bench, pod)
-    before = len(os.listdir("/proc/self/fd"))
+    others = streams()  # what other tests of this process have left
+    # A busy machine may have more connections to Redis open at the end; a descriptor a cycle is more than that.
+    few = len(os.listdir("/proc/self/fd")) + CYCLES // 2
     for _ in range(CYCLES):
         await bench.store.registry.register(pod.registration)
         await pod.agrees()
         await leave(bench, pod)
 
-    def is_as_before() -> bool:
-        gc.collect()
-        is_left = any(isinstance(each, Stream | Subscriber) for each in gc.get_objects())
-        return not is_left and len(os.listdir("/proc/self/fd")) <= before
+    left: list[object] = []
 
-    await wait_until(is_as_before, "no stream and no descriptor is left", PATIENCE_SECONDS)
+    def is_as_before() -> bool:
+        left[:] = [each for each in streams() if not any(each is other for other in others)]
+        return not left and len(os.listdir("/proc/self/fd")) <= few
+
+    await wait_until(is_as_before, lambda: f"no stream and no descriptor is left: {left}", PATIENCE_SECONDS)
 
     async def is_empty() -> bool:
         return not await keys_of_publishers(bench)
