@@ -18,6 +18,9 @@ from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
 from tests.live import Live, start
 from tests.patience import patient, within
+from waymark.api import activity as feed
+from waymark.api.tokens_file import EVERYONE
+from waymark.store.activity import Entry
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
@@ -169,3 +172,15 @@ async def test_the_feed_goes_on_when_redis_is_back(tmp_path: Path) -> None:
 async def is_ready(live: Live) -> bool:
     async with live.client() as client:
         return (await client.get("/ready")).status_code == 200
+
+
+async def test_a_client_that_falls_behind_is_ended_after_what_waits_for_it() -> None:
+    client = feed._Client(EVERYONE, "0-0")
+    for number in range(1, 2 * feed._WAITING_MAX):
+        client.take(Entry(f"{number}-0", {"kind": "sweep"}))
+    waiting = [client.waiting.get_nowait() for _ in range(client.waiting.qsize())]
+    assert len(waiting) == feed._WAITING_MAX + 1, "however much happens, no more is kept for it"
+    assert waiting[-1] is None, "then its connection ends"
+    last = waiting[-2]
+    assert last is not None
+    assert last.startswith(f"id: {feed._WAITING_MAX}-0".encode()), "from there it goes on when it is back"

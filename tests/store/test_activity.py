@@ -49,3 +49,12 @@ async def test_what_does_not_fit_is_dropped_and_counted() -> None:
         store.activity.note(Kind.SWEEP)
     assert b"waymark_activity_dropped_total 3.0" in metrics.render()[0]
     await store.close()
+
+
+async def test_the_stream_is_trimmed_to_about_its_length(redis_url: str) -> None:
+    store = Store.open(redis_url)
+    for _ in range(20):
+        await store.scripts.note_activity(keys.ACTIVITY, 200, [b'{"kind":"x"}'] * 100)
+    kept = len(await store.activity.newest(activity.LENGTH))
+    assert 200 <= kept < 500, "Redis trims whole nodes of about 100 entries"
+    await store.close()

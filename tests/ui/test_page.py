@@ -18,6 +18,7 @@ from tests.live import start as start_live
 from tests.patience import patient
 from tests.ui.browser import tab
 from waymark.api.page import HEADERS
+from waymark.domain.rows import PIECE_BLOCKS
 from waymark.simulator import Prompt
 from waymark.store.store import Store
 
@@ -54,6 +55,8 @@ async def test_an_engine_that_dies_while_it_is_looked_at_is_shown_as_lost(
         await expect(row.locator("td.active")).to_have_text("active")
         await engine.prefill(Prompt(CHAT))
         await expect(row).to_contain_text("GPU 6")
+        await expect(row.locator("canvas")).to_have_count(2)
+        await expect(row.locator("canvas").last).to_have_attribute("aria-label", "0 blocks removed a second")
         # A name from a stranger is text.
         await expect(page.locator("#groups td.name", has_text="<script>document.title")).to_have_count(1)
         await expect(page).to_have_title("Waymark")
@@ -93,11 +96,18 @@ async def test_a_prompt_over_the_fleet_shows_blocks_reasons_targets_and_a_link(
         await expect(page.locator("#cell")).to_contain_text("Block 0: whole rank 0 has it on GPU")
         await expect(page.locator("#cell code").first).to_have_text(f"{first_key(page.url)}")
         await expect(page.locator("#cell")).to_contain_text("Holders: whole rank 0 GPU, half rank 0 GPU")
+        await expect(page.locator("#cell")).to_contain_text("redis-cli GET 'wm:")
         shared = page.url
         assert "100" not in shared.partition("hashes=")[0].partition("#")[2]
         await page.fill("#text", "7 8 9 10 11 12 13 14")
         await page.click("#ask button")
         await expect(answer.locator(".reason").first).not_to_be_empty()
+        await page.fill("#text", ", ".join(map(str, CHAT)))
+        for field in ("#lora", "#salt"):  # another namespace, in which nobody has a block
+            await page.fill(field, "sql")
+            await page.click("#ask button")
+            await expect(answer).to_contain_text("6 blocks of 4 tokens, 0 of them held")
+            await page.fill(field, "")
         await page.fill("#text", "no numbers")
         await page.click("#ask button")
         await expect(page.locator("#ask-error")).not_to_be_empty()
@@ -188,3 +198,8 @@ async def is_off(client: httpx.AsyncClient) -> None:
     for path in ("/ui", "/ui/main.js"):
         answer = await client.get(path)
         assert answer.status_code == 404
+
+
+def test_the_page_knows_how_many_blocks_a_row_has() -> None:
+    cells = (Path(__file__).parents[2] / "app/waymark/api/ui/cells.js").read_text(encoding="utf-8")
+    assert f"const ROW_BLOCKS = {PIECE_BLOCKS};" in cells

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.media import IN_EVERY_ANSWER, MEDIA
 from waymark.domain.names import OriginKind
+from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Role
 from waymark.store.parsing import RecordKind
@@ -96,9 +97,10 @@ class Explanation(BaseModel):
 
 
 class InspectAnswer(Explanation):
-    """The same, with the keys of the blocks."""
+    """The same, with the keys of the blocks, and where they are in Redis."""
 
     keys: list[str] = Field(description="of each block, 16 hex digits: its seq_hash XOR the namespace")
+    rows: list[str] = Field(description=f"the key in Redis of each row of {PIECE_BLOCKS} blocks; GET shows it")
 
 
 class TierMatches(BaseModel):

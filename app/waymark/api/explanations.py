@@ -21,6 +21,7 @@ from waymark.api.schemas import InspectRequest
 from waymark.api.texts import Texts
 from waymark.domain.block_size import only_block_size
 from waymark.domain.multimodal import check_blocks
+from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.inspection.asked import Asked
 from waymark.inspection.explanation import Explanation, as_json, explain
@@ -51,7 +52,11 @@ class Explanations:
         async def inspected() -> dict[str, Any]:
             found = await self._explain(request, body)
             answer = as_json(found, top=request.top, instance_id=request.instance_id)
-            return answer | {"keys": [] if found.holding is None else [f"{key:016x}" for key in found.holding.keys]}
+            if found.holding is None:
+                return answer | {"keys": [], "rows": []}
+            block_keys, group = found.holding.keys, found.holding.group
+            rows = [group.key_of(Place(key)) for key in block_keys[::PIECE_BLOCKS]]
+            return answer | {"keys": [f"{key:016x}" for key in block_keys], "rows": rows}
 
         async def answer(content: dict[str, Any]) -> Answer:
             return Answer(content)

@@ -53,6 +53,7 @@ class Counts:
         for part in parts:
             blocks["stored" if part.kind == "+" else "removed"] += len(part.keys)
         self._counters["blocks_stored"] += blocks["stored"]
+        self._counters["blocks_removed"] += blocks["removed"]
         for op, n in blocks.items():
             self._metrics.blocks_applied.labels(op=op, model=self._model).inc(n)
 

@@ -2,6 +2,7 @@
 
 import { canvas, element, painted, plain } from "./shown.js";
 
+const ROW_BLOCKS = 32;
 const CELL_MIN = 4;
 const CELL_MAX = 14;
 const COLOURS = { GPU: "gpu", CPU: "cpu", DISK: "disk" };
@@ -72,5 +73,7 @@ function show(line, at) {
     element("strong", {}, `Block ${at}`), `: ${plain(instance.instance_id)} rank ${holder.dp_rank} ${has} it on ${plain(holder.medium)}. `,
     `Holders: ${others.join(", ") || "none"}. `,
     "Key ", element("code", {}, key), ". ", element("code", {}, `waymark inspect block ${key}`),
+    // A row has 32 blocks, and what is not in it stands by itself.
+    " ", element("code", {}, `redis-cli GET '${plain(found.rows[Math.floor(at / ROW_BLOCKS)])}'`),
   );
 }

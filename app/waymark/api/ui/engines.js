@@ -1,19 +1,19 @@
-// Engines by model: status, complaint, blocks by medium, lag, load, and a small curve of what was stored.
+// Engines by model: status, complaint, blocks by medium, lag, load, and small curves of what was stored and removed.
 
 import { canvas, element, painted, plain, seconds } from "./shown.js";
 
 const POINTS_MAX = 90;
-const COLUMNS = ["Engine", "Rank", "Status", "Blocks", "Lag", "Stored", "Load", "Weight", "Complaint"];
+const COLUMNS = ["Engine", "Rank", "Status", "Blocks", "Lag", "Stored", "Removed", "Load", "Weight", "Complaint"];
 
-// Of each stream: how many blocks were stored, look by look.
-const stored = new Map();
+// Of each stream: how many blocks were stored and removed, look by look.
+const counted = new Map();
 let answer = null;
 
 export function showEngines(found) {
   answer = found;
   for (const each of found.publishers) remember(each);
   const known = new Set(found.publishers.map(nameOf));
-  for (const name of stored.keys()) if (!known.has(name)) stored.delete(name);
+  for (const name of counted.keys()) if (!known.has(name)) counted.delete(name);
   fillModels(found.publishers);
   draw();
 }
@@ -23,10 +23,10 @@ function nameOf(each) {
 }
 
 function remember(each) {
-  const points = stored.get(nameOf(each)) || [];
-  points.push([Date.now() / 1000, each.counters.blocks_stored || 0]);
+  const points = counted.get(nameOf(each)) || [];
+  points.push({ at: Date.now() / 1000, stored: each.counters.blocks_stored || 0, removed: each.counters.blocks_removed || 0 });
   if (points.length > POINTS_MAX) points.shift();
-  stored.set(nameOf(each), points);
+  counted.set(nameOf(each), points);
 }
 
 function fillModels(publishers) {
@@ -76,19 +76,20 @@ function row(each) {
     element("td", { class: each.status }, each.status),
     element("td", {}, blocks || "none"),
     element("td", { class: "number" }, seconds(each.lag_seconds)),
-    element("td", {}, curve(each)),
+    element("td", {}, curve(each, "stored", "gpu")),
+    element("td", {}, curve(each, "removed", "cpu")),
     element("td", { class: "number" }, each.load.requests),
     element("td", { class: "number" }, each.weight),
     element("td", { class: "said" }, each.complaint || ""),
   );
 }
 
-function curve(each) {
-  const points = stored.get(nameOf(each));
-  const rates = points.slice(1).map(([at, count], i) => Math.max(0, (count - points[i][1]) / (at - points[i][0] || 1)));
-  const [made, context] = canvas(POINTS_MAX, 18, `${(rates.at(-1) || 0).toFixed(0)} blocks a second`);
+function curve(each, what, colour) {
+  const points = counted.get(nameOf(each));
+  const rates = points.slice(1).map((point, i) => Math.max(0, (point[what] - points[i][what]) / (point.at - points[i].at || 1)));
+  const [made, context] = canvas(POINTS_MAX, 18, `${(rates.at(-1) || 0).toFixed(0)} blocks ${what} a second`);
   const top = Math.max(1, ...rates);
-  context.strokeStyle = painted("gpu");
+  context.strokeStyle = painted(colour);
   context.beginPath();
   rates.forEach((rate, i) => context.lineTo(POINTS_MAX - rates.length + i + 0.5, 17 - (16 * rate) / top));
   context.stroke();

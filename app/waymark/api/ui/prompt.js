@@ -22,6 +22,8 @@ export function showShared() {
   const fields = new URLSearchParams(words);
   byId("model").value = fields.get("model") || "";
   byId("tenant").value = fields.get("tenant") || "default";
+  // The hashes of a link are those of blocks with their adapter and salt.
+  byId("lora").value = byId("salt").value = "";
   document.querySelector('input[name="form"][value="seq_hashes"]').checked = true;
   byId("text").value = (fields.get("hashes") || "").replaceAll(".", " ");
   ask(given());
@@ -29,7 +31,9 @@ export function showShared() {
 
 function given() {
   const form = document.querySelector('input[name="form"]:checked').value;
-  return { model: byId("model").value, tenant_id: byId("tenant").value || "default", ...read(form, byId("text").value) };
+  const named = { lora_name: byId("lora").value, cache_salt: byId("salt").value };
+  const given = Object.fromEntries(Object.entries(named).filter(([, value]) => value));
+  return { model: byId("model").value, tenant_id: byId("tenant").value || "default", ...given, ...read(form, byId("text").value) };
 }
 
 function read(form, text) {
