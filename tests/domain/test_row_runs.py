@@ -12,6 +12,7 @@ from tests.conftest import IMPLEMENTATIONS
 from waymark import native
 from waymark.domain.keys import pack
 from waymark.domain.row_runs import Runs, own_slots, piece_runs, row_runs
+from waymark.domain.rows import parse
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
@@ -110,6 +111,17 @@ def test_blocks_stand_in_any_slots(implementation: str) -> None:
     order = [own[0], other[0], other[1], own[1], own[3], other[2], own[2]]
     value = row(order, {5: [own[0], own[1], own[3]], 6: order, 44: [other[0]]})
     assert row_runs(packed(own), [value]) == ([(b"5 6", 2), (b"6", 1), (b"5 6", 1)], 1, False)
+
+
+def test_of_a_block_in_two_slots_the_first_counts(implementation: str) -> None:
+    """No script of ours writes that, so a query does not look for it; who reads a whole row refuses it (`parse`)."""
+    own = chain(9, 2)
+    slots = b"%016x0%016x1%016x1" % (9, 10, 10)
+    assert row_runs(packed(own), [slots + b" 7:3 8:5"]) == ([(b"7 8", 1), (b"7", 1)], 1, False)
+    other = b"%016x0%016x1%016x1%016x1" % (9, 30, 10, 10)
+    assert row_runs(packed(own), [other + b" 7:5 8:9"]) == ([(b"7 8", 1), (b"7", 1)], 1, False)
+    with pytest.raises(ValueError, match="two slots"):
+        parse(slots + b" 7:3")
 
 
 def test_a_full_row_has_64_slots_and_16_digits(implementation: str) -> None:
