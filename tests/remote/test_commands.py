@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -49,10 +50,11 @@ async def live(redis_url: str, tmp_path: Path) -> AsyncIterator[Live]:
 async def run(live: Live | None, *words: str, stdin: str = "", **environ: str) -> tuple[int, str, str]:
     """A command as a process: its exit code, and what it printed."""
     url = {} if live is None else {"WAYMARK_URL": live.url, "WAYMARK_API_TOKEN": TOKEN}
+    coverage = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "waymark", *words,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "160"} | url | environ,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "160"} | coverage | url | environ,
     )  # fmt: skip
     async with within(60):
         output, error = await process.communicate(stdin.encode())

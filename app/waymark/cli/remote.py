@@ -73,7 +73,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument("--unregister", action="store_true", help="unregister it when it has no requests")
             parser.add_argument("--resume", action="store_true", help="send it requests again, with weight 1")
         case "top":
-            parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two looks (2)")
+            parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two updates (2)")
         case "doctor":
             parser.add_argument("--no-ports", action="store_true", help="do not try the event sockets of engines")
 

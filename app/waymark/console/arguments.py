@@ -60,7 +60,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--watch", nargs="?", type=_seconds, const=2.0, metavar="SECONDS",
-        help="repeat every so many seconds (2), until Ctrl-C",
+        help="update every SECONDS (2), until Ctrl-C",
     )  # fmt: skip
 
 

@@ -36,29 +36,29 @@ class Faults(Options):
     """Numbers count batches; 0 means never. ``_every``: each n-th one; ``_after``: once, from the n-th on."""
 
     drop_every: int = Field(0, ge=0)
-    """Not sent live; a replay has it."""
+    """Each n-th batch is not sent live. A replay contains it."""
     restart_after: int = Field(0, ge=0)
-    """The process restarts, cache and buffer empty, seq from the beginning."""
+    """At the n-th batch the engine restarts: cache and buffer are empty, and seq begins again."""
     silent_after: int = Field(0, ge=0)
-    """The engine hangs: nothing is sent live, no replay is answered."""
+    """From the n-th batch on the engine hangs: it sends nothing, and answers no replay."""
     garbage_every: int = Field(0, ge=0)
-    """Before it, a batch whose payload is no batch; it has a seq of its own."""
+    """Before each n-th batch, a frame is sent whose payload is not a batch. The frame has a seq of its own."""
     malformed_every: int = Field(0, ge=0)
-    """Before it, frames of the wrong form, which have no seq."""
+    """Before each n-th batch, frames of a wrong form are sent. They have no seq."""
     unknown_every: int = Field(0, ge=0)
-    """It has an event of an unknown type in front of its own."""
+    """Each n-th batch begins with an event of an unknown type."""
     replay_silent: bool = False
-    """A replay request is taken and never answered."""
+    """A replay request is received and never answered."""
     truncate_replay: int = Field(0, ge=0)
-    """A replay ends after so many batches, without an end marker."""
+    """A replay ends after this number of batches, without an end marker."""
     late_replay: int = Field(0, ge=0)
-    """A replay begins so many batches later than asked for."""
+    """A replay begins this number of batches later than requested."""
     replay_hole_every: int = Field(0, ge=0)
-    """Replays leave out each n-th batch, always the same ones."""
+    """Replays omit each n-th batch, always the same ones."""
 
 
 class AnswerFaults(Options):
-    """What goes wrong with answers over HTTP. Numbers count requests; 0 means never."""
+    """Faults of answers over HTTP. Numbers count requests; 0 means never."""
 
     error_every: int = Field(0, ge=0)
     """Each n-th request is answered with an error."""

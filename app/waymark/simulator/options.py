@@ -19,25 +19,25 @@ class SimulateOptions(Options):
     """All of it, with defaults; ``InvalidValue`` names the field that does not fit."""
 
     engines: int = Field(1, ge=1)
-    """How many engines."""
+    """The number of engines."""
     ranks: int = Field(1, ge=1)
-    """Data-parallel ranks per engine, all on the engine's one socket."""
+    """Data-parallel ranks of each engine. All ranks of an engine publish on its one socket."""
     dialect: str = "vllm-map"
-    """How events are written, such as vllm-map, sglang-map, standard; an unknown one is answered with all there are."""
+    """The format of events, such as vllm-map, sglang-map or standard. The error for an unknown one lists them all."""
     host: str = "127.0.0.1"
-    """What the sockets are bound to."""
+    """The address that the sockets are bound to."""
     advertised_host: str | None = None
-    """What a registration names instead of ``host``; needed where that is ``0.0.0.0``."""
+    """The address in registrations, in place of ``host``. It is needed if ``host`` is ``0.0.0.0``."""
     base_port: int = Field(5557, ge=0)
-    """Engine i publishes on ``base_port + 2 i`` and replays on the port above; 0: any free ports."""
+    """Engine i publishes on port ``base_port + 2 i`` and replays on the next port. 0 means any free ports."""
     http_port: int | None = Field(None, ge=0)
-    """Engine i answers over HTTP on ``http_port + i``, as a real one does; 0: any free ports; None: not at all."""
+    """Engine i answers over HTTP on port ``http_port + i``. 0 means any free ports; without it there is no HTTP."""
     has_replay: bool = True
-    """A replay endpoint; --no-replay opens none."""
+    """Each engine has a replay endpoint; with --no-replay it has none."""
     replay_framing: ReplayFraming = "topic"
-    """What replies of a replay look like: with a topic before the seq, or seq alone as older vLLMs send."""
+    """The form of a reply of a replay: with a topic before the seq, or the seq alone, as older vLLMs send it."""
     buffer_batches: int = Field(10_000, ge=1)
-    """How many batches a replay can go back."""
+    """The number of batches that an engine keeps for replays."""
     topic: str = ""
     """The topic in front of each frame."""
     model_name: str = "demo"
@@ -51,45 +51,45 @@ class SimulateOptions(Options):
     gpu_blocks: int = Field(4096, ge=1)
     """Blocks that fit on a rank's GPU."""
     cpu_blocks: int = Field(0, ge=0)
-    """Blocks that fit in a rank's host memory, which takes what the GPU evicts."""
+    """Blocks that fit in the host memory of a rank. It gets the blocks that the GPU evicts."""
     disk_blocks: int = Field(0, ge=0)
-    """Blocks that fit on a rank's disk, which takes what host memory evicts."""
+    """Blocks that fit on the disk of a rank. It gets the blocks that host memory evicts."""
     repeat_rate: float = Field(0.05, ge=0, le=1)
-    """Chance that a prompt with a hit is stored again in part, as a second physical copy."""
+    """The probability that a part of a prompt that is in the cache is stored again, as a second copy."""
     seed: int = 0
-    """Decides prompts, their order and who gets them."""
+    """The seed for the prompts, their order, and the engine of each."""
     prompts: int | None = Field(None, ge=0)
-    """Stop after so many prompts in total; None: only by time, at the end of the trace, or on SIGTERM."""
+    """Stop after this number of prompts in total. Without it, the time, the end of the trace or SIGTERM ends it."""
     duration_seconds: float | None = Field(None, ge=0)
-    """Stop after so long."""
+    """Stop after this number of seconds."""
     prompts_per_second: float | None = Field(None, ge=0)
-    """Over all engines; 0: as fast as they go; None: 10, or a trace's own times."""
+    """Prompts per second over all engines. 0 means as fast as possible; without it, 10, or the times of the trace."""
     blocks_per_second: float | None = Field(None, ge=0)
-    """Blocks of prompts, over all engines, instead of ``prompts_per_second``."""
+    """Blocks of prompts per second over all engines, in place of ``prompts_per_second``."""
     trace: Path | None = None
-    """A file of recorded prompts, instead of made-up conversations."""
+    """A file of recorded prompts, in place of generated conversations."""
     trace_speed: float = Field(1.0, ge=0)
-    """How much faster than recorded a trace runs, where no rate is given; 0: as fast as it goes."""
+    """The factor by which a trace runs faster than recorded, if no rate is given. 0 means as fast as possible."""
     lora_names: tuple[str, ...] = ()
-    """Adapters that conversations use, by commas."""
+    """Adapters that conversations use, separated by commas."""
     cache_salts: tuple[str, ...] = ()
-    """Cache salts that conversations use, by commas."""
+    """Cache salts that conversations use, separated by commas."""
     stay: bool = False
-    """After the last prompt keep the sockets open, until SIGTERM or the end of the duration."""
+    """Keep the sockets open after the last prompt, until SIGTERM or the end of the duration."""
     faults: Faults = Field(default_factory=Faults)
     answer_faults: AnswerFaults = Field(default_factory=AnswerFaults)
     answer_tokens: int = Field(16, ge=1, le=100_000)
-    """Tokens of an answer over HTTP, where the request names no limit."""
+    """Tokens of an answer over HTTP, if the request has no limit."""
     prefill_tokens_per_second: float = Field(0.0, ge=0)
-    """How fast an engine computes a prompt that it gets over HTTP; 0: at once."""
+    """Tokens per second that an engine computes of a prompt over HTTP. 0 means that it takes no time."""
     tokens_per_second: float = Field(0.0, ge=0)
-    """How fast an engine makes the tokens of one answer; 0: at once."""
+    """Tokens per second of one answer. 0 means that they take no time."""
     register_url: str | None = Field(None, alias="register")
     """Base URL of a running Waymark to register the engines with, such as ``http://127.0.0.1:13333``."""
     register_within_seconds: float = Field(0.0, ge=0)
-    """How long to wait for that Waymark to come up; 0: it has to be there."""
+    """Seconds to wait until that Waymark answers. 0 means no wait."""
     api_token: str | None = Field(None, repr=False)
-    """The token that Waymark asks for."""
+    """The bearer token, if that Waymark requires one."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
