@@ -343,6 +343,20 @@ async def test_nobody_there_is_unavailable_and_not_ready() -> None:
         assert blocking.ready() is False
 
 
+async def test_a_router_never_waits_between_tries(pauses: list[float]) -> None:
+    handler, asked = replies(unavailable("1"))
+    transport = httpx.MockTransport(handler)
+    with Client("http://waymark", transport=transport) as blocking:
+        for ask in (blocking.query, blocking.query_by_hash, blocking.score):
+            with pytest.raises(Unavailable, match="Redis is away"):
+                ask("m", [1])
+        assert dict(blocking.query("m", [1], or_empty=True)) == {}
+    async with AsyncClient("http://waymark", transport=transport) as waymark:
+        with pytest.raises(Unavailable, match="Redis is away"):
+            await waymark.query("m", [1])
+    assert (pauses, len(asked)) == ([], 5)
+
+
 async def test_ready_is_asked_once(pauses: list[float]) -> None:
     handler, asked = replies(unavailable("1"))
     with Client("http://waymark", transport=httpx.MockTransport(handler)) as blocking:

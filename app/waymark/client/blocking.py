@@ -33,6 +33,7 @@ def _sent(call: Callable[P, calls.Call[T]]) -> Callable[Concatenate[Client, P], 
 
 class Client:
     """Blocking. ``timeout`` is per try, ``retry_seconds`` what may be spent waiting between tries, both in seconds.
+    Queries and decisions never wait between tries.
 
     ``url`` may be several: if one does not answer, or answers that it cannot, the next one is asked at once.
     A URL that failed comes last for five seconds. At most 100 requests are under way at once, over as many connections,

@@ -49,7 +49,7 @@ class Call(Generic[T]):
     read: Callable[[httpx.Response], T]
     body: dict[str, Any] | None = None
     is_retried: bool = True
-    """A 503 is asked again after a while."""
+    """A 503 is asked again after a while. Not where a request of a user waits for the answer."""
     deadline: float | None = None
     """Seconds for the whole call, over all URLs; then each URL is asked once."""
     otherwise: T | object = _RAISED
@@ -109,14 +109,14 @@ def query(
 ) -> Call[Matches]:
     """How much of a prompt each instance has.
 
-    With ``deadline``, in seconds over all URLs, each URL is asked once and nothing is waited for beyond that time;
-    then, or where no replica answers, it raises Unavailable, or with ``or_empty`` returns no matches.
+    Each URL is asked once, with ``deadline`` for at most so many seconds over all URLs. Where no replica answers, it
+    raises Unavailable, or with ``or_empty`` returns no matches.
 
     The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left
     out where the model's engines have one. ``features`` names images among ``token_ids``.
     """
     body = {"model": model, "block_size": block_size} | _packed_prompt(token_ids) | options
-    return Call("POST", "/query", read_matches, body, deadline=deadline, otherwise=_empty(or_empty))
+    return Call("POST", "/query", read_matches, body, False, deadline, _empty(or_empty))
 
 
 def query_by_hash(
@@ -130,7 +130,7 @@ def query_by_hash(
 ) -> Call[Matches]:
     """The same, by rolling hashes."""
     body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | options
-    return Call("POST", "/query_by_hash", read_matches, body, deadline=deadline, otherwise=_empty(or_empty))
+    return Call("POST", "/query_by_hash", read_matches, body, False, deadline, _empty(or_empty))
 
 
 def stored(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Call[Applied]:
@@ -149,7 +149,7 @@ def removed(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **opt
 
 def score(model: str, token_ids: Iterable[int] | None = None, **options: Any) -> Call[list[Score]]:
     """All targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
-    return Call("POST", "/score", read_scores, {"model": model} | _prompt(token_ids) | options)
+    return Call("POST", "/score", read_scores, {"model": model} | _prompt(token_ids) | options, is_retried=False)
 
 
 def select(

@@ -56,7 +56,7 @@ def tries(call: Call[T], places: Places, retry_seconds: float) -> Tries[T]:
     try:
         while True:
             answer = yield from _answered(call, places)
-            pause = None if call.deadline is not None else _pause(call, answer, waited, retry_seconds)
+            pause = _pause(call, answer, waited, retry_seconds)
             if pause is None:
                 return _result(call, answer)
             yield Wait(pause)
