@@ -18,7 +18,7 @@ from waymark.store.leases import Grant
 from waymark.store.scripts import Scripts
 
 #: How long others leave the choice to whoever has the turn.
-_TURN_MS: Final = 500
+_TURN_MS: Final = 250
 
 
 @dataclass(frozen=True, slots=True)
