@@ -21,7 +21,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import capacity, decisions, hot, index, lives, long, memory, queries, replicas, streams, texts
+from tests.benchmarks import (
+    capacity,
+    decisions,
+    hot,
+    index,
+    lives,
+    long,
+    memory,
+    queries,
+    replicas,
+    selector,
+    streams,
+    texts,
+)
 from tests.benchmarks.options import Options
 from tests.benchmarks.processes import redis_server
 from tests.benchmarks.report import Row, beside, table, write_json, write_markdown
@@ -44,7 +57,7 @@ PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], list[Row]]
     (("P8",), lambda options, _: streams.visibility(options)),
     (("P9",), lambda options, _: replicas.measure_more(options)),
     (("P10",), lambda options, _: lives.measure(options)),
-    (("P11",), lambda options, _: decisions.measure(options)),
+    (("P11",), lambda options, _: [*decisions.measure(options), *selector.measure(options)]),
     (("P12",), lambda options, _: texts.measure(options)),
     (("long",), lambda options, _: long.measure(options)),
     (("capacity",), capacity.measure),

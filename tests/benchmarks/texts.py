@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from statistics import median
+from time import process_time
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -29,6 +30,7 @@ from tests.benchmarks.options import Options
 from tests.benchmarks.processes import Server, redis_server, waymark
 from tests.benchmarks.prompts import MODEL
 from tests.benchmarks.report import Row
+from waymark.domain.hashing import block_keys, namespace, pack_tokens
 from waymark.tokenization.segments import SegmentMemo
 
 TOKENS = 6115
@@ -63,7 +65,7 @@ def measure(options: Options) -> list[Row]:
             if number or options.is_quick:  # the first round warms up
                 for name, ms in found.items():
                     costs.setdefault(name, []).append(ms)
-    return [*_rows(costs), *_memory()]
+    return [*_rows(costs), _hashing(), *_memory()]
 
 
 def _rows(costs: dict[str, list[float]]) -> Iterator[Row]:
@@ -75,6 +77,16 @@ def _rows(costs: dict[str, list[float]]) -> Iterator[Row]:
         yield Row("P12", f"the same, {name}: requests a second and core", 1e3 / median(costs[name]), "requests/s")
     known = 1e3 / median(costs["/tokenize"])
     yield Row("P12", f"/tokenize, {TOKENS:,} tokens, known: requests a second and core", known, "requests/s")
+
+
+def _hashing() -> Row:
+    """What a new turn pays again for the tokens before it: no memory of their hashes would be cheaper."""
+    tokens, times = pack_tokens(list(range(TOKENS))), 200
+    before = process_time()
+    for _ in range(times):
+        block_keys(None, tokens, 16, namespace=namespace(None, []))
+    milliseconds = (process_time() - before) / times * 1e3
+    return Row("P12", f"hashing {TOKENS:,} tokens into blocks of 16: CPU", milliseconds, "ms")
 
 
 def _memory() -> list[Row]:
