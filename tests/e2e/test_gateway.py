@@ -181,6 +181,15 @@ async def test_openai_s_client_gets_what_an_engine_gives() -> None:
         ]
         response = await client.responses.create(model="demo", input="hello")
         assert response.output_text.startswith(mark_of("hello"))
+        second = await client.responses.create(model="demo", input="go on", previous_response_id=response.id)
+        assert second.previous_response_id == response.id
+        assert second.usage is not None
+        assert response.usage is not None
+        assert second.usage.input_tokens > response.usage.input_tokens
+        assert (await client.responses.retrieve(second.id)).output_text == second.output_text
+        await client.responses.delete(second.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(second.id)
         async with client.responses.stream(model="demo", input="hello") as events:
             async for _ in events:
                 pass

@@ -16,7 +16,7 @@ from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
 from waymark.chat.session import session_token
-from waymark.domain.targets import Target
+from waymark.domain.targets import Role, Target
 from waymark.errors import SettingsError
 from waymark.gateway.security import Keys
 from waymark.gateway.shapes import body_of_rejection
@@ -229,6 +229,25 @@ async def test_without_a_tokenizer_equal_beginnings_go_to_the_same_engine(start:
     assert all(len(found) == 1 for found in places.values())
     assert len(set.union(*places.values())) > 1
     assert running.value("decisions_without_tokens_total", reason="no_tokenizer") == 32
+
+
+async def test_an_engine_is_told_which_one_computes_the_prompt(start: Start) -> None:
+    running = await start(2, profile="disagg")
+    roles = (Role.PREFILL, Role.DECODE)
+    for number, (engine, role) in enumerate(zip(running.engines, roles, strict=True)):
+        await running.store.registry.register(registration(engine.url, number, role=role))
+    answer = await running.post({"model": "demo", "prompt": list(range(64))}, "/v1/completions")
+    prefill, decode = (engine.url.removeprefix("http://") for engine in running.engines)
+    assert running.asked == [0, 1]
+    assert answer.headers["x-decoder-host-port"] == decode
+    assert answer.headers["x-prefiller-host-port"] == prefill
+    sent = running.engines[1].asked[0][0].headers
+    assert (sent["mif-prefill-endpoint"], sent["x-prefiller-host-port"]) == (prefill, prefill)
+
+    async def is_free() -> bool:
+        return await running.requests() == 0
+
+    await wait_until(is_free, "both reservations have ended", 10)
 
 
 async def test_a_session_stays_at_its_engine(start: Start) -> None:
