@@ -119,8 +119,8 @@ class Fleet:
         """Requests by engine."""
         return [engine.generator.requests for engine in self.engines]
 
-    async def under_way(self) -> int:
-        entry = await self.store.directory.group(GroupName("default", MODEL))
+    async def under_way(self, model: str = MODEL) -> int:
+        entry = await self.store.directory.group(GroupName("default", model))
         assert entry is not None
         return sum(load.requests for load in (await self.store.reservations.loads(entry.group_id)).values())
 
@@ -238,6 +238,41 @@ async def test_an_engine_that_dies_costs_no_request(fleet: Fleet) -> None:
         assert answer.status_code == 200, answer.text
     assert sorted(fleet.served())[1:] != [0, 1], "others have answered"
     await wait_until(fleet.is_idle, "every reservation is released, the dead engine's too")
+
+
+async def test_an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet: Fleet) -> None:
+    engine, model = fleet.engines[0], "broken"
+    await engine.__aexit__(None, None, None)
+    begins = asyncio.Event()
+
+    async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head + b"9\r\ndata: a\n\n\r\n")
+        await begins.wait()
+        writer.transport.abort()
+
+    async def ask() -> None:
+        body = body_of("hello", model=model, stream=True)
+        async with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert answer.status_code == 200
+            async for _ in answer.aiter_bytes():
+                assert await fleet.under_way(model) == 1
+                begins.set()
+
+    target = Target(address=engine.url)
+    await fleet.store.registry.register(
+        registration("broken", kind=EngineKind.NONE, model_name=model, endpoint=None, target=target)
+    )
+    async with await asyncio.start_server(dies, "127.0.0.1", int(engine.url.rpartition(":")[2])):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await ask()
+
+        async def is_over() -> bool:
+            return await fleet.under_way(model) == 0
+
+        await wait_until(is_over, "its reservation is released")
+    assert (await fleet.chat("hello")).status_code == 200, "other engines answer"
 
 
 class Load:

@@ -1,0 +1,110 @@
+"""What peers that do not behave cost an endpoint picker, and what a peer that does sees of them.
+
+    python -m tests.benchmarks.hostile --redis-url redis://127.0.0.1:6379/0
+
+One connection sends a message of 1 GB, then connections open 10,000 streams and send nothing more on them. Meanwhile
+another peer has targets picked, one request at a time. The Redis has to be empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import grpc
+
+from tests.e2e.test_envoy import Picker
+from tests.epp.proxy import Stream, destinations
+from tests.store.factories import registration
+from waymark.domain.engines import EngineKind
+from waymark.domain.targets import Target
+from waymark.store.store import Store
+
+_STREAMS, _CONNECTIONS = 10_000, 10
+_BODY = {"model": "llama", "prompt": list(range(512))}
+_ANY = {"request_serializer": None, "response_deserializer": None}
+
+
+def resident(pid: int) -> float:
+    """MiB of memory that a process has in use."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def channel(port: int) -> Any:
+    unlimited = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=unlimited)
+
+
+async def picks(port: int, count: int) -> float:
+    """The median of the times of ``count`` decisions, in milliseconds."""
+    times = []
+    async with channel(port) as own:
+        for _ in range(count):
+            began = perf_counter()
+            stream = Stream(own)
+            assert destinations(await stream.ask(_BODY, "/v1/completions"))
+            times.append(1000 * (perf_counter() - began))
+            stream.cancel()
+    return statistics.median(times)
+
+
+async def huge(port: int) -> str:
+    """Send 1 GB as one message; the status by which the stream ends."""
+    async with channel(port) as own:
+        call = own.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process", **_ANY)()
+        with suppress(grpc.aio.AioRpcError):  # the status says it
+            await call.write(bytes(10**9))
+        return str((await call.code()).name)
+
+
+async def endless(port: int, stack: AsyncExitStack) -> list[Any]:
+    """Streams that begin and never end."""
+    calls = []
+    for _ in range(_CONNECTIONS):
+        own = await stack.enter_async_context(channel(port))
+        process = own.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process", **_ANY)
+        calls += [process() for _ in range(_STREAMS // _CONNECTIONS)]
+    return calls
+
+
+async def main(url: str) -> None:
+    async with AsyncExitStack() as stack:
+        store = Store.open(url)
+        stack.push_async_callback(store.close)
+        for number in range(3):
+            target = Target(address=f"http://10.0.0.{number}:8000")
+            await store.registry.register(
+                registration(f"pod-{number}", kind=EngineKind.NONE, model_name="llama", endpoint=None, target=target)
+            )
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        picker = Picker(Path(directory), url, 0, epp_tls="false")
+        stack.callback(picker.end)
+        await picker.start()
+        print("| What a peer does | Status | Memory of the picker, MiB | Median of another peer's decisions, ms |")
+        print("|---|---|---|---|")
+        alone = await picks(picker.port, 100)
+        print(f"| nothing | | {resident(picker.pid):.0f} | {alone:.1f} |", flush=True)
+        sending = asyncio.create_task(huge(picker.port))
+        beside = await picks(picker.port, 100)
+        status = await sending
+        print(f"| sends a message of 1 GB | {status} | {resident(picker.pid):.0f} | {beside:.1f} |", flush=True)
+        calls = await endless(picker.port, stack)
+        beside = await picks(picker.port, 100)
+        memory = resident(picker.pid)
+        refused = sum(call.done() for call in calls)
+        print(f"| opens {_STREAMS:,} streams | {refused:,} refused | {memory:.0f} | {beside:.1f} |", flush=True)
+        for call in calls:
+            call.cancel()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--redis-url", default="redis://127.0.0.1:6379/0")
+    asyncio.run(main(parser.parse_args().redis_url))
