@@ -22,6 +22,8 @@ from waymark.store.store import Store
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 #: A channel would share the connection of another one to the same place.
+#: Connections with different arguments are different ones.
+ONE = ("waymark.one", 1)
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 TOKENS = {"model": "llama", "prompt": list(range(256))}
 
@@ -388,22 +390,33 @@ async def test_a_message_that_is_too_large_is_refused_and_others_go_on(
     assert destinations(await epp.stream().ask(CHAT))
 
 
-async def test_more_streams_than_may_be_are_refused_and_the_others_go_on(
+async def test_streams_that_send_nothing_give_way_to_those_of_other_connections(
     store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
 ) -> None:
     options = EppOptions("127.0.0.1", 0, None, has_tls=False, streams_max=8, drain_seconds=0.0, finish_seconds=0.0)
     epp = await start_epp(store, options=options)
+    under_way = epp.stream()
+    assert destinations(await under_way.ask(CHAT))
     held: list[Stream] = []
-    for _ in range(8):
+    for _ in range(7):
         held.append(epp.stream())
         await held[-1].headers()
-    await wait_until(lambda: metrics.epp_streams.value == 8, "eight streams are open")
+        await wait_until(lambda: metrics.epp_streams.value == len(held) + 1, "the stream is open")
+    further = [epp.stream() for _ in range(20)]
+    for stream in further:  # of the same connection
+        assert await stream.status() == grpc.StatusCode.RESOURCE_EXHAUSTED
     async with grpc.aio.insecure_channel(f"127.0.0.1:{epp.server.port}", options=OWN_CONNECTION) as other:
-        further = [Stream(other) for _ in range(100)]
-        statuses = [(await each.status(), await each.call.details()) for each in further]
-        # Beyond the bound of the process, and beyond that of one connection.
-        refusals = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
-        assert {code for code, _ in statuses} <= refusals, statuses
-    for stream in held:
+        many = [Stream(other) for _ in range(20)]
+        await wait_until(lambda: sum(each.call.done() for each in many) == 17, "it has three places, and no more")
+        for stream in held[:3]:
+            assert await stream.status() == grpc.StatusCode.RESOURCE_EXHAUSTED, "the oldest have given way"
+        assert metrics.epp_streams_cut.labels(reason="crowded").value == 3
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{epp.server.port}", options=[*OWN_CONNECTION, ONE]) as third:
+            for _ in range(3):
+                stream = Stream(third)
+                assert destinations(await stream.ask(CHAT)), "a request finds its place"
+                stream.cancel()
+    for stream in held[-3:]:
         await stream.body(b'{"model": "llama", "prompt": [1]}')
         assert destinations(await stream.receive())
+    assert await under_way.request_back(), "what is under way stays so"

@@ -19,6 +19,7 @@ from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
 from waymark.chat.session import SESSION, session_of
 from waymark.domain.targets import host_and_port
 from waymark.epp import messages
+from waymark.epp.admission import Place
 from waymark.epp.bodies import BodyBytes
 from waymark.epp.refusals import Refusal, misconfigured, overloaded, refusal_of, too_large
 from waymark.errors import InvalidValue, WaymarkError
@@ -43,7 +44,7 @@ _MODES = (
 class Cut(Exception):
     """The stream ends because of its peer. ``reason`` is a word for the counter."""
 
-    def __init__(self, reason: Literal["late", "idle", "unexpected"], sentence: str) -> None:
+    def __init__(self, reason: Literal["late", "idle", "unexpected", "crowded"], sentence: str) -> None:
         super().__init__(sentence)
         self.reason = reason
         self.sentence = sentence
@@ -67,8 +68,9 @@ class Picker:
 class Exchange:
     """The messages of one stream, answered in order."""
 
-    def __init__(self, picker: Picker, read: Read, write: Write) -> None:
+    def __init__(self, picker: Picker, place: Place, read: Read, write: Write) -> None:
         self._picker = picker
+        self._place = place
         self._read = read
         self._write = write
         self._began = monotonic()
@@ -87,9 +89,11 @@ class Exchange:
         """Until the request is over. Raises Cut where the peer does not behave as a proxy does."""
         try:
             try:
-                async with asyncio.timeout(self._picker.request_seconds):
+                async with asyncio.timeout(self._picker.request_seconds) as self._place.waiting:
                     goes_on = await self._request()
             except TimeoutError:
+                if self._place.is_given_up:
+                    raise Cut("crowded", "too many streams of this connection wait for a request") from None
                 raise Cut("late", f"no whole request within {self._picker.request_seconds:g} s") from None
             if goes_on:
                 await self._response()
@@ -126,6 +130,7 @@ class Exchange:
             if ended is None:
                 return False
             has_trailers = ended == "trailers"
+        self._place.settle()
         picked = await self._pick()
         if isinstance(picked, Refusal):
             return await self._refuse(picked)

@@ -12,6 +12,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc
 from grpc_health.v1 import health_pb2_grpc
 
 from waymark.epp import messages, tls
+from waymark.epp.admission import Streams
 from waymark.epp.exchange import Cut, Exchange, Picker
 from waymark.epp.health import Health
 from waymark.epp.options import EppOptions
@@ -28,10 +29,14 @@ _MESSAGE_BYTES_MAX = 4 * 2**20
 #: Of the streams of a health port.
 _HEALTH_STREAMS_MAX = 256
 _LOOK_SECONDS = 1.0
+#: Streams that gRPC takes for each that may be there: those that give up their place need a moment to end.
+_HEADROOM = 4
+_TOO_MANY = "as many requests as WAYMARK_EPP_STREAMS_MAX allows are under way; try again in a moment"
 
 _STATUS_OF: Mapping[str, Any] = {
     "late": grpc.StatusCode.DEADLINE_EXCEEDED,
     "idle": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "crowded": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "unexpected": grpc.StatusCode.INVALID_ARGUMENT,
 }
 
@@ -42,8 +47,9 @@ WaitsFor = Callable[[], Awaitable[str | None]]
 class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
     """``ExternalProcessor.Process``: one exchange a stream."""
 
-    def __init__(self, picker: Picker) -> None:
+    def __init__(self, picker: Picker, streams_max: int) -> None:
         self._picker = picker
+        self._streams = Streams(streams_max, picker.metrics)
 
     async def Process(self, _: Any, context: Any) -> None:
         metrics = self._picker.metrics
@@ -52,14 +58,17 @@ class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
             message = await context.read()
             return None if message is grpc.aio.EOF else message
 
-        metrics.epp_streams.inc()
+        place = self._streams.enter(context.peer())
+        if place is None:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_MANY)
+            return
         try:
-            await Exchange(self._picker, read, context.write).run()
+            await Exchange(self._picker, place, read, context.write).run()
         except Cut as cut:
             metrics.epp_streams_cut.labels(reason=cut.reason).inc()
             await context.abort(_STATUS_OF[cut.reason], cut.sentence)
         finally:
-            metrics.epp_streams.dec()
+            place.leave()
 
 
 class EppServer:
@@ -71,8 +80,8 @@ class EppServer:
         self._health = Health(messages.SERVICE)
         self.port = self.health_port = 0
         """What was really bound; 0: no port."""
-        self._server = _new_server(options.streams_max)
-        ext_proc.add_ExternalProcessorServicer_to_server(Processor(picker), self._server)
+        self._server = _new_server(_HEADROOM * options.streams_max + options.index_streams_max)
+        ext_proc.add_ExternalProcessorServicer_to_server(Processor(picker, options.streams_max), self._server)
         self._server.add_generic_rpc_handlers((PodScores(picker.selector, picker.tenant_id).handler,))
         index = RadixIndex(prompts, picker.metrics, options.index_streams_max)
         self._server.add_generic_rpc_handlers((index.handler,))

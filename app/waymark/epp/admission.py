@@ -1,0 +1,81 @@
+"""Which streams a picker takes when it has as many as it may have: connections that wait for most give way.
+
+A proxy sends its request at once, so a stream that waits for one is short. A peer that opens streams and sends nothing
+would take all places. At the bound a new stream takes the place of the oldest waiting one of the connection that has
+the most of them, as long as that connection has more than its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from waymark.metrics import Metrics
+
+
+class Place:
+    """That of one stream, until ``leave``. It waits for a request until ``settle``."""
+
+    def __init__(self, streams: Streams, peer: str) -> None:
+        self._streams = streams
+        self.peer = peer
+        self.waiting: asyncio.Timeout | None = None
+        """Runs while the request arrives."""
+        self.is_given_up = False
+        """Another stream has it now."""
+
+    def give_up(self) -> None:
+        self.is_given_up = True
+        if self.waiting is not None:
+            with suppress(RuntimeError):  # it has ended by itself
+                self.waiting.reschedule(0.0)
+
+    def settle(self) -> None:
+        """The request is there."""
+        self._streams.settle(self)
+
+    def leave(self) -> None:
+        self._streams.leave(self)
+
+
+class Streams:
+    """All streams of a process."""
+
+    def __init__(self, streams_max: int, metrics: Metrics) -> None:
+        self._max = streams_max
+        self._gauge = metrics.epp_streams
+        self._count = 0
+        self._waiting: dict[str, dict[Place, None]] = {}
+        """By connection, the oldest first."""
+
+    def enter(self, peer: str) -> Place | None:
+        """A place for a stream of a connection; None where there is none."""
+        if self._count >= self._max and not self._make_room(peer):
+            return None
+        place = Place(self, peer)
+        self._waiting.setdefault(peer, {})[place] = None
+        self._count += 1
+        self._gauge.set(self._count)
+        return place
+
+    def _make_room(self, peer: str) -> bool:
+        most = max(self._waiting.values(), key=len, default={})
+        if len(most) <= len(self._waiting.get(peer, ())) + 1:
+            return False
+        oldest = next(iter(most))
+        self.leave(oldest)
+        oldest.give_up()
+        return True
+
+    def settle(self, place: Place) -> None:
+        waiting = self._waiting.get(place.peer, {})
+        waiting.pop(place, None)
+        if not waiting:
+            self._waiting.pop(place.peer, None)
+
+    def leave(self, place: Place) -> None:
+        """The stream has ended. A place that was given up is not counted any more."""
+        self.settle(place)
+        if not place.is_given_up:
+            self._count -= 1
+            self._gauge.set(self._count)
