@@ -3,7 +3,13 @@
 # Installs Debian's package where that takes no password; otherwise says in one line what to install.
 set -eu
 
-found() { [ -x "${CHROMIUM:-}" ] || command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1; }
+# One that says its version: what some systems call chromium only says how to install it.
+found() {
+    for each in "${CHROMIUM:-}" chromium google-chrome; do
+        [ -n "$each" ] && "$each" --version 2>/dev/null | grep -q '[0-9]\.' && return 0
+    done
+    return 1
+}
 
 found && exit 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import io
 import os
 import pty
 import select
@@ -12,13 +13,16 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.live import start
 from tests.patience import patient, within
-from waymark.console.screen import Grid
+from waymark.console.screen import Grid, Screen
+from waymark.remote import top
+from waymark.remote.service import Service
 from waymark.remote.top import SORTS, View
 
 
@@ -93,6 +97,25 @@ def test_what_does_not_fit_can_be_scrolled_to() -> None:
     for _ in range(100):
         view.key("j")
     assert view.parts(answer, 24)[1].rows[-1][0].plain == "e9"  # type: ignore[union-attr]
+
+
+class Answers:
+    """A service whose engine stores 30 blocks between two looks."""
+
+    def __init__(self) -> None:
+        self.stored = 0
+
+    def get(self, path: str) -> dict[str, Any]:
+        self.stored += 30
+        return {"publishers": [publisher("a", counters={"blocks_stored": self.stored})], "workers": []}
+
+
+def test_a_file_gets_rates_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 103.0])
+    monkeypatch.setattr("waymark.remote.top.time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(times)))
+    output = io.StringIO()
+    top.run(cast(Service, Answers()), 3.0, Screen(output))
+    assert output.getvalue().splitlines()[-1].split()[:4] == ["a", "0", "active", "10"]
 
 
 @pytest.mark.outside

@@ -145,11 +145,14 @@ def _name(publisher: Publisher) -> tuple[str, str, int]:
 
 
 def run(service: Service, seconds: float, screen: Screen) -> None:
-    """Draw until ``q``; into a file or a pipe once."""
+    """Draw until ``q``; into a file or a pipe once, after a second look: a rate is of two."""
     view = View()
     answer = service.get("/workers")
     view.saw(answer["publishers"], time.monotonic())
     if screen.is_plain or not sys.stdin.isatty():
+        time.sleep(seconds)
+        answer = service.get("/workers")
+        view.saw(answer["publishers"], time.monotonic())
         screen.show(view.parts(answer, _OTHER_LINES + len(answer["publishers"]))[:-1])
         return
     with _keys(), screen.live() as draw:

@@ -3,6 +3,16 @@
 import { canvas, element, painted, plain, seconds } from "./shown.js";
 
 const POINTS_MAX = 90;
+const WORST_FIRST = ["failed", "lost", "degraded", "pending", "replaying", "active"];
+// What rows are sorted by; the greatest first.
+const SORTS = {
+  name: () => 0,
+  status: (each) => -WORST_FIRST.indexOf(each.status),
+  stored: (each) => ratesOf(each, "stored").at(-1) || 0,
+  load: (each) => each.load.requests,
+  blocks: (each) => Object.values(each.blocks).reduce((sum, count) => sum + count, 0),
+  lag: (each) => each.lag_seconds || 0,
+};
 const COLUMNS = ["Engine", "Rank", "Status", "Blocks", "Lag", "Stored", "Removed", "Load", "Weight", "Complaint"];
 
 // Of each stream: how many blocks were stored and removed, look by look.
@@ -59,7 +69,8 @@ function draw() {
 
 function table(title, publishers) {
   const head = element("tr", {}, ...COLUMNS.map((name) => element("th", { scope: "col" }, name)));
-  publishers.sort((a, b) => a.instance_id.localeCompare(b.instance_id) || a.dp_rank - b.dp_rank);
+  const by = SORTS[document.getElementById("sort").value];
+  publishers.sort((a, b) => by(b) - by(a) || a.instance_id.localeCompare(b.instance_id) || a.dp_rank - b.dp_rank);
   const made = element("table", { "aria-label": plain(title) });
   made.append(element("thead", {}, head), element("tbody", {}, ...publishers.map(row)));
   return element("div", { class: "scroll" }, made);
@@ -84,9 +95,13 @@ function row(each) {
   );
 }
 
-function curve(each, what, colour) {
+function ratesOf(each, what) {
   const points = counted.get(nameOf(each));
-  const rates = points.slice(1).map((point, i) => Math.max(0, (point[what] - points[i][what]) / (point.at - points[i].at || 1)));
+  return points.slice(1).map((point, i) => Math.max(0, (point[what] - points[i][what]) / (point.at - points[i].at || 1)));
+}
+
+function curve(each, what, colour) {
+  const rates = ratesOf(each, what);
   const [made, context] = canvas(POINTS_MAX, 18, `${(rates.at(-1) || 0).toFixed(0)} blocks ${what} a second`);
   const top = Math.max(1, ...rates);
   context.strokeStyle = painted(colour);
@@ -96,4 +111,4 @@ function curve(each, what, colour) {
   return made;
 }
 
-document.getElementById("filter").addEventListener("input", () => answer && draw());
+for (const id of ["filter", "sort"]) document.getElementById(id).addEventListener("input", () => answer && draw());
