@@ -207,6 +207,7 @@ def test_wrong_arguments_end_it_with_the_usage(arguments: list[str], capsys: pyt
     assert "usage: waymark" in capsys.readouterr().err
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("role", ["serve", "query", "ingest"])
 @pytest.mark.parametrize(
     ("variable", "value"),
@@ -292,6 +293,7 @@ def test_only_a_trial_that_names_no_address_is_closed_to_the_network(
     assert roles[0]["settings"].host == host
 
 
+@pytest.mark.outside
 def test_a_trial_whose_port_is_taken_prints_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -220,6 +220,7 @@ def test_a_file_has_a_ceiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "it is longer than" in complaint(path)
 
 
+@pytest.mark.outside
 def test_a_wrong_file_stops_the_start_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
