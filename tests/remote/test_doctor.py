@@ -1,0 +1,132 @@
+"""Each check of ``waymark doctor``: what it says where all is well, and where it is not."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+from email.utils import formatdate
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from tests.ports import unused_port
+from waymark import __version__
+from waymark.remote.doctor import Finding, examine
+from waymark.remote.service import Service
+
+
+def publisher(**values: Any) -> dict[str, Any]:
+    well = {"instance_id": "a", "dp_rank": 0, "status": "active", "complaint": None, "endpoint": None}
+    return well | values
+
+
+class Answers:
+    """A service in which all is well, but for what a test changes."""
+
+    url = "http://waymark:13333"
+
+    def __init__(self) -> None:
+        self.ready = httpx.Response(200, json={"status": "ready", "warnings": []})
+        self.health, self.clock, self.version = 200, 0.0, __version__
+        self.view: dict[str, Any] = {"workers": [{"streams": 3}], "publishers": [publisher()], "unreadable": []}
+
+    def answer(self, method: str, path: str) -> httpx.Response:
+        date = formatdate(time.time() + self.clock, usegmt=True)
+        return self.ready if path == "/ready" else httpx.Response(self.health, headers={"date": date})
+
+    def get(self, path: str) -> Any:
+        return self.view if path == "/workers" else {"info": {"version": self.version}}
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    monkeypatch.setattr("os.environ", {})
+    return Answers()
+
+
+def found(service: Answers, *, no_ports: bool = True) -> list[Finding]:
+    return examine(cast(Service, service), argparse.Namespace(no_ports=no_ports))
+
+
+def unwell(service: Answers, *, no_ports: bool = True) -> Finding:
+    """The only finding that is not ok."""
+    (only,) = [each for each in found(service, no_ports=no_ports) if each.verdict != "ok"]
+    return only
+
+
+def test_where_all_is_well_each_check_says_so(service: Answers) -> None:
+    names = [each.what for each in found(service) if each.verdict == "ok"]
+    assert names == [
+        *(
+            "settings of this shell",
+            "Waymark",
+            "clocks",
+            "Redis and readiness",
+            "versions",
+            "ingest workers",
+            "engines",
+        ),
+    ]
+
+
+def test_a_setting_that_is_unknown(service: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {"WAYMARK_PROT": "1"})
+    only = unwell(service)
+    assert (only.verdict, only.what) == ("failed", "settings of this shell")
+    assert "WAYMARK_PORT" in only.sentence, "the nearest name"
+
+
+def test_a_service_that_is_not_healthy(service: Answers) -> None:
+    service.health = 500
+    assert unwell(service).sentence == "/health was answered with 500; look into its log"
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(90, "ahead of"), (-90, "behind")])
+def test_clocks_that_differ(service: Answers, seconds: int, words: str) -> None:
+    service.clock = seconds
+    only = unwell(service)
+    assert (only.verdict, only.what) == ("warning", "clocks")
+    assert words in only.sentence
+    assert "run NTP" in only.sentence
+
+
+def test_redis_that_is_unavailable_and_what_it_warns_of(service: Answers) -> None:
+    service.ready = httpx.Response(503, json={"error": "Redis does not answer"})
+    assert unwell(service).sentence.startswith("Redis does not answer; docs/troubleshooting.md")
+    service.ready = httpx.Response(200, json={"warnings": ["maxmemory-policy is allkeys-lru"]})
+    assert unwell(service) == ("warning", "Redis and readiness", "maxmemory-policy is allkeys-lru")
+
+
+def test_another_version(service: Answers) -> None:
+    service.version = "0.0.1"
+    assert "Waymark is 0.0.1" in unwell(service).sentence
+
+
+def test_no_ingest_worker_and_a_record_that_cannot_be_read(service: Answers) -> None:
+    service.view["workers"] = []
+    assert "run 'waymark ingest'" in unwell(service).sentence
+    service.view |= {"workers": [{"streams": 1}], "unreadable": [{"key": "wm:p", "field": "1", "reason": "no JSON"}]}
+    assert unwell(service) == ("failed", "records in Redis", "wm:p 1 cannot be read: no JSON; register it again")
+
+
+@pytest.mark.parametrize(("status", "verdict"), [("lost", "failed"), ("failed", "failed"), ("degraded", "warning")])
+def test_an_engine_that_is_not_active(service: Answers, status: str, verdict: str) -> None:
+    service.view["publishers"] = [publisher(), publisher(instance_id="b", status=status, complaint="it is refused")]
+    assert unwell(service) == (verdict, 'engine "b" rank 0', f"{status}: it is refused")
+
+
+def test_no_engine(service: Answers) -> None:
+    service.view["publishers"] = []
+    assert unwell(service).sentence == "none is registered; run 'waymark register URL' for each"
+
+
+@pytest.mark.outside
+def test_a_port_that_cannot_be_opened(service: Answers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        opens, closed = f"tcp://127.0.0.1:{server.getsockname()[1]}", f"tcp://127.0.0.1:{unused_port()}"
+        service.view["publishers"] = [publisher(endpoint=opens), publisher(instance_id="b", endpoint=closed)]
+        only = unwell(service, no_ports=False)
+    assert (only.verdict, only.what) == ("warning", 'port of "b" rank 0')
+    assert only.sentence.startswith(f"{closed} cannot be opened from this machine: connection refused")
