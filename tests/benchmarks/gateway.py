@@ -15,16 +15,31 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import orjson
+import uvloop
 from aiohttp import web
 
 from tests.e2e.redis_server import redis_server
+from tests.gateway.conftest import registration
 from tests.patience import patient
 from tests.ports import unused_port
+from waymark.gateway.bodies import body_of_request
+from waymark.metrics import Metrics
+from waymark.selection.asked import Taking
+from waymark.selection.options import SelectionOptions
+from waymark.selection.requests import RequestSelector
+from waymark.selection.selector import Selector
+from waymark.selection.startup import StartupGate
+from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay
+from waymark.settings import Settings
+from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
 
 CHUNKS = (0, 10, 200)
 _PAUSE_CHUNKS = 0.002
@@ -168,12 +183,47 @@ async def main(requests: int) -> None:
                 await _register(server.url, f"http://127.0.0.1:{engine}")
                 await _until_up(port)
                 await measure("waymark gateway", port, pid, requests)
+            alone = await asyncio.create_subprocess_exec(*here, "--selection", server.url, "--requests", str(requests))
+            await alone.wait()
+
+
+async def selection(redis_url: str, requests: int) -> None:
+    """What a gateway's decisions cost alone: body, tokens, target, and the ends of the reservation."""
+    settings = Settings(redis_url=redis_url)
+    metrics = Metrics()
+    store = Store.open(redis_url, metrics=metrics)
+    tokenizers = Tokenizers.of(settings, metrics)
+    selector = Selector(store, SelectionOptions.of(settings), metrics)
+    gate = StartupGate(store.directory, 0)
+    decider = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
+    under_way = RequestsUnderWay(selector, store.begin)
+
+    def bodies(count: int) -> Iterator[bytes]:
+        return iter([orjson.dumps({"model": "demo", "prompt": [n, *range(1000)]}) for n in range(count)])
+
+    async def decide(given: Iterator[bytes]) -> None:
+        async def work() -> None:
+            for body in given:
+                asked = body_of_request("/v1/completions", body).request
+                prepared = await decider.prepare(asked, tenant_id="default", session=None, counts_tokens=True)
+                taking = Taking(milliseconds=RESERVED_MS, needs_address=True)
+                request = under_way.add(await decider.take(prepared, taking))
+                request.prefilled()
+                request.end(is_ok=True)
+
+        await asyncio.gather(*(work() for _ in range(_CLIENTS)))
+
+    await decide(bodies(200))
+    measured = bodies(requests)
+    before = time.process_time()
+    await decide(measured)
+    spent = 1000 * (time.process_time() - before) / requests
+    print(json.dumps({"proxy": "selection alone", "requests": requests, "cpu_ms": round(spent, 3)}), flush=True)
+    await tokenizers.close()
+    await store.close()
 
 
 async def _register(redis_url: str, address: str) -> None:
-    from tests.gateway.conftest import registration
-    from waymark.store.store import Store
-
     store = Store.open(redis_url)
     try:
         await store.registry.register(registration(address, 0))
@@ -187,6 +237,7 @@ if __name__ == "__main__":
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--pass", dest="passes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
+    parser.add_argument("--selection", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.engine:
 
@@ -195,6 +246,8 @@ if __name__ == "__main__":
             await asyncio.Event().wait()
 
         asyncio.run(engine())
+    elif given.selection:
+        uvloop.run(selection(given.selection, given.requests))
     elif given.passes:
         asyncio.run(pass_through(given.passes, given.target))
     else:
