@@ -54,6 +54,33 @@ ELSEWHERE = {
         "tests/gateway/test_response_cache.py",
         "test_the_cache_has_a_bound_in_entries_and_in_bytes",
     ),
+    **dict.fromkeys(
+        (
+            "waymark_cache_backend_type",
+            "waymark_cache_redis_connections_active",
+            "waymark_cache_redis_connections_idle",
+            "waymark_cache_redis_latency_seconds",
+        ),
+        ("tests/gateway/test_shared_answers.py", "test_gateways_share_answers_and_one_of_them_clears_all"),
+    ),
+    **dict.fromkeys(
+        ("waymark_cache_fallback_active", "waymark_cache_redis_errors_total"),
+        ("tests/gateway/test_shared_answers.py", "test_answers_are_in_memory_while_redis_is_away"),
+    ),
+    **dict.fromkeys(
+        (
+            "waymark_kv_index_routing_decisions_total",
+            "waymark_prefix_routing_backend_distribution",
+            "waymark_prefix_routing_prefix_cardinality",
+            "waymark_prefix_routing_requests_total",
+        ),
+        ("tests/gateway/test_gateway.py", "test_decisions_are_counted_with_the_names_of_continuum_router"),
+    ),
+    "waymark_responses_total": (
+        "tests/gateway/test_responses.py",
+        "test_a_conversation_goes_on_from_its_last_answer",
+    ),
+    "waymark_responses_copied_total": ("tests/gateway/test_mongo.py", "test_nothing_is_lost_while_it_is_of_no_use"),
     "waymark_gateway_retries_total": (
         "tests/gateway/test_proxy.py",
         "test_an_engine_without_a_listener_is_replaced_at_most_twice",

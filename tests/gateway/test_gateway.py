@@ -250,6 +250,23 @@ async def test_an_engine_is_told_which_one_computes_the_prompt(start: Start) -> 
     await wait_until(is_free, "both reservations have ended", 10)
 
 
+async def test_decisions_are_counted_with_the_names_of_continuum_router(start: Start) -> None:
+    running = await start(1)
+    go_on = asyncio.Event()
+    running.engines[0].handler = lambda request: events(request, b"", DONE, until=go_on)
+    asked = asyncio.create_task(running.post(chat("hello")))
+    backend = {"backend": "engine-0"}
+    await wait_until(
+        lambda: running.value("prefix_routing_backend_distribution", **backend) == 1, "it is under way", 10
+    )
+    go_on.set()
+    assert (await asked).status_code == 200
+    assert running.value("prefix_routing_requests_total", strategy="prefix_hash") == 1
+    await wait_until(lambda: running.value("prefix_routing_prefix_cardinality") == 1, "its prefix is counted", 10)
+    await running.post({"model": "demo", "prompt": [1, 2, 3]}, "/v1/completions")
+    assert running.value("kv_index_routing_decisions_total", decision="kv_aware") == 1
+
+
 async def test_a_session_stays_at_its_engine(start: Start) -> None:
     running = await start(4)
     for number in range(4):
