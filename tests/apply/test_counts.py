@@ -49,6 +49,7 @@ async def test_a_fold_is_counted_in_the_record_and_in_the_metrics(stream: Stream
         "waiting": 1,
         "blocks.GPU": 1,
         "blocks_stored": 2,
+        "blocks_removed": 1,
         "batches": 2,
         "missing": 1,
     }
