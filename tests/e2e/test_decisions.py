@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -80,6 +80,23 @@ async def test_the_load_of_a_replica_that_was_killed_runs_out_and_the_other_goes
     await have(second, own, "what was reserved through the killed one is over")
     assert (await second.post("/release", reservation=kept["reservation"])) == {"released": 1, "gone": 0}
     await have(second, dict.fromkeys(PODS, 0), "nothing is under way")
+
+
+async def test_what_nobody_asks_about_runs_out_without_a_replica(server: RedisServer, start: Start) -> None:
+    replica, _ = await start("query", server.url), await start("ingest", server.url)
+    await register(replica, *PODS)
+    taken = await asyncio.gather(*(select(replica, timeout_seconds=1) for _ in range(12)))
+    assert all(each["reservation"] for each in taken)
+    await replica.kill()
+    found: list[object] = []
+
+    def is_given_back() -> bool:
+        with server.admin() as redis:
+            values = cast("dict[bytes, bytes]", redis.hgetall("wm:{1}:load"))
+            found[:] = [redis.zcard("wm:{1}:reservations"), *(value.split()[:3] for value in values.values())]
+        return found == [0, *[[b"0"] * 3] * 4]
+
+    await wait_until(is_given_back, lambda: f"reservations, and the load of each target: {found}", 10.0)
 
 
 @pytest.mark.parametrize("role", ["query", "serve"])

@@ -18,6 +18,7 @@ from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.ingest.gauges import Gauges, Served
 from waymark.ingest.keeper import RegistrationKeeper
 from waymark.ingest.options import WorkerOptions
+from waymark.ingest.overdue import Overdue
 from waymark.ingest.running import Running, StreamRunner
 from waymark.ingest.scraping import Scraper
 from waymark.ingest.shares import RegisteredRanks, Shares
@@ -38,10 +39,17 @@ class Poller:
     """Polls until cancelled; ``hint`` set from outside makes the next poll come at once."""
 
     def __init__(
-        self, store: Store, metrics: Metrics, options: WorkerOptions, runner: StreamRunner, scraper: Scraper
+        self,
+        store: Store,
+        metrics: Metrics,
+        options: WorkerOptions,
+        runner: StreamRunner,
+        scraper: Scraper,
+        overdue: Overdue,
     ) -> None:
         self._store = store
         self._scraper = scraper
+        self._overdue = overdue
         self._metrics = metrics
         self._options = options
         self._runner = runner
@@ -137,7 +145,7 @@ class Poller:
         self._scraper.see(staying, mine)
         by_http = [claim for claim in mine if claim.registration.endpoint is None]
         await self._end_over(by_http)
-        await self._keep_groups(staying)
+        self._overdue.see(self._shares.groups_of(await self._keep_groups(staying)))
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
         self._say_left(self._shares.left)
@@ -193,11 +201,12 @@ class Poller:
         ]
         await self._for_each("end_over", over, self._runner.end_over)
 
-    async def _keep_groups(self, claims: Iterable[Claim]) -> None:
-        """Restore groups whose id Redis has lost, because queries do not find them."""
+    async def _keep_groups(self, claims: Iterable[Claim]) -> list[int]:
+        """Restore groups whose id Redis has lost, because queries do not find them; the ids of all that it has."""
         groups = await self._store.directory.groups()
         lost = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
         await self._for_each("keep_group", lost.values(), self._store.registry.begin)
+        return [entry.group_id for entry in groups.values()]
 
     async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:
         """Stop streams that are not this worker's now, or whose registration changed; forget those that ended."""

@@ -1,4 +1,4 @@
-"""Computes which streams are one worker's share, and which ranks of an instance have streams. It runs once per poll.
+"""Computes which streams and groups are one worker's share, and which ranks have streams. It runs once per poll.
 
 Every worker reads the same publishers and live workers, and computes its share by itself (rendezvous hashing: when a
 worker starts or stops, only its own streams move).
@@ -50,6 +50,18 @@ class Shares:
             if worker == self._worker_id:
                 mine.append(claim)
         return mine
+
+    def groups_of(self, groups: Iterable[int]) -> list[int]:
+        """Those of ``groups`` that this worker looks after, whichever publishers they have; of the last call's workers.
+
+        Each group is for the worker with the largest hash of its name and the group's id.
+        """
+        workers = self._workers or (self._worker_id,)
+
+        def rank(worker: str, group_id: int) -> tuple[int, str]:
+            return xxh3_64_intdigest(f"{worker} group {group_id}".encode()), worker
+
+        return [each for each in groups if max(workers, key=lambda name: rank(name, each)) == self._worker_id]
 
     def _order(self, publisher: int) -> list[str]:
         """All workers, the first choice first."""

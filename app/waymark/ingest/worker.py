@@ -11,6 +11,7 @@ from waymark.asker import Asker
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions
+from waymark.ingest.overdue import Overdue
 from waymark.ingest.polling import Poller
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.running import StreamRunner
@@ -40,7 +41,8 @@ class Worker:
         self._places = ReplayPlaces(options.replays_max, patience_seconds=options.stream.replay_idle_seconds)
         self._runner = StreamRunner(store, metrics, options, self._places, self._asker)
         self._scraper = Scraper(store, metrics, self._asker, options.gauges_seconds)
-        self.poller = Poller(store, metrics, options, self._runner, self._scraper)
+        self._overdue = Overdue(store, metrics)
+        self.poller = Poller(store, metrics, options, self._runner, self._scraper, self._overdue)
 
     async def run(self) -> None:
         """Run until cancelled; then leases are released at once."""
@@ -59,6 +61,7 @@ class Worker:
                         pause_seconds=self._options.poll_seconds,
                     )
                 )
+                tasks.create_task(self._overdue.keep_ending())
                 tasks.create_task(self.poller.keep_polling(tasks))
         finally:
             await self._scraper.close()

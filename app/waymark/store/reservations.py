@@ -268,6 +268,11 @@ class Reservations:
             )
         return released, len(reservations) - released
 
+    async def under_way(self, groups: Sequence[int]) -> list[int]:
+        """Those of the groups that have reservations, in one round trip; also one whose key has another type."""
+        counts = await self._client.several([("ZCARD", keys.reservations(each)) for each in groups], is_lenient=True)
+        return [group_id for group_id, count in zip(groups, counts, strict=True) if count != 0]
+
     async def end_overdue(self, group_id: int) -> int:
         """End at most ``OVERDUE_MAX`` overdue reservations, and return their number."""
         outcome = await self._scripts.end_overdue(keys.load(group_id), keys.reservations(group_id), OVERDUE_MAX)

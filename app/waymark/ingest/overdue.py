@@ -1,0 +1,71 @@
+"""Ends overdue reservations in groups that no replica is asked about, for example after their only replica was killed.
+
+Each group has one worker that looks after it. Two workers that end the same reservation change the load once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+from waymark.errors import StoreUnavailable
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.reservations import OVERDUE_MAX
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+#: How often each group is looked at.
+_SECONDS = 1.0
+#: Calls under way at once, so that a group whose server is slow delays no other.
+_AT_ONCE = 8
+
+
+class Overdue:
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self._reservations = store.reservations
+        self._metrics = metrics
+        self._groups: list[int] = store.incarnation.cache([])
+        self._places = asyncio.Semaphore(_AT_ONCE)
+
+    def see(self, groups: Iterable[int]) -> None:
+        """From now on look after these groups."""
+        self._groups[:] = groups
+
+    async def keep_ending(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            until = loop.time() + _SECONDS
+            try:
+                left = await self._under_way()
+                # A group that has more gets its next call after the others; a new round sees all groups again.
+                while left and loop.time() < until:
+                    ended = await asyncio.gather(*map(self._end, left))
+                    left = [group_id for group_id, count in zip(left, ended, strict=True) if count == OVERDUE_MAX]
+            except Exception:
+                # A defect must not end the worker and its streams.
+                log.exception("overdue reservations not ended, will be tried again")
+            await asyncio.sleep(max(0.0, until - loop.time()))
+
+    async def _under_way(self) -> Sequence[int]:
+        """The groups that have reservations; all of them where that cannot be read of each."""
+        groups = list(self._groups)
+        try:
+            return await self._reservations.under_way(groups) if groups else ()
+        except StoreUnavailable as exc:
+            log.debug("reservations cannot be counted", extra=fields(error=exc.sentence))
+            return groups
+
+    async def _end(self, group_id: int) -> int:
+        """One call for a group: how many reservations it ended; 0 where Redis refuses it."""
+        async with self._places:
+            try:
+                ended = await self._reservations.end_overdue(group_id)
+            except StoreUnavailable as exc:
+                log.debug("overdue reservations not ended", extra=fields(group=group_id, error=exc.sentence))
+                return 0
+        self._metrics.reservations_expired.inc(ended)
+        return ended
