@@ -111,7 +111,7 @@ class Metrics:
     epp_requests = counter("How many requests of Envoy were answered, by outcome.", "outcome")
     epp_streams = gauge("How many requests of Envoy are under way.")
     epp_streams_cut = counter("How many streams of Envoy were ended early, by reason.", "reason")
-    epp_bodies_bytes = gauge("How many bytes of bodies wait for a decision.")
+    epp_bodies_bytes = gauge("How many bytes of bodies are held.")
 
     # ---- activity
     activity_clients = gauge("How many clients follow the activity.")

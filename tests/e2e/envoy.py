@@ -111,7 +111,8 @@ def _pickers(ports: Sequence[int]) -> dict[str, Any]:
     tls = {"@type": f"{_EXTENSIONS}.transport_sockets.tls.v3.UpstreamTlsContext", "common_tls_context": {
         "alpn_protocols": ["h2"]}}  # fmt: skip
     check = {
-        "timeout": "1s",
+        # A picker that is gone refuses the connection at once; one that is only busy needs the time.
+        "timeout": "5s",
         "interval": "0.5s",
         "no_traffic_interval": "0.5s",
         "unhealthy_threshold": 1,

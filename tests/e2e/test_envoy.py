@@ -74,9 +74,16 @@ class Picker:
         return httpx.AsyncClient(base_url=url, timeout=patient(10.0), trust_env=False)
 
     async def picked(self) -> float:
+        return await self._metric('waymark_epp_requests_total{outcome="picked"}')
+
+    async def held(self) -> float:
+        """Bytes of bodies."""
+        return await self._metric("waymark_epp_bodies_bytes")
+
+    async def _metric(self, name: str) -> float:
         async with self._client() as client:
             text = (await client.get("/metrics")).text
-        lines = [line for line in text.splitlines() if line.startswith('waymark_epp_requests_total{outcome="picked"}')]
+        lines = [line for line in text.splitlines() if line.startswith(f"{name} ")]
         return float(lines[0].rpartition(" ")[2]) if lines else 0.0
 
     @property
@@ -275,6 +282,48 @@ async def test_an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet
     assert (await fleet.chat("hello")).status_code == 200, "other engines answer"
 
 
+@pytest.mark.parametrize("what", ["picker", "engine"])
+async def test_a_whole_answer_that_breaks_off_is_asked_for_again(fleet: Fleet, what: str) -> None:
+    engine, model = fleet.engines[0], "broken"
+    await engine.__aexit__(None, None, None)
+    begun, ends = asyncio.Event(), asyncio.Event()
+    asked = 0
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 10\r\n\r\n"
+        writer.write(head + b'{"a":')
+        if asked == 1:
+            begun.set()
+            await ends.wait()
+            writer.transport.abort()
+        else:
+            writer.write(b"1234}")
+            writer.close()
+
+    await fleet.store.registry.register(
+        registration("broken", kind=EngineKind.NONE, model_name=model, endpoint=None, target=Target(address=engine.url))
+    )
+    async with await asyncio.start_server(answers, "127.0.0.1", int(engine.url.rpartition(":")[2])):
+        request = asyncio.create_task(fleet.chat("hello", model=model))
+        await asyncio.wait([request, asyncio.create_task(begun.wait())], return_when=asyncio.FIRST_COMPLETED)
+        (picker,) = [picker for picker in fleet.pickers if await picker.picked()]
+
+        async def is_held() -> bool:
+            return await picker.held() == 5
+
+        await wait_until(is_held, "the picker has the beginning")
+        if what == "picker":
+            picker.kill()
+        else:
+            ends.set()
+        answer = await request
+        ends.set()
+    assert (answer.status_code, answer.json(), asked) == (200, {"a": 1234}, 2)
+
+
 class Load:
     """Chats without an end, from several clients; every one of them must be answered."""
 
@@ -327,5 +376,5 @@ async def test_a_picker_that_ends_and_comes_back_under_load_costs_no_request(fle
         await wait_until(are_healthy, "Envoy has both again", 30.0)
         await load.further(20)
     await load.end()
-    assert load.errors == []
+    assert not load.errors, f"{load.errors}, and Envoy: {fleet.envoy.log.read_text()}"
     await wait_until(fleet.is_idle, "what a killed picker had reserved runs out", 60.0)

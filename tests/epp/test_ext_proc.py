@@ -13,7 +13,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from tests.conftest import wait_until
 from tests.epp.conftest import StartEpp, loads, register
-from tests.epp.proxy import Stream, destinations, mutation, refused
+from tests.epp.proxy import Stream, destinations, header_map, mutation, refused
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
 from waymark.epp.options import EppOptions
@@ -256,6 +256,50 @@ async def test_a_body_above_the_bound_is_413_and_too_many_bytes_at_once_503(
     waiting.cancel()
     await wait_until(lambda: metrics.epp_bodies_bytes.value == 0, "nothing is held")
     assert destinations(await epp.stream().ask(CHAT))
+
+
+async def whole_answer(stream: Stream, start: bytes) -> None:
+    """The headers and the beginning of an answer that is one JSON object."""
+    destinations(await stream.ask(CHAT))
+    await stream.request_back()
+    headers = header_map({":status": "200", "content-type": "application/json; charset=utf-8"})
+    await stream.send(response_headers=pb.HttpHeaders(headers=headers))
+    await stream.send(response_body=pb.HttpBody(body=start))
+
+
+async def test_a_whole_answer_is_sent_on_when_all_of_it_is_there(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    epp = await start_epp(store)
+    stream, left = epp.stream(), epp.stream()
+    await whole_answer(left, b"123")
+    await wait_until(lambda: metrics.epp_bodies_bytes.value == 3, "it is held")
+    left.cancel()
+    await wait_until(lambda: metrics.epp_bodies_bytes.value == 0, "its client is gone, nothing is held")
+    await whole_answer(stream, b'{"a":')
+    await wait_until(lambda: metrics.epp_bodies_bytes.value == 5, "it is held")
+    await stream.send(response_body=pb.HttpBody(body=b"1}", end_of_stream=True))
+    assert (await stream.receive()).response_headers == pb.HeadersResponse()
+    sent = [(await stream.receive()).response_body.response.body_mutation.streamed_response for _ in range(2)]
+    assert [(each.body, each.end_of_stream) for each in sent] == [(b'{"a":', False), (b"1}", True)]
+    assert metrics.epp_bodies_bytes.value == 0
+    await stream.close()
+    await nothing_under_way(store)
+
+
+async def test_a_whole_answer_above_the_bound_goes_on_as_it_comes(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    stream = (await start_epp(store, bodies=(1000, 1500))).stream()
+    await whole_answer(stream, b"x" * 900)
+    await stream.send(response_body=pb.HttpBody(body=b"y" * 200))
+    assert (await stream.receive()).response_headers == pb.HeadersResponse()
+    sent = [(await stream.receive()).response_body.response.body_mutation.streamed_response.body for _ in range(2)]
+    assert sent == [b"x" * 900, b"y" * 200]
+    await wait_until(lambda: metrics.epp_bodies_bytes.value == 0, "nothing is held")
+    assert await stream.content(b"z") == b"z", "the rest is not held either"
+    assert await stream.content(b"", is_end=True) == b""
+    await stream.close()
 
 
 # ---- other requests and other modes ------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """One HTTP request as Envoy's external processing filter shows it: a stream of messages, from its headers to its end.
 
 The answer to the headers waits until the body is whole, because the prompt decides. Then the body goes back as it
-came. The answer of the engine passes unchanged: its first byte says that the prompt is computed, its end that the
-request is over. Where the stream ends earlier, the request is over too.
+came. The answer of the engine passes unchanged, a stream at once and a whole one when all of it is there: its first
+byte says that the prompt is computed, its end that the request is over. Where the stream ends earlier, the request is
+over too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from waymark.chat.session import SESSION, session_of
 from waymark.domain.targets import host_and_port
 from waymark.epp import messages
 from waymark.epp.admission import Place
+from waymark.epp.answers import HeldAnswer, is_whole
 from waymark.epp.bodies import BodyBytes
 from waymark.epp.refusals import Refusal, misconfigured, overloaded, refusal_of, too_large
 from waymark.errors import InvalidValue, WaymarkError
@@ -224,29 +226,38 @@ class Exchange:
     # ---- the answer --------------------------------------------------------------------------------
 
     async def _response(self) -> None:
-        while (message := await self._next()) is not None:
-            kind = message.WhichOneof("request")
-            if kind == "response_body":
-                body = message.response_body
-                if body.body and not self._has_content:
-                    self._saw_content()
-                if self._response_mode == messages.DUPLEX:
-                    for piece in messages.pieces([body.body], is_request=False, is_end=body.end_of_stream):
-                        await self._write(piece)
-                else:
-                    await self._write(messages.GO_ON[kind])
-                is_end = body.end_of_stream
+        held = HeldAnswer(self._picker.bodies, self._write)
+        try:
+            while (message := await self._next()) is not None:
+                if await self._answer(message, held) and self._under_way is not None:
+                    self._under_way.end(is_ok=self._is_ok)
+        finally:
+            held.drop()
+
+    async def _answer(self, message: Any, held: HeldAnswer) -> bool:
+        """Send one message on; True where nothing of the answer follows."""
+        kind = message.WhichOneof("request")
+        if kind == "response_body":
+            body = message.response_body
+            if body.body and not self._has_content:
+                self._saw_content()
+            if self._response_mode == messages.DUPLEX:
+                replies = list(messages.pieces([body.body], is_request=False, is_end=body.end_of_stream))
             else:
-                if kind not in messages.GO_ON:
-                    raise Cut("unexpected", f"{kind} is no part of an answer")
-                if kind == "response_headers":
-                    await self._answered(message)
-                await self._write(messages.GO_ON[kind])
-                is_end = kind == "response_trailers" or (
-                    kind == "response_headers" and message.response_headers.end_of_stream
-                )
-            if is_end and self._under_way is not None:
-                self._under_way.end(is_ok=self._is_ok)
+                replies = [messages.GO_ON[kind]]
+            await held.send(replies, size=len(body.body), is_end=body.end_of_stream)
+            return bool(body.end_of_stream)
+        if kind not in messages.GO_ON:
+            raise Cut("unexpected", f"{kind} is no part of an answer")
+        is_end: bool = kind == "response_trailers"
+        if kind == "response_headers":
+            headers = messages.headers_of(message.response_headers)
+            await self._answered(message, headers)
+            is_end = bool(message.response_headers.end_of_stream)
+            if self._response_mode == messages.DUPLEX and is_whole(headers):
+                held.begin()
+        await held.send([messages.GO_ON[kind]], size=0, is_end=is_end)
+        return is_end
 
     async def _next(self) -> Any:
         try:
@@ -255,8 +266,7 @@ class Exchange:
         except TimeoutError:
             raise Cut("idle", f"no message within {self._picker.idle_seconds:g} s") from None
 
-    async def _answered(self, message: Any) -> None:
-        headers = messages.headers_of(message.response_headers)
+    async def _answered(self, message: Any, headers: dict[str, str]) -> None:
         place = messages.served_of(message, headers)
         if place is not None and self._under_way is not None:
             await self._under_way.move(place)
