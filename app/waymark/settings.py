@@ -185,9 +185,9 @@ class Settings(BaseSettings):
     query_deadline_ms: int = Field(1000, ge=1, le=60_000)
     """How long a query may take before it answers with what it has found."""
     inspect_at_once: int = Field(2, ge=1, le=100)
-    """How many explanations of prompts a replica computes at a time; further ones wait."""
+    """How many explanations of prompts, and other inspections, a replica works on at a time; further ones wait."""
     inspect_seconds: float = Field(5.0, ge=0.01, le=60)
-    """How long the explanation of a prompt may take, in seconds."""
+    """How long the explanation of a prompt, or another inspection, may take, in seconds."""
     inspect_blocks_max: int = Field(16_384, ge=1, le=2**21)
     """The most blocks of a prompt that is explained."""
     native: bool = True

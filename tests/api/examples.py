@@ -79,6 +79,9 @@ STEPS: list[tuple[str, str, Any]] = [
     ("POST", "/tokenize", {"model": MODEL, "prompt": "What is the weather in Paris?"}),
     ("POST", "/detokenize", {"model": MODEL, "tokens": "{tokens}"}),
     ("GET", "/inspect/status", None),
+    ("POST", "/inspect/block", {"key": f"{int(HASHES[0]) % 2**64:016x}"}),
+    ("POST", "/inspect/holder", {"holder": "{holder}"}),
+    ("POST", "/inspect/keys", {"group": 1}),
     ("GET", "/services", None),
     ("GET", "/workers", None),
     ("GET", "/global_view", None),
@@ -127,6 +130,7 @@ _FLEETING = {
     r'"at":[\d.]+': '"at":1760000000.5',
     r"\b\d{13}-\d+\b": "1760000000500-0",
     r"\b\d+\.\d+\.\d+\.\d+\.[0-9a-f]{16}\b": "2.2.4.4.0123456789abcdef",
+    r"\b\d{14,16}\b": "28114406051234",  # the id of a holder
     re.escape(__version__): "<version>",
 }
 
@@ -152,6 +156,8 @@ async def ask_all() -> dict[str, Any]:
                 if path in ("/select", "/tokenize"):
                     names["reservation"] = answer.json().get("reservation", "")
                     names["tokens"] = json.dumps(answer.json().get("tokens"))
+                if path == "/inspect/block":
+                    names["holder"] = str(answer.json()["rows"][0]["holders"][0]["id"])
                 found.setdefault(f"{method} {path}", _example(_named(path, NAMES), content, answer.status_code, shown))
         await store.close()
     return found
@@ -159,7 +165,8 @@ async def ask_all() -> dict[str, Any]:
 
 def _named(text: str, names: dict[str, str]) -> str:
     for name, value in names.items():
-        text = text.replace(f'"{{{name}}}"' if value.startswith("[") else f"{{{name}}}", value)
+        is_whole = name in ("tokens", "holder")  # no text, so without the quotes
+        text = text.replace(f'"{{{name}}}"' if is_whole else f"{{{name}}}", value)
     return text
 
 

@@ -25,6 +25,7 @@ from waymark.store.store import Store
 
 PATHS = {
     *("/score", "/select", "/release", "/inspect/prompt", "/inspect/status"),
+    *("/inspect/block", "/inspect/holder", "/inspect/keys"),
     *("/admin/prefix-routing/stats", "/admin/kv-index/stats", "/admin/kv-index/backends", "/admin/kv-index/clear"),
     *(
         "/query",

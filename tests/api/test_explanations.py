@@ -187,10 +187,15 @@ async def test_an_explanation_has_its_time_and_waits_for_others(
 
     monkeypatch.setattr(Look, "groups", endless)
     async with within(30):
-        answers = await asyncio.gather(*(inspect(client, 503) for _ in range(3)))
+        # A block is looked for in the same places, for no longer.
+        block, *answers = await asyncio.gather(
+            client.post("/inspect/block", json={"key": "0" * 16}), *(inspect(client, 503) for _ in range(2))
+        )
     assert {answer["error"].partition(",")[0] for answer in answers} == {
         "the explanation was not done within WAYMARK_INSPECT_SECONDS"
     }
+    assert block.status_code == 503
+    assert block.json()["error"].startswith("the inspection was not done within WAYMARK_INSPECT_SECONDS, 0.1 s; try")
     assert most == 1
 
 

@@ -12,14 +12,15 @@ from redis.asyncio import Redis
 from tests.console.conftest import Run
 from tests.patience import patient
 from tests.store.factories import Stream, registration, removed, stored, stream_of
-from waymark.console.holdings import SHOWN_MAX, kind_of, slots_of
-from waymark.console.redis_cli import RedisCli
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.errors import InvalidValue, NotFound
+from waymark.inspection import commands, search
+from waymark.inspection.holdings import SHOWN_MAX, kind_of, slots_of
 from waymark.inspection.look import Group
+from waymark.inspection.redis_cli import RedisCli
 from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
@@ -283,3 +284,15 @@ async def test_keys_shows_the_opaque_prefixes_of_a_source(redis: Redis, store: S
     for name in (keys.opaque_prefixes(1), keys.opaque_prefixes(1, hot), keys.opaque_prefixes(1, warm)):
         assert f"ZRANGE '{name}' 0 -1 WITHSCORES" in text
         assert await redis.zrange(name, 0, -1) == ([] if name.endswith(f":{warm}") else [prefix_key("9f2c").encode()])
+
+
+async def test_the_commands_and_the_rows_that_are_read_have_a_bound(
+    streams: list[Stream], waymark: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "LINES_MAX", 8)
+    *first, last = (await waymark("inspect", "keys")).splitlines()
+    assert (len(first), last) == (8, "# these are the first 8 lines; --group or --model asks for less")
+    # The bound is of all groups together.
+    monkeypatch.setattr(search, "ROWS_MAX", 0)
+    with pytest.raises(NotFound, match=r"among the first \d+ rows; give the first block of its prompt"):
+        await waymark("inspect", "block", f"{3:016x}")

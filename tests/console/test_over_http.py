@@ -61,9 +61,87 @@ async def test_the_pages_are_those_that_redis_gives(
         assert "encodes each text whole" in await printed("status", "--url", live.url, "--json")
 
 
+async def test_a_block_a_holder_and_the_keys_are_those_that_redis_gives(
+    store: Store, redis: Redis, redis_url: str, waymark: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two groups: a live holder, one whose life has ended, a pool, and a row that cannot be read."""
+    one = await stream_of(store, redis, registration("pod-1"))
+    two = await stream_of(store, redis, registration("pod-2", endpoint="tcp://10.0.0.2:5557"))
+    pool = await stream_of(store, redis, registration("pool", scope="shared", endpoint="tcp://10.0.0.3:5557"))
+    other = await stream_of(store, redis, registration("pod-3", tenant_id="t", endpoint="tcp://10.0.0.4:5557"))
+    (gpu,), (gone,), (shared,) = await one.begin("0 GPU"), await two.begin("0 GPU"), await pool.begin("0 DISK")
+    (apart,) = await other.begin("0 GPU")
+    for stream, holder in ((one, gpu), (two, gone), (pool, shared), (other, apart)):
+        await stream.apply(stored(holder, blocks(PROMPT)[:4]))
+    await two.end()
+    await store.records.set_lost(pool.grant, is_lost=True)
+    first, last = (f"{blocks(PROMPT)[i]:016x}" for i in (0, 3))
+    async with start("query", redis_url, tmp_path / "log") as live:
+
+        async def printed(*arguments: str, code: int = cli.EXIT_OK) -> str:
+            command = ("inspect", *arguments, "--url", live.url)
+            assert await asyncio.to_thread(cli.main, command) == code
+            said = capsys.readouterr()
+            return said.out if code == cli.EXIT_OK else said.err
+
+        async def same(*arguments: str) -> str:
+            over_http = await printed(*arguments)
+            assert without_moments(over_http) == without_moments(await waymark("inspect", *arguments))
+            return over_http
+
+        text = await same("block", first)
+        for part in ("pod-1", "pool (pool)", "lost, not counted", "ended, to be swept", "a block of t/m"):
+            assert part in text
+        text = await same("block", last, "--model", "m", "--tenant", "default")
+        assert "slot 3, depth 3" in text
+        assert await same("block", str(int(first, 16)), "--group", "2") != text
+        assert "pod-1, rank 0, GPU" in await same("holder", str(gpu))
+        assert "backend pool, scope shared: lost, not counted" in await same("holder", str(shared))
+        assert "its life has ended" in await same("holder", str(gone))
+        await redis.set(f"wm:{{1}}:{first}", "half a")
+        assert "the value cannot be read" in await same("holder", str(gpu), "--tenant", "default")
+        assert f"# t/m\nredis-cli -s {redis_url.removeprefix('unix://').partition('?')[0]}" in await same("keys")
+        assert "# default/m" not in await same("keys", "--tenant", "t")
+        for arguments, sentence in (
+            (("block", "0" * 16), "no holder has a block 0000000000000000"),
+            (("block", first, "--model", "n"), "no group with model 'n'; groups of this Redis: 1 (default/m), 2 (t/m)"),
+            (("holder", "99"), "holder 99 is unknown in default/m, t/m"),
+            (("keys", "--group", "9"), "no group with group 9"),
+        ):
+            assert sentence in await printed(*arguments, code=cli.EXIT_FAILED)
+        for what in (("block", first), ("holder", str(gpu))):
+            assert "leave out --url" in await printed(*what, "--keys", code=cli.EXIT_USAGE)
+        async with live.client() as client:
+            for path, body, field in (
+                ("block", {"key": "xyz"}, "key"),
+                ("block", {}, "key"),
+                ("holder", {"holder": -1}, "holder"),
+                ("holder", {"holder": 1, "group": "1"}, "group"),
+                ("keys", {"model": 7}, "model"),
+            ):
+                refused = await client.post(f"/inspect/{path}", json=body)
+                assert (refused.status_code, refused.json()["field"]) == (400, field)
+
+
 def without_moments(page: str) -> str:
     """The page without what changes between two looks: memory, keys, and for how long a worker has been silent."""
     return re.sub(r"memory [\d.]+ \w+ of|\d+ keys|\b[\d.]+s\b", "", page)
+
+
+async def test_an_embedded_redis_can_be_looked_into_over_http_alone(
+    store: Store, redis: Redis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with start("serve", "memory://", tmp_path / "log") as live:
+        async with live.client() as client:
+            engine = {"type": "standard", "modelname": "m", "instance_id": "pod-1", "block_size": 2}
+            event = {"event_type": "stored", "backend_id": "pod-1", "seq_hashes": [7], "base_block_idx": 0}
+            assert (await client.post("/register", json=engine)).status_code == 200
+            assert (await client.post("/events", json=event | {"event_id": 1})).status_code == 200
+        for words in (("block", f"{7:016x}"), ("keys",)):
+            assert await asyncio.to_thread(cli.main, ("inspect", *words, "--url", live.url)) == cli.EXIT_OK
+        said = capsys.readouterr().out
+    assert "pod-1" in said
+    assert "this Redis is inside the process of Waymark (memory://): no redis-cli reaches it" in said
 
 
 async def test_a_status_has_problems_and_workers_over_http_too(

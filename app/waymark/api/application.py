@@ -19,6 +19,7 @@ from waymark.api import answer_schemas as answers
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import dynamo_schemas as dynamo_bodies
 from waymark.api import dynamo_select_schemas as select_bodies
+from waymark.api import inspection_schemas as inspections
 from waymark.api import schemas as bodies
 from waymark.api import text_schemas as text_bodies
 from waymark.api.access import Access, Gate
@@ -37,7 +38,7 @@ from waymark.api.dynamo_workers import DynamoWorkers
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
-from waymark.api.inspection_schemas import StatusAnswer
+from waymark.api.inspection_turns import InspectionTurns
 from waymark.api.inspections import PARAMETERS, Inspections
 from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue, Resource
 from waymark.api.page import Page
@@ -130,9 +131,27 @@ _INSPECT_PROMPT = Doc(
 )
 _INSPECT_STATUS = Doc(
     "Returns the state of Redis, of each ingest worker and of each stream, as waymark status prints it.",
-    answer=StatusAnswer,
+    answer=inspections.StatusAnswer,
     parameters=PARAMETERS,
     queue="read",
+)
+_INSPECT_BLOCK = Doc(
+    "Returns the rows that list a block and the holders that have it, as waymark inspect block draws them.",
+    inspections.InspectBlockRequest,
+    inspections.BlockAnswer,
+    errors=(404,),
+)
+_INSPECT_HOLDER = Doc(
+    "Returns what the id of a holder means and what the holder has, as waymark inspect holder draws it.",
+    inspections.InspectHolderRequest,
+    inspections.HolderAnswer,
+    errors=(404,),
+)
+_INSPECT_KEYS = Doc(
+    "Returns redis-cli commands that show everything except the blocks, as waymark inspect keys prints them.",
+    inspections.InspectKeysRequest,
+    inspections.KeysAnswer,
+    errors=(404,),
 )
 _PREFIX_STATS = Doc(
     "Returns the decisions of policy sticky, of all replicas.",
@@ -409,7 +428,8 @@ def _operations(
     select, workers = DynamoSelect(store, settings, decisions.selector), DynamoWorkers(store, settings)
     admin = Admin(store, settings)
     page = Page(is_shown=settings.ui)
-    explanations = Explanations(store, settings, texts)
+    turns = InspectionTurns(settings)
+    explanations, inspected = Explanations(store, settings, texts, turns), Inspections(store, settings, turns)
     explained = explanations.explained
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
@@ -428,7 +448,10 @@ def _operations(
         ("POST", "/unregister", "write", registrations.unregister, _UNREGISTER),
         ("POST", "/events", "write", Events(store, settings, metrics).events, _EVENTS),
         ("POST", "/inspect/prompt", "read", explanations.inspect, _INSPECT_PROMPT),
-        ("GET", "/inspect/status", "admin", Inspections(store).status, _INSPECT_STATUS),
+        ("GET", "/inspect/status", "admin", inspected.status, _INSPECT_STATUS),
+        ("POST", "/inspect/block", "admin", inspected.block, _INSPECT_BLOCK),
+        ("POST", "/inspect/holder", "admin", inspected.holder, _INSPECT_HOLDER),
+        ("POST", "/inspect/keys", "admin", inspected.keys, _INSPECT_KEYS),
         ("GET", "/services", "read", views.services, _SERVICES),
         ("GET", "/workers", "read", views.workers, _WORKERS),
         ("GET", "/activity", "read", feed.follow, _ACTIVITY),

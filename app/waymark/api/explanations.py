@@ -6,15 +6,14 @@ the tenant that was asked for, and of no other: whether another one exists is no
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
 import orjson
 
-from waymark.api.admission import AdmissionQueue
 from waymark.api.bodies import Body
 from waymark.api.given_prompts import text_of
+from waymark.api.inspection_turns import InspectionTurns
 from waymark.api.operations import Answer, Handler, Paused
 from waymark.api.prompts import hashes, packed_hashes, token_bytes
 from waymark.api.schemas import InspectRequest
@@ -35,13 +34,12 @@ _TOP = 20
 
 
 class Explanations:
-    def __init__(self, store: Store, settings: Settings, texts: Texts) -> None:
+    def __init__(self, store: Store, settings: Settings, texts: Texts, turns: InspectionTurns) -> None:
         self._look = Look(store)
         self._texts = texts
         self._seed = settings.hash_seed
         self._max_tokens = settings.max_tokens
-        self._admission = AdmissionQueue(settings.inspect_at_once)
-        self._seconds = settings.inspect_seconds
+        self._turns = turns
         self._blocks_max = settings.inspect_blocks_max
 
     async def inspect(self, body: Body) -> Paused:
@@ -99,24 +97,9 @@ class Explanations:
     async def _explain(self, request: InspectRequest, body: Body) -> Explanation:
         """``StoreUnavailable`` after its deadline, ``InvalidValue`` where the prompt does not fit."""
         asked = await self._asked(request, body)
-        if not self._admission.try_enter():
-            await self._admission.wait()
-        is_unavailable: bool | None = None
-        try:
-            async with asyncio.timeout(self._seconds):
-                found = await self._looked_up(request, asked)
-            is_unavailable = False
-            return found
-        except StoreUnavailable:
-            is_unavailable = True
-            raise
-        except TimeoutError:
-            raise StoreUnavailable(
-                f"the explanation was not done within WAYMARK_INSPECT_SECONDS, {self._seconds:g} s; try again, "
-                "or with a shorter prompt"
-            ) from None
-        finally:
-            self._admission.leave(is_unavailable=is_unavailable)
+        return await self._turns.take(
+            lambda: self._looked_up(request, asked), name="explanation", remedy="with a shorter prompt"
+        )
 
     async def _looked_up(self, request: InspectRequest, asked: Asked) -> Explanation:
         name = request.group

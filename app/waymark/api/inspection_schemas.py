@@ -1,10 +1,13 @@
-"""Answer bodies of ``/inspect/status``."""
+"""Bodies of ``/inspect/block``, ``/inspect/holder`` and ``/inspect/keys``, and the answer of ``/inspect/status``."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
 from waymark.api.answer_schemas import Discovery, UnreadableRecord
+from waymark.api.fields import OPTIONAL_NAME, OptionalName, Request
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.status import StreamStatus
 
@@ -73,3 +76,146 @@ class StatusAnswer(BaseModel):
     by_status: dict[str, int] = Field(description="the shown publishers by status")
     is_whole: bool = Field(description="whether publishers of every tenant and model are counted")
     publishers: list[StreamState]
+
+
+class InspectKeysRequest(Request):
+    """The groups that are looked at; all of them where nothing is named."""
+
+    group: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = Field(
+        default=None, description="an integer of 1..9007199254740991: only the group with this id"
+    )
+    model: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only groups of this model")
+    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only groups of this tenant")
+
+
+class InspectBlockRequest(InspectKeysRequest):
+    """A block that is looked for."""
+
+    key: Annotated[str, Field(pattern="^[0-9a-fA-F]{16}$")] = Field(
+        description="16 hex digits: the key of the block, which is seq_hash XOR namespace"
+    )
+
+
+class InspectHolderRequest(InspectKeysRequest):
+    """A holder that is looked for."""
+
+    holder: Annotated[int, Field(ge=0, le=2**53 - 1)] = Field(
+        description="an integer of 0..9007199254740991: the id of the holder, as a row contains it"
+    )
+
+
+class LiveBlockHolder(BaseModel):
+    """What the id of a holder stands for."""
+
+    instance_id: str
+    dp_rank: int
+    medium: str
+    block_size: int
+    scope: Scope
+    not_counted: str | None = Field(description="why queries do not count it; null if they do")
+
+
+class BlockHolderRow(BaseModel):
+    """One holder of a block."""
+
+    id: int
+    engine_hash: str | None = Field(description="the hash that the engine reported for the block, in 16 hex digits")
+    live: LiveBlockHolder | None = Field(description="null if its life has ended, and it is to be swept")
+
+
+class BlockRow(BaseModel):
+    """A row that lists the block."""
+
+    tenant_id: str
+    model_name: str
+    row: str = Field(description="the name of its key in Redis")
+    slot: int
+    depth: int = Field(description="the position of the block within the piece of the prompt that the row is for")
+    holders: list[BlockHolderRow]
+
+
+class BlockAnswer(BaseModel):
+    """What ``waymark inspect block`` draws."""
+
+    rows: list[BlockRow]
+
+
+class PublisherOfHolder(BaseModel):
+    """The publisher of a holder."""
+
+    id: int
+    type: EngineKind
+    endpoint: str | None
+    status: StreamStatus
+    watermark: int | None = Field(description="the number of the last frame that was applied")
+    lag_seconds: float | None = Field(description="the age of the newest applied batch, by the clock of its publisher")
+    worker: str | None
+    last_error: str | None
+
+
+class RecordOfHolder(BaseModel):
+    """A holder whose life goes on."""
+
+    instance_id: str
+    dp_rank: int
+    medium: str
+    block_size: int
+    backend_id: str
+    scope: Scope
+    not_counted: str | None = Field(description="why queries do not count it; null if they do")
+    publishers: list[PublisherOfHolder] = Field(description="one, or none if it is not registered any more")
+
+
+class HoldingsOfShard(BaseModel):
+    """What a holder has in one shard."""
+
+    key: str = Field(description="the name of its engine hash in Redis")
+    rows: int
+    branch_rows: int
+    singles: int
+    copies: int
+    applied_seq: str | None = Field(description="the number of the last applied frame; null before the first")
+    ops: str = Field(description="how many operations of that frame are applied")
+
+
+class RowOfHolder(BaseModel):
+    """One of the first rows of a holder."""
+
+    row: str = Field(description="the name of its key in Redis")
+    blocks: int | None = Field(description="how many blocks of the row the holder has; null if it cannot be read")
+    slots: str = Field(description="which slots of the row, such as 0-3 7")
+    note: str
+    is_bad: bool = Field(description="the value is gone, or cannot be read")
+
+
+class HoldingsAnswer(BaseModel):
+    """What a holder has."""
+
+    shards: list[HoldingsOfShard]
+    is_whole: bool = Field(description="whether every field of every shard is counted")
+    rows: list[RowOfHolder]
+    more_rows: int = Field(description="how many rows are not shown")
+
+
+class HolderRow(BaseModel):
+    """A holder, in a group that knows its id."""
+
+    id: int
+    tenant_id: str
+    model_name: str
+    group: int
+    record: RecordOfHolder | None = Field(description="null if its life has ended, and it is being swept")
+    holdings: HoldingsAnswer
+
+
+class HolderAnswer(BaseModel):
+    """What ``waymark inspect holder`` draws."""
+
+    holders: list[HolderRow]
+
+
+class KeysAnswer(BaseModel):
+    """What ``waymark inspect keys`` prints."""
+
+    notes: list[str] = Field(description="comments about all commands")
+    lines: list[str] = Field(description="redis-cli commands, and comments that name the group of those below")

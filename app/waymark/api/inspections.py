@@ -1,30 +1,86 @@
-"""What ``waymark status`` shows of an installation, for those who cannot reach its Redis."""
+"""What ``waymark status`` and ``waymark inspect`` show, for those who cannot reach Redis."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Any
 
 from waymark.api.bodies import Body
-from waymark.api.operations import Answer
+from waymark.api.inspection_schemas import InspectBlockRequest, InspectHolderRequest, InspectKeysRequest
+from waymark.api.inspection_turns import InspectionTurns
+from waymark.api.operations import Answer, Paused
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
-from waymark.inspection.look import Look
+from waymark.inspection.blocks import find_block
+from waymark.inspection.commands import every_key
+from waymark.inspection.holders import find_holder
+from waymark.inspection.look import Group, Look, pick
+from waymark.inspection.redis_cli import RedisCli
 from waymark.inspection.status import Wanted, as_json, gather
+from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.store.store import Store
 
 PARAMETERS = ("tenant_id", "model", "status")
 
 
+_REMEDY = "name one group in group"
+
+
 class Inspections:
     """Handlers under ``/inspect`` that are about the whole installation."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, settings: Settings, turns: InspectionTurns) -> None:
         self._look = Look(store)
+        self._commands = RedisCli(settings)
+        self._turns = turns
 
     async def status(self, body: Body) -> Answer:
         """What ``waymark status --json`` prints."""
         return Answer(as_json(await gather(self._look, _wanted(body.path))))
+
+    async def block(self, body: Body) -> Paused:
+        """What ``waymark inspect block`` draws."""
+        request = InspectBlockRequest.of(body.fields)
+
+        async def work() -> dict[str, Any]:
+            found = await find_block(self._look, await self._groups(request), int(request.key, 16))
+            return {"rows": [asdict(each) for each in found]}
+
+        return self._paused(work)
+
+    async def holder(self, body: Body) -> Paused:
+        """What ``waymark inspect holder`` draws."""
+        request = InspectHolderRequest.of(body.fields)
+
+        async def work() -> dict[str, Any]:
+            found = await find_holder(self._look, await self._groups(request), request.holder)
+            return {"holders": [asdict(each) for each in found]}
+
+        return self._paused(work)
+
+    async def keys(self, body: Body) -> Paused:
+        """What ``waymark inspect keys`` prints."""
+        request = InspectKeysRequest.of(body.fields)
+
+        async def work() -> dict[str, Any]:
+            return asdict(await every_key(self._look, await self._groups(request), self._commands))
+
+        return self._paused(work)
+
+    async def _groups(self, request: InspectKeysRequest) -> list[Group]:
+        groups = await self._look.groups()
+        return pick(groups, group_id=request.group, model=request.model, tenant=request.tenant_id)
+
+    def _paused(self, work: Callable[[], Awaitable[dict[str, Any]]]) -> Paused:
+        async def inspected() -> dict[str, Any]:
+            return await self._turns.take(work, name="inspection", remedy=_REMEDY)
+
+        async def answer(content: dict[str, Any]) -> Answer:
+            return Answer(content)
+
+        return Paused(inspected, answer)
 
 
 def _wanted(parameters: Mapping[str, str]) -> Wanted:

@@ -10,7 +10,8 @@ from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 from waymark.console.arguments import add_inspect, add_status
 
 if TYPE_CHECKING:
-    from waymark.console.screen import Part
+    from waymark.console.screen import Part, Screen
+    from waymark.remote.service import Service
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
@@ -33,11 +34,7 @@ def _over_http(arguments: argparse.Namespace) -> int:
     screen = Screen()
     with Service(arguments.url, arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None) as service:
         if arguments.command == "inspect":
-            from waymark.console.run_inspect import drawn
-            from waymark.inspection.explanation import of_json
-            from waymark.remote.look import inspected
-
-            screen.show(drawn(of_json(inspected(service, arguments)), screen, top=arguments.top))
+            _inspect(service, arguments, screen)
             return EXIT_OK
         from waymark.console import status_view
         from waymark.inspection import status
@@ -55,6 +52,25 @@ def _over_http(arguments: argparse.Namespace) -> int:
         else:
             screen.show(status_view.parts(status.of_json(status_of(service, arguments)), is_plain=screen.is_plain))
     return EXIT_OK
+
+
+def _inspect(service: Service, arguments: argparse.Namespace, screen: Screen) -> None:
+    from waymark.console import lookups
+    from waymark.console.run_inspect import drawn
+    from waymark.inspection import blocks, explanation, holders
+    from waymark.inspection.commands import Commands
+    from waymark.remote import look
+
+    match arguments.what:
+        case "prompt":
+            found = explanation.of_json(look.inspected(service, arguments))
+            screen.show(drawn(found, screen, top=arguments.top))
+        case "block":
+            screen.show(lookups.block(blocks.of_json(look.block_of(service, arguments))))
+        case "holder":
+            screen.show(lookups.holder(holders.of_json(look.holder_of(service, arguments))))
+        case _:
+            screen.write(str(Commands(**look.keys_of(service, arguments))))
 
 
 def _through_redis(arguments: argparse.Namespace) -> int:

@@ -29,6 +29,7 @@ _INSPECT_EXAMPLES = {
 """,
     "block": """\
   $ waymark inspect block cb38e4d7fb2dca5c --model llama               which holders have this block
+  $ waymark inspect block cb38e4d7fb2dca5c --url http://waymark:13333   ask a running Waymark in place of Redis
 """,
     "holder": """\
   $ waymark inspect holder 17                                          what holder id 17 in a row means
@@ -74,7 +75,6 @@ def _add_inspections(kinds: Commands) -> None:
     prompt = _inspection(
         kinds, "prompt", "show which instance has which block of a prompt, in a line per rank and medium"
     )
-    _add_url(prompt)
     prompt.add_argument("--model", required=True, help="the name of the model, as it is registered")
     prompt.add_argument("--tenant", default=DEFAULT_TENANT, help=f"the tenant (default: {DEFAULT_TENANT})")
     prompt.add_argument("--block-size", type=int, help="tokens per block (default: the registered number)")
@@ -108,6 +108,7 @@ def _inspection(kinds: Commands, name: str, sentence: str, *, has_keys: bool = T
     examples = f"examples:\n{_INSPECT_EXAMPLES[name]}"
     parser: argparse.ArgumentParser = kinds.add_parser(name, help=sentence, description=sentence, epilog=examples)
     _add_redis(parser)
+    _add_url(parser)
     if has_keys:
         parser.add_argument(
             "--keys", action="store_true", help="print the redis-cli commands that show the same, and exit"

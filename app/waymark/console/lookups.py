@@ -1,118 +1,114 @@
-"""The small inspections: one block, one holder, one namespace."""
+"""How the small inspections look: one block, one holder, one namespace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from waymark.console.holdings import holdings
+from rich.text import Text
+
 from waymark.console.screen import Grid, Part, joined, text
-from waymark.console.search import ROWS_MAX, Found, Search
 from waymark.console.status_view import STATUS_STYLE, seconds_text
 from waymark.domain.hashing import namespace
-from waymark.domain.names import Adapter
-from waymark.domain.table import HolderTable
-from waymark.errors import NotFound
-from waymark.inspection.holding import not_counted
-from waymark.inspection.look import Group, Look, shown
-from waymark.store import keys
+from waymark.domain.names import Adapter, GroupName
+from waymark.inspection.blocks import BlockHolder, ListedBlock
+from waymark.inspection.holders import HolderPublisher, KnownHolder
+from waymark.inspection.holdings import FIELDS_MAX, Holdings
+from waymark.inspection.look import shown
+
+_BLOCK_HEAD = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HASH", "STATE")
+_SHARD_HEAD = ("KEY", "ROWS", "BRANCH ROWS", "SINGLES", "COPIES", "APPLIED SEQ", "OPS OF IT")
 
 
-async def block(look: Look, groups: Sequence[Group], key: int) -> list[Part]:
-    """Who has the block with this key, in each of ``groups``; ``NotFound`` where none knows it."""
+def block(listed: Sequence[ListedBlock]) -> list[Part]:
+    """The rows that list a block, with its holders."""
     drawn: list[Part] = []
-    is_complete = True
-    for group in groups:
-        table = await look.table(group)
-        if table is None:
-            continue
-        search = Search(look, group, table, key)
-        for found in await search.run():
-            drawn += await _found(look, group, table, key, found)
-        is_complete = is_complete and search.is_complete
-    if not drawn:
-        names = ", ".join(shown(group.name) for group in groups[:5])
-        bound = "" if is_complete else f" among the first {ROWS_MAX} rows; give the first block of its prompt instead"
-        raise NotFound(f"no holder has a block {key:016x} (key seq_hash XOR namespace) in {names}{bound}")
+    for each in listed:
+        group = shown(GroupName(each.tenant_id, each.model_name))
+        where = f"slot {each.slot}, depth {each.depth} in its piece"
+        drawn.append(joined(text(each.row, "bold"), f" has the block in {where}, a block of {group}"))
+        rows = [_block_holder(holder) for holder in each.holders]
+        drawn.append(Grid(_BLOCK_HEAD, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"})))
     return drawn
 
 
-async def _found(look: Look, group: Group, table: HolderTable, key: int, found: Found) -> list[Part]:
-    """One value that lists the block, and its holders."""
-    slot = found.row.keys.index(key)
-    name = group.key_of(found.place)
-    where = f"slot {slot}, depth {found.row.depths[slot]} in its piece"
-    drawn: list[Part] = [joined(text(name, "bold"), f" has the block in {where}, a block of {shown(group.name)}")]
-    rows = []
-    holders = [holder for holder, bitmap in sorted(found.row.holders.items()) if bitmap >> slot & 1]
-    entries = await look.entries(group, found.place, holders)
-    for holder_id, entry in zip(holders, entries, strict=True):
-        hashed = "" if entry is None else f"{entry.hash_of(slot, key):016x}"
-        holder = table.holders.get(holder_id)
-        if holder is None:
-            state = text("ended, to be swept", "yellow")
-            rows.append((text(holder_id), text(""), text(""), text(""), text(""), text(hashed), state))
-            continue
-        note = not_counted(table, holder)
-        rows.append(
-            (
-                text(holder_id),
-                text(holder.instance_id + (" (pool)" if holder.scope == "shared" else "")),
-                text(holder.dp_rank),
-                text(holder.medium),
-                text(holder.block_size),
-                text(hashed),
-                text(note or "live", "bold red" if note else "green"),
-            )
-        )
-    head = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HASH", "STATE")
-    drawn.append(Grid(head, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"})))
-    return drawn
+def _block_holder(holder: BlockHolder) -> tuple[Text, ...]:
+    engine_hash, live = text(holder.engine_hash or ""), holder.live
+    if live is None:
+        empty = [text("")] * 4
+        return (text(holder.id), *empty, engine_hash, text("ended, to be swept", "yellow"))
+    return (
+        text(holder.id),
+        text(live.instance_id + (" (pool)" if live.scope == "shared" else "")),
+        text(live.dp_rank),
+        text(live.medium),
+        text(live.block_size),
+        engine_hash,
+        _state(live.not_counted),
+    )
 
 
-async def holder(look: Look, groups: Sequence[Group], holder_id: int) -> list[Part]:
-    """A holder's record, its publisher, and what it has, in each of ``groups`` that knows the id."""
+def _state(not_counted: str | None) -> Text:
+    return text(not_counted or "live", "bold red" if not_counted else "green")
+
+
+def holder(known: Sequence[KnownHolder]) -> list[Part]:
+    """A holder's record, its publisher, and what it has, in each group that knows the id."""
     drawn: list[Part] = []
-    for group in groups:
-        table = await look.table(group)
-        (is_dead,) = await look.several([("SISMEMBER", keys.dead(group.id), holder_id)])
-        record = None if table is None else table.holders.get(holder_id)
-        if table is None or (record is None and not is_dead):
-            continue
-        drawn.append(joined(text(f"holder {holder_id}", "bold"), f" of {shown(group.name)}, group {group.id}"))
+    for each in known:
+        group, record = shown(GroupName(each.tenant_id, each.model_name)), each.record
+        drawn.append(joined(text(f"holder {each.id}", "bold"), f" of {group}, group {each.group}"))
         if record is None:
             drawn.append(text("its life has ended; its entries are being swept", "yellow"))
         else:
-            note = not_counted(table, record)
             drawn.append(
                 joined(
                     f"{record.instance_id}, rank {record.dp_rank}, {record.medium}, blocks of {record.block_size} "
                     f"tokens, backend {record.backend_id}, scope {record.scope}: ",
-                    text(note or "live", "bold red" if note else "green"),
+                    _state(record.not_counted),
                 )
             )
-            drawn += await _publisher(look, group, record.publisher)
-        drawn += await holdings(look, group, holder_id)
-    if not drawn:
-        names = ", ".join(shown(group.name) for group in groups[:5])
-        raise NotFound(
-            f"holder {holder_id} is unknown in {names}: its life has ended and was swept, or it never existed"
-        )
+            drawn += map(_publisher, record.publishers)
+        drawn += _holdings(each.holdings)
     return drawn
 
 
-async def _publisher(look: Look, group: Group, publisher: int) -> list[Part]:
-    states = await look.states([claim for claim in await look.claims(group.name) if claim.publisher == publisher])
-    return [
-        joined(
-            f"publisher {publisher}: {state.registration.kind} at {state.registration.endpoint or 'HTTP'}, ",
-            text(state.status, STATUS_STYLE.get(state.status, "")),
-            f", watermark {'none' if state.watermark is None else state.watermark}"
-            + ("" if state.lag_seconds is None else f", lag {seconds_text(state.lag_seconds)}")
-            + (f", worker {state.worker}" if state.worker else "")
-            + (f": {state.last_error}" if state.last_error else ""),
+def _publisher(publisher: HolderPublisher) -> Text:
+    return joined(
+        f"publisher {publisher.id}: {publisher.type} at {publisher.endpoint or 'HTTP'}, ",
+        text(publisher.status, STATUS_STYLE.get(publisher.status, "")),
+        f", watermark {'none' if publisher.watermark is None else publisher.watermark}"
+        + ("" if publisher.lag_seconds is None else f", lag {seconds_text(publisher.lag_seconds)}")
+        + (f", worker {publisher.worker}" if publisher.worker else "")
+        + (f": {publisher.last_error}" if publisher.last_error else ""),
+    )
+
+
+def _holdings(held: Holdings) -> Iterator[Part]:
+    lines = [
+        (
+            text(shard.key),
+            *map(text, (shard.rows, shard.branch_rows, shard.singles, shard.copies)),
+            text(shard.applied_seq or "none"),
+            text(shard.ops),
         )
-        for state in states
+        for shard in held.shards
     ]
+    yield Grid(_SHARD_HEAD, lines, frozenset(_SHARD_HEAD[1:]))
+    if not held.is_whole:
+        yield text(f"only the first {FIELDS_MAX:,} fields of a key are counted", "yellow")
+    rows = [
+        (
+            text(row.row),
+            text("" if row.blocks is None else row.blocks),
+            text(row.slots),
+            text(row.note, "bold red" if row.is_bad else ""),
+        )
+        for row in held.rows
+    ]
+    if rows:
+        yield Grid(("ROW", "BLOCKS", "SLOTS", "STATE"), rows, frozenset({"BLOCKS"}))
+    if held.more_rows:
+        yield text(f"and {held.more_rows:,} more")
 
 
 def of_namespace(adapter: Adapter, salts: Sequence[str], key: int | None) -> list[Part]:

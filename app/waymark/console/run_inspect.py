@@ -7,14 +7,17 @@ from collections.abc import Sequence
 
 from waymark.console import cells, lookups
 from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
-from waymark.console.redis_cli import RedisCli
 from waymark.console.screen import Part, Screen, joined, text
 from waymark.domain.hashing import pack_tokens
 from waymark.domain.names import Adapter, GroupName
 from waymark.errors import InvalidValue, NotFound
 from waymark.inspection.asked import Asked
-from waymark.inspection.explanation import Explanation, explain, nobody
-from waymark.inspection.look import Group, Look, looking, pick, shown
+from waymark.inspection.blocks import find_block
+from waymark.inspection.commands import every_key
+from waymark.inspection.explanation import Explanation, explain
+from waymark.inspection.holders import find_holder
+from waymark.inspection.look import Group, Look, looking, pick
+from waymark.inspection.redis_cli import RedisCli
 from waymark.inspection.why import unknown_group
 from waymark.settings import Settings
 
@@ -38,20 +41,16 @@ async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen:
                 lines = [line for group in picked for line in cli.block(group, block_key) + cli.table(group)]
                 _write(screen, cli, lines)
             else:
-                screen.show(await lookups.block(look, picked, block_key))
+                screen.show(lookups.block(await find_block(look, picked, block_key)))
         elif arguments.what == "holder":
             if arguments.keys:
                 _write(
                     screen, cli, [line for group in picked for line in await _of_holder(look, cli, group, arguments.id)]
                 )
             else:
-                screen.show(await lookups.holder(look, picked, arguments.id))
+                screen.show(lookups.holder(await find_holder(look, picked, arguments.id)))
         else:
-            lines = cli.base()
-            for group in picked:
-                table = await look.table(group)
-                lines += [f"# {shown(group.name)}", *cli.group(group, table or nobody(group))]
-            _write(screen, cli, lines)
+            screen.write(str(await every_key(look, picked, cli)))
 
 
 async def _of_holder(look: Look, cli: RedisCli, group: Group, holder: int) -> list[str]:

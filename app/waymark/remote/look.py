@@ -1,4 +1,4 @@
-"""``--url`` of ``waymark status`` and ``waymark inspect prompt``: what their flags ask, over the HTTP API."""
+"""``--url`` of ``waymark status`` and ``waymark inspect``: what their flags ask, over the HTTP API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 from urllib.parse import urlencode
 
-from waymark.console.prompts import read_file, read_hashes, read_prompt, read_tokens
+from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.errors import InvalidValue
 from waymark.remote.publishers import warnings
 from waymark.remote.service import Service
@@ -20,8 +20,7 @@ _TOP = 1000
 
 def inspected(service: Service, arguments: argparse.Namespace) -> Any:
     """The answer of ``/inspect/prompt`` for the prompt of the flags. ``InvalidValue`` where they name none."""
-    if arguments.keys:
-        raise InvalidValue("--keys prints commands for Redis; leave it out, or leave out --url", field="--keys")
+    _refuse_keys(arguments)
     if len(arguments.salt) > _SALTS_MAX:
         raise InvalidValue(f"--salt is given {len(arguments.salt)} times; give at most {_SALTS_MAX}", field="--salt")
     salts = dict(zip(("cache_salt", "additional_salt"), reversed(arguments.salt), strict=False))
@@ -34,6 +33,33 @@ def inspected(service: Service, arguments: argparse.Namespace) -> Any:
         "top": _TOP,
     }
     return service.post("/inspect/prompt", body | salts | _prompt(arguments))
+
+
+def block_of(service: Service, arguments: argparse.Namespace) -> Any:
+    """The rows of ``/inspect/block`` for the key of the arguments."""
+    _refuse_keys(arguments)
+    key = f"{read_hash(arguments.key, option='block'):016x}"
+    return service.post("/inspect/block", {"key": key} | _groups(arguments))["rows"]
+
+
+def holder_of(service: Service, arguments: argparse.Namespace) -> Any:
+    """The holders of ``/inspect/holder`` with the id of the arguments."""
+    _refuse_keys(arguments)
+    return service.post("/inspect/holder", {"holder": arguments.id} | _groups(arguments))["holders"]
+
+
+def keys_of(service: Service, arguments: argparse.Namespace) -> Any:
+    """The answer of ``/inspect/keys`` for the wanted groups."""
+    return service.post("/inspect/keys", _groups(arguments))
+
+
+def _groups(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"group": arguments.group, "model": arguments.model, "tenant_id": arguments.tenant}
+
+
+def _refuse_keys(arguments: argparse.Namespace) -> None:
+    if arguments.keys:
+        raise InvalidValue("--keys prints commands for Redis; leave it out, or leave out --url", field="--keys")
 
 
 def status_of(service: Service, arguments: argparse.Namespace) -> Any:

@@ -17,9 +17,13 @@ class RedisCli:
     """Commands for the Redis of the settings; passwords stay out of them."""
 
     def __init__(self, settings: Settings) -> None:
-        address = parse(settings.redis_url)
-        self._words = ["redis-cli", *_target(address)]
+        self._words = ["redis-cli"]
         self.notes: list[str] = []
+        if settings.redis_url == "memory://":
+            self.notes.append("# this Redis is inside the process of Waymark (memory://): no redis-cli reaches it")
+            return
+        address = parse(settings.redis_url)
+        self._words += _target(address)
         if address.is_tls and settings.redis_tls_ca_file is not None:
             self._words += ["--cacert", str(settings.redis_tls_ca_file)]
         if username := settings.redis_username or address.username:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from waymark.console.screen import Grid, Part, text
 from waymark.domain.rows import Place, parse_field
 from waymark.inspection.look import Group, Look
 from waymark.store import keys
@@ -21,11 +21,54 @@ SHOWN_MAX = 20
 _KINDS = ("rows", "branch rows", "singles", "copies")
 
 
-async def holdings(look: Look, group: Group, holder_id: int) -> list[Part]:
-    """A line for each shard, and one for each of the first rows, by name."""
+@dataclass(frozen=True, slots=True)
+class ShardHoldings:
+    """What a holder has in one shard."""
+
+    key: str
+    """The name of its engine hash in Redis."""
+    rows: int
+    branch_rows: int
+    singles: int
+    copies: int
+    applied_seq: str | None
+    """The number of the last applied frame; None before the first."""
+    ops: str
+    """How many operations of that frame are applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRow:
+    """One of the first rows of a holder, by name."""
+
+    row: str
+    """The name of its key in Redis."""
+    blocks: int | None
+    """How many of its blocks the holder has; None where the value cannot be read."""
+    slots: str
+    """Which ones, such as ``0-3 7``."""
+    note: str
+    is_bad: bool
+    """The value is gone, or cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """All of it."""
+
+    shards: tuple[ShardHoldings, ...]
+    is_whole: bool
+    """Every field of every shard is counted."""
+    rows: tuple[HeldRow, ...]
+    more_rows: int
+    """How many are not among ``rows``."""
+
+
+async def holdings(look: Look, group: Group, holder_id: int) -> Holdings:
+    """Count what a holder has, and look at its first rows."""
     engines = [keys.engine(group.id, shard, holder_id) for shard in range(group.entry.shards)]
     marks = await look.several(("HGET", engine, "applied") for engine in engines)
-    lines = []
+    shards = []
     places: list[Place] = []
     is_whole = True
     for engine, applied in zip(engines, marks, strict=True):
@@ -33,14 +76,12 @@ async def holdings(look: Look, group: Group, holder_id: int) -> list[Part]:
         is_whole = is_whole and len(fields) < FIELDS_MAX
         found = Counter(map(kind_of, fields))
         seq, _, ops = ("" if applied is None else lenient_text(applied)).partition(" ")
-        counts = [text(found[kind]) for kind in _KINDS]
-        lines.append((text(engine), *counts, text(seq or "none"), text(ops)))
+        rows, branch_rows, singles, copies = (found[kind] for kind in _KINDS)
+        shards.append(ShardHoldings(engine, rows, branch_rows, singles, copies, seq or None, ops))
         places += [parse_field(field) for field in fields if kind_of(field) in _KINDS[:3]]
-    head = ("KEY", *(kind.upper() for kind in _KINDS), "APPLIED SEQ", "OPS OF IT")
-    drawn: list[Part] = [Grid(head, lines, frozenset(head[1:]))]
-    if not is_whole:
-        drawn.append(text(f"only the first {FIELDS_MAX:,} fields of a key are counted", "yellow"))
-    return drawn + await _places(look, group, holder_id, sorted(places, key=lambda place: place.field))
+    some = sorted(places, key=lambda place: place.field)[:SHOWN_MAX]
+    held = await _rows(look, group, holder_id, some)
+    return Holdings(tuple(shards), is_whole, tuple(held), len(places) - len(some))
 
 
 def kind_of(field: bytes) -> str:
@@ -64,24 +105,20 @@ async def _fields(look: Look, engine: str) -> list[bytes]:
     return list(fields)
 
 
-async def _places(look: Look, group: Group, holder_id: int, places: Sequence[Place]) -> list[Part]:
-    some = places[:SHOWN_MAX]
-    lines = []
-    for place, value in zip(some, await look.values(group, some), strict=True):
-        row = read_row(value)
+async def _rows(look: Look, group: Group, holder_id: int, places: Sequence[Place]) -> list[HeldRow]:
+    rows = []
+    for place, value in zip(places, await look.values(group, places), strict=True):
+        name, row = group.key_of(place), read_row(value)
         if row is None:
-            state = "there is no such value" if value is None else "the value cannot be read"
-            lines.append((text(group.key_of(place)), text(""), text(""), text(state, "bold red")))
+            note = "there is no such value" if value is None else "the value cannot be read"
+            rows.append(HeldRow(name, None, "", note, is_bad=True))
             continue
         bitmap = row.holders.get(holder_id, 0)
-        state = "marked: further blocks are in branch rows" if row.is_marked else ""
+        note = "marked: further blocks are in branch rows" if row.is_marked else ""
         if not bitmap:
-            state = "the value does not name the holder"
-        lines.append((text(group.key_of(place)), text(bitmap.bit_count()), text(slots_of(bitmap)), text(state)))
-    drawn: list[Part] = [Grid(("ROW", "BLOCKS", "SLOTS", "STATE"), lines, frozenset({"BLOCKS"}))] if lines else []
-    if len(places) > len(some):
-        drawn.append(text(f"and {len(places) - len(some):,} more"))
-    return drawn
+            note = "the value does not name the holder"
+        rows.append(HeldRow(name, bitmap.bit_count(), slots_of(bitmap), note, is_bad=False))
+    return rows
 
 
 def slots_of(bitmap: int) -> str:

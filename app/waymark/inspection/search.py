@@ -23,30 +23,28 @@ class Found(NamedTuple):
 
 
 class Search:
-    """A search in one group."""
+    """A search in one group after the other, with one bound for all of them."""
 
-    def __init__(self, look: Look, group: Group, table: HolderTable, key: int) -> None:
+    def __init__(self, look: Look, key: int) -> None:
         self._look = look
-        self._group = group
-        self._table = table
         self._key = key
         self._left = ROWS_MAX
         self.is_complete = True
         """No row was left out."""
 
-    async def run(self) -> list[Found]:
+    async def run(self, group: Group, table: HolderTable) -> list[Found]:
         """The values that list the block: those that begin with it, or else the first one that a live holder has."""
-        found = await self._listing(places_that_begin_with(self._key))
+        found = await self._listing(group, places_that_begin_with(self._key))
         if found:
             return found
-        for holder in self._table.holders:
-            for shard in range(self._group.entry.shards):
-                found = await self._of_holder(keys.engine(self._group.id, shard, holder))
+        for holder in table.holders:
+            for shard in range(group.entry.shards):
+                found = await self._of_holder(group, keys.engine(group.id, shard, holder))
                 if found or not self.is_complete:
                     return found
         return []
 
-    async def _of_holder(self, engine: str) -> list[Found]:
+    async def _of_holder(self, group: Group, engine: str) -> list[Found]:
         cursor = None
         while cursor != 0:
             if self._left <= 0:
@@ -54,14 +52,14 @@ class Search:
                 return []
             cursor, fields = await self._look.client.hscan(engine, cursor or 0, _STEP_ROWS)
             self._left -= len(fields)
-            found = await self._listing([place for place in map(_place, fields) if place is not None])
+            found = await self._listing(group, [place for place in map(_place, fields) if place is not None])
             if found:
                 return found
         return []
 
-    async def _listing(self, places: list[Place]) -> list[Found]:
+    async def _listing(self, group: Group, places: list[Place]) -> list[Found]:
         """Those of ``places`` whose value lists the block."""
-        rows = map(read_row, await self._look.values(self._group, places))
+        rows = map(read_row, await self._look.values(group, places))
         return [
             Found(place, row)
             for place, row in zip(places, rows, strict=True)

@@ -1,0 +1,127 @@
+"""``waymark inspect holder`` and ``POST /inspect/holder``: what a holder id in a row means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from waymark.domain.engines import EngineKind, Scope
+from waymark.domain.names import Holder
+from waymark.domain.status import StreamStatus
+from waymark.domain.table import HolderTable
+from waymark.errors import NotFound
+from waymark.inspection.holding import not_counted
+from waymark.inspection.holdings import HeldRow, Holdings, ShardHoldings, holdings
+from waymark.inspection.look import Group, Look, shown
+from waymark.store import keys
+
+
+@dataclass(frozen=True, slots=True)
+class HolderPublisher:
+    """The registered publisher of a holder, and how far its stream is."""
+
+    id: int
+    type: EngineKind
+    endpoint: str | None
+    status: StreamStatus
+    watermark: int | None
+    lag_seconds: float | None
+    worker: str | None
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HolderRecord:
+    """A life that goes on."""
+
+    instance_id: str
+    dp_rank: int
+    medium: str
+    block_size: int
+    backend_id: str
+    scope: Scope
+    not_counted: str | None
+    """Why queries do not count it; None where they do."""
+    publishers: tuple[HolderPublisher, ...]
+    """One, or none where it is not registered any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownHolder:
+    """A holder, in a group that knows its id."""
+
+    id: int
+    tenant_id: str
+    model_name: str
+    group: int
+    record: HolderRecord | None
+    """None where its life has ended, and its entries are being swept."""
+    holdings: Holdings
+
+
+async def find_holder(look: Look, groups: Sequence[Group], holder_id: int) -> list[KnownHolder]:
+    """The holder in each of ``groups`` that knows the id; ``NotFound`` where none does."""
+    known = []
+    for group in groups:
+        table = await look.table(group)
+        (is_dead,) = await look.several([("SISMEMBER", keys.dead(group.id), holder_id)])
+        holder = None if table is None else table.holders.get(holder_id)
+        if table is None or (holder is None and not is_dead):
+            continue
+        record = None if holder is None else await _record(look, group, table, holder)
+        held = await holdings(look, group, holder_id)
+        known.append(KnownHolder(holder_id, group.name.tenant_id, group.name.model_name, group.id, record, held))
+    if known:
+        return known
+    names = ", ".join(shown(group.name) for group in groups[:5])
+    raise NotFound(f"holder {holder_id} is unknown in {names}: its life has ended and was swept, or it never existed")
+
+
+async def _record(look: Look, group: Group, table: HolderTable, holder: Holder) -> HolderRecord:
+    claims = [claim for claim in await look.claims(group.name) if claim.publisher == holder.publisher]
+    return HolderRecord(
+        instance_id=holder.instance_id,
+        dp_rank=holder.dp_rank,
+        medium=holder.medium,
+        block_size=holder.block_size,
+        backend_id=holder.backend_id,
+        scope=holder.scope,
+        not_counted=not_counted(table, holder) or None,
+        publishers=tuple(
+            HolderPublisher(
+                id=state.id,
+                type=state.registration.kind,
+                endpoint=state.registration.endpoint,
+                status=state.status,
+                watermark=state.watermark,
+                lag_seconds=state.lag_seconds,
+                worker=state.worker,
+                last_error=state.last_error or None,
+            )
+            for state in await look.states(claims)
+        ),
+    )
+
+
+def of_json(holders: Sequence[Mapping[str, Any]]) -> list[KnownHolder]:
+    """What ``asdict`` made of each."""
+    return [
+        KnownHolder(**{**each, "record": _record_of(each["record"]), "holdings": _holdings_of(each["holdings"])})
+        for each in holders
+    ]
+
+
+def _record_of(record: Mapping[str, Any] | None) -> HolderRecord | None:
+    if record is None:
+        return None
+    publishers = tuple(
+        HolderPublisher(**{**each, "type": EngineKind(each["type"]), "status": StreamStatus(each["status"])})
+        for each in record["publishers"]
+    )
+    return HolderRecord(**{**record, "publishers": publishers})
+
+
+def _holdings_of(held: Mapping[str, Any]) -> Holdings:
+    shards = tuple(ShardHoldings(**each) for each in held["shards"])
+    return Holdings(**{**held, "shards": shards, "rows": tuple(HeldRow(**each) for each in held["rows"])})
