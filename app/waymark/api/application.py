@@ -133,6 +133,7 @@ _INSPECT_STATUS = Doc(
     "Returns the state of Redis, of each ingest worker and of each stream, as waymark status prints it.",
     answer=inspections.StatusAnswer,
     parameters=PARAMETERS,
+    errors=(400,),
     queue="read",
 )
 _INSPECT_BLOCK = Doc(

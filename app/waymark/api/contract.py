@@ -27,7 +27,7 @@ _REF = "#/components/schemas/{model}"
 _EXAMPLES = Path(__file__).parent / "examples.json"
 
 _ERRORS = {
-    400: "The body cannot be read, or one of its fields is not valid.",
+    400: "The body cannot be read, or one of its fields or parameters is not valid.",
     401: "The bearer token that this service requires is missing or wrong.",
     404: "What the request names does not exist.",
     405: "This path does not support the method.",
