@@ -1,15 +1,29 @@
--- end_responses(queue; group, id*) -> {verdict, 0}
+-- end_responses(responses, due, copied, queue; group, entry*) -> {verdict, 0}
 --
--- Take entries out of the queue whose responses are copied.
+-- Take entries out of the queue whose responses are copied. A response whose last change is among them may make room.
 --
--- KEYS  queue  stream  names of responses
--- ARGV  group  the consumer group
---       id*    ids of entries, at most 1,000
+-- KEYS  responses  hash, PX  under a name: its last change that MongoDB has not
+--       due        zset, PX  the names of all responses, by the Redis ms at which each ends
+--       copied     zset, PX  of these the names that MongoDB has
+--       queue      stream    names of responses
+-- ARGV  group      the consumer group
+--       entry*     id of the entry, name of the response; at most 1,000 entries
 --
 -- {'applied', 0}  they are gone
 
-for i = 2, #ARGV do
-  redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
-  redis.call('XDEL', KEYS[1], ARGV[i])
+for i = 2, #ARGV, 2 do
+  local id, name = ARGV[i], ARGV[i + 1]
+  redis.call('XACK', KEYS[4], ARGV[1], id)
+  redis.call('XDEL', KEYS[4], id)
+  if redis.call('HGET', KEYS[1], name) == id then
+    redis.call('HDEL', KEYS[1], name)
+    local ends = redis.call('ZSCORE', KEYS[2], name)
+    if ends then redis.call('ZADD', KEYS[3], ends, name) end
+  end
+end
+local left = redis.call('PTTL', KEYS[2])
+if left > 0 then
+  local time = redis.call('TIME')
+  redis.call('PEXPIREAT', KEYS[3], string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + left))
 end
 return {'applied', 0}

@@ -140,6 +140,11 @@ class Metrics:
     )
 
     responses = counter("How many responses of `/v1/responses` were to be stored, by outcome.", "outcome")
+    responses_stored = gauge("How many responses are stored; in Redis it is those of all gateways.", over="max")
+    responses_stored_bytes = gauge(
+        "How many bytes stored responses take; in Redis it is those of all gateways.", over="max"
+    )
+    responses_evicted = counter("How many stored responses went before their time because there was no room.")
     responses_copied = counter("How many stored responses were to be copied to MongoDB, by outcome.", "outcome")
 
     # ---- what publishers send

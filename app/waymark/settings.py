@@ -379,9 +379,9 @@ class Settings(BaseSettings):
     responses_entry_bytes: int = Field(_MIB, ge=1024, le=64 * _MIB)
     """The largest conversation that is stored, in bytes."""
     responses_entries: int = Field(10_000, ge=1, le=10_000_000)
-    """How many of these answers a gateway stores in memory."""
+    """How many of these answers are stored, in a gateway or in Redis."""
     responses_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of these answers a gateway stores in memory."""
+    """How many bytes of these answers are stored, in a gateway or in Redis."""
     responses_mongo_url: SecretStr | None = None
     """The URL of the MongoDB that gets a copy of every answer that is stored in Redis."""
     responses_mongo_database: str = Field("waymark", pattern=r"^[A-Za-z0-9_-]{1,63}$")

@@ -20,13 +20,14 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.gateway.mongo_server import MongoServer, mongo_server
 from tests.patience import patient
-from waymark.errors import RemoteUnavailable, SettingsError
+from waymark.errors import RemoteUnavailable, SettingsError, StoreUnavailable
 from waymark.gateway.mongo import MongoArchive
 from waymark.gateway.response_places import RedisResponses
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.client import RedisClient
+from waymark.store.responses import Bounds
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
@@ -50,8 +51,8 @@ def archive_of(store: Store, collection: Any, *, milliseconds: int = 20_000, cla
     return MongoArchive(store.responses, collection, Metrics(), **options, poll_seconds=0.02)
 
 
-def place_of(store: Store, archive: MongoArchive) -> RedisResponses:
-    return RedisResponses(store.responses, 3600, archive, 1000)
+def place_of(store: Store, archive: MongoArchive, entries_max: int = 100) -> RedisResponses:
+    return RedisResponses(store.responses, Bounds(3_600_000, entries_max, 1_000_000, 1000), Metrics(), archive)
 
 
 @asynccontextmanager
@@ -78,8 +79,8 @@ async def test_what_redis_has_lost_comes_back_from_there(store: Store, redis: Re
     collection.insert_one({"_id": NAME, "response": b"{}", "until": now + timedelta(hours=1)})
     collection.insert_one({"_id": OTHER, "response": b"{}", "until": now - timedelta(hours=1)})
     assert [await place.find(name) for name in (NAME, OTHER, "3" * 32)] == [b"{}", None, None]
-    assert await redis.get(keys.response(NAME)) == b"{}"
-    assert await redis.pttl(keys.response(NAME)) > 0
+    assert await store.responses.find([NAME]) == [b"{}"]
+    assert await redis.pttl(keys.RESPONSES_KEPT) > 0
     assert await waiting(redis) == 0, "what came from there does not go there again"
 
 
@@ -127,7 +128,7 @@ async def test_what_is_kept_and_deleted_arrives(
             assert await place.find(NAME) is None, "it is deleted at once, though MongoDB has it still"
             await wait_until(lambda: is_copied(redis), "the deletion is copied", 20)
         assert server.documents.keys() == {OTHER}
-        await redis.delete(keys.response(OTHER))
+        await redis.delete(keys.RESPONSES_KEPT)
         assert await place.find(OTHER) == b'{"b":1}'
 
 
@@ -173,6 +174,23 @@ async def test_nothing_is_lost_while_it_is_of_no_use(
                 server.is_slow = server.is_full = False
             await wait_until(lambda: is_copied(redis), "it is copied in the end", 60)
     assert bytes(server.documents[NAME]["response"]) == b"{}"
+
+
+async def test_a_full_store_waits_for_mongodb_and_says_so(
+    store: Store, redis: Redis, server: MongoServer, clients: list[MongoClient[Any]]
+) -> None:
+    async with mongo_server(server) as url:
+        archive = wired(store, clients, url, round(patient(LONG)))
+        place = place_of(store, archive, entries_max=1)
+        assert await place.keep(NAME, b"{}")
+        assert not await place.keep(OTHER, b"{}")
+        with pytest.raises(StoreUnavailable, match="raise WAYMARK_RESPONSES_ENTRIES"):
+            await place.delete(OTHER)
+        async with copying(archive):
+            await wait_until(lambda: is_copied(redis), "the first is copied", 20)
+            assert await place.keep(OTHER, b'{"b":1}')
+            await wait_until(lambda: is_copied(redis), "the other is copied", 20)
+        assert [await place.find(name) for name in (NAME, OTHER)] == [b"{}", b'{"b":1}']
 
 
 async def test_a_url_that_is_none_ends_the_start(store: Store) -> None:

@@ -14,6 +14,7 @@ from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Engine, Running, Start, events
 from waymark.errors import SettingsError
 from waymark.gateway.response_places import MemoryResponses
+from waymark.metrics import Metrics
 from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
@@ -164,8 +165,23 @@ async def test_without_a_store_nothing_of_it_is_read_or_written(start: Start) ->
     assert (await running.client.get(f"{PATH}/resp_1")).status_code == 404
 
 
+@WHERE
+async def test_what_is_stored_has_bounds_altogether(start: Start, where: str) -> None:
+    running = await start(1, responses=where, responses_entries=2, responses_bytes=5000)
+    answering(running)
+    found = [await respond(running, text) for text in "abc"]
+    statuses = [(await running.client.get(f"{PATH}/{each['id']}")).status_code for each in found]
+    assert statuses == [404, 200, 200]
+    assert (running.value("responses_stored"), running.value("responses_evicted_total")) == (2, 1)
+    assert 1024 < running.value("responses_stored_bytes") <= 5000
+    large = await respond(running, "x" * 5000)
+    assert (await running.client.get(f"{PATH}/{large['id']}")).status_code == 404
+    assert running.value("responses_total", outcome="full") == 1
+    assert (await running.client.get(f"{PATH}/{found[2]['id']}")).status_code == 200
+
+
 async def test_what_is_in_memory_has_bounds() -> None:
-    place = MemoryResponses(2, 10_000, 60)
+    place = MemoryResponses(2, 10_000, 60, Metrics())
     for name in "abc":
         await place.keep(name, b"{}")
     assert [await place.find(name) for name in "abc"] == [None, b"{}", b"{}"]

@@ -30,6 +30,7 @@ from waymark.store.leases import Grant
 from waymark.store.lua import SCRIPTS
 from waymark.store.records import Facts
 from waymark.store.reservations import Offer, Part, Terms
+from waymark.store.responses import Bounds
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -248,13 +249,16 @@ async def answers(store: Store) -> None:
 
 
 async def responses(store: Store) -> None:
-    """Responses that clients may go on from; one of them is copied, and one is deleted."""
+    """Responses that clients may go on from: some are copied and make room, one is deleted, and others go at once."""
+    bounds = Bounds(600_000, entries_max=3, bytes_max=10_000, queue_max=100)
     for name in ("1" * 32, "2" * 32, "3" * 32):
-        await store.responses.keep(name, b"{}", milliseconds=600_000, queue_max=100)
-    entries = await store.responses.take("one", 100, idle_ms=60_000)
-    await store.responses.end([entry.id for entry in entries])
-    await store.responses.delete("1" * 32, milliseconds=600_000, queue_max=100)
-    await store.responses.delete("2" * 32, milliseconds=600_000, queue_max=0)
+        await store.responses.keep(name, b"{}", bounds)
+    await store.responses.end(await store.responses.take("one", 100, idle_ms=60_000))
+    await store.responses.delete("1" * 32, bounds)
+    await store.responses.keep("4" * 32, b"{}", bounds)
+    await store.responses.put_back("5" * 32, b"{}", bounds)
+    await store.responses.delete("4" * 32, bounds._replace(queue_max=0))
+    await store.responses.find(["5" * 32])
 
 
 async def _is_gone(redis: Redis, key: str) -> bool:

@@ -58,17 +58,18 @@ class Bounded(Generic[V]):
         self._held.move_to_end(key)
         return value
 
-    def keep(self, key: bytes, value: V) -> None:
-        """Keep a value; others go where there is no room. One that is larger than all room is not kept."""
+    def keep(self, key: bytes, value: V) -> bool:
+        """Keep a value; others go where there is no room. False: it is larger than all room, and not kept."""
         self.remove(key)
         size = self._size(value) + ENTRY_BYTES
         if size > self._bytes_max or not self._entries_max:
-            return
+            return False
         while self._held and (len(self._held) >= self._entries_max or self._bytes + size > self._bytes_max):
             self.remove(next(iter(self._held)))
             self._evicted()
         self._held[key] = self._clock() + self._ttl_seconds, value
         self._bytes += size
+        return True
 
     def remove(self, key: bytes) -> None:
         found = self._held.pop(key, None)

@@ -135,7 +135,7 @@ class MongoArchive:
         names = list(dict.fromkeys(entry.name for entry in entries))
         values = dict(zip(names, await self._stored.find(names), strict=True))
         await self._called(lambda: self._write(values))
-        await self._stored.end([entry.id for entry in entries])
+        await self._stored.end(entries)
         self._metrics.responses_copied.labels(outcome="copied").inc(len(names))
 
     def _write(self, values: dict[str, bytes | None]) -> None:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from waymark.gateway.bounded import Bounded
+from waymark.errors import StoreUnavailable
+from waymark.gateway.bounded import Bounded, Held
+from waymark.metrics import Metrics
+from waymark.store.responses import Bounds, Changed
 from waymark.store.responses import Responses as StoredResponses
 
 
 class ResponsePlace(Protocol):
     """Values by names of 32 hex digits. All methods raise StoreUnavailable or RemoteUnavailable."""
 
+    @property
+    def held(self) -> Held:
+        """How much is stored, as far as this process knows."""
+        ...
+
     async def find(self, name: str) -> bytes | None: ...
 
-    async def keep(self, name: str, value: bytes) -> None: ...
+    async def keep(self, name: str, value: bytes) -> bool:
+        """Keep a response; false where it does not fit."""
+        ...
 
     async def delete(self, name: str) -> None: ...
 
@@ -27,40 +37,59 @@ class Archive(Protocol):
 class MemoryResponses:
     """In memory: for one gateway."""
 
-    def __init__(self, entries_max: int, bytes_max: int, ttl_seconds: int) -> None:
-        self._held: Bounded[bytes] = Bounded(entries_max, bytes_max, ttl_seconds, len)
+    def __init__(self, entries_max: int, bytes_max: int, ttl_seconds: int, metrics: Metrics) -> None:
+        evicted = metrics.responses_evicted.inc
+        self._held: Bounded[bytes] = Bounded(entries_max, bytes_max, ttl_seconds, len, evicted=evicted)
+
+    @property
+    def held(self) -> Held:
+        return self._held.held
 
     async def find(self, name: str) -> bytes | None:
         return self._held.find(name.encode())
 
-    async def keep(self, name: str, value: bytes) -> None:
-        self._held.keep(name.encode(), value)
+    async def keep(self, name: str, value: bytes) -> bool:
+        return self._held.keep(name.encode(), value)
 
     async def delete(self, name: str) -> None:
         self._held.remove(name.encode())
 
 
 class RedisResponses:
-    """In Redis. With an archive, each change is queued for it, and what Redis has lost is asked for there."""
+    """In Redis. With an archive, each change is queued for it, and what Redis has lost is asked for there.
+
+    ``bounds.queue_max`` counts only with an archive.
+    """
 
     def __init__(
-        self, stored: StoredResponses, ttl_seconds: int, archive: Archive | None = None, queue_max: int = 0
+        self, stored: StoredResponses, bounds: Bounds, metrics: Metrics, archive: Archive | None = None
     ) -> None:
         self._stored = stored
-        self._milliseconds = 1000 * ttl_seconds
+        self._bounds = bounds if archive else bounds._replace(queue_max=0)
+        self._metrics = metrics
         self._archive = archive
-        self._queue_max = queue_max if archive else 0
+        self.held = Held(0, 0)
 
     async def find(self, name: str) -> bytes | None:
         (value,) = await self._stored.find([name])
         if value is None and self._archive is not None:
             value = await self._archive.find(name)
             if value is not None:
-                await self._stored.keep(name, value, milliseconds=self._milliseconds, queue_max=0)
+                self._noted(await self._stored.put_back(name, value, self._bounds))
         return value or None
 
-    async def keep(self, name: str, value: bytes) -> None:
-        await self._stored.keep(name, value, milliseconds=self._milliseconds, queue_max=self._queue_max)
+    async def keep(self, name: str, value: bytes) -> bool:
+        return self._noted(await self._stored.keep(name, value, self._bounds))
 
     async def delete(self, name: str) -> None:
-        await self._stored.delete(name, milliseconds=self._milliseconds, queue_max=self._queue_max)
+        if not self._noted(await self._stored.delete(name, self._bounds)):
+            raise StoreUnavailable(
+                "the deletion does not fit into Redis before MongoDB has what waits for it; look at MongoDB, or raise "
+                "WAYMARK_RESPONSES_ENTRIES and WAYMARK_RESPONSES_BYTES"
+            )
+
+    def _noted(self, changed: Changed) -> bool:
+        """Whether the change was done."""
+        self.held = Held(changed.room.entries, changed.room.bytes)
+        self._metrics.responses_evicted.inc(changed.room.evicted)
+        return changed.is_done

@@ -22,6 +22,7 @@ from waymark.gateway.shapes import Refusal
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.settings import Settings
+from waymark.store.responses import Bounds
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -42,21 +43,22 @@ class Responses:
         self._metrics = metrics
         self._begin = begin
         self._entry_bytes = entry_bytes
+        metrics.responses_stored.set_function(lambda: place.held.entries)
+        metrics.responses_stored_bytes.set_function(lambda: place.held.bytes)
 
     @classmethod
     def of(cls, settings: Settings, metrics: Metrics, store: Store, archive: Archive | None = None) -> Responses | None:
         """None where nothing is stored. ``archive`` is what is behind Redis."""
         place: ResponsePlace
+        entries_max, bytes_max = settings.responses_entries, settings.responses_bytes
         if settings.responses == "off":
             return None
         if settings.responses == "memory":
-            place = MemoryResponses(
-                settings.responses_entries, settings.responses_bytes, settings.responses_ttl_seconds
-            )
+            place = MemoryResponses(entries_max, bytes_max, settings.responses_ttl_seconds, metrics)
         else:
-            place = RedisResponses(
-                store.responses, settings.responses_ttl_seconds, archive, settings.responses_mongo_queue
-            )
+            milliseconds = 1000 * settings.responses_ttl_seconds
+            bounds = Bounds(milliseconds, entries_max, bytes_max, settings.responses_mongo_queue)
+            place = RedisResponses(store.responses, bounds, metrics, archive)
         return cls(place, metrics, store.begin, entry_bytes=settings.responses_entry_bytes)
 
     async def expand(self, client: Client, request: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -116,7 +118,9 @@ class Responses:
             outcome = "too_large"
         else:
             try:
-                await self._place.keep(_name(client, response["id"]), value)
+                if not await self._place.keep(_name(client, response["id"]), value):
+                    outcome = "full"
+                    log.warning("a response is not stored: there is no room for it", extra=fields(bytes=len(value)))
             except (StoreUnavailable, RemoteUnavailable) as error:
                 outcome = "failed"
                 log.warning("a response is not stored", extra=fields(error=error.sentence))

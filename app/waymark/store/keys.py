@@ -30,7 +30,11 @@ ACTIVITY = "wm:activity"
 ANSWERS = "wm:answers"
 ANSWERS_KEPT = "wm:answers:kept:{wm:answers}"
 ANSWERS_DUE = "wm:answers:due:{wm:answers}"
-#: Names of stored responses that are to be copied to MongoDB, in the slot of the responses.
+#: Stored responses, in one slot: their bytes, they themselves, when each ends, which MongoDB has, which it is to get.
+RESPONSES = "wm:responses"
+RESPONSES_KEPT = "wm:responses:kept:{wm:responses}"
+RESPONSES_DUE = "wm:responses:due:{wm:responses}"
+RESPONSES_COPIED = "wm:responses:copied:{wm:responses}"
 RESPONSES_QUEUE = "wm:responses:queue:{wm:responses}"
 INCARNATION = "wm:birth"
 #: The channel on which changes of registrations are announced; a hint to read them again.
@@ -103,11 +107,6 @@ def request(group_id: int, request_id: str) -> str:
 def selection(selection_id: str) -> str:
     """``selection_id``: 16 hex digits. Clients name a selection without its group."""
     return f"wm:selection:{selection_id}"
-
-
-def response(name: str) -> str:
-    """A stored response. ``name``: 32 hex digits."""
-    return f"wm:response:{{wm:responses}}:{name}"
 
 
 def spec(group_id: int, block_key: int) -> str:

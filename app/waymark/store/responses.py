@@ -1,4 +1,4 @@
-"""Stored responses of gateways, in one slot of Redis, and the queue of those that are to be copied to MongoDB."""
+"""Stored responses of gateways, in one slot of Redis, so that one script can bound them, and the queue of MongoDB."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from waymark.store import keys
+from waymark.store.answers import Room
 from waymark.store.client import RedisClient
-from waymark.store.scripts import Scripts
+from waymark.store.scripts import Scripts, Verdict
 
 _GROUP = "mongo-sync"
+_KEYS = (keys.RESPONSES, keys.RESPONSES_KEPT, keys.RESPONSES_DUE, keys.RESPONSES_COPIED, keys.RESPONSES_QUEUE)
 
 
 class Entry(NamedTuple):
@@ -19,8 +21,24 @@ class Entry(NamedTuple):
     name: str
 
 
+class Bounds(NamedTuple):
+    """How long responses are stored, how many, and how many bytes they may take. ``queue_max`` 0: without MongoDB."""
+
+    milliseconds: int
+    entries_max: int
+    bytes_max: int
+    queue_max: int = 0
+
+
+class Changed(NamedTuple):
+    """Whether a change was done, and how much is stored. What is not done did not fit."""
+
+    is_done: bool
+    room: Room
+
+
 class Responses:
-    """Names are 32 hex digits. All methods raise StoreUnavailable. ``queue_max`` 0: there is no MongoDB."""
+    """Names are 32 hex digits. All methods raise StoreUnavailable."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client
@@ -28,26 +46,36 @@ class Responses:
 
     async def find(self, names: Sequence[str]) -> list[bytes | None]:
         """Responses; empty is one that was deleted, None one that is unknown here."""
-        return await self._client.several([("GET", keys.response(name)) for name in names])
+        return await self._scripts.find_responses(keys.RESPONSES_KEPT, keys.RESPONSES_DUE, names)
 
-    async def keep(self, name: str, value: bytes, *, milliseconds: int, queue_max: int) -> None:
-        await self._change(name, value, milliseconds, queue_max)
+    async def keep(self, name: str, value: bytes, bounds: Bounds) -> Changed:
+        """Keep a response. The oldest ones make room; with MongoDB, the oldest ones that it has."""
+        return await self._change(name, value, bounds, bounds.queue_max)
 
-    async def delete(self, name: str, *, milliseconds: int, queue_max: int) -> None:
+    async def put_back(self, name: str, value: bytes, bounds: Bounds) -> Changed:
+        """Keep one that MongoDB has, unless it was changed or deleted meanwhile."""
+        return await self._change(name, value, bounds, 0)
+
+    async def delete(self, name: str, bounds: Bounds) -> Changed:
         """Delete a response. With MongoDB, that is remembered for a time."""
-        await self._change(name, b"", milliseconds, queue_max)
+        return await self._change(name, b"", bounds, bounds.queue_max)
 
-    async def _change(self, name: str, value: bytes, milliseconds: int, queue_max: int) -> None:
-        group = _GROUP if queue_max else ""
-        await self._scripts.keep_response(
-            keys.response(name), keys.RESPONSES_QUEUE, name, milliseconds, value, group, queue_max
+    async def _change(self, name: str, value: bytes, bounds: Bounds, length: int) -> Changed:
+        group = _GROUP if bounds.queue_max else ""
+        outcome = await self._scripts.keep_response(
+            *_KEYS, name, bounds.milliseconds, value, group, length, bounds.entries_max, bounds.bytes_max
         )
+        evicted, entries, bytes_ = outcome.numbers
+        return Changed(outcome.verdict is not Verdict.FULL, Room(entries, bytes_, evicted))
 
     async def take(self, consumer: str, count: int, *, idle_ms: int) -> list[Entry]:
         """Entries for a consumer: those that another one has not ended for ``idle_ms``, or else new ones."""
         taken = await self._scripts.take_responses(keys.RESPONSES_QUEUE, _GROUP, consumer, count, idle_ms)
         return [Entry(*each) for each in taken]
 
-    async def end(self, ids: Sequence[str]) -> None:
-        """Take entries out of the queue."""
-        await self._scripts.end_responses(keys.RESPONSES_QUEUE, _GROUP, ids)
+    async def end(self, entries: Sequence[Entry]) -> None:
+        """Take entries out of the queue, since MongoDB has their responses."""
+        texts = [text for entry in entries for text in entry]
+        await self._scripts.end_responses(
+            keys.RESPONSES, keys.RESPONSES_DUE, keys.RESPONSES_COPIED, keys.RESPONSES_QUEUE, _GROUP, texts
+        )

@@ -22,7 +22,7 @@ Arg = str | bytes | int
 class Verdict(StrEnum):
     """What a script decided. ``APPLIED``: it has written all. ``BRANCH`` and ``ROW``: it has written what comes before
     the block that it refuses. With another verdict it has written nothing, except that ``reserve`` ends overdue
-    reservations first, and ``keep_answer`` removes answers."""
+    reservations first, and ``keep_answer`` and ``keep_response`` remove others."""
 
     APPLIED = "applied"
     STALE = "stale"
@@ -343,10 +343,28 @@ class Scripts:
     async def clear_answers(self, answers: str, kept: str, due: str, word: str) -> Outcome:
         return await self._run("clear_answers", [answers, kept, due], [word])
 
+    async def find_responses(self, kept: str, due: str, name: Sequence[str]) -> list[bytes | None]:
+        """Responses; None where there is none."""
+        _, *values = await self._call("find_responses", [kept, due], name)
+        return [None if value is None else bytes(value) for value in values]
+
     async def keep_response(
-        self, response: str, queue: str, name: str, milliseconds: int, value: bytes, group: str, length: int
+        self,
+        responses: str,
+        kept: str,
+        due: str,
+        copied: str,
+        queue: str,
+        name: str,
+        milliseconds: int,
+        value: bytes,
+        group: str,
+        length: int,
+        entries_max: int,
+        bytes_max: int,
     ) -> Outcome:
-        return await self._run("keep_response", [response, queue], [name, milliseconds, value, group, length])
+        args: list[Arg] = [name, milliseconds, value, group, length, entries_max, bytes_max]
+        return await self._run("keep_response", [responses, kept, due, copied, queue], args)
 
     async def take_responses(
         self, queue: str, group: str, consumer: str, count: int, milliseconds: int
@@ -356,8 +374,10 @@ class Scripts:
         words = [lenient_text(text) for text in texts]
         return list(zip(words[::2], words[1::2], strict=True))
 
-    async def end_responses(self, queue: str, group: str, id: Sequence[str]) -> Outcome:
-        return await self._run("end_responses", [queue], [group, *id])
+    async def end_responses(
+        self, responses: str, due: str, copied: str, queue: str, group: str, entry: Sequence[str]
+    ) -> Outcome:
+        return await self._run("end_responses", [responses, due, copied, queue], [group, *entry])
 
     async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """The workers that are alive, as members of ``wm:workers``."""
