@@ -16,6 +16,8 @@
 -- {'other', 0}    the table is of another group; nothing written
 -- {'other', 1}    the record is another publisher's; nothing written
 --
+-- The claim was written before. So whoever has found the publisher without a claim must look again (end_publisher).
+--
 -- Ids are assigned on another slot, where a failover may have forgotten the last ones. A caller that finds an id in use
 -- asks for another one.
 
@@ -23,6 +25,7 @@ local group = redis.call('HGET', KEYS[1], 'group')
 if group and group ~= ARGV[4] then return {'other', 0} end
 local name = redis.call('HGET', KEYS[2], 'name')
 if name and name ~= ARGV[2] then return {'other', 1} end
+redis.call('HDEL', KEYS[2], 'unclaimed')
 local field = 'target:' .. ARGV[1]
 local begun = redis.call('HGET', KEYS[2], 'life') and redis.call('HEXISTS', KEYS[1], 'publisher:' .. ARGV[1]) == 1
 if begun and (redis.call('HGET', KEYS[1], field) or '') == ARGV[7] then return {'applied', 0} end

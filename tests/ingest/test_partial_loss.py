@@ -68,6 +68,33 @@ async def test_a_group_that_redis_has_lost_is_found_again(bench: Bench) -> None:
     await pod.agrees()
 
 
+async def publishers_of(bench: Bench) -> tuple[list[int], list[int]]:
+    """The publishers of the group's table, and those with a claim."""
+    fields = await bench._client.hkeys(keys.holders(1))
+    ids = [int(field.partition(b":")[2]) for field in fields if field.startswith(b"publisher:")]
+    return sorted(ids), [claim.publisher for claim in await bench.store.directory.claims()]
+
+
+async def test_a_publisher_that_comes_back_without_its_registration_ends(bench: Bench) -> None:
+    """The group's slot has lost the end of a publisher; the slot of the registrations has not."""
+    await bench.worker()
+    pod = await at_work(bench)
+    before = await dumped(bench, "wm:{1}:*")
+    await bench.store.registry.unregister([pod.name])
+    await pod.register()
+    await pod.caught_up()
+    await pod.agrees()
+    await set_back(bench, "wm:{1}:*", before)
+    assert await publishers_of(bench) == ([1], [2])
+
+    async def has_ended() -> bool:
+        return await publishers_of(bench) == ([2], [2])
+
+    await wait_until(has_ended, "only the publisher with a registration is left", PATIENCE_SECONDS)
+    await pod.work(2)
+    await pod.agrees()
+
+
 async def test_two_publishers_that_were_given_one_id_are_both_applied(bench: Bench) -> None:
     """As one primary of a Cluster gives it again that came back empty later than the one with the registrations."""
     await bench.worker()

@@ -25,7 +25,7 @@ CALLS: dict[str, Call] = {
     "drop_fence": lambda scripts, token: scripts.drop_fence(FENCE, 1, token),
     "drop_lease": lambda scripts, token: scripts.drop_lease(LEASE, RECORD, token),
     "end_publisher": lambda scripts, token: scripts.end_publisher(
-        HOLDERS, RECORD, LEASE, DEAD, LOAD, ENTRIES, 1, token, WORD
+        HOLDERS, RECORD, LEASE, DEAD, LOAD, ENTRIES, 1, token, WORD, ""
     ),
     "mark_publisher": lambda scripts, token: scripts.mark_publisher(HOLDERS, RECORD, 1, token, b'{"a":1}', WORD),
     "new_life": lambda scripts, token: scripts.new_life(

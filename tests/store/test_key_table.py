@@ -33,6 +33,7 @@ from waymark.store.reservations import Offer, Part, Terms
 from waymark.store.responses import Bounds
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
+from waymark.store.unclaimed import Unclaimed
 
 WORKER = b'{"endpoint":"http://10.0.0.1:8000"}'
 NS = namespace("adapter", ["salt"])
@@ -110,7 +111,17 @@ async def live(client: RedisClient, redis: Redis) -> None:
     await one.registry.register(registration("pod-4"))
     lease_lost = await stream_of(one, redis, registration("pod-3"))
     await lease_lost.store.leases.drop(lease_lost.grant)
+    lost = lease_lost.grant
+    for claim_comes in (one.registry.register(lost.claim.registration), unmarked(lost, one)):
+        await one.scripts.write_record(lost.record, lost.token, ["unclaimed", "1"])
+        await claim_comes
+    await redis.hdel(keys.PUBLISHERS, keys.publisher_field(lost.claim.registration.name).decode())
+    assert await one.unclaimed.end(Unclaimed(lost.publisher, lost.group_id, lost.shards))
     await one.records.alive("worker-1", keep_seconds=60, is_leaving=True)
+
+
+async def unmarked(grant: Grant, store: Store) -> None:
+    await store.scripts.write_record(grant.record, grant.token, ["unclaimed", ""])
 
 
 async def publish_and_unregister(stream: Stream) -> None:

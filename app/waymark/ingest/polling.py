@@ -22,9 +22,11 @@ from waymark.ingest.overdue import Overdue
 from waymark.ingest.running import Running, StreamRunner
 from waymark.ingest.scraping import Scraper
 from waymark.ingest.shares import RegisteredRanks, Shares
+from waymark.ingest.unclaimed import UnclaimedWatch
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.claims import Claim
+from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class Poller:
         self._runner = runner
         self._keeper = RegistrationKeeper(store, metrics, options.publishers)
         self._shares = Shares(options.worker_id)
+        self._unclaimed = UnclaimedWatch(store, options.stream.lease_seconds)
         self._gauges = Gauges(
             metrics,
             self._served,
@@ -145,7 +148,10 @@ class Poller:
         self._scraper.see(staying, mine)
         by_http = [claim for claim in mine if claim.registration.endpoint is None]
         await self._end_over(by_http)
-        self._overdue.see(self._shares.groups_of(await self._keep_groups(staying)))
+        groups = await self._keep_groups(staying)
+        share = self._shares.groups_of(groups)
+        self._overdue.see(share)
+        await self._unclaimed.look([groups[group_id] for group_id in share], claims)
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
         self._say_left(self._shares.left)
@@ -201,12 +207,12 @@ class Poller:
         ]
         await self._for_each("end_over", over, self._runner.end_over)
 
-    async def _keep_groups(self, claims: Iterable[Claim]) -> list[int]:
-        """Restore groups whose id Redis has lost, because queries do not find them; the ids of all that it has."""
+    async def _keep_groups(self, claims: Iterable[Claim]) -> dict[int, GroupEntry]:
+        """Restore groups whose id Redis has lost, because queries do not find them; all that it has, by id."""
         groups = await self._store.directory.groups()
         lost = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
         await self._for_each("keep_group", lost.values(), self._store.registry.begin)
-        return [entry.group_id for entry in groups.values()]
+        return {entry.group_id: entry for entry in groups.values()}
 
     async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:
         """Stop streams that are not this worker's now, or whose registration changed; forget those that ended."""

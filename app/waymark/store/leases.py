@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from waymark.store import keys
 from waymark.store.claims import Claim
@@ -29,6 +30,28 @@ class HolderChange:
     """The last change of holders that Redis has acknowledged under a grant."""
 
     nonce: str = ""
+
+
+class Seat(Protocol):
+    """Where in Redis a publisher is: of a claim, or of a publisher without one."""
+
+    @property
+    def publisher(self) -> int: ...
+
+    @property
+    def group_id(self) -> int: ...
+
+    @property
+    def shards(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A lease that was taken, with the fence raised on every shard."""
+
+    token: str
+    above: int
+    calls: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +116,29 @@ class Leases:
 
         ``force`` takes the lease even if another worker has it.
         """
-        own, above, milliseconds = "", 0, max(1, int(seconds * 1000))
         is_forgotten = await self._is_forgotten(claim)
-        record, lease = keys.record(claim.group_id, claim.publisher), keys.lease(claim.group_id, claim.publisher)
+        taken = await self.take_seat(claim, worker, seconds, force=force)
+        if taken is None:
+            return None
+        return Grant(claim, taken.token, taken.above, taken.calls, seconds=seconds, is_forgotten=is_forgotten)
+
+    async def take_seat(self, seat: Seat, worker: str, seconds: float, *, force: bool = False) -> Taken | None:
+        """``take`` for any publisher."""
+        own, above, milliseconds = "", 0, max(1, int(seconds * 1000))
+        record, lease = keys.record(seat.group_id, seat.publisher), keys.lease(seat.group_id, seat.publisher)
         while True:
             random = random_nonce()
             taken = await self._scripts.take_lease(
                 lease, record, own, random, worker, milliseconds, above, "1" if force else ""
             )
             if taken.verdict is Verdict.GONE:
-                await self._forget(claim)
+                await self._forget(seat)
             if not taken.is_applied:
                 return None
             own = f"{taken.numbers[0]}.{random}"
-            counter, holder, calls = await self._raise_fences(claim, own)
+            counter, holder, calls = await self._raise_fences(seat, own)
             if counter is None:
-                return Grant(claim, own, holder, calls, seconds=seconds, is_forgotten=is_forgotten)
+                return Taken(own, holder, calls)
             # A failover has set the record back, and a shard has a higher token.
             above = counter
 
@@ -127,12 +157,12 @@ class Leases:
         )
         return None in found
 
-    async def _raise_fences(self, claim: Claim, token: str) -> tuple[int | None, int, dict[int, int]]:
+    async def _raise_fences(self, seat: Seat, token: str) -> tuple[int | None, int, dict[int, int]]:
         """(the counter of a higher token, or None; the highest holder id of all shards; by shard, how many calls)."""
         outcomes = await asyncio.gather(
             *(
-                self._scripts.raise_fence(keys.fence(claim.group_id, shard), claim.publisher, token)
-                for shard in range(claim.shards)
+                self._scripts.raise_fence(keys.fence(seat.group_id, shard), seat.publisher, token)
+                for shard in range(seat.shards)
             )
         )
         holder = max(outcome.numbers[1] for outcome in outcomes)
@@ -155,7 +185,7 @@ class Leases:
         if outcome.verdict is Verdict.GONE:
             await self._forget(grant.claim)
 
-    async def _forget(self, claim: Claim) -> None:
+    async def _forget(self, seat: Seat) -> None:
         """Delete the fences of a publisher without a record; no worker holds a valid token of it.
 
         A fence remains if the publisher ended after its lease was taken and before the fence was raised, or if a
@@ -163,27 +193,35 @@ class Leases:
         """
         await asyncio.gather(
             *(
-                self._scripts.drop_fence(keys.fence(claim.group_id, shard), claim.publisher, "")
-                for shard in range(claim.shards)
+                self._scripts.drop_fence(keys.fence(seat.group_id, shard), seat.publisher, "")
+                for shard in range(seat.shards)
             )
         )
 
     async def end(self, grant: Grant) -> bool:
         """End the publisher: delete its row and its holders. False if fenced."""
-        group_id, publisher = grant.group_id, grant.publisher
+        return await self.end_seat(grant.claim, grant.token)
+
+    async def end_seat(self, seat: Seat, token: str, *, only_unclaimed: bool = False) -> bool:
+        """End the publisher under a token. False if fenced.
+
+        With ``only_unclaimed`` False also if its record is not marked ``unclaimed`` (any more).
+        """
+        group_id, publisher = seat.group_id, seat.publisher
         outcome = await self._scripts.end_publisher(
             keys.holders(group_id),
-            grant.record,
-            grant.lease,
+            keys.record(group_id, publisher),
+            keys.lease(group_id, publisher),
             keys.dead(group_id),
             keys.load(group_id),
             keys.entries(group_id),
             publisher,
-            grant.token,
+            token,
             random_nonce(),
+            "1" if only_unclaimed else "",
         )
-        if outcome.verdict is Verdict.FENCED:
+        if not outcome.is_applied:
             return False
-        for shard in range(grant.shards):
-            await self._scripts.drop_fence(keys.fence(group_id, shard), publisher, grant.token)
+        for shard in range(seat.shards):
+            await self._scripts.drop_fence(keys.fence(group_id, shard), publisher, token)
         return True

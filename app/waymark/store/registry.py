@@ -230,7 +230,10 @@ class Registry:
         name = claim.registration.name
         if await self._client.hget(keys.record(claim.group_id, claim.publisher), "name") != keys.publisher_field(name):
             return False
-        if await self._replace(name, b"", claim, is_restored=True) is None:
+        kept = await self._replace(name, b"", claim, is_restored=True)
+        if kept is not None:
+            await self._is_begun(kept)  # a worker that saw no claim may be about to end it
+        else:
             other = await self._directory.claim(name)
             if other is not None and other.publisher != claim.publisher:
                 await self._end(claim)  # registered again meanwhile

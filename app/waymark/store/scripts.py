@@ -203,9 +203,10 @@ class Scripts:
         publisher: int,
         token: str,
         version: str,
+        unclaimed: str,
     ) -> Outcome:
         keys = [holders, record, lease, dead, load, entries]
-        return await self._run("end_publisher", keys, [publisher, token, version])
+        return await self._run("end_publisher", keys, [publisher, token, version, unclaimed])
 
     async def keep_hashes(
         self, hashes: str, newest: str, oldest: str, number: int, most: int, milliseconds: int, entry: Sequence[Arg]

@@ -41,6 +41,7 @@ from waymark.store.selections import Selections
 from waymark.store.speculative import Speculative
 from waymark.store.sweep import Sweeper
 from waymark.store.takeover import Takeover
+from waymark.store.unclaimed import UnclaimedPublishers
 
 T = TypeVar("T")
 
@@ -82,6 +83,7 @@ class Store:
             hash_seed=hash_seed,
             note=self.activity.note,
         )
+        self.unclaimed = UnclaimedPublishers(client, self.scripts, self.leases, self.directory)
         self.discovery = DiscoveryLease(client, self.scripts)
         self.pacer = Pacer(apply_blocks_max)
         self.index = Index(client, self.scripts, self.pacer)

@@ -1,0 +1,72 @@
+"""Finds publishers that a group's holder table names and that have no claim, and ends them.
+
+Each poll reads the table of one group, in turn. The workers share the groups, so that a poll costs one command for each
+worker, however many groups there are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from waymark.errors import RecordDamaged
+from waymark.logs import fields
+from waymark.store.claims import Claim
+from waymark.store.directory import GroupEntry
+from waymark.store.store import Store
+from waymark.store.unclaimed import Unclaimed
+
+log = logging.getLogger(__name__)
+
+
+class UnclaimedWatch:
+    """Ends a publisher that has had no claim for two polls and for ``patience_seconds``.
+
+    Within ``patience_seconds`` every live worker polls, and puts back a claim that it knows and Redis has lost.
+    """
+
+    def __init__(self, store: Store, patience_seconds: float) -> None:
+        self._store = store
+        self._patience_seconds = patience_seconds
+        self._last = 0
+        """The group that was looked at last."""
+        self._since: dict[Unclaimed, float] = store.incarnation.cache({})
+        """Publishers without a claim, with the monotonic second at which each was found."""
+
+    async def look(self, share: Sequence[GroupEntry], claims: Sequence[Claim]) -> None:
+        """Look at the next group of this worker's share. Raises StoreUnavailable."""
+        entry = self._next(share)
+        if entry is None:
+            self._since.clear()
+            return
+        try:
+            await self._look_at(entry, claims, {each.group_id for each in share})
+        except RecordDamaged as exc:
+            # Readers of the table say so, too. It delays no other group.
+            log.debug("group cannot be searched", extra=fields(group=entry.group_id, error=exc.sentence))
+
+    async def _look_at(self, entry: GroupEntry, claims: Sequence[Claim], mine: set[int]) -> None:
+        claimed = {claim.publisher for claim in claims}
+        rows = await self._store.unclaimed.publishers(entry.group_id) - claimed
+        found = {Unclaimed(publisher, entry.group_id, entry.shards) for publisher in rows}
+        now = time.monotonic()
+        for seat in list(self._since):
+            if seat.group_id not in mine or (seat.group_id == entry.group_id and seat not in found):
+                del self._since[seat]
+        for seat in found:
+            since = self._since.setdefault(seat, now)
+            if since < now and now - since >= self._patience_seconds:
+                del self._since[seat]
+                if await self._store.unclaimed.end(seat):
+                    about = fields(group=entry.group_id, publisher=seat.publisher)
+                    log.warning("publisher without a registration ended", extra=about)
+
+    def _next(self, share: Sequence[GroupEntry]) -> GroupEntry | None:
+        """The group after the last one; None if there is none."""
+        ordered = sorted(share, key=lambda each: each.group_id)
+        if not ordered:
+            return None
+        entry = next((each for each in ordered if each.group_id > self._last), ordered[0])
+        self._last = entry.group_id
+        return entry

@@ -1,0 +1,74 @@
+"""Ends publishers of a holder table that have no claim.
+
+A claim and the publisher's row are in two slots. A Redis that loses the last writes of one slot can bring back a
+publisher that was unregistered, or lose the claim of one that no worker has seen. Nobody could unregister such a
+publisher, and answers would count its blocks permanently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.directory import Directory
+from waymark.store.leases import Leases
+from waymark.store.scripts import Scripts
+
+_ROW = b"publisher:"
+
+
+@dataclass(frozen=True, slots=True)
+class Unclaimed:
+    """A publisher of a holder table without a claim."""
+
+    publisher: int
+    group_id: int
+    shards: int
+
+
+class UnclaimedPublishers:
+    def __init__(self, client: RedisClient, scripts: Scripts, leases: Leases, directory: Directory) -> None:
+        self._client = client
+        self._scripts = scripts
+        self._leases = leases
+        self._directory = directory
+
+    async def publishers(self, group_id: int) -> set[int]:
+        """The publishers that have a row in the group's table. Raises StoreUnavailable."""
+        names = await self._client.hkeys(keys.holders(group_id))
+        ids = (name.removeprefix(_ROW) for name in names if name.startswith(_ROW))
+        return {int(each) for each in ids if each.isdigit() and len(each) < 17}
+
+    async def end(self, seat: Unclaimed) -> bool:
+        """End a publisher if it has no claim; return whether it has ended. Raises StoreUnavailable.
+
+        A registration that comes meanwhile wins. It writes its claim first and then begins, which removes the mark: so
+        either this method finds the claim, or the script finds no mark.
+        """
+        record = keys.record(seat.group_id, seat.publisher)
+        name = await self._client.hget(record, "name")
+        # A record without a name is of whoever has the claim.
+        if name is None or await self._has_claim(seat, name):
+            return False
+        taken = await self._leases.take_seat(seat, "unregister", 5.0, force=True)
+        if taken is None:
+            return False
+        marked = await self._scripts.write_record(record, taken.token, ["unclaimed", "1"])
+        if (
+            marked.is_applied
+            and not await self._has_claim(seat, name)
+            and await self._leases.end_seat(seat, taken.token, only_unclaimed=True)
+        ):
+            return True
+        await self._scripts.write_record(record, taken.token, ["unclaimed", ""])
+        await self._scripts.drop_lease(keys.lease(seat.group_id, seat.publisher), record, taken.token)
+        return False
+
+    async def _has_claim(self, seat: Unclaimed, name: bytes) -> bool:
+        """Whether the publisher has a claim. One that this release cannot read may be of any publisher."""
+        raw = await self._client.hget(keys.PUBLISHERS, name)
+        if raw is None:
+            return False
+        claim = self._directory.decode(name, raw)
+        return claim is None or claim.publisher == seat.publisher

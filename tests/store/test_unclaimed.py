@@ -1,0 +1,86 @@
+"""A publisher that a holder table names and that has no claim ends, unless a registration comes meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.store.factories import Meeting, Stream, claim_of, hgetall, registration, stored
+from tests.store.flow import asked
+from waymark.store import keys
+from waymark.store.client import RedisClient
+from waymark.store.store import Store
+from waymark.store.unclaimed import Unclaimed
+
+BLOCKS = list(range(1, 41))
+NAME = keys.publisher_field(registration().name).decode()
+
+
+def seat_of(stream: Stream) -> Unclaimed:
+    return Unclaimed(stream.grant.publisher, stream.grant.group_id, stream.grant.shards)
+
+
+async def with_blocks(stream: Stream) -> Unclaimed:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, BLOCKS))
+    return seat_of(stream)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+async def test_a_publisher_without_a_claim_ends(store: Store, redis: Redis, stream: Stream) -> None:
+    seat = await with_blocks(stream)
+    await redis.hdel(keys.PUBLISHERS, NAME)
+    assert await asked(store, BLOCKS) == {"pod-1": 40}
+    assert await store.unclaimed.publishers(seat.group_id) == {seat.publisher}
+    assert await store.unclaimed.end(seat)
+    assert await asked(store, BLOCKS) == {}
+    assert await store.unclaimed.publishers(seat.group_id) == set()
+    assert await hgetall(redis, stream.grant.record) == {}
+    assert not await store.unclaimed.end(seat), "it has ended"
+
+
+async def test_a_publisher_whose_name_was_registered_anew_ends(store: Store, redis: Redis, stream: Stream) -> None:
+    seat = await with_blocks(stream)
+    await redis.hdel(keys.PUBLISHERS, NAME)
+    await store.registry.register(registration())
+    anew = await claim_of(store, registration())
+    assert await store.unclaimed.end(seat)
+    assert await store.unclaimed.publishers(seat.group_id) == {anew.publisher}
+    assert await store.directory.claims() == [anew]
+
+
+@pytest.mark.parametrize("raw", [None, b'{"format":9}'])
+async def test_a_publisher_with_a_claim_is_left_alone(
+    store: Store, redis: Redis, stream: Stream, raw: bytes | None
+) -> None:
+    seat = await with_blocks(stream)
+    if raw is not None:
+        await redis.hset(keys.PUBLISHERS, NAME, raw)
+    before = await hgetall(redis, stream.grant.record)
+    assert not await store.unclaimed.end(seat)
+    assert await hgetall(redis, stream.grant.record) == before
+    assert await asked(store, BLOCKS) == {"pod-1": 40}
+
+
+@pytest.mark.parametrize("is_put_back", [True, False])
+@pytest.mark.parametrize("script", ["take_lease", "raise_fence", "write_record", "end_publisher"])
+async def test_a_registration_that_comes_meanwhile_wins(
+    store: Store, redis: Redis, client: RedisClient, stream: Stream, script: str, is_put_back: bool
+) -> None:
+    """It is of the same id: put back by a worker, or made anew by a Redis that has forgotten its last id, too."""
+    seat = await with_blocks(stream)
+    await redis.hdel(keys.PUBLISHERS, NAME)
+    if not is_put_back:
+        await redis.hdel(keys.GROUPS, "last_publisher")
+
+    async def register() -> None:
+        if is_put_back:
+            assert await store.registry.put_back(stream.grant.claim)
+        else:
+            assert await store.registry.register(registration())
+
+    assert not await Store(Meeting(client, script, register)).unclaimed.end(seat)
+    assert (await claim_of(store, registration())).publisher == seat.publisher
+    assert await asked(store, BLOCKS) == {"pod-1": 40}
+    assert b"unclaimed" not in await hgetall(redis, stream.grant.record)
+    assert await store.leases.take(stream.grant.claim, "worker-2", 5.0), "its stream goes on at once"
