@@ -276,3 +276,22 @@ async def test_a_query_that_can_match_nobody_says_so(client: httpx.AsyncClient, 
     assert await note(block_size=4, instance_id="a") is not None
     assert await note(model="x\r\nSet-Cookie: a") == unknown
     assert await note(tenant_id="t") == unknown
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/inspect/status", None),
+        ("POST", "/inspect/block", {"key": "0" * 16}),
+        ("POST", "/inspect/holder", {"holder": 1}),
+        ("POST", "/inspect/keys", {}),
+    ],
+)
+async def test_what_shows_the_whole_installation_needs_the_token_even_where_reads_do_not(
+    store: Store, make_client: MakeClient, method: str, path: str, body: Any
+) -> None:
+    client = await make_client(store, api_token="sesame")
+    assert (await client.get("/workers")).status_code == 200
+    assert (await client.request(method, path, json=body)).status_code == 401
+    told = await client.request(method, path, json=body, headers={"Authorization": "Bearer sesame"})
+    assert told.status_code in (200, 404)
