@@ -45,6 +45,7 @@ APPLIED = {
     "waiting": "how many wait, as of the last apply that was acknowledged",
     "missing": "an estimate, as of the last apply or change of holders that was acknowledged",
     "blocks_stored": "counted after the apply is acknowledged",
+    "blocks_removed": "counted after the apply is acknowledged",
     "batches": "counted after the apply is acknowledged",
     "waiting_dropped": "counted after the apply is acknowledged",
 }
