@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from tests.conftest import wait_until
-from tests.ingest.conftest import GROUP, WITHOUT_PROBES, Bench
+from tests.ingest.conftest import GROUP, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from tests.patience import within
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
@@ -284,7 +284,8 @@ async def test_a_publisher_that_is_away_for_too_long_is_lost_until_it_is_found(b
 
     await pod.publisher.down()
     await pod.has_status("lost")
-    assert await bench.row(pod, pod.prompts[-1]) == (0, {}, {})
+    # The status is written first, and then the table.
+    await wait_until(lambda: _is_without_blocks(pod), "its blocks do not count", PATIENCE_SECONDS)
     assert pod.registration.instance_id in await _rows(bench, pod)
 
     await pod.publisher.up()
@@ -297,6 +298,10 @@ async def test_a_publisher_that_is_away_for_too_long_is_lost_until_it_is_found(b
     await pod.has_status("active")
     await pod.agrees()
     await pod.counted(restarts=0)
+
+
+async def _is_without_blocks(pod: Pod) -> bool:
+    return await pod.bench.row(pod, pod.prompts[-1]) == (0, {}, {})
 
 
 async def _rows(bench: Bench, pod: object) -> set[str]:
