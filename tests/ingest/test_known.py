@@ -66,6 +66,7 @@ async def test_what_was_missing_is_not_missed_once_it_is_removed(bench: Bench) -
 async def test_a_hole_is_known_to_the_next_worker_and_ends_with_the_life(bench: Bench) -> None:
     pod, worker = await pod_with_a_hole(bench, "count")
     await worker.stop()
+    await pod.is_left()
     second = await bench.worker("worker-2", options=WITHOUT_PROBES)
     await pod.subscribed()
     await publish(pod, BlockStored((21,), None, (7, 7, 7, 7), 4))
