@@ -158,6 +158,7 @@ async def test_what_was_found_late_is_applied_once_whoever_has_the_stream(bench:
     await comes_to(fleet.empty, first, 4)
     # The next worker goes on behind what was stored before the batch that comes now.
     await fleet.hand.die()
+    await fleet.master.pod.is_left()
     await bench.worker("worker-2", options=WITHOUT_PROBES)
     await fleet.master.pod.caught_up()
     assert await in_pool(fleet.empty, first) == 4
