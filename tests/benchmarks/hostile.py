@@ -42,6 +42,17 @@ def channel(port: int) -> Any:
     return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=unlimited)
 
 
+async def register_targets(store: Store) -> list[str]:
+    """Three targets of model llama; their addresses."""
+    addresses = [f"http://10.0.0.{number}:8000" for number in range(3)]
+    for number, address in enumerate(addresses):
+        target = Target(address=address)
+        await store.registry.register(
+            registration(f"pod-{number}", kind=EngineKind.NONE, model_name="llama", endpoint=None, target=target)
+        )
+    return addresses
+
+
 async def picks(port: int, count: int) -> tuple[float, int]:
     """The median of the times of ``count`` decisions, in milliseconds, and how many further ones were refused."""
     times: list[float] = []
@@ -82,11 +93,7 @@ async def main(url: str) -> None:
     async with AsyncExitStack() as stack:
         store = Store.open(url)
         stack.push_async_callback(store.close)
-        for number in range(3):
-            target = Target(address=f"http://10.0.0.{number}:8000")
-            await store.registry.register(
-                registration(f"pod-{number}", kind=EngineKind.NONE, model_name="llama", endpoint=None, target=target)
-            )
+        await register_targets(store)
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         picker = Picker(Path(directory), url, 0, epp_tls="false")
         stack.callback(picker.end)

@@ -1,9 +1,11 @@
-"""place and drop_placements: what is noted, for how long, and what a group and a block keep at most."""
+"""place, match_placements and drop_placements: what is noted, for how long, who is found by it, and the bounds."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
+import pytest
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
@@ -18,8 +20,12 @@ async def place(store: Store, blocks: range, holder: str = "a", ms: int = HOUR, 
     return await store.placements.place(1, list(blocks), holder, milliseconds=ms, blocks_max=blocks_max)
 
 
+async def match(store: Store, blocks: Sequence[int]) -> dict[str, int]:
+    return await store.placements.match(1, blocks, until=asyncio.get_running_loop().time() + 10)
+
+
 async def holders(store: Store, blocks: range) -> list[set[str]]:
-    return await store.placements.read(1, list(blocks), until=asyncio.get_running_loop().time() + 10)
+    return [set(await match(store, [block])) for block in blocks]
 
 
 async def test_each_block_has_the_holders_that_were_sent_it(store: Store, redis: Redis) -> None:
@@ -82,3 +88,46 @@ async def test_a_block_has_a_bound_of_holders_and_those_whose_time_is_over_make_
     assert await redis.hkeys(name[0]) == [b"b", b"c"]
     await store.scripts.place("wm:{1}:placements", name, "b", HOUR, 2)
     assert placements._HOLDERS_MAX > 2
+
+
+async def test_each_holder_has_the_blocks_that_it_was_sent_from_the_first_on(store: Store, redis: Redis) -> None:
+    await place(store, range(60), "whole")
+    await place(store, range(40), "half")
+    await place(store, range(1), "one")
+    await place(store, range(1, 50), "not the first")
+    await redis.hdel(f"wm:{{1}}:placement:{30:016x}", "half")
+    assert await match(store, range(70)) == {"whole": 60, "half": 30, "one": 1}
+    assert await match(store, []) == {}
+    assert await match(store, range(5000, 5010)) == {}
+
+
+async def test_a_long_prompt_is_walked_in_several_calls(
+    store: Store, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placements, "_MATCHED_PER_CALL", 7)
+    await place(store, range(30), "whole")
+    await place(store, range(14), "up to a call's end")
+    await place(store, range(15), "beyond it")
+    assert await match(store, range(40)) == {"whole": 30, "up to a call's end": 14, "beyond it": 15}
+
+
+async def test_a_call_looks_at_few_fields_and_the_next_goes_on_from_there(store: Store) -> None:
+    for holder in "abc":
+        await place(store, range(10), holder)
+    await place(store, range(10, 20), "b")
+    names = [f"wm:{{1}}:placement:{n:016x}" for n in range(20)]
+    assert await store.scripts.match_placements(names, 7, []) == (3, {"a": 3, "b": 3, "c": 3})
+    assert await store.scripts.match_placements(names[3:], 22, list("abc")) == (8, {"a": 7, "b": 8, "c": 7})
+    assert await store.scripts.match_placements(names[11:], 22, ["b"]) == (9, {"b": 9})
+    # More holders than one call looks at, which only another program can have written: those are left out.
+    assert await store.scripts.match_placements(names, 2, []) == (1, {"a": 1, "b": 1})
+
+
+async def test_what_others_wrote_under_the_name_of_a_block_has_no_holders(store: Store, redis: Redis) -> None:
+    await place(store, range(4))
+    await redis.set("wm:{1}:placement:0000000000000002", "text")
+    await redis.hset("wm:{1}:placement:0000000000000001", "b", "no number")
+    await redis.hset("wm:{1}:placement:0000000000000000", "b", "no number")
+    assert await match(store, range(4)) == {"a": 2}
+    assert await match(store, [2, 3]) == {}
+    await redis.flushall()

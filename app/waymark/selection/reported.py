@@ -25,9 +25,6 @@ from waymark.settings import Settings
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
-#: Blocks of placements that are looked up at once: few at first, because most prompts have none.
-_FIRST_BLOCKS, _BLOCKS_MAX = 8, 512
-
 
 class Keyspace(NamedTuple):
     """Blocks that can match one another."""
@@ -146,22 +143,8 @@ class ReportedPrompts:
             return {}
         until = asyncio.get_running_loop().time() + self._deadline_seconds
         block_keys = _placement_keys(served, keyspace, hashes)
-        found: dict[str, HolderMatch] = {}
-        going: set[str] | None = None
-        at, few = 0, _FIRST_BLOCKS
-        while at < len(block_keys) and (going is None or going):
-            try:
-                blocks = await self._store.placements.read(entry.group_id, block_keys[at : at + few], until=until)
-            except TimeoutError:
-                break  # what was found counts
-            for depth, holders in enumerate(blocks, at + 1):
-                going = holders if going is None else going & holders
-                for holder in going:
-                    found[holder] = HolderMatch(holder, depth, tells_events=False)
-                if not going:
-                    break
-            at, few = at + few, min(2 * few, _BLOCKS_MAX)
-        return found
+        found = await self._store.placements.match(entry.group_id, block_keys, until=until)
+        return {holder: HolderMatch(holder, blocks, tells_events=False) for holder, blocks in found.items()}
 
 
 def _with_events(fleet: Fleet | None) -> frozenset[str]:

@@ -21,6 +21,6 @@ def _read(path: Path) -> Script:
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "reserve"})
-"""Scripts that Redis may run twice for one call: a part that is done is skipped."""
+REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "reserve", "match_placements"})
+"""Scripts that Redis may run twice for one call: a part that is done is skipped, or it only reads."""
 SCRIPTS: dict[str, Script] = {path.stem: _read(path) for path in sorted(LUA_DIR.glob("*.lua"))}

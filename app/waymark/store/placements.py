@@ -14,6 +14,8 @@ from waymark.store.scripts import Scripts
 BLOCKS_PER_CALL = 128
 #: Holders of one block: the beginning of a system prompt is everywhere.
 _HOLDERS_MAX = 1024
+#: Blocks, and holders of them, that one call looks at: below 2 ms of Redis.
+_MATCHED_PER_CALL, _FIELDS_PER_CALL = 512, 4096
 
 
 class Placements:
@@ -50,21 +52,24 @@ class Placements:
         outcome = await self._scripts.drop_placements(name, names, f"{float(found[-1][1]):.0f}")
         return outcome.numbers[0]
 
-    async def read(self, group_id: int, block_keys: Sequence[int], *, until: float) -> list[set[str]]:
-        """The holders of each block, without those whose time is over.
+    async def match(self, group_id: int, block_keys: Sequence[int], *, until: float) -> dict[str, int]:
+        """How many blocks of a prompt each holder was sent, from the first on, without those whose time is over.
 
-        Raises TimeoutError at ``until``, a time of the event loop's clock.
+        At ``until``, a time of the event loop's clock, it answers with the blocks that it has looked at.
         """
-        name = keys.placements(group_id)
-        commands: list[tuple[str | int, ...]] = [("ZRANGE", name, -1, -1, "WITHSCORES"), ("PTTL", name)]
-        commands += [("HGETALL", keys.placement(group_id, f"{key:016x}")) for key in block_keys]
-        async with asyncio.timeout_at(until):
-            last, left, *replies = await self._client.several(commands, is_lenient=True)
-        found = pairs(last)
-        if not found or left is None or left < 0:
-            return [set() for _ in block_keys]
-        now = float(found[0][1]) - left  # the key ends with its last member
-        return [
-            {holder.decode("utf-8", "replace") for holder, end in pairs(reply) if end.isdigit() and int(end) > now}
-            for reply in replies
-        ]
+        found: dict[str, int] = {}
+        going: list[str] = []
+        at = 0
+        while at < len(block_keys):
+            names = [keys.placement(group_id, f"{key:016x}") for key in block_keys[at : at + _MATCHED_PER_CALL]]
+            try:
+                async with asyncio.timeout_at(until):
+                    count, matches = await self._scripts.match_placements(names, _FIELDS_PER_CALL, going)
+            except TimeoutError:
+                break
+            found |= {holder: at + blocks for holder, blocks in matches.items()}
+            going = [holder for holder, blocks in matches.items() if blocks == count]
+            at += count
+            if not going or not count:
+                break
+        return found

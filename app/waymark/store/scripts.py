@@ -312,6 +312,13 @@ class Scripts:
     ) -> Outcome:
         return await self._run("place", [placements, *placement], [holder, milliseconds, holders_max])
 
+    async def match_placements(
+        self, placement: Sequence[str], fields_max: int, holder: Sequence[str]
+    ) -> tuple[int, dict[str, int]]:
+        """How many blocks were looked at, and each holder's."""
+        _, count, matches = await self._call("match_placements", placement, [fields_max, *holder])
+        return count, {lenient_text(each): blocks for each, blocks in zip(matches[::2], matches[1::2], strict=True)}
+
     async def drop_placements(self, placements: str, placement: Sequence[str], before: Arg) -> Outcome:
         return await self._run("drop_placements", [placements, *placement], [before])
 

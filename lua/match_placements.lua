@@ -1,0 +1,50 @@
+-- match_placements(placement*; fields_max, holder*) -> {verdict, count, matches}
+--
+-- Who was sent the beginning of a prompt: the walk over its blocks' notes. It only reads.
+--
+-- KEYS  placement*  hash  one for each block of the prompt, in order: until which Redis ms a holder counts as having it
+-- ARGV  fields_max  the walk stops after so many fields, so that no call is a long one
+--       holder*     the holders that have all blocks before these; none where the first block is the prompt's first
+--
+-- {'applied', count, {holder, blocks, ...}}  so many blocks were looked at, and so many each holder has, from the first
+--                                            of them on. Who has all of these may have further ones.
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local most = tonumber(ARGV[1])
+local matches = {}
+local count, fields = 0, 0
+
+local function tell(holder, blocks)
+  if blocks > 0 then
+    matches[#matches + 1] = holder
+    matches[#matches + 1] = blocks
+  end
+end
+
+-- The ends of so many holders of a block. A key that is no hash is of somebody else: it has no holders.
+local function ends_of(block, holders)
+  if redis.call('TYPE', block).ok ~= 'hash' then return {} end
+  return redis.call('HMGET', block, unpack(holders, 1, math.min(#holders, most)))
+end
+
+local going = {}
+for i = 2, #ARGV do going[i - 1] = ARGV[i] end
+if #going == 0 and redis.call('TYPE', KEYS[1]).ok == 'hash' then going = redis.call('HKEYS', KEYS[1]) end
+
+while #going > 0 and count < #KEYS and fields < most do
+  local ends = ends_of(KEYS[count + 1], going)
+  local still = {}
+  for i, holder in ipairs(going) do
+    if (tonumber(ends[i]) or 0) > now then
+      still[#still + 1] = holder
+    else
+      tell(holder, count)
+    end
+  end
+  fields = fields + #going
+  count = count + 1
+  going = still
+end
+for _, holder in ipairs(going) do tell(holder, count) end
+return {'applied', count, matches}
