@@ -92,7 +92,9 @@ async def start_epp(make_selector: MakeSelector, metrics: Metrics) -> AsyncItera
                 patient(idle_seconds),
             )
 
-            prompts = ReportedPrompts(store, selector, Settings(**settings), metrics, "default")
+            # A query that waits for a busy machine is still to be answered.
+            asked = Settings(**{"query_deadline_ms": 60_000} | settings)
+            prompts = ReportedPrompts(store, selector, asked, metrics, "default")
 
             async def waits_for() -> str | None:
                 return None

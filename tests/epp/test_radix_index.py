@@ -255,7 +255,7 @@ async def test_a_query_that_cannot_be_answered_gets_an_empty_match(
         raise StoreUnavailable("Redis is unavailable")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.placements, "read", fails)
+        patch.setattr(store.placements, "match", fails)
         assert await client.matched([1]) == {}
         patch.setattr(store.placements, "place", fails)
         assert (await refused(client.publish(URLS[0], [1])))[0] == grpc.StatusCode.UNAVAILABLE

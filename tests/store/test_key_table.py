@@ -202,6 +202,7 @@ async def branch(store: Store, stream: Stream, gpu: int, other: Stream, shared: 
 
 async def place(store: Store, redis: Redis, group_id: int) -> None:
     await store.placements.place(group_id, [1, 2], "http://a:1", milliseconds=60_000, blocks_max=1)
+    await store.placements.match(group_id, [1, 2], until=asyncio.get_running_loop().time() + 60)
     all_of, block = keys.placements(group_id), keys.placement(group_id, "7" * 16)
     await store.scripts.place(all_of, [block], "http://a:1", 1, 2)
 
