@@ -1,0 +1,291 @@
+"""What each path does, takes and answers, for the contract and the page made of it."""
+
+from __future__ import annotations
+
+from waymark.api import admin_schemas as admin_bodies
+from waymark.api import answer_schemas as answers
+from waymark.api import decision_schemas as decision_bodies
+from waymark.api import dynamo_schemas as dynamo_bodies
+from waymark.api import dynamo_select_schemas as select_bodies
+from waymark.api import inspection_schemas as inspections
+from waymark.api import schemas as bodies
+from waymark.api import text_schemas as text_bodies
+from waymark.api.inspections import PARAMETERS
+from waymark.api.operations import Doc
+
+_TEXT, _HTML = "text/plain", "text/html"
+
+_PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
+_OF_QUERY = _PARTIAL | {
+    "X-Waymark-Note": "why every number is zero, where the model or the block size has no engine; else absent"
+}
+_NOTE = {"X-Waymark-Note": "the reason why a replica needs neither a dump nor peers to recover"}
+
+HEALTH = Doc("Answers 200 while the process is alive.", answer=answers.HealthAnswer, needs_redis=False, reach="none")
+READY = Doc("Answers 200 when the process can answer queries.", answer=answers.ReadyAnswer, reach="none")
+DYNAMO_HEALTH = Doc(
+    "Answers 200 without a body while the process is alive.",
+    media_type=_TEXT,
+    needs_redis=False,
+    reach="none",
+)
+METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, needs_redis=False)
+OPENAPI = Doc("Returns this contract.", needs_redis=False, reach="none")
+SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer, reach="filtered")
+WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer, reach="filtered")
+ROOT = Doc("Leads to the page.", status=307, media_type=_TEXT, needs_redis=False, reach="none")
+PAGE = Doc(
+    "Returns the page, which shows what the other paths answer.",
+    media_type=_HTML,
+    errors=(404,),
+    needs_redis=False,
+    reach="none",
+)
+PAGE_FILE = Doc(
+    "Returns a file of the page.",
+    media_type="text/javascript",
+    errors=(404,),
+    needs_redis=False,
+    reach="none",
+)
+ACTIVITY = Doc(
+    "Sends what happens as server-sent events: registrations, restarts, losses, takeovers and sweeps.",
+    media_type="text/event-stream",
+    request_headers=("Last-Event-ID",),
+    reach="filtered",
+)
+GLOBAL_VIEW = Doc(
+    "Lists contexts with their instances and block counts.",
+    answer=answers.GlobalViewAnswer,
+    reach="filtered",
+)
+QUERY = Doc(
+    "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
+    bodies.QueryRequest,
+    answers.QueryAnswer,
+    headers=_OF_QUERY,
+    reach="body",
+)
+QUERY_BY_HASH = Doc(
+    "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
+    bodies.QueryByHashRequest,
+    answers.QueryAnswer,
+    headers=_OF_QUERY,
+    reach="body",
+)
+INSPECT_PROMPT = Doc(
+    "Returns which blocks of a prompt each instance has and where, and why nobody has a match.",
+    bodies.InspectRequest,
+    answers.InspectAnswer,
+    reach="body",
+)
+INSPECT_STATUS = Doc(
+    "Returns the state of Redis, of each ingest worker and of each stream, as waymark status prints it.",
+    answer=inspections.StatusAnswer,
+    parameters=PARAMETERS,
+    errors=(400,),
+    queue="read",
+)
+INSPECT_BLOCK = Doc(
+    "Returns the rows that list a block and the holders that have it, as waymark inspect block draws them.",
+    inspections.InspectBlockRequest,
+    inspections.BlockAnswer,
+    errors=(404,),
+)
+INSPECT_HOLDER = Doc(
+    "Returns what the id of a holder means and what the holder has, as waymark inspect holder draws it.",
+    inspections.InspectHolderRequest,
+    inspections.HolderAnswer,
+    errors=(404,),
+)
+INSPECT_KEYS = Doc(
+    "Returns redis-cli commands that show everything except the blocks, as waymark inspect keys prints them.",
+    inspections.InspectKeysRequest,
+    inspections.KeysAnswer,
+    errors=(404,),
+)
+PREFIX_STATS = Doc(
+    "Returns the decisions of policy sticky, of all replicas.",
+    answer=admin_bodies.PrefixRoutingStats,
+    queue="read",
+)
+INDEX_STATS = Doc(
+    "Returns what the index holds, and the decisions by it, of all replicas.",
+    answer=admin_bodies.IndexStats,
+    queue="read",
+)
+INDEX_BACKENDS = Doc(
+    "Lists the events of each publisher.", answer=admin_bodies.IndexBackends, reach="filtered", queue="read"
+)
+INDEX_CLEAR = Doc(
+    "Ends what sources of opaque prefixes hold, or what every publisher does.",
+    admin_bodies.ClearRequest,
+    admin_bodies.ClearAnswer,
+    reach="filtered",
+)
+CACHE_STATS = Doc(
+    "Returns what the response cache holds, and how often this gateway answered from it.", needs_redis=False
+)
+CACHE_CLEAR = Doc(
+    "Clears the response cache: that of this gateway, or in Redis that of all.",
+    admin_bodies.InvalidateRequest,
+    admin_bodies.InvalidateAnswer,
+    needs_redis=False,
+)
+REGISTER = Doc(
+    "Registers a publisher, or all ranks of an engine by its URL, and subscribes to its events.",
+    bodies.AnyRegisterRequest,
+    answers.RegisterAnswer,
+    errors=(409,),
+    reach="body",
+)
+UNREGISTER = Doc(
+    "Removes a publisher and its blocks.",
+    bodies.UnregisterRequest,
+    answers.UnregisterAnswer,
+    errors=(404,),
+    reach="body",
+)
+EVENTS = Doc(
+    "Applies events in the standard format; a publisher without a ZMQ socket sends them here.",
+    bodies.EventsRequest,
+    answers.EventsAnswer,
+    errors=(404, 409),
+    may_be_list=True,
+    reach="body",
+)
+SCORE = Doc(
+    "Returns the score of each target for a prompt, under one policy.",
+    decision_bodies.ScoreRequest,
+    decision_bodies.ScoreAnswer,
+    headers=_PARTIAL,
+    reach="body",
+)
+SELECT = Doc(
+    "Picks the target for a prompt, and by default reserves its load.",
+    decision_bodies.SelectRequest,
+    decision_bodies.SelectAnswer,
+    errors=(429,),
+    queue="decide",
+    reach="body",
+)
+RELEASE = Doc(
+    "Ends or renews reservations, or ends their prefill.",
+    decision_bodies.ReleaseRequest,
+    decision_bodies.ReleaseAnswer,
+    queue="decide",
+    reach="filtered",
+)
+TOKENIZE = Doc(
+    "Returns the token ids of a text or of messages.",
+    text_bodies.TokenizeRequest,
+    text_bodies.TokenizeAnswer,
+    errors=(503,),
+    needs_redis=False,
+    reach="none",
+)
+DETOKENIZE = Doc(
+    "Returns the text of token ids.",
+    text_bodies.DetokenizeRequest,
+    text_bodies.DetokenizeAnswer,
+    errors=(503,),
+    needs_redis=False,
+    reach="none",
+)
+DYNAMO_QUERY = Doc(
+    "Returns how much of a prompt each worker has.",
+    dynamo_bodies.DynamoQueryRequest,
+    dynamo_bodies.DynamoQueryAnswer,
+    errors=(404,),
+    headers=_PARTIAL,
+    reach="body",
+)
+DYNAMO_QUERY_BY_HASH = Doc(
+    "Returns how much of a prompt of the base model each worker has; the prompt is given as its local hashes.",
+    dynamo_bodies.DynamoQueryByHashRequest,
+    dynamo_bodies.DynamoQueryAnswer,
+    errors=(404,),
+    headers=_PARTIAL,
+    reach="body",
+)
+DYNAMO_QUERY_TIERED = Doc(
+    "Returns how many blocks of a prompt of the base model each worker has, tier by tier.",
+    dynamo_bodies.DynamoQueryByHashRequest,
+    dynamo_bodies.DynamoTieredAnswer,
+    errors=(404,),
+    headers=_PARTIAL,
+    reach="body",
+)
+DYNAMO_REGISTER = Doc(
+    "Registers an engine and subscribes to its events.",
+    dynamo_bodies.DynamoRegisterRequest,
+    dynamo_bodies.DynamoStatus,
+    201,
+    errors=(409,),
+    reach="body",
+)
+DYNAMO_UNREGISTER = Doc(
+    "Removes an instance and its blocks.",
+    dynamo_bodies.DynamoUnregisterRequest,
+    dynamo_bodies.DynamoStatus,
+    errors=(404,),
+    reach="filtered",
+)
+DYNAMO_WORKERS = Doc("Lists the registered workers.", answer=dynamo_bodies.DynamoWorkers, reach="filtered")
+DUMP = Doc(
+    "Lists the groups. The list contains no events, because the index is in Redis.",
+    answer=dynamo_bodies.DynamoDump,
+    headers=_NOTE,
+    reach="filtered",
+)
+REGISTER_PEER = Doc(
+    "Adds a peer to the list of this process.",
+    dynamo_bodies.PeerRequest,
+    dynamo_bodies.DynamoStatus,
+    201,
+    needs_redis=False,
+    headers=_NOTE,
+)
+DEREGISTER_PEER = Doc(
+    "Removes a peer from the list of this process.",
+    dynamo_bodies.PeerRequest,
+    dynamo_bodies.DynamoStatus,
+    errors=(404,),
+    needs_redis=False,
+    headers=_NOTE,
+)
+PEERS = Doc("Lists the peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
+ADD_WORKER = Doc("Describes a worker; a complete one is registered.", select_bodies.WorkerRequest, status=201)
+CHANGE_WORKER = Doc("Changes the description of a worker.", select_bodies.WorkerPatch, errors=(404, 409))
+REMOVE_WORKER = Doc("Removes a worker and its blocks.", errors=(400, 404, 409))
+DYNAMO_SELECT = Doc(
+    "Picks the worker for a prompt; nothing is reserved.",
+    select_bodies.DynamoSelectRequest,
+    errors=(409, 429),
+    queue="decide",
+)
+SELECT_AND_RESERVE = Doc(
+    "Picks the worker for a prompt and reserves it under an id.",
+    select_bodies.DynamoSelectRequest,
+    errors=(409, 429),
+    queue="decide",
+)
+RESERVE = Doc(
+    "Reserves what was selected before, or the worker that the client has picked.",
+    select_bodies.DynamoReservationRequest,
+    status=201,
+    errors=(404, 409, 429),
+    queue="decide",
+)
+PREFILL_COMPLETE = Doc("Ends the prefill of a reservation.", errors=(404,), queue="decide")
+OUTPUT_BLOCK = Doc("Keeps a reservation.", select_bodies.OutputBlockRequest, errors=(404,), queue="decide")
+END_RESERVATION = Doc("Ends a reservation.", errors=(404,), queue="decide")
+OVERLAP_SCORES = Doc("Returns the blocks that each worker has of a prompt.", select_bodies.DynamoPromptRequest)
+POTENTIAL_LOADS = Doc(
+    "Returns the load of each worker if it got a prompt.", select_bodies.DynamoPromptRequest, select_bodies.DynamoLoads
+)
+LOADS = Doc(
+    "Returns the load of each worker.", answer=select_bodies.DynamoAllLoads, parameters=("model_name", "routing_group")
+)
+CONTRACT_PAGE = Doc("Returns this contract as a page.", media_type=_HTML, needs_redis=False, reach="none")
+WORKER_READY = Doc("Answers 200 when Redis answers.")
