@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import READY_SECONDS
+from tests.patience import patient
 from tests.ports import unused_port
 
 CONF = Path(__file__).parents[2] / "deploy" / "nginx.conf"
@@ -30,7 +32,10 @@ def nginx_command() -> str:
 
 
 def configured(directory: Path, port: int, replicas: Sequence[int]) -> str:
-    """The configuration for replicas on these ports of this machine, writing to ``directory`` only."""
+    """The configuration for replicas on these ports of this machine, writing to ``directory`` only.
+
+    It waits for a slow replica as long as other deadlines of tests do.
+    """
     text = CONF.read_text(encoding="utf-8")
     text, servers = re.subn(
         r"server query:13333 resolve (.*;)",
@@ -39,7 +44,8 @@ def configured(directory: Path, port: int, replicas: Sequence[int]) -> str:
     )
     text, ports = re.subn(r"listen 13333;", f"listen 127.0.0.1:{port};", text)
     text, workers = re.subn(r"worker_processes auto;", "worker_processes 1;", text)
-    assert (servers, ports, workers) == (1, 1, 1), "deploy/nginx.conf has another form than this knows"
+    text = re.sub(r"_timeout (\d+)s;", lambda found: f"_timeout {math.ceil(patient(float(found[1])))}s;", text)
+    assert (servers, ports, workers) == (2, 1, 1), "deploy/nginx.conf has another form than this knows"
     return text.replace("/tmp/", f"{directory}/")
 
 
