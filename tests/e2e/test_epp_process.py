@@ -15,6 +15,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import EXIT_SECONDS, READY_SECONDS
+from tests.grpc_loops import events_of_this_loop as events_of_this_loop
 from tests.patience import patient, within
 from tests.ports import unused_port
 

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from tests.epp.proxy import Stream
+from tests.grpc_loops import events_of_this_loop
 from tests.patience import patient, within
 from tests.selection.conftest import MakeSelector, make_selector, metrics, store
 from tests.store.factories import registration
@@ -29,23 +30,9 @@ from waymark.settings import Settings
 from waymark.store.reservations import Load
 from waymark.store.store import Store
 
-__all__ = ["make_selector", "metrics", "store"]
+__all__ = ["events_of_this_loop", "make_selector", "metrics", "store"]
 
 PLACES = {f"pod-{n}": f"10.0.0.{n}:8000" for n in (1, 2, 3)}
-
-
-def _leave_out_other_loops() -> None:
-    """gRPC has one queue of events a process: what it has for the loop of a test that is over is not this one's."""
-    loop = asyncio.get_running_loop()
-    tell = loop.get_exception_handler()
-    assert tell is not None, "anyio collects what callbacks raise"
-
-    def tell_of_this_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            tell(loop, context)
-
-    loop.set_exception_handler(tell_of_this_loop)
 
 
 @dataclass
@@ -68,7 +55,6 @@ class StartEpp(Protocol):
 @pytest.fixture
 async def start_epp(make_selector: MakeSelector, metrics: Metrics) -> AsyncIterator[StartEpp]:
     """``options`` and ``body_max`` are the servers', all others settings of the selection."""
-    _leave_out_other_loops()
     async with AsyncExitStack() as stack:
 
         async def start(

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.grpc_loops import events_of_this_loop as events_of_this_loop
 from waymark.domain.multimodal import Item
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
