@@ -82,6 +82,7 @@ STEPS: list[tuple[str, str, Any]] = [
     ("POST", "/inspect/block", {"key": f"{int(HASHES[0]) % 2**64:016x}"}),
     ("POST", "/inspect/holder", {"holder": "{holder}"}),
     ("POST", "/inspect/keys", {"group": 1}),
+    ("POST", "/weight", {"instance_id": "vllm-0", "weight": 0}),
     ("GET", "/services", None),
     ("GET", "/workers", None),
     ("GET", "/global_view", None),

@@ -156,6 +156,9 @@ async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregiste
         after = (await client.get("/services")).json()["services"]
         assert after == [each | ({"Weight": 0.0} if each["InstanceID"] == "a" else {}) for each in before]
         assert (await client.post("/select", json=prompt)).json()["target"]["instance_id"] == "b"
+        assert (await run(live, "drain", "a", "--resume", "--weight", "2"))[
+            1
+        ] == "a gets requests again, with weight 2\n"
         assert (await run(live, "drain", "a", "--resume"))[0] == cli.EXIT_OK
         assert (await client.get("/services")).json()["services"] == before
         waiting = asyncio.create_task(run(live, "drain", "a", "--unregister"))

@@ -43,6 +43,14 @@ class UnregisterAnswer(BaseModel):
     removed_instances: list[str]
 
 
+class WeightAnswer(BaseModel):
+    """The publishers that have another weight now, as ``instance|tenant|rank``."""
+
+    status: Literal["weight changed"]
+    weight: float
+    changed_instances: list[str]
+
+
 def _media(schema: dict[str, Any]) -> None:
     """Write the fields of the media into an object's schema."""
     for medium in MEDIA:

@@ -146,6 +146,13 @@ UNREGISTER = Doc(
     errors=(404,),
     reach="body",
 )
+WEIGHT = Doc(
+    "Changes the weight of an engine; with weight 0 it gets no new requests.",
+    bodies.WeightRequest,
+    answers.WeightAnswer,
+    errors=(404, 409),
+    reach="body",
+)
 EVENTS = Doc(
     "Applies events in the standard format; a publisher without a ZMQ socket sends them here.",
     bodies.EventsRequest,

@@ -1,4 +1,4 @@
-"""Publishers are registered and unregistered: ``/register`` and ``/unregister`` of the root dialect."""
+"""Publishers are registered, weighted and unregistered: ``/register``, ``/weight`` and ``/unregister``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from waymark.api.bodies import Body
 from waymark.api.errors import short
 from waymark.api.operations import Answer, Paused
-from waymark.api.schemas import RegisterByUrlRequest, RegisterRequest, UnregisterRequest
+from waymark.api.schemas import RegisterByUrlRequest, RegisterRequest, UnregisterRequest, WeightRequest
 from waymark.asker import Asker
 from waymark.discovery.describe import Describer, base_of
 from waymark.discovery.engines import EngineRegistrations
@@ -55,7 +55,7 @@ def _checked(registration: Registration, allowed: AllowedEndpoints) -> Registrat
 
 
 class Registrations:
-    """Handlers of ``/register`` and ``/unregister``."""
+    """Handlers of ``/register``, ``/weight`` and ``/unregister``."""
 
     def __init__(self, store: Store, settings: Settings, asker: Asker) -> None:
         self._store = store
@@ -127,21 +127,42 @@ class Registrations:
             }
         )
 
+    async def weight(self, body: Body) -> Answer:
+        """A new weight for each rank of an engine that requests are sent to."""
+        request = WeightRequest.of(body.fields)
+        # A further socket of a rank is no target: its weight stays 0.
+        names = [each.name for each in await self._named(request) if not each.is_further]
+        changed = [name for name in names if await self._store.registry.set_weight(name, request.weight)]
+        if not changed:
+            raise _not_found(request)
+        return Answer(
+            {"status": "weight changed", "weight": request.weight, "changed_instances": [str(name) for name in changed]}
+        )
+
     async def unregister(self, body: Body) -> Answer:
         request = UnregisterRequest.of(body.fields)
-        tenant_id = request.tenant_id or DEFAULT_TENANT
-        names = [
-            registration.name
-            for registration in await self._store.directory.registrations()
-            if registration.instance_id == request.instance_id
-            and registration.tenant_id == tenant_id
-            and request.dp_rank in (None, registration.dp_rank)
-        ]
+        names = [each.name for each in await self._named(request)]
         if request.dp_rank is not None and not names:  # also where its claim cannot be read, which is said
-            names = [PublisherName(request.instance_id, tenant_id, request.dp_rank)]
+            names = [PublisherName(request.instance_id, request.tenant_id or DEFAULT_TENANT, request.dp_rank)]
         removed = await self._store.registry.unregister(names) if names else []
         if not removed:
-            rank = "*" if request.dp_rank is None else request.dp_rank
-            instance_id, tenant_id = (short(name) for name in (request.instance_id, tenant_id))
-            raise NotFound(f"service not found: {instance_id}|{tenant_id}|{rank}")
+            raise _not_found(request)
         return Answer({"status": "unregistered successfully", "removed_instances": [str(name) for name in removed]})
+
+    async def _named(self, request: UnregisterRequest) -> list[Registration]:
+        """What is registered under the names of a request."""
+        tenant_id = request.tenant_id or DEFAULT_TENANT
+        return [
+            each
+            for each in await self._store.directory.registrations()
+            if each.instance_id == request.instance_id
+            and each.tenant_id == tenant_id
+            and request.dp_rank in (None, each.dp_rank)
+        ]
+
+
+def _not_found(request: UnregisterRequest) -> NotFound:
+    rank = "*" if request.dp_rank is None else request.dp_rank
+    return NotFound(
+        f"service not found: {short(request.instance_id)}|{short(request.tenant_id or DEFAULT_TENANT)}|{rank}"
+    )

@@ -334,6 +334,14 @@ class UnregisterRequest(Request):
     dp_rank: Rank | None = Field(default=None, description=RANK)
 
 
+class WeightRequest(UnregisterRequest):
+    """The engine, or one rank of it, that gets another weight."""
+
+    weight: Weight = Field(
+        description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
+    )
+
+
 class Named(Request):
     """The model, tenant, adapter and salts of the blocks that a request is about."""
 

@@ -71,7 +71,8 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument("engine", metavar="NAME", help="the instance_id")
             parser.add_argument("--wait-seconds", type=float, default=120.0, help="how long to wait for requests (120)")
             parser.add_argument("--unregister", action="store_true", help="unregister it when it has no requests")
-            parser.add_argument("--resume", action="store_true", help="send it requests again, with weight 1")
+            parser.add_argument("--resume", action="store_true", help="send it requests again")
+            parser.add_argument("--weight", type=float, default=1.0, help="the weight that --resume gives it (1)")
         case "top":
             parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two updates (2)")
         case "doctor":

@@ -7,29 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from waymark.errors import InvalidValue, NotFound, WaymarkError
+from waymark.errors import NotFound, WaymarkError
 from waymark.remote.service import Service
 from waymark.shown import shown
 
 _PAUSE_SECONDS = 0.5
-
-#: Field of ``/services`` -> field of ``/register``.
-_FIELDS = {
-    "Endpoint": "endpoint",
-    "ReplayEndpoint": "replay_endpoint",
-    "Type": "type",
-    "ModelName": "modelname",
-    "LoraName": "lora_name",
-    "TenantID": "tenant_id",
-    "InstanceID": "instance_id",
-    "BlockSize": "block_size",
-    "DPRank": "dp_rank",
-    "AdditionalSalt": "additionalsalt",
-    "Address": "address",
-    "Role": "role",
-    "Labels": "labels",
-    "MetricsURL": "metrics_url",
-}
 
 
 class NotDrained(WaymarkError):
@@ -37,26 +19,21 @@ class NotDrained(WaymarkError):
 
 
 def drain(service: Service, arguments: argparse.Namespace) -> Iterator[str]:
-    """Lines to print. Raises ``NotFound``, ``InvalidValue`` and ``NotDrained``; then nothing is unregistered."""
+    """Lines to print. Raises ``NotFound``, ``ServiceRefused`` and ``NotDrained``; then nothing is unregistered."""
     name, tenant = arguments.engine, arguments.tenant_id or "default"
-    ranks = [
-        each
-        for each in service.get("/services")["services"]
-        if (each["InstanceID"], each["TenantID"]) == (name, tenant)
-    ]
-    if not ranks:
+    if not _ranks(service, name, tenant):
         raise NotFound(
             f"no engine {shown(name)} is registered for tenant {shown(tenant)}; 'waymark publishers' lists them"
         )
-    weight = 1 if arguments.resume else 0
-    for rank in ranks:
-        _set_weight(service, rank, weight)
+    engine = {"instance_id": name, "tenant_id": tenant}
     if arguments.resume:
-        yield f"{name} gets requests again, with weight 1"
+        changed = service.post("/weight", engine | {"weight": arguments.weight})
+        yield f"{name} gets requests again, with weight {changed['weight']:g}"
         return
+    service.post("/weight", engine | {"weight": 0})
     yield f"{name} gets no new requests"
     deadline = time.monotonic() + arguments.wait_seconds
-    while requests := _requests(service, name, tenant):
+    while requests := sum(each["load"]["requests"] for each in _ranks(service, name, tenant)):
         if time.monotonic() > deadline:
             raise NotDrained(
                 f"{name} has {requests} requests under way after {arguments.wait_seconds:g} s. It gets no new ones; "
@@ -65,29 +42,13 @@ def drain(service: Service, arguments: argparse.Namespace) -> Iterator[str]:
         time.sleep(_PAUSE_SECONDS)
     yield f"{name} has no request under way"
     if arguments.unregister:
-        removed = service.post("/unregister", {"instance_id": name, "tenant_id": tenant})["removed_instances"]
+        removed = service.post("/unregister", engine)["removed_instances"]
         yield from (f"unregistered {each}" for each in removed)
 
 
-def _set_weight(service: Service, rank: dict[str, Any], weight: int) -> None:
-    if rank["Source"] in ("discovery", "file"):
-        where = "the annotations of its pod" if rank["Source"] == "discovery" else "the file of publishers"
-        raise InvalidValue(
-            f"{shown(rank['InstanceID'])} was registered from {where}, which would undo a change; set its weight there"
-        )
-    if rank["Source"] == "url" and rank["Address"]:
-        body = {"url": rank["Address"], "instance_id": rank["InstanceID"], "tenant_id": rank["TenantID"]}
-        service.post("/register", body | {"dp_rank": rank["DPRank"], "weight": weight})
-        return
-    service.post("/register", {to: rank[name] or None for name, to in _FIELDS.items()} | {
-        "dp_rank": rank["DPRank"], "weight": weight,
-    })  # fmt: skip
-
-
-def _requests(service: Service, name: str, tenant: str) -> int:
-    """How many reservations the engine has, over all ranks."""
-    return sum(
-        each["load"]["requests"]
+def _ranks(service: Service, name: str, tenant: str) -> list[dict[str, Any]]:
+    return [
+        each
         for each in service.get("/workers")["publishers"]
         if (each["instance_id"], each["tenant_id"]) == (name, tenant)
-    )
+    ]

@@ -48,6 +48,8 @@ _FIXED = {
     "object_shards": "shards",
 }
 
+#: Where a weight is kept that is not a client's to change.
+_WEIGHT_IS_GIVEN = {"discovery": "the annotations of its pod", "file": "the file of publishers"}
 
 #: Fields that stand beside the tenants in an answer of ``/query``.
 RESERVED_TENANTS = frozenset({"instances", "explanation"})
@@ -117,6 +119,30 @@ class Registry:
                     has_moved = True
                     await self.finish(marked)
         raise _contended(registration.name)
+
+    async def set_weight(self, name: PublisherName, weight: float) -> bool:
+        """Change the weight of a target and nothing else; False if the name is not registered.
+
+        Raises Conflict, with the field, if its weight is given elsewhere: there, a change would be undone.
+        """
+        for _ in range(_ATTEMPTS):
+            claim = await self._directory.claim(name)
+            if claim is None or claim.is_leaving:
+                return False
+            registration = claim.registration
+            if registration.origin.kind in _WEIGHT_IS_GIVEN:
+                raise Conflict(
+                    f"the weight of {_show(name.instance_id)} comes from {_WEIGHT_IS_GIVEN[registration.origin.kind]}, "
+                    "which would undo a change; set it there",
+                    field="instance_id",
+                )
+            target = replace(registration.target, weight=weight)
+            changed = replace(claim, registration=replace(registration, target=target))
+            kept = await self._replace(name, claim.raw, changed)
+            if kept is not None and await self._is_begun(kept):
+                await self._client.publish(keys.CONTROL, "registered")
+                return True
+        raise _contended(name)
 
     async def check(self, registration: Registration) -> None:
         """Raise the Conflict that ``register`` would raise now."""
