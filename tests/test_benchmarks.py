@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import msgpack
 import pytest
 
-from tests.benchmarks import compare, prompts
+from tests.benchmarks import __main__ as benchmarks
+from tests.benchmarks import compare, prompts, replicas, visible
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.capacity import Constants, example
 from tests.benchmarks.feed import payloads
-from tests.benchmarks.processes import cpu_seconds
+from tests.benchmarks.processes import cpu_seconds, redis_server
 from tests.benchmarks.report import Row, against, beside, table, write_json, write_markdown
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.rows import SLOT_CHARS
@@ -45,6 +49,71 @@ def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert all(row["what"] in printed for row in rows)
     assert written["about"]["quick"] is True
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        pytest.param(SystemExit("no redis-server on PATH"), "P8: no redis-server on PATH", id="a-sentence"),
+        pytest.param(ValueError(), "P8: ValueError", id="none"),
+    ],
+)
+def test_a_part_that_fails_takes_no_rows_of_others_with_it(
+    error: BaseException,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, own, after = Row("P7", "before", 1.0, "s"), Row("P8", "own", 1.5, "s"), Row("P9", "after", 2.0, "s")
+
+    def failing(*_: object) -> Iterator[Row]:
+        yield own
+        raise error
+
+    parts = [(("P7",), lambda *_: [before]), (("P8",), failing), (("P9",), lambda *_: [after])]
+    monkeypatch.setattr(benchmarks, "PARTS", parts)
+    found = tmp_path / "rows.json"
+
+    assert main(["--no-peer", "--json", str(found)]) == 1
+
+    written = json.loads(found.read_text())
+    assert [row["what"] for row in written["rows"]] == ["before", "own", "after"]
+    assert written["about"]["failed"] == sentence
+    said = capsys.readouterr()
+    assert f"failed: {sentence}" in said.err
+    assert all(row.what in said.out for row in (before, own, after))
+
+
+@pytest.mark.outside
+def test_the_probe_sees_what_was_stored(tmp_path: Path) -> None:
+    kept, other = islice(prompts.fresh(1), 2)
+    with redis_server(tmp_path) as redis:
+        is_kept, is_other = (visible.in_redis(redis.path)(prompts.tokens(prompt)) for prompt in (kept, other))
+        assert not is_kept()
+
+        asyncio.run(replicas.fill(redis, [kept], 0))
+
+        assert is_kept()
+        assert not is_other()
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        pytest.param("raise SystemExit('it is not there')", "the probe has failed: it is not there", id="a-sentence"),
+        pytest.param("1 / 0", "the probe has failed: ZeroDivisionError: division by zero", id="an-error"),
+        pytest.param("raise SystemExit(1)", "the probe has failed: it says nothing", id="none"),
+    ],
+)
+def test_a_probe_that_fails_says_why(code: str, sentence: str) -> None:
+    command = (sys.executable, "-c", f"print('tcp://127.0.0.1:1', flush=True); {code}")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        probe = visible.Probe(process, 1)
+        with pytest.raises(SystemExit, match=f"^{sentence}$"):
+            probe.latencies_ms()
 
 
 @pytest.mark.outside

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ examples:
 """
 
 #: Names a part answers to, and what measures it; it gets the rows that are there already.
-PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], list[Row]]]] = [
+PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], Iterable[Row]]]] = [
     (("P1", "P2", "P3", "P3b", "P4"), lambda options, _: queries.measure(options)),
     (("P5", "P6"), lambda options, _: index.measure(options)),
     (("P5",), lambda options, _: streams.measure(options)),
@@ -65,7 +66,7 @@ PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], list[Row]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what was asked for, and print it. 0: it was measured, whatever holds."""
+    """Measure what was asked for, and print it. 0: it was measured, whatever holds; 1: a part has failed."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "--simulate" in words:  # all other words are the simulation's own
         from tests.benchmarks import simulate  # the only part that needs it
@@ -96,16 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         paths=("native", "pure") if native.implementation() == "native" else ("pure",),
     )
     about = _about(options)
-    rows: list[Row] = []
-    loops = [_loop_ms() for _ in range(5)]
-    for names, measure in PARTS:
-        if not given.only or set(names) & set(given.only):
-            began = time.monotonic()
-            print(f"{', '.join(names)}: measuring, since {time.strftime('%H:%M:%S')}", file=sys.stderr, flush=True)
-            rows += measure(options, rows)
-            loops += [_loop_ms() for _ in range(5)]
-            print(f"{', '.join(names)}: measured in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    rows, loops, failed = _measured(options, given.only)
     about["a loop in Python, ms"] = f"{min(loops):.0f} to {max(loops):.0f}"
+    if failed:
+        about["failed"] = "; ".join(failed)
     for path in given.beside:
         rows = beside(rows, path)
     print(table(rows))
@@ -114,7 +109,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(given.json, rows, about)
     if given.markdown is not None:
         write_markdown(given.markdown, rows, about)
-    return 0
+    return 1 if failed else 0
+
+
+def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[float], list[str]]:
+    """The rows of the parts that were asked for, the times of a loop between them, and what the parts that failed say.
+
+    A part that fails takes no other part's rows with it, and no rows of its own that it has yielded before.
+    """
+    rows: list[Row] = []
+    failed: list[str] = []
+    loops = [_loop_ms() for _ in range(5)]
+    for names, measure in PARTS:
+        if only and not set(names) & set(only):
+            continue
+        part, began = ", ".join(names), time.monotonic()
+        print(f"{part}: measuring, since {time.strftime('%H:%M:%S')}", file=sys.stderr, flush=True)
+        try:
+            for row in measure(options, tuple(rows)):
+                rows.append(row)
+        except (Exception, SystemExit) as error:
+            if not isinstance(error, SystemExit):  # which has a sentence; of anything else one wants to know where
+                traceback.print_exc()
+            failed.append(f"{part}: {str(error) or type(error).__name__}")
+            print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
+        loops += [_loop_ms() for _ in range(5)]
+        print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return rows, loops, failed
 
 
 def _about(options: Options) -> dict[str, Any]:
@@ -189,5 +210,5 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     # What was started is stopped then, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

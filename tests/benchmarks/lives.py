@@ -130,7 +130,7 @@ class _Reader:
     def __init__(self, bench: Bench, prompt: Prompt) -> None:
         self.waits: list[_Wait] = []
         self._pid = bench.redis.pid
-        self._words = [f"wm:{{1}}:{key:016x}" for key in prompts.seq_hashes(prompt)]
+        self._words = [f"wm:{{1}}:{key:016x}" for key in prompts.seq_hashes(prompt)[::PIECE_BLOCKS]]
         self._path = bench.redis.path
 
     def __enter__(self) -> _Reader:

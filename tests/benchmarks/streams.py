@@ -182,20 +182,19 @@ def _taken_in_by_peer(peer: Server, publisher: Publisher, backlog: list[Payload]
 # ---- from published to visible ---------------------------------------------------------------------
 
 
-def visibility(options: Options) -> list[Row]:
-    """The rows of P8."""
+def visibility(options: Options) -> Iterator[Row]:
+    """The rows of P8, as they are measured."""
     probes, loaded = (20, 40) if options.is_quick else (200, 600)
-    rows = []
     with started(options) as bench, publishers(LOAD_STREAMS, first=100) as load:
         idle = _probed(bench, "redis", probes)
-        rows.append(Row("P8", "published to visible in Redis, idle: p50", median(idle), "ms", bar=3.0))
+        yield Row("P8", "published to visible in Redis, idle: p50", median(idle), "ms", bar=3.0)
         by_query = median(_probed(bench, "replica", probes))
         if bench.peer is None:
-            rows.append(Row("P8", "published to visible by /query, idle: p50", by_query, "ms"))
+            yield Row("P8", "published to visible by /query, idle: p50", by_query, "ms")
         else:
             theirs = median(_probed(bench, "peer", probes))
             what = "published to visible by /query, idle: p50"
-            rows.append(Row("P8", what, by_query, "ms", theirs, PEER, by_query / theirs, 1.5))
+            yield Row("P8", what, by_query, "ms", theirs, PEER, by_query / theirs, 1.5)
         for publisher in load:
             publisher.register(bench.replica)
         backlog = new_stores(loaded * RATE * 64 // 1000)
@@ -208,14 +207,11 @@ def visibility(options: Options) -> list[Row]:
             wait_until(probe.is_done, "the probe is done")
             under_load = sorted(probe.latencies_ms())
         name = f"published to visible in Redis, under {RATE:,} blocks/s: "
-        rows += [
-            Row("P8", name + "p50", median(under_load), "ms"),
-            Row("P8", name + "p99", under_load[len(under_load) * 99 // 100], "ms", bar=50.0),
-            Row("P8", "the blocks/s that were published meanwhile", sent / seconds, "blocks/s"),
-            Row("P8", "the worker's CPU meanwhile", worker / seconds, "cores"),
-            Row("P8", "Redis' CPU meanwhile", redis / seconds, "cores"),
-        ]
-    return rows
+        yield Row("P8", name + "p50", median(under_load), "ms")
+        yield Row("P8", name + "p99", under_load[len(under_load) * 99 // 100], "ms", bar=50.0)
+        yield Row("P8", "the blocks/s that were published meanwhile", sent / seconds, "blocks/s")
+        yield Row("P8", "the worker's CPU meanwhile", worker / seconds, "cores")
+        yield Row("P8", "Redis' CPU meanwhile", redis / seconds, "cores")
 
 
 def _probed(bench: Bench, how: str, probes: int) -> list[float]:

@@ -25,6 +25,7 @@ from tests.benchmarks.feed import Publisher, stored
 from tests.benchmarks.processes import Server, wait_until
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL, VOCABULARY
 from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.rows import parse
 
 BLOCKS = 4
 _PROBE_SECONDS = 30.0
@@ -36,8 +37,10 @@ class Probe:
 
     def __init__(self, process: subprocess.Popen[str], number: int) -> None:
         assert process.stdout is not None
+        assert process.stderr is not None
         self._process = process
         self._output = process.stdout
+        self._errors = process.stderr
         self._number = number
         self._endpoint = process.stdout.readline().strip()
 
@@ -55,7 +58,10 @@ class Probe:
         return self._process.poll() is not None
 
     def latencies_ms(self) -> list[float]:
-        """Once it is done."""
+        """Once it is done. SystemExit with what it said last where it has failed."""
+        said = self._errors.read().strip()
+        if self._process.wait():
+            raise SystemExit(f"the probe has failed: {said.rpartition(chr(10))[2] or 'it says nothing'}")
         found: list[float] = json.loads(self._output.read())
         return found
 
@@ -64,7 +70,7 @@ class Probe:
 def probing(where: str, how: str, probes: int) -> Iterator[Probe]:
     number = random.randrange(10**6, 10**9)
     command = (sys.executable, "-m", "tests.benchmarks.visible", how, where, str(probes))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Probe(process, number)
         except BaseException:
@@ -77,7 +83,7 @@ def probing(where: str, how: str, probes: int) -> Iterator[Probe]:
 
 def main() -> None:
     how, where, probes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    is_there = _in_redis(where) if how == "redis" else _by_query(where)
+    is_there = in_redis(where) if how == "redis" else _by_query(where)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publisher = Publisher(context, 0)
     print(publisher.endpoint, flush=True)
@@ -93,7 +99,7 @@ def main() -> None:
         publisher.send(payload)
         while not look():
             if time.perf_counter() - began > _PROBE_SECONDS:
-                raise SystemExit(f"not visible after {_PROBE_SECONDS:g} s")
+                raise SystemExit(f"blocks are not visible by {how} {_PROBE_SECONDS:g} s after they were published")
             time.sleep(_PAUSE_SECONDS)
         found.append((time.perf_counter() - began) * 1e3)
     publisher.close()
@@ -101,12 +107,19 @@ def main() -> None:
     print(json.dumps(found[3:]))  # the first ones wait for the connection, not for the event
 
 
-def _in_redis(path: str) -> Callable[[list[int]], Callable[[], bool]]:
+def in_redis(path: str) -> Callable[[list[int]], Callable[[], bool]]:
+    """For the tokens of a new prompt of one piece: whether the row of its first block has a holder of the last."""
     client = redis.Redis(unix_socket_path=path)
 
     def look_for(tokens: list[int]) -> Callable[[], bool]:
-        key = f"wm:{{1}}:{extend(None, token_bytes(tokens), BLOCK_SIZE)[-1]:016x}"
-        return lambda: client.get(key) is not None
+        keys = extend(None, token_bytes(tokens), BLOCK_SIZE)
+        last = len(keys) - 1
+
+        def is_there() -> bool:
+            value = client.get(f"wm:{{1}}:{keys[0]:016x}")
+            return isinstance(value, bytes) and any(bits >> last & 1 for bits in parse(value).holders.values())
+
+        return is_there
 
     return look_for
 
