@@ -154,8 +154,8 @@ def test_the_memo_stays_below_its_bound_and_forgets_the_least_used() -> None:
 
 def test_keys_of_two_tokenizers_differ() -> None:
     one, other = (Splitter({}, (), SegmentMemo.seed()) for _ in range(2))
-    assert one.whole("text").key != other.whole("text").key
-    assert one.whole("text", b"\0").key != one.whole("text", b"\1").key
+    assert one.split("text").keys != other.split("text").keys
+    assert one.whole("text", b"\0").keys != one.whole("text", b"\1").keys
 
 
 @given(
@@ -173,20 +173,22 @@ def test_a_text_is_split_at_the_longest_token_wherever_it_is_searched(
         pieces = Splitter(tokens, (), 0).split(text)
     finally:
         segments._WINDOW = before
-    expected: list[str | int] = []
+    expected = [""]
     at = 0
     while at < len(text):
         found = max((token for token in tokens if text.startswith(token, at)), key=len, default=None)
         if found is not None:
-            expected.append(tokens[found])
+            expected += [found, ""]
             at += len(found)
             continue
-        if expected and isinstance(expected[-1], str):
-            expected[-1] += text[at]
-        else:
-            expected.append(text[at])
+        expected[-1] += text[at]
         at += 1
-    assert [piece.text if piece.token < 0 else piece.token for piece in pieces] == expected
+    assert pieces.texts == expected[::2]
+    assert pieces.tokens == [pack_tokens([tokens[token]]) for token in expected[1::2]]
+    assert [bool(key) for key in pieces.keys] == [bool(each) for each in pieces.texts]
+    assert pieces.joined([each.encode() for each in pieces.texts]) == b"".join(
+        pack_tokens([tokens[each]]) if number % 2 else each.encode() for number, each in enumerate(expected)
+    )
 
 
 async def test_the_loop_turns_while_a_long_text_is_encoded(opened: Open) -> None:

@@ -75,6 +75,8 @@ def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | 
     if not isinstance(role, str) or not role:
         raise _unfit(index, "has no role", "send a text such as user")
     given = message.get("content")
+    if isinstance(given, str) and len(message) == 2:  # most messages
+        return {"role": role, "content": [{"type": "text", "text": given}] if takes_parts else given}
     found = [] if isinstance(given, str) else list(_parts(given, index, has_media=mark is not None))
     if isinstance(given, str):
         content: Any = [{"type": "text", "text": given}] if takes_parts else given

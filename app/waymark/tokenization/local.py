@@ -11,7 +11,7 @@ import asyncio
 import logging
 import marshal
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.tokenization.model_files import read_templates, read_tokenizer, splitter_of
 from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
-from waymark.tokenization.segments import Segment, SegmentMemo
+from waymark.tokenization.segments import Pieces, SegmentMemo
 
 log = logging.getLogger(__name__)
 
@@ -110,26 +110,16 @@ class LocalTokenizer:
         if key is None:
             # Before the template is rendered: the day may end meanwhile.
             key = self.key(prompt)
-        loop = asyncio.get_running_loop()
         if key is not None or _is_short(prompt):
             pieces = self._pieces(prompt)
         else:
-            pieces = await loop.run_in_executor(self._pool, self._pieces, prompt)
-        found = self._find(pieces)
-        self._segments_known.inc(len(found))
-        new = {piece.key: piece.text for piece in pieces if piece.token < 0 and piece.key not in found}
-        if new:
-            adds = not self.splits and prompt.add_special_tokens
-            self._segments_new.inc(len(new))
-            texts = list(new.values())
-            if sum(map(len, texts)) <= _FEW:
-                encoded = self._encoded(texts, adds)
-            else:
-                encoded = await loop.run_in_executor(self._pool, self._encoded, texts, adds)
-            for piece, ids in zip(new, encoded, strict=True):
-                found[piece] = ids
-                self._memo.keep(piece, ids)
-        joined = self._joined(prompt, pieces, found)
+            pieces = await asyncio.get_running_loop().run_in_executor(self._pool, self._pieces, prompt)
+        found = [self._memo.find(each) if each else b"" for each in pieces.keys]
+        new = {each: text for each, text, known in zip(pieces.keys, pieces.texts, found, strict=True) if known is None}
+        self._segments_known.inc(len(set(filter(None, pieces.keys))) - len(new))
+        made = await self._encoded_anew(new, adds=not self.splits and prompt.add_special_tokens) if new else {}
+        ids = [made[each] if known is None else known for each, known in zip(pieces.keys, found, strict=True)]
+        joined = self._surrounded(prompt, pieces.joined(ids))
         if key is not None:
             self._prompts.keep(key, joined)
         return Made(joined)
@@ -148,25 +138,22 @@ class LocalTokenizer:
 
     # ---- a prompt in pieces ------------------------------------------------------------------------
 
-    def _pieces(self, prompt: Prompt) -> list[Segment]:
+    def _pieces(self, prompt: Prompt) -> Pieces:
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
             return self._pieces_before_media(prompt)
         text = self._text(prompt)
         if self.splits:
             return self._splitter.split(text)
-        return [self._splitter.whole(text, b"\1" if prompt.add_special_tokens else b"\0")]
+        return self._splitter.whole(text, b"\1" if prompt.add_special_tokens else b"\0")
 
-    def _pieces_before_media(self, prompt: ChatPrompt) -> list[Segment]:
+    def _pieces_before_media(self, prompt: ChatPrompt) -> Pieces:
         """What stands before the first image, up to the last special token: no id of it depends on what follows.
 
         Nothing, where texts are not split.
         """
         if not self.splits:
-            return []
-        pieces = self._splitter.split(self._text(prompt, is_cut=True))
-        while pieces and pieces[-1].token < 0:
-            pieces.pop()
-        return pieces
+            return Pieces([""], [b""], [])
+        return self._splitter.split(self._text(prompt, is_cut=True)).to_last_token()
 
     def _text(self, prompt: Prompt, *, is_cut: bool = False) -> str:
         if isinstance(prompt, ChatPrompt):
@@ -196,22 +183,27 @@ class LocalTokenizer:
             )
         return text
 
-    def _find(self, pieces: Sequence[Segment]) -> dict[bytes, bytes]:
-        return {
-            piece.key: ids for piece in pieces if piece.token < 0 and (ids := self._memo.find(piece.key)) is not None
-        }
-
-    def _joined(self, prompt: Prompt, pieces: Sequence[Segment], found: dict[bytes, bytes]) -> bytes:
-        joined = b"".join(
-            [found[piece.key] if piece.token < 0 else piece.token.to_bytes(4, "little") for piece in pieces]
-        )
-        if self.splits and prompt.add_special_tokens:
-            before, behind = self._around
-            is_cut = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
-            return before + joined + (b"" if is_cut else behind)
-        return joined
+    def _surrounded(self, prompt: Prompt, ids: bytes) -> bytes:
+        if not (self.splits and prompt.add_special_tokens):
+            return ids
+        before, behind = self._around
+        is_cut = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
+        return before + ids + (b"" if is_cut else behind)
 
     # ---- the tokenizer -----------------------------------------------------------------------------
+
+    async def _encoded_anew(self, new: Mapping[bytes, str], *, adds: bool) -> dict[bytes, bytes]:
+        """The ids of texts by their keys, which the memo has from now on."""
+        self._segments_new.inc(len(new))
+        texts = list(new.values())
+        if sum(map(len, texts)) <= _FEW:
+            encoded = self._encoded(texts, adds)
+        else:
+            encoded = await asyncio.get_running_loop().run_in_executor(self._pool, self._encoded, texts, adds)
+        made = dict(zip(new, encoded, strict=True))
+        for key, ids in made.items():
+            self._memo.keep(key, ids)
+        return made
 
     def _encoded(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[bytes]:
         # One at a time: more of them would be spread over all cores.
@@ -231,12 +223,8 @@ class LocalTokenizer:
     def _are_samples_equal(self) -> bool:
         before, behind = self._around
         for sample in _samples(self._splitter.words):
-            glued = b"".join(
-                [
-                    self._encoded([piece.text])[0] if piece.token < 0 else piece.token.to_bytes(4, "little")
-                    for piece in self._splitter.split(sample)
-                ]
-            )
+            pieces = self._splitter.split(sample)
+            glued = pieces.joined([self._encoded([text])[0] if text else b"" for text in pieces.texts])
             if self._encoded([sample]) != [glued]:
                 return False
             if self._encoded([sample], add_special_tokens=True) != [before + glued + behind]:

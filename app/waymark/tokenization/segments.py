@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_digest
@@ -21,12 +21,24 @@ _ENTRY_BYTES = 250
 _WINDOW = 2**16
 
 
-class Segment(NamedTuple):
-    """A piece of ordinary text and its key in the memo, or the id of an added token."""
+class Pieces(NamedTuple):
+    """A text at its added tokens: an ordinary text before each of them, and one behind the last. Texts may be empty."""
 
-    text: str
-    key: bytes
-    token: int = -1
+    texts: list[str]
+    keys: list[bytes]
+    """Of each text in the memo; that of an empty one is empty."""
+    tokens: list[bytes]
+    """The id of each added token as a little-endian u32, one fewer than there are texts."""
+
+    def joined(self, ids: Sequence[bytes]) -> bytes:
+        """The ids of the whole; ``ids`` are those of each text."""
+        parts = [b""] * (len(self.texts) + len(self.tokens))
+        parts[::2], parts[1::2] = ids, self.tokens
+        return b"".join(parts)
+
+    def to_last_token(self) -> Pieces:
+        """Without the text behind the last added token."""
+        return Pieces([*self.texts[:-1], ""], [*self.keys[:-1], b""], self.tokens)
 
 
 class SegmentMemo:
@@ -69,47 +81,42 @@ class Splitter:
     """
 
     def __init__(self, tokens: Mapping[str, int], peculiar: Sequence[str], seed: int) -> None:
-        self._tokens = {content: Segment("", b"", number) for content, number in tokens.items()}
+        self._ids = {content: number.to_bytes(4, "little") for content, number in tokens.items()}
         self._seed = seed
         self._longest = max(map(len, tokens), default=0)
-        self._pattern = re.compile(_any_of(tokens)) if tokens else None
+        self._pattern = re.compile(f"({_any_of(tokens)})") if tokens else None
         self._peculiar = re.compile(_any_of(peculiar)) if peculiar else None
         self.words = tuple(tokens)
 
-    def split(self, text: str) -> list[Segment]:
-        """The pieces in their order; none is empty."""
+    def split(self, text: str) -> Pieces:
         if self._pattern is None or (self._peculiar is not None and self._peculiar.search(text)):
-            return [self.whole(text)] if text else []
-        pieces, at = [], 0
-        for start, end in self._found(self._pattern, text):
-            if start > at:
-                pieces.append(self.whole(text[at:start]))
-            pieces.append(self._tokens[text[start:end]])
-            at = end
-        if at < len(text):
-            pieces.append(self.whole(text[at:]))
-        return pieces
+            parts = [text]
+        elif len(text) <= _WINDOW:
+            parts = self._pattern.split(text)
+        else:
+            parts = list(self._split_in_windows(self._pattern, text))
+        texts, seed, ids = parts[::2], self._seed, self._ids
+        keys = [xxh3_128_digest(each.encode(), seed) if each else b"" for each in texts]
+        return Pieces(texts, keys, [ids[token] for token in parts[1::2]])
 
-    def whole(self, text: str, kind: bytes = b"") -> Segment:
+    def whole(self, text: str, kind: bytes) -> Pieces:
         """A text that is not split; ``kind`` tells apart what is made of one text in two ways."""
-        return Segment(text, xxh3_128_digest(kind + text.encode(), self._seed))
+        return Pieces([text], [xxh3_128_digest(kind + text.encode(), self._seed)], [])
 
-    def _found(self, pattern: re.Pattern[str], text: str) -> Iterable[tuple[int, int]]:
-        if len(text) <= _WINDOW:
-            return [found.span() for found in pattern.finditer(text)]
-        return self._found_in_windows(pattern, text)
-
-    def _found_in_windows(self, pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:
-        at = 0
+    def _split_in_windows(self, pattern: re.Pattern[str], text: str) -> Iterator[str]:
+        """A text and a token by turns; the last is a text."""
+        at = behind = 0
         while at < len(text):
             # A token that begins in this window may end behind it.
             end = min(len(text), at + _WINDOW + self._longest)
             found = pattern.search(text, at, end)
             if found is not None and (found.start() < at + _WINDOW or end == len(text)):
-                yield found.span()
-                at = found.end()
+                yield text[behind : found.start()]
+                yield found.group()
+                at = behind = found.end()
             else:
                 at = at + _WINDOW if end < len(text) else end
+        yield text[behind:]
 
 
 _Tree = dict[str, Any]
