@@ -1,15 +1,18 @@
--- apply_prefixes(record, prefixes, hot, warm, prefix*; token, milliseconds, hot_holder, warm_holder, change*) -> {verdict, hot_entries, warm_entries}
+-- apply_prefixes(record, fence, prefixes, hot, warm, prefix*; publisher, token, calls, milliseconds, hot_holder, warm_holder, change*) -> {verdict, hot_entries, warm_entries, calls}
 --
 -- Apply what a source of opaque prefixes has reported, in order. An entry is a prefix at one of the source's two
 -- holders, hot (on the device) or warm (in storage), with a count of tokens; it ends by its time. Applied again, the
 -- same changes leave the same entries.
 --
 -- KEYS  record    hash  the publisher's record
+--       fence     hash  of its shard, shard 0; `calls:<publisher>`: how many calls of its stream were made here
 --       prefixes  zset  the group's prefixes, by the Redis ms of their end
 --       hot       zset  prefixes of the hot holder, by the Redis ms of their end
 --       warm      zset  prefixes of the warm holder
 --       prefix*   hash  one for each change: a holder's tokens and the end of the entry; `until`: the latest end
--- ARGV  token         the lease token the caller believes is the highest
+-- ARGV  publisher     its integer id
+--       token         the lease token the caller believes is the highest
+--       calls         the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
 --       milliseconds  how long an entry stays
 --       hot_holder    holder id
 --       warm_holder   holder id
@@ -17,22 +20,26 @@
 --                     'remove' it is nowhere; 'forget_hot', 'forget_warm' that entry goes. Tokens '' are those the
 --                     source had, or 1 where it had none
 --
--- {'applied', hot_entries, warm_entries}  so many entries each holder has now
--- {'fenced', 0, 0}                        somebody else has the stream, or it is gone; nothing written
+-- {'applied', hot_entries, warm_entries, calls}  so many entries each holder has now; `calls` counts this call
+-- {'fenced', 0, 0, 0}  somebody else has the stream, it is gone, or has lost writes; nothing written
 
 local TRIMMED_MAX = 256
 
-if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return {'fenced', 0, 0} end
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return {'fenced', 0, 0, 0} end
+local count = 'calls:' .. ARGV[1]
+local calls = tonumber(redis.call('HGET', KEYS[2], count) or 0) or 0
+if calls < tonumber(ARGV[3]) then return {'fenced', 0, 0, 0} end
+redis.call('HSET', KEYS[2], count, string.format('%.0f', calls + 1))
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local till = now + ARGV[2]
+local till = now + ARGV[4]
 local ends = string.format('%.0f', till)
-local hot, warm = {zset = KEYS[3], id = ARGV[3]}, {zset = KEYS[4], id = ARGV[4]}
+local hot, warm = {zset = KEYS[4], id = ARGV[5]}, {zset = KEYS[5], id = ARGV[6]}
 
 -- Keys of the group are shared with other sources, whose entries may stay for longer.
 local function keep(key)
-  if redis.call('PTTL', key) < tonumber(ARGV[2]) then redis.call('PEXPIREAT', key, ends) end
+  if redis.call('PTTL', key) < tonumber(ARGV[4]) then redis.call('PEXPIREAT', key, ends) end
 end
 
 local function tokens_of(prefix, holder)
@@ -56,22 +63,22 @@ local function set(prefix, name, holder, tokens)
   if till > latest then
     redis.call('HSET', prefix, 'until', ends)
     redis.call('PEXPIREAT', prefix, ends)
-    redis.call('ZADD', KEYS[2], ends, name)
+    redis.call('ZADD', KEYS[3], ends, name)
   end
   redis.call('ZADD', holder.zset, ends, name)
   redis.call('PEXPIREAT', holder.zset, ends)
-  keep(KEYS[2])
+  keep(KEYS[3])
 end
 
 local function drop(prefix, name, holder)
   redis.call('ZREM', holder.zset, name)
   if redis.call('HDEL', prefix, holder.id) == 1 and redis.call('HLEN', prefix) == 1 then -- `until` alone is left
     redis.call('DEL', prefix)
-    redis.call('ZREM', KEYS[2], name)
+    redis.call('ZREM', KEYS[3], name)
   end
 end
 
-for i = 5, #KEYS do
+for i = 6, #KEYS do
   local prefix, name = KEYS[i], KEYS[i]:sub(-32)
   local what, tokens = ARGV[2 * i - 5], ARGV[2 * i - 4]
   if what == 'hot' or what == 'warm' then
@@ -90,8 +97,8 @@ for i = 5, #KEYS do
   end
 end
 
-for i = 2, 4 do
+for i = 3, 5 do
   local over = redis.call('ZRANGEBYSCORE', KEYS[i], '-inf', now, 'LIMIT', 0, TRIMMED_MAX)
   if #over > 0 then redis.call('ZREMRANGEBYRANK', KEYS[i], 0, #over - 1) end
 end
-return {'applied', redis.call('ZCARD', KEYS[3]), redis.call('ZCARD', KEYS[4])}
+return {'applied', redis.call('ZCARD', KEYS[4]), redis.call('ZCARD', KEYS[5]), calls + 1}

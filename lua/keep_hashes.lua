@@ -1,30 +1,41 @@
--- keep_hashes(hashes, newest, oldest; number, most, milliseconds, entry*) -> {verdict, number}
+-- keep_hashes(record, fence, hashes, newest, oldest; publisher, token, calls, number, most, milliseconds, entry*) -> {verdict, number, calls}
 --
 -- Keep which blocks the engine hashes of a group stand for, in the newest of several generations.
 --
--- KEYS  hashes        string, PX  the number of the newest generation; none is 0
+-- KEYS  record        hash        the record of the publisher that has reported them
+--       fence         hash        shard 0's; `calls:<publisher>`: how many calls of its stream were made here
+--       hashes        string, PX  the number of the newest generation; none is 0
 --       newest        hash, PX    the generation of that number: engine hash to block
 --       oldest        hash, PX    the generation that ends when the next one begins
--- ARGV  number        of `newest`, as the caller believes
+-- ARGV  publisher     its integer id
+--       token         the lease token the caller believes is the highest
+--       calls         the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
+--       number        of `newest`, as the caller believes
 --       most          how many hashes a generation has; with more, the next one begins
 --       milliseconds  how long what is kept stays if nothing is written
 --       entry*        engine hash (8 bytes), block: 16 hex of its key, its depth in the piece, 16 hex of its head, and
 --                     in a namespace 16 hex of that
 --
--- {'applied', number}  written; the newest generation is now this one
--- {'other', number}    the newest generation is this one; nothing written
+-- {'applied', number, calls}  written; the newest generation is now this one. `calls` counts this call
+-- {'other', number, calls}    the newest generation is this one; nothing written
+-- {'fenced', 0, 0}            somebody else has the stream, it is gone, or has lost writes; nothing written
 
-local newest = tonumber(redis.call('GET', KEYS[1]) or '0') or 0
-if newest ~= tonumber(ARGV[1]) then return {'other', newest} end
-for i = 4, #ARGV, 1024 do
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return {'fenced', 0, 0} end
+local name = 'calls:' .. ARGV[1]
+local calls = tonumber(redis.call('HGET', KEYS[2], name) or 0) or 0
+if calls < tonumber(ARGV[3]) then return {'fenced', 0, 0} end
+local newest = tonumber(redis.call('GET', KEYS[3]) or '0') or 0
+if newest ~= tonumber(ARGV[4]) then return {'other', newest, calls} end
+redis.call('HSET', KEYS[2], name, string.format('%.0f', calls + 1))
+for i = 7, #ARGV, 1024 do
   local to = math.min(i + 1023, #ARGV)
-  redis.call('HSET', KEYS[2], unpack(ARGV, i, to))
+  redis.call('HSET', KEYS[4], unpack(ARGV, i, to))
 end
 local time = redis.call('TIME')
-redis.call('PEXPIREAT', KEYS[2], string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[3]))
-if redis.call('HLEN', KEYS[2]) >= tonumber(ARGV[2]) then
+redis.call('PEXPIREAT', KEYS[4], string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[6]))
+if redis.call('HLEN', KEYS[4]) >= tonumber(ARGV[5]) then
   newest = newest + 1
-  redis.call('UNLINK', KEYS[3])
+  redis.call('UNLINK', KEYS[5])
 end
-redis.call('SET', KEYS[1], string.format('%.0f', newest), 'PX', ARGV[3])
-return {'applied', newest}
+redis.call('SET', KEYS[3], string.format('%.0f', newest), 'PX', ARGV[6])
+return {'applied', newest, calls + 1}

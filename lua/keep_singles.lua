@@ -1,13 +1,23 @@
--- keep_singles(holders; version) -> {verdict}
+-- keep_singles(holders, record, fence; publisher, token, calls, version) -> {verdict, calls}
 --
 -- Tell readers that a group has blocks of unknown depth, before there is the first.
 --
 -- KEYS  holders  hash  the group's holder table
--- ARGV  version  a random nonce
+--       record   hash  the publisher's record
+--       fence    hash  shard 0's; `calls:<publisher>`: how many calls of its stream were made here
+-- ARGV  publisher  its integer id
+--       token      the lease token the caller believes is the highest
+--       calls      the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
+--       version    a random nonce
 --
--- {'applied'}  they know
--- {'stale'}    they did already; nothing written
+-- {'applied', calls}  they know, or did already. `calls` counts this call in both cases: when Redis loses that they know,
+--                     it also loses this count
+-- {'fenced', 0}       somebody else has the stream, it is gone, or has lost writes; nothing written
 
-if redis.call('HEXISTS', KEYS[1], 'singles') == 1 then return {'stale'} end
-redis.call('HSET', KEYS[1], 'singles', '1', 'version', ARGV[1])
-return {'applied'}
+if redis.call('HGET', KEYS[2], 'token') ~= ARGV[2] then return {'fenced', 0} end
+local name = 'calls:' .. ARGV[1]
+local calls = tonumber(redis.call('HGET', KEYS[3], name) or 0) or 0
+if calls < tonumber(ARGV[3]) then return {'fenced', 0} end
+redis.call('HSET', KEYS[3], name, string.format('%.0f', calls + 1))
+if redis.call('HSETNX', KEYS[1], 'singles', '1') == 1 then redis.call('HSET', KEYS[1], 'version', ARGV[4]) end
+return {'applied', calls + 1}

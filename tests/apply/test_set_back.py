@@ -8,24 +8,37 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream, blocks_of, stream_of
+from tests.store.factories import Stream, blocks_of, hgetall, stream_of
 from waymark.apply.applier import Applier, Fenced, Incoming, resumed
 from waymark.apply.options import ApplyOptions
+from waymark.apply.pool_hashes import KEPT
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.parts import Commit
+from waymark.domain.status import StreamStatus
 from waymark.metrics import Metrics
+from waymark.store import keys
 from waymark.store.client import RedisClient, Reply
 from waymark.store.store import Store
 
 BLOCK_SIZE = 16
 SHARDS = 2
 #: Scripts whose effect must not be lost.
-_WRITING = ("new_life", "apply_rows", "commit_batch")
+_WRITING = (
+    "new_life",
+    "apply_rows",
+    "commit_batch",
+    "write_record",
+    "mark_publisher",
+    "keep_singles",
+    "keep_hashes",
+    "apply_prefixes",
+)
 
 
 def stored(chain: int, blocks: int, *, after: int | None = None, medium: str = "GPU") -> Stored:
@@ -38,7 +51,11 @@ def stored(chain: int, blocks: int, *, after: int | None = None, medium: str = "
 FOLDS: Sequence[Sequence[Event]] = (
     (stored(1, 70), stored(3, 9, medium="CPU")),
     (Cleared(), stored(1, 70), stored(2, 40, after=1031), Removed((1060, 1061, 1062), "GPU")),
-    (stored(3, 40, medium="CPU"), stored(4, 36, after=1031)),
+    (
+        stored(3, 40, medium="CPU"),
+        stored(4, 36, after=1031),
+        Stored((77, 78), None, b"", BLOCK_SIZE, "GPU", is_identity=True, is_deep=True),
+    ),
 )
 """The events of each fold; every event is a batch."""
 
@@ -52,7 +69,7 @@ class SetBack(RedisClient):
         self._real = redis
         self._is_back = False
         self._shard, self._to, self._at = shard, to, at
-        self._kept: dict[bytes, bytes] = {}
+        self._kept: dict[bytes, tuple[bytes, int]] = {}
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         if name not in _WRITING:
@@ -62,7 +79,10 @@ class SetBack(RedisClient):
         reply = await super().run(name, keys, args)
         self.calls += 1
         if self.calls == self._to:
-            self._kept = {key: cast("bytes", await self._real.dump(key)) for key in await self._keys()}
+            self._kept = {
+                key: (cast("bytes", await self._real.dump(key)), max(0, await self._real.pttl(key)))
+                for key in await self._keys()
+            }
         return reply
 
     async def come_back(self) -> None:
@@ -72,21 +92,66 @@ class SetBack(RedisClient):
         self._is_back = True
         for key in await self._keys():
             await self._real.delete(key)
-        for key, value in self._kept.items():
-            await self._real.restore(key, 0, value)
+        for key, (value, milliseconds) in self._kept.items():
+            await self._real.restore(key, milliseconds, value)
 
     async def _keys(self) -> list[bytes]:
         tag = f"1.{self._shard}" if self._shard else "1"
         return cast("list[bytes]", await self._real.keys(f"wm:{{{tag}}}:*"))
 
 
-async def index_of(redis: Redis, stream: Stream) -> Counter[tuple[str, int]]:
-    """Blocks by holder name and key, of live holders."""
-    state = await stream.store.records.read(stream.grant)
+class Ended(Exception):
+    """The worker ends here, and another one goes on."""
+
+
+class EndsAfter(SetBack):
+    """The worker that makes the call ``at`` ends before it reads the reply."""
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
+        reply = await super().run(name, keys, args)
+        if name in _WRITING and self.calls == self._at:
+            self._at = 0
+            raise Ended
+        return reply
+
+
+@dataclass
+class Kept:
+    """What Redis has of a stream in the end."""
+
+    blocks: Counter[tuple[str, int]]
+    """By holder name and key, of live holders."""
+    hashes: set[int]
+    """The engine hashes whose blocks are known to pools."""
+    has_singles: bool
+    flags: frozenset[str]
+    status: str
+    is_lost: bool
+    """Whether its row says so, by which readers leave it out."""
+
+
+async def kept_of(redis: Redis, stream: Stream) -> Kept:
+    store, grant = stream.store, stream.grant
+    state = await store.records.read(grant)
     assert state is not None
     names = {holder: str(name) for name, holder in state.holders.items()}
-    return Counter(
-        (names[holder], key) for key, ids in (await blocks_of(redis)).items() for holder in ids if holder in names
+    told = [
+        engine_hash
+        for fold in FOLDS
+        for event in fold
+        if isinstance(event, Stored)
+        for engine_hash in event.engine_hashes
+    ]
+    table = await hgetall(redis, keys.holders(grant.group_id))
+    return Kept(
+        Counter(
+            (names[holder], key) for key, ids in (await blocks_of(redis)).items() for holder in ids if holder in names
+        ),
+        set(await store.hashes.find(grant.group_id, told)),
+        b"singles" in table,
+        state.flags,
+        state.status,
+        table[b"publisher:%d" % grant.publisher] == grant.claim.row(is_lost=True),
     )
 
 
@@ -107,7 +172,7 @@ class Worker:
                 await self._client.come_back()
                 for _ in range(SHARDS):
                     await applier.renew(60.0)
-            except Fenced:
+            except (Fenced, Ended):
                 self.fenced += 1
                 assert self.fenced < 10
             else:
@@ -123,6 +188,11 @@ class Worker:
                 incoming = [Incoming(seq, f"{seq:016x}", Batch(0.0, (event,))) for seq, event in batches]
                 seq = batches[-1][0]
                 await applier.apply(incoming, Commit(seq, 0.0, 0.0, f"{seq:016x}"))
+        # A stream that is lost for a while, and told to be careful from now on.
+        await applier.set_lost(is_lost=True)
+        await applier.set_lost(is_lost=False)
+        applier.resolver.flags.add("extra")
+        await applier.keep_facts({"status": StreamStatus.ACTIVE})
         return applier
 
     async def _taken_up(self) -> tuple[Applier, int]:
@@ -132,16 +202,19 @@ class Worker:
         if state.watermark is not None and grant.has_lost(state.shard_calls):
             await applier.new_life()
             applier, state = await resumed(grant, self._store, Metrics(), ApplyOptions())
+        applier.pool_hashes.is_wanted = True
+        while KEPT not in applier.resolver.flags:
+            await applier.pool_hashes.tick(state.watermark)
         return applier, -1 if state.watermark is None else state.watermark
 
 
-async def outcome(redis: Redis, shards: int, client: SetBack) -> tuple[Counter[tuple[str, int]], int]:
-    """What is in the index in the end, and how often the worker was fenced."""
+async def outcome(redis: Redis, shards: int, client: SetBack) -> tuple[Kept, int]:
+    """What Redis has in the end, and how often the worker was fenced."""
     await redis.flushall()
     store = Store(client, shards=shards)
     worker = Worker(client, store, await stream_of(store, redis))
     await worker.run()
-    return await index_of(redis, worker.stream), worker.fenced
+    return await kept_of(redis, worker.stream), worker.fenced
 
 
 @pytest.fixture
@@ -158,7 +231,9 @@ async def test_a_call_that_is_lost_after_its_reply_is_made_again(redis: Redis, s
     client = SetBack(redis)
     right, fenced = await outcome(redis, shards, client)
     assert fenced == 0
-    assert len(right) == 70 - 3 + 40 + 40 + 36
+    assert len(right.blocks) == 70 - 3 + 40 + 40 + 36 + 2
+    assert (len(right.hashes), right.has_singles, right.is_lost) == (70 + 9 + 40 + 31 + 36, True, False)
+    assert right.flags == {KEPT, "extra"}
     calls, noticed = client.calls, 0
     for to in range(1, calls):
         for shard in range(shards):
@@ -166,3 +241,24 @@ async def test_a_call_that_is_lost_after_its_reply_is_made_again(redis: Redis, s
             assert found == right, f"shard {shard} lost call {to + 1} of {calls}"
             noticed += fenced > 0
     assert noticed == calls - 1, "the loss of every call is noticed, and nothing else is"
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+@pytest.mark.parametrize("shards", [1, SHARDS])
+async def test_a_worker_that_ends_after_any_call_leaves_nothing_out(redis: Redis, shards: int) -> None:
+    client = SetBack(redis)
+    right, _ = await outcome(redis, shards, client)
+    for at in range(1, client.calls + 1):
+        assert await outcome(redis, shards, EndsAfter(redis, at=at)) == (right, 1), f"call {at} of {client.calls}"
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_several_calls_that_one_of_two_shards_loses_are_made_again(redis: Redis) -> None:
+    """What the other shard has of them is not sent again, and still nothing is left out."""
+    client = SetBack(redis)
+    right, _ = await outcome(redis, SHARDS, client)
+    for to in range(1, client.calls - 5, 2):
+        found, fenced = await outcome(redis, SHARDS, SetBack(redis, to=to, at=to + 6))
+        assert (found, fenced > 0) == (right, True), f"shard 0 lost calls {to + 1} to {to + 5} of {client.calls}"

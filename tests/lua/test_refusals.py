@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 from redis.asyncio import Redis
@@ -10,15 +10,22 @@ from redis.asyncio import Redis
 from tests.store.factories import Stream, snapshot, stored
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.scripts import Outcome, Scripts, Verdict
+from waymark.store.client import RedisClient
+from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 
 HOLDERS, DEAD, FENCE, WORD = keys.holders(1), keys.dead(1), keys.fence(1, 0), "f" * 16
 BEFORE = "e" * 16
 RECORD, LEASE, LOAD, ENTRIES = keys.record(1, 1), keys.lease(1, 1), keys.load(1), keys.entries(1)
 
+BLOCK = [b"h" * 8, b"%016x3%016x" % (4, 1)]
+PREFIXES = keys.opaque_prefixes(1), keys.opaque_prefixes(1, 1), keys.opaque_prefixes(1, 2)
+
 Call = Callable[[Scripts, str], Awaitable[Outcome]]
 
 CALLS: dict[str, Call] = {
+    "apply_prefixes": lambda scripts, token: scripts.apply_prefixes(
+        RECORD, FENCE, *PREFIXES, [keys.opaque_prefix(1, "a" * 32)], 1, token, 0, 9000, 1, 2, ["hot", 5]
+    ),
     "commit_batch": lambda scripts, token: scripts.commit_batch(
         RECORD, FENCE, 1, token, 0, 9, "", "", "0" * 16, [1, 5], [1, 1]
     ),
@@ -27,15 +34,33 @@ CALLS: dict[str, Call] = {
     "end_publisher": lambda scripts, token: scripts.end_publisher(
         HOLDERS, RECORD, LEASE, DEAD, LOAD, ENTRIES, 1, token, WORD, ""
     ),
-    "mark_publisher": lambda scripts, token: scripts.mark_publisher(HOLDERS, RECORD, 1, token, b'{"a":1}', WORD),
+    "keep_hashes": lambda scripts, token: scripts.keep_hashes(
+        RECORD, FENCE, keys.hashes(1), keys.hashes(1, 0), keys.hashes(1, -9), 1, token, 0, 0, 9, 9000, BLOCK
+    ),
+    "keep_singles": lambda scripts, token: scripts.keep_singles(HOLDERS, RECORD, FENCE, 1, token, 0, WORD),
+    "mark_publisher": lambda scripts, token: scripts.mark_publisher(
+        HOLDERS, RECORD, FENCE, 1, token, 0, b'{"a":1}', WORD
+    ),
     "new_life": lambda scripts, token: scripts.new_life(
         HOLDERS, RECORD, FENCE, DEAD, 1, token, 0, BEFORE, WORD, 0, "*", WORD, ["0 CPU", '{"a":1}']
     ),
     "note_entries": lambda scripts, token: scripts.note_entries(ENTRIES, RECORD, 1, token, 9, 500, "", "2 5:2"),
     "raise_fence": lambda scripts, token: scripts.raise_fence(FENCE, 1, token),
     "renew_lease": lambda scripts, token: scripts.renew_lease(LEASE, RECORD, token, 1000),
-    "write_record": lambda scripts, token: scripts.write_record(RECORD, token, ["status", "x", "flags", ""]),
+    "write_record": lambda scripts, token: scripts.write_record(
+        RECORD, FENCE, 1, token, 0, ["status", "x", "flags", ""]
+    ),
 }
+COUNTED = (
+    "apply_prefixes",
+    "commit_batch",
+    "keep_hashes",
+    "keep_singles",
+    "mark_publisher",
+    "new_life",
+    "write_record",
+)
+"""Their effect is not to be lost unseen. ``apply_rows`` is another one."""
 FREEING = {"drop_fence", "drop_lease"}
 """They only take away, so Redis lets them even when its memory is full."""
 
@@ -76,3 +101,35 @@ async def test_out_of_memory_changes_nothing(redis: Redis, scripts: Scripts, str
     finally:
         await redis.config_set("maxmemory", "0")
     assert (await CALLS[name](scripts, stream.grant.token)).is_applied
+
+
+@pytest.mark.parametrize("name", COUNTED)
+async def test_a_call_is_counted_by_which_its_loss_is_seen(scripts: Scripts, stream: Stream, name: str) -> None:
+    """As other calls see it: all of them compare the count."""
+    index, grant = stream.store.index, stream.grant
+    await stream.begin("0 GPU", nonce=BEFORE)
+    before = grant.first_calls
+    outcome = await CALLS[name](scripts, grant.token)
+    assert outcome.is_applied
+    grant.acknowledged(0, outcome.numbers[0] if name == "new_life" else outcome.numbers[-1])
+    assert grant.first_calls == before + 1
+    assert await index.has_lost(grant, [0]) == []
+    grant.acknowledged(0, before + 2)
+    assert await index.has_lost(grant, [0]) == [0]
+
+
+@pytest.mark.parametrize("name", COUNTED)
+async def test_after_a_loss_nothing_is_written(redis: Redis, stream: Stream, name: str) -> None:
+    """The shard has fewer calls than the caller knows of."""
+    before = await snapshot(redis)
+    behind = Behind(RedisClient(redis, "redis://test"))
+    assert (await CALLS[name](behind, stream.grant.token)).verdict is Verdict.FENCED
+    assert await snapshot(redis) == before
+
+
+class Behind(Scripts):
+    """The caller knows of one call, of a publisher whose calls nobody has counted here."""
+
+    async def _run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Outcome:
+        assert args[2] == 0, "the calls that the shard has acknowledged"
+        return await super()._run(name, keys, [*args[:2], 1, *args[3:]])

@@ -11,17 +11,17 @@ from waymark.store.scripts import Scripts, Verdict
 
 
 def of(stream: Stream, token: str | None = None) -> tuple[str, str, int, str, int]:
-    """What ``commit_batch`` is told of a stream that has acknowledged no call."""
+    """What the scripts are told of a stream that has acknowledged no call."""
     return stream.grant.record, keys.fence(1, 0), stream.grant.publisher, token or stream.grant.token, 0
 
 
 async def test_fields_are_written_and_an_empty_one_goes(redis: Redis, scripts: Scripts, stream: Stream) -> None:
-    record, token = stream.grant.record, stream.grant.token
+    record = stream.grant.record
     before = await hgetall(redis, record)
     fields = ["status", "active", "flags", "a b", "count:gaps", "3"]
-    assert await scripts.write_record(record, token, fields) == (Verdict.APPLIED, (0,))
+    assert await scripts.write_record(*of(stream), fields) == (Verdict.APPLIED, (1,))
     assert await hgetall(redis, record) == before | {b"status": b"active", b"flags": b"a b", b"count:gaps": b"3"}
-    await scripts.write_record(record, token, ["flags", "", "never", "", "status", "lost"])
+    await scripts.write_record(*of(stream), ["flags", "", "never", "", "status", "lost"])
     assert await hgetall(redis, record) == before | {b"status": b"lost", b"count:gaps": b"3"}
 
 

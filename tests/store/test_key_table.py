@@ -113,7 +113,7 @@ async def live(client: RedisClient, redis: Redis) -> None:
     await lease_lost.store.leases.drop(lease_lost.grant)
     lost = lease_lost.grant
     for claim_comes in (one.registry.register(lost.claim.registration), unmarked(lost, one)):
-        await one.scripts.write_record(lost.record, lost.token, ["unclaimed", "1"])
+        await write(one, lost, "unclaimed", "1")
         await claim_comes
     await redis.hdel(keys.PUBLISHERS, keys.publisher_field(lost.claim.registration.name).decode())
     assert await one.unclaimed.end(Unclaimed(lost.publisher, lost.group_id, lost.shards))
@@ -121,7 +121,11 @@ async def live(client: RedisClient, redis: Redis) -> None:
 
 
 async def unmarked(grant: Grant, store: Store) -> None:
-    await store.scripts.write_record(grant.record, grant.token, ["unclaimed", ""])
+    await write(store, grant, "unclaimed", "")
+
+
+async def write(store: Store, grant: Grant, name: str, value: str) -> None:
+    await store.scripts.write_record(grant.record, grant.fence, grant.publisher, grant.token, 0, [name, value])
 
 
 async def publish_and_unregister(stream: Stream) -> None:
@@ -142,7 +146,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), 600_000)
     blocks = [Reported(hash_, Spot(Place(HEAD), ns, 3, hash_)) for hash_ in range(1, 120) for ns in (0, NS)]
     for _ in range(12):
-        await store.hashes.keep(grant.group_id, blocks, 1000)
+        await store.hashes.keep(grant, blocks, 1000)
     await store.entries.note(grant, {gpu: 3, disk: 2}, 4)
     await store.entries.note(other.grant, {shared: 5}, 4)
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))

@@ -28,7 +28,7 @@ from waymark.apply.bounding import Bounding
 from waymark.apply.counts import Counts
 from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
-from waymark.apply.pool_hashes import PoolHashes
+from waymark.apply.pool_hashes import KEPT, PoolHashes
 from waymark.apply.portions import portions_of
 from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
@@ -44,6 +44,7 @@ from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.activity import Kind, about
 from waymark.store.entries import GroupEntries
+from waymark.store.hashes import Reported
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.records import Begin, Facts, StreamState
 from waymark.store.scripts import Verdict
@@ -106,9 +107,10 @@ class Applier:
             store.takeover,
             self.answered,
             self._apply_early,
+            self._keep_hashes,
             self.keep_facts,
-            hashes_max=pool_hashes_max,
         )
+        self._pool_hashes_max = pool_hashes_max
         self._counts = Counts(resolver, counters, metrics)
         self._asked = 0
         self._has_singles = False
@@ -164,6 +166,7 @@ class Applier:
         parts = await self.slices.run(self._resolve(plan, fold))
         if any(part.place.is_single for part in parts):
             await self._keep_singles()
+        await self.pool_hashes.keep(parts)
         moves = Moves(resolver.memory)
         event_ids = resolver.take_event_ids()
         *portions, last = portions_of(parts, self.grant.shards)
@@ -173,7 +176,6 @@ class Applier:
             await self._apply(portion, moves, None, {})
             await self._keep_lease()
         await self._apply(last, moves, commit, event_ids)
-        await self.pool_hashes.keep(parts)
         self._counts.applied(batches, parts, time.perf_counter() - began)
 
     def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[list[Part]]:
@@ -192,8 +194,14 @@ class Applier:
     async def _keep_singles(self) -> None:
         """Mark the group as one with blocks of unknown depth, before the first such block is written."""
         if not self._has_singles:
-            await self.answered(lambda: self._store.records.keep_singles(self.grant))
+            if not await self.answered(lambda: self._store.records.keep_singles(self.grant)):
+                raise Fenced
             self._has_singles = True
+
+    async def _keep_hashes(self, blocks: Sequence[Reported]) -> None:
+        hashes_max = self._pool_hashes_max
+        if not await self.answered(lambda: self._store.hashes.keep(self.grant, blocks, hashes_max)):
+            raise Fenced
 
     async def _apply(
         self, parts: Sequence[Part], moves: Moves, commit: Commit | None, event_ids: Mapping[int, int]
@@ -341,9 +349,10 @@ async def resumed(
     )
     main_group = int(state.main_groups) if state.main_groups else None
     resolver.resume(state.holders, state.flags, main_group, state.event_ids)
+    has_skipped = False
     if memory is None:
         ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
-        resolver.skip(await store.takeover.fill(grant, ranks, resolver.memory), state.watermark)
+        has_skipped = resolver.skip(await store.takeover.fill(grant, ranks, resolver.memory), state.watermark)
     counters = Counter(state.counters)
     resolver.missing = counters[MISSING]
     # Blocks that waited for their parents were only in the memory of the process before.
@@ -360,5 +369,9 @@ async def resumed(
         state = await store.records.read(grant)
         if state is None:
             raise Fenced
+    elif has_skipped and KEPT in resolver.flags:
+        # Shard 0 may have lost the hashes of blocks that another shard has, and that are skipped.
+        resolver.flags.discard(KEPT)
+        await applier.keep_facts()
     await applier.bounding.check(at_once=True)
     return applier, state

@@ -40,11 +40,10 @@ class PoolHashes:
         takeover: Takeover,
         answered: _Answered,
         apply: Callable[[Sequence[Part]], Awaitable[None]],
+        keep: Callable[[Sequence[Reported]], Awaitable[None]],
         keep_facts: Callable[[], Awaitable[None]],
-        *,
-        hashes_max: int,
     ) -> None:
-        """``apply`` applies parts that come before the next batch."""
+        """``apply`` applies parts that come before the next batch. ``keep`` writes hashes to Redis."""
         self.is_wanted = False
         """The group has a pool, and this publisher is an engine in front of it."""
         self._grant = grant
@@ -53,8 +52,8 @@ class PoolHashes:
         self._takeover = takeover
         self._answered = answered
         self._apply = apply
+        self._write = keep
         self._keep_facts = keep_facts
-        self._hashes_max = hashes_max
         self._blocks: AsyncIterator[list[Reported]] | None = None
         """Of those from before the pool was registered, the ones that are still to be kept."""
         self._pause, self._due, self._waited = _PAUSE_SECONDS[0], 0.0, 0
@@ -64,7 +63,11 @@ class PoolHashes:
         await self._look_up(self._resolver.hashes_to_find(batches))
 
     async def keep(self, parts: Sequence[Part]) -> None:
-        """Keep what the engine hashes of new blocks stand for."""
+        """Keep what the engine hashes of new blocks stand for.
+
+        It is done before the blocks are applied: a worker that takes over sends no block again that Redis has, so it
+        would not keep its hash either.
+        """
         if not self.is_wanted:
             return
         await self._keep(
@@ -129,4 +132,4 @@ class PoolHashes:
 
     async def _keep(self, blocks: Sequence[Reported]) -> None:
         if blocks:
-            await self._answered(lambda: self._hashes.keep(self._grant.group_id, blocks, self._hashes_max))
+            await self._write(blocks)

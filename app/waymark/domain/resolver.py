@@ -287,11 +287,16 @@ class Resolver:
     def _first_position(self) -> int:
         return 1 + (EARLY_MAX if self.registration.scope == "shared" else 0)
 
-    def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]], watermark: int | None) -> None:
-        """What Redis has of batches behind the watermark: by holder and shard, seq and position."""
+    def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]], watermark: int | None) -> bool:
+        """What Redis has of batches behind the watermark: by holder and shard, seq and position.
+
+        Returns whether there is any. Such a batch is resolved again, without the parts that Redis has.
+        """
         self.placer.skip(counted)
         behind = -1 if watermark is None else watermark
-        self._early = max((position // STEP for seq, position in counted.values() if seq > behind), default=0)
+        positions = [position // STEP for seq, position in counted.values() if seq > behind]
+        self._early = max(positions, default=0)
+        return bool(positions)
 
     def resolve_waiting(self, seq: int) -> list[Part]:
         """The parts of objects that have waited, and whose blocks an engine has reported meanwhile.

@@ -15,7 +15,8 @@ from waymark.domain.known import Spot
 from waymark.domain.rows import DEPTHS, Place
 from waymark.store import keys
 from waymark.store.client import RedisClient
-from waymark.store.scripts import Arg, Scripts
+from waymark.store.leases import Grant
+from waymark.store.scripts import Arg, Scripts, Verdict
 
 GENERATIONS: Final = 10
 #: Entries in one call, less than 1 ms of Redis.
@@ -39,8 +40,9 @@ class Hashes:
         self._client = client
         self._scripts = scripts
 
-    async def keep(self, group_id: int, blocks: Sequence[Reported], hashes_max: int) -> None:
-        """Keep blocks, at most about ``hashes_max`` of the group."""
+    async def keep(self, grant: Grant, blocks: Sequence[Reported], hashes_max: int) -> bool:
+        """Keep blocks, at most about ``hashes_max`` of the group; False if fenced."""
+        group_id = grant.group_id
         number = await self._newest(group_id)
         for start in range(0, len(blocks), _CALL_ENTRIES):
             entries: list[Arg] = []
@@ -48,17 +50,25 @@ class Hashes:
                 entries += (pack([block.engine_hash]), _encoded(block.spot))
             while True:
                 outcome = await self._scripts.keep_hashes(
+                    grant.record,
+                    grant.fence,
                     keys.hashes(group_id),
                     keys.hashes(group_id, number),
                     keys.hashes(group_id, number + 1 - GENERATIONS),
+                    grant.publisher,
+                    grant.token,
+                    grant.first_calls,
                     number,
                     max(1, hashes_max // GENERATIONS),
                     _KEEP_MS,
                     entries,
                 )
+                if outcome.verdict is Verdict.FENCED:
+                    return False
                 number = outcome.numbers[0]
-                if outcome.is_applied:
+                if grant.counted(outcome):
                     break
+        return True
 
     async def find(self, group_id: int, engine_hashes: Sequence[int]) -> dict[int, Spot]:
         """The blocks of those hashes that have been reported."""

@@ -17,7 +17,7 @@ from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
 from waymark.store.parsing import lenient_text
-from waymark.store.scripts import Scripts, Verdict
+from waymark.store.scripts import Outcome, Scripts, Verdict
 
 
 def random_nonce() -> str:
@@ -76,6 +76,12 @@ class Grant:
         """A shard has answered a call. Answers of calls that ran at the same time come in any order."""
         self.calls[shard] = max(calls, self.calls.get(shard, 0))
 
+    def counted(self, outcome: Outcome) -> bool:
+        """Whether shard 0 has carried out a call, whose reply ends with the number of its calls. False if fenced."""
+        if outcome.is_applied:
+            self.acknowledged(0, outcome.numbers[-1])
+        return outcome.is_applied
+
     def has_lost(self, shard_calls: Mapping[int, int]) -> bool:
         """Whether a shard had fewer calls, when the fence was raised there, than a record knew of."""
         return self.is_forgotten or any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
@@ -100,6 +106,16 @@ class Grant:
     @property
     def record(self) -> str:
         return keys.record(self.claim.group_id, self.claim.publisher)
+
+    @property
+    def fence(self) -> str:
+        """Of shard 0, which has the record."""
+        return keys.fence(self.claim.group_id, 0)
+
+    @property
+    def first_calls(self) -> int:
+        """How many calls shard 0 has acknowledged."""
+        return self.calls.get(0, 0)
 
     @property
     def lease(self) -> str:

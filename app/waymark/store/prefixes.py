@@ -41,17 +41,23 @@ class Prefixes:
             args += (change.change, "" if change.tokens is None else change.tokens)
         outcome = await self._scripts.apply_prefixes(
             grant.record,
+            grant.fence,
             keys.opaque_prefixes(grant.group_id),
             keys.opaque_prefixes(grant.group_id, hot),
             keys.opaque_prefixes(grant.group_id, warm),
             [keys.opaque_prefix(grant.group_id, change.key) for change in changes],
+            grant.publisher,
             grant.token,
+            grant.first_calls,
             1000 * ttl_seconds,
             hot,
             warm,
             args,
         )
-        return sum(outcome.numbers) if outcome.is_applied else None
+        if not grant.counted(outcome):
+            return None
+        hot_entries, warm_entries, _ = outcome.numbers
+        return hot_entries + warm_entries
 
     async def oldest(self, grant: Grant, hot: int, warm: int, entries_max: int) -> list[PrefixChange]:
         """Changes that remove the oldest tenth of ``entries_max`` entries: at most ``CHANGES_MAX``, oldest first."""

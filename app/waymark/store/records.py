@@ -21,7 +21,7 @@ from waymark.store.heartbeats import Heartbeat
 from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import RecordParser
-from waymark.store.scripts import Scripts
+from waymark.store.scripts import Arg, Scripts
 from waymark.store.stream_fields import BLOCKS, COUNTER, EVENT, HOLDER, MISSING, SHARD, StreamFields, holder_id
 
 
@@ -168,7 +168,7 @@ class Records:
                 name = HolderName(holder.dp_rank, holder.medium, digest=str(holder.id))
                 args += (f"{HOLDER}{name}", str(holder.id))
         if args:
-            await self._scripts.write_record(grant.record, grant.token, args)
+            await self._write(grant, args)
 
     async def new_life(
         self,
@@ -218,23 +218,40 @@ class Records:
             args += (name, str(value))
         for name, count in counters.items():
             args += (COUNTER + name, str(count))
-        return (await self._scripts.write_record(grant.record, grant.token, args)).is_applied
+        return await self._write(grant, args)
+
+    async def _write(self, grant: Grant, args: Sequence[Arg]) -> bool:
+        outcome = await self._scripts.write_record(
+            grant.record, grant.fence, grant.publisher, grant.token, grant.first_calls, args
+        )
+        return grant.counted(outcome)
 
     async def set_lost(self, grant: Grant, *, is_lost: bool) -> bool:
         """Set in the holder table whether the publisher is lost; False if fenced."""
         outcome = await self._scripts.mark_publisher(
             keys.holders(grant.group_id),
             grant.record,
+            grant.fence,
             grant.publisher,
             grant.token,
+            grant.first_calls,
             grant.claim.row(is_lost=is_lost),
             random_nonce(),
         )
-        return outcome.is_applied
+        return grant.counted(outcome)
 
-    async def keep_singles(self, grant: Grant) -> None:
-        """Mark the group as one that has blocks of unknown depth."""
-        await self._scripts.keep_singles(keys.holders(grant.group_id), random_nonce())
+    async def keep_singles(self, grant: Grant) -> bool:
+        """Mark the group as one that has blocks of unknown depth; False if fenced."""
+        outcome = await self._scripts.keep_singles(
+            keys.holders(grant.group_id),
+            grant.record,
+            grant.fence,
+            grant.publisher,
+            grant.token,
+            grant.first_calls,
+            random_nonce(),
+        )
+        return grant.counted(outcome)
 
     async def publisher_states(self, claims: Sequence[Claim]) -> list[PublisherState]:
         """One state per claim, in their order; without a readable record, a state has the values of the claim."""

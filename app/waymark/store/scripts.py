@@ -152,8 +152,10 @@ class Scripts:
     async def drop_lease(self, lease: str, record: str, token: str) -> Outcome:
         return await self._run("drop_lease", [lease, record], [token])
 
-    async def write_record(self, record: str, token: str, field: Sequence[Arg]) -> Outcome:
-        return await self._run("write_record", [record], [token, *field])
+    async def write_record(
+        self, record: str, fence: str, publisher: int, token: str, calls: int, field: Sequence[Arg]
+    ) -> Outcome:
+        return await self._run("write_record", [record, fence], [publisher, token, calls, *field])
 
     async def new_ids(
         self, groups: str, group: bytes, shards: int, above: int, publisher_above: int, hash_seed: int, format: str
@@ -185,12 +187,14 @@ class Scripts:
         return await self._run("begin_publisher", [holders, record], args)
 
     async def mark_publisher(
-        self, holders: str, record: str, publisher: int, token: str, row: bytes, version: str
+        self, holders: str, record: str, fence: str, publisher: int, token: str, calls: int, row: bytes, version: str
     ) -> Outcome:
-        return await self._run("mark_publisher", [holders, record], [publisher, token, row, version])
+        return await self._run("mark_publisher", [holders, record, fence], [publisher, token, calls, row, version])
 
-    async def keep_singles(self, holders: str, version: str) -> Outcome:
-        return await self._run("keep_singles", [holders], [version])
+    async def keep_singles(
+        self, holders: str, record: str, fence: str, publisher: int, token: str, calls: int, version: str
+    ) -> Outcome:
+        return await self._run("keep_singles", [holders, record, fence], [publisher, token, calls, version])
 
     async def end_publisher(
         self,
@@ -209,9 +213,22 @@ class Scripts:
         return await self._run("end_publisher", keys, [publisher, token, version, unclaimed])
 
     async def keep_hashes(
-        self, hashes: str, newest: str, oldest: str, number: int, most: int, milliseconds: int, entry: Sequence[Arg]
+        self,
+        record: str,
+        fence: str,
+        hashes: str,
+        newest: str,
+        oldest: str,
+        publisher: int,
+        token: str,
+        calls: int,
+        number: int,
+        most: int,
+        milliseconds: int,
+        entry: Sequence[Arg],
     ) -> Outcome:
-        return await self._run("keep_hashes", [hashes, newest, oldest], [number, most, milliseconds, *entry])
+        args: list[Arg] = [publisher, token, calls, number, most, milliseconds, *entry]
+        return await self._run("keep_hashes", [record, fence, hashes, newest, oldest], args)
 
     async def note_entries(
         self, entries: str, record: str, publisher: int, token: str, max: int, milliseconds: int, cut: Arg, value: str
@@ -288,18 +305,21 @@ class Scripts:
     async def apply_prefixes(
         self,
         record: str,
+        fence: str,
         prefixes: str,
         hot: str,
         warm: str,
         prefix: Sequence[str],
+        publisher: int,
         token: str,
+        calls: int,
         milliseconds: int,
         hot_holder: int,
         warm_holder: int,
         change: Sequence[Arg],
     ) -> Outcome:
-        args: list[Arg] = [token, milliseconds, hot_holder, warm_holder, *change]
-        return await self._run("apply_prefixes", [record, prefixes, hot, warm, *prefix], args)
+        args: list[Arg] = [publisher, token, calls, milliseconds, hot_holder, warm_holder, *change]
+        return await self._run("apply_prefixes", [record, fence, prefixes, hot, warm, *prefix], args)
 
     async def keep_selection(self, selection: str, before: str, value: str, milliseconds: int) -> Outcome:
         return await self._run("keep_selection", [selection], [before, value, milliseconds])

@@ -54,14 +54,15 @@ class UnclaimedPublishers:
         taken = await self._leases.take_seat(seat, "unregister", 5.0, force=True)
         if taken is None:
             return False
-        marked = await self._scripts.write_record(record, taken.token, ["unclaimed", "1"])
+        fence, calls = keys.fence(seat.group_id, 0), taken.calls[0]
+        marked = await self._scripts.write_record(record, fence, seat.publisher, taken.token, calls, ["unclaimed", "1"])
         if (
             marked.is_applied
             and not await self._has_claim(seat, name)
             and await self._leases.end_seat(seat, taken.token, only_unclaimed=True)
         ):
             return True
-        await self._scripts.write_record(record, taken.token, ["unclaimed", ""])
+        await self._scripts.write_record(record, fence, seat.publisher, taken.token, calls, ["unclaimed", ""])
         await self._scripts.drop_lease(keys.lease(seat.group_id, seat.publisher), record, taken.token)
         return False
 
