@@ -208,6 +208,28 @@ async def test_a_body_that_is_no_event(client: httpx.AsyncClient, body: Any) -> 
     assert (status, answer["reason"]) == (400, "invalid_type")
 
 
+async def test_the_events_of_lmcache_servers_are_refused_with_the_way_out(client: httpx.AsyncClient) -> None:
+    """As LMCache 0.5.6 posts them to its coordinator: a chunk has its tokens and its offset, and no parent."""
+    key = {"chunk_hash_hex": "ab" * 32, "model_name": "m", "kv_rank": 16777472, "object_group_id": 0, "cache_salt": ""}
+    batch = {
+        "instance_id": "lmcache-1",
+        "incarnation": 1790000000,
+        "seq": 1,
+        "event_type": "store",
+        "tier": "l1",
+        "backend": "dram",
+        "entries": [{"key": key, "size_bytes": 33554432, "token_ids": TOKENS, "token_offset": 0}],
+        "shared": False,
+        "ts": 1790000001.5,
+        "capacity_bytes": 0,
+        "capacity_revision": 0,
+    }
+    status, body = await post(client, {"batches": [batch]})
+    assert (status, body["reason"], body["field"]) == (400, "invalid_value", "batches")
+    assert "Register the vLLM of each LMCache server" in body["error"]
+    assert (await matched(client))["longest_matched"] == 0
+
+
 async def test_a_publisher_with_a_socket_is_read_from_there(client: httpx.AsyncClient, register: Register) -> None:
     await register("engine-1", type="standard")
     status, body = await post(client, event(1, backend_id="engine-1"))

@@ -69,6 +69,14 @@ RULES = {
         counted={"unresolved": 1},
     ),
     "another-block-size": Rule([[store([1], "AB", block_size=8)]], {}, counted={"ignored.block_size_mismatch": 1}),
+    "chunks-of-blocks-off-the-device": Rule(
+        [
+            [store([1], "AB", medium="CPU", block_size=8), store([2], "CD", 1, medium="CPU", block_size=8)],
+            [store([3], "XY", medium="CPU", block_size=8)],
+            [remove(3, medium="CPU")],
+        ],
+        {"0 CPU": set(keys("ABCD"))},
+    ),
     "off-gpu-before-any-salt": Rule([[store([1], "A", medium="CPU")]], {"0 CPU": set(keys("A"))}),
     "off-gpu-looks-its-hash-up": Rule(
         [[SALTED], [store([1], "A", medium="CPU"), store([9], "Z", medium="CPU")]],

@@ -134,6 +134,11 @@ def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "big")
 
 
+def derived_hash(engine_hash: int, number: int) -> int:
+    """An engine hash of our own, for a block to which the engine gives none: so many blocks before a named one."""
+    return xxh3_64_intdigest(_PAIR(engine_hash, number))
+
+
 def dimensions_digest(backend_id: str, adapter: Adapter, salts: Sequence[str]) -> str:
     """16 hex digits that stand for the dimensions of a standard event's stream, beside rank and medium."""
     packed: bytes = msgpack.packb([backend_id, adapter, list(salts)], use_bin_type=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from waymark.domain import chunks
+from waymark.domain.chunks import CHUNK
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
 from waymark.domain.generations import Generations
 from waymark.domain.media import UNNAMED
@@ -73,6 +75,8 @@ class Planner:
         """Those that stood in the keys of a pool, in this life; ``flags`` has them, too."""
         self.windows: dict[int, Window] = {}
         """By KV-cache group, of those that are not main attention; ``flags`` has them, too."""
+        self.chunk_blocks = 1
+        """How many blocks the largest chunk has had, in this life; ``flags`` has it, too."""
         self._reads_windows = reads_windows and registration.scope == "instance"
         self.flags: set[str] = set()
         self.main_group: int | None = None
@@ -87,12 +91,14 @@ class Planner:
         self.shards = {flag.removeprefix(SHARD) for flag in flags if flag.startswith(SHARD)}
         windows = [Window.parse(flag.removeprefix(WINDOW)) for flag in flags if flag.startswith(WINDOW)]
         self.windows = {window.group: window for window in windows} if self._reads_windows else {}
+        self.chunk_blocks = max((int(flag.removeprefix(CHUNK)) for flag in flags if flag.startswith(CHUNK)), default=1)
 
     def forget(self) -> None:
         """The life has ended."""
         self.flags.clear()
         self.shards.clear()
         self.windows.clear()
+        self.chunk_blocks = 1
         self.main_group = None
 
     def plan(
@@ -158,7 +164,7 @@ class Planner:
             if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
                 continue
             if self._generations:
-                blocks = len(event.engine_hashes) if isinstance(event, Stored) else 0
+                blocks = self._blocks(event) if isinstance(event, Stored) else 0
                 self._generations.store(self._lasting_name(batch, event), blocks)
                 self.epochs = self._generations.epochs
             name = self.name(batch, event)
@@ -181,8 +187,21 @@ class Planner:
             self.flags.add(EXTRA_KEYS)
         if not event.tokens:
             return
+        if event.block_size > self._registration.block_size:
+            self._learn_chunk(chunks.blocks_of(event, self._registration.block_size))
         if self.main_group is None:
             self.main_group = event.group
+
+    def _learn_chunk(self, blocks: int) -> None:
+        if blocks > self.chunk_blocks:
+            self.flags.discard(f"{CHUNK}{self.chunk_blocks}")
+            self.flags.add(f"{CHUNK}{blocks}")
+            self.chunk_blocks = blocks
+
+    def _blocks(self, event: Stored) -> int:
+        """How many blocks it stores."""
+        size, hashes = self._registration.block_size, len(event.engine_hashes)
+        return hashes if event.block_size <= size else hashes * chunks.blocks_of(event, size)
 
     # ---- what an event belongs to ------------------------------------------------------------------
 
@@ -269,7 +288,7 @@ class Planner:
                 is_new = event.group != self.main_group and self._window_of(event) is not None
                 return None if is_new else "other_attention"
             if event.block_size != self._registration.block_size and (event.tokens or event.block_size):
-                return "block_size_mismatch"
+                return self._skip_reason_of_chunk(event)
         if event.group is None:
             return None
         if self.main_group is None:
@@ -277,6 +296,11 @@ class Planner:
         else:
             is_main = event.group == self.main_group
         return None if is_main else "other_group"
+
+    def _skip_reason_of_chunk(self, event: Stored) -> str | None:
+        """Of a store of another block size. A chunk belongs to no KV-cache group: LMCache has all of them in one."""
+        is_chunk = event.group is None and chunks.blocks_of(event, self._registration.block_size) > 1
+        return None if is_chunk else "block_size_mismatch"
 
     def _skip_reason_of_envelope(self, envelope: Envelope) -> str | None:
         registration = self._registration

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+from waymark.domain import chunks
+from waymark.domain.chunks import CHUNK_BLOCKS_MAX
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.generations import Bounds, Generations, Reason
 from waymark.domain.hashing import extend
@@ -36,6 +38,8 @@ _Placed: TypeAlias = list[tuple[int, Sequence[int]]]
 
 
 _UNBOUNDED = Bounds()
+_CHUNK_POSITIONS: Final = 2**28
+"""Of one batch; a removal behind them removes the last block of a chunk only."""
 
 
 class Resolver:
@@ -239,12 +243,15 @@ class Resolver:
             elif reason is not None:
                 self._ignore(reason, event)
             elif isinstance(event, Stored):
-                self._stored(parts, position, batch, event, placed)
+                if event.block_size > self.registration.block_size:
+                    yield from self._chunks(parts, position, batch, event, placed)
+                else:
+                    self._stored(parts, position, batch, event, placed)
             elif isinstance(event, Removed):
                 self._removed(parts, position, batch, event)
             else:
                 self._cleared(plan, index, j, batch, event)
-            position += _positions(event)
+            position += self._positions(position, event)
         # Groups with windows name blocks of main attention, which may stand behind them in the batch.
         for j, of_group in late:
             units += EVENT_UNITS + len(of_group.engine_hashes)
@@ -253,7 +260,7 @@ class Resolver:
                 yield
             if self._planner.skip_reason(plan, batch, of_group, index, j) is None:
                 self._window(parts, position, batch, of_group)
-            position += _positions(of_group)
+            position += len(of_group.engine_hashes)
         # What waited for a block of this batch comes after all of its own events: those have their positions
         # whether or not somebody waited, and a removal among them still finds what waits.
         while placed:
@@ -266,7 +273,7 @@ class Resolver:
                 else:
                     self._place(parts, position, waiting, parent, placed)
                 # Twice as many: what was removed while it waited is taken out after it.
-                position += 2 * _positions(waiting.event)
+                position += 2 * len(waiting.event.engine_hashes)
                 units += EVENT_UNITS + len(waiting.event.engine_hashes)
                 if units > SLICE_UNITS:
                     units = 0
@@ -376,6 +383,13 @@ class Resolver:
                 self._place(parts, position, waiting, None, placed)
             else:
                 self.waiting.add(waiting)
+
+    def _chunks(self, parts: PartList, position: int, batch: Batch, event: Stored, placed: _Placed) -> Slices[None]:
+        """Store the blocks of chunks."""
+        for piece in chunks.split(event, self.registration.block_size):
+            self._stored(parts, position, batch, piece, placed)
+            position += len(piece.engine_hashes)
+            yield
 
     def _extend(self, parts: PartList, position: int, holder: int, event: Stored) -> bool:
         """Store the blocks of a plain event in one step; whether that was possible."""
@@ -543,6 +557,8 @@ class Resolver:
             self._cannot_find(len(event.engine_hashes))
         elif not self._is_seen(holders[-1], event):
             self._removed_from(parts, position, holders, event)
+            if self._planner.chunk_blocks > 1 and _may_be_chunks(position, event):
+                self._rest_removed(parts, position + len(event.engine_hashes), holders, event)
 
     def _removed_from(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:
         """Remove blocks that one of ``holders`` has, the generations of one name."""
@@ -559,6 +575,17 @@ class Resolver:
                 continue
             if not self.placer.remove(parts, holder, position + i, h, mode=mode) and not self.memory.gone(holder, h):
                 self._cannot_find(1)
+
+    def _rest_removed(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:
+        """Remove the blocks of chunks that are not their last ones; ``position`` is behind those."""
+        for i, chunk in enumerate(event.engine_hashes):
+            at = position + i * (CHUNK_BLOCKS_MAX - 1)
+            for j, h in enumerate(chunks.hashes_of(chunk, self._planner.chunk_blocks)[:-1]):
+                if self.waiting.blocks and any(self.waiting.remove(holder, h) for holder in holders):
+                    continue
+                holder = next((each for each in holders if self.memory.held(each, h) is not None), None)
+                if holder is not None:
+                    self.placer.remove(parts, holder, at + j, h, mode=self.mode(holder))
 
     def _object_removed(self, holder: int, event: Removed, engine_hash: int) -> bool:
         """A shard of a pool's object has gone. Whether that is all: no block was indexed."""
@@ -593,6 +620,17 @@ class Resolver:
         self._moved[holder] = self.event_ids[holder] = event.envelope.event_id
         return False
 
+    def _positions(self, position: int, event: Event) -> int:
+        """How many positions an event at ``position`` takes in its batch, whatever comes of it."""
+        if isinstance(event, Cleared):
+            return 1
+        each = 1
+        if isinstance(event, Removed):
+            each = CHUNK_BLOCKS_MAX if _may_be_chunks(position, event) else 1
+        elif event.block_size > self.registration.block_size:
+            each = chunks.blocks_of(event, self.registration.block_size)
+        return each * len(event.engine_hashes)
+
     # ---- kinds of events ---------------------------------------------------------------------------
 
     def _needs_no_parent(self, holder: int, event: Stored) -> bool:
@@ -622,6 +660,6 @@ def _is_reported_elsewhere(event: Stored) -> bool:
     return not event.tokens and not event.is_identity
 
 
-def _positions(event: Event) -> int:
-    """How many positions an event takes in its batch, whatever comes of it."""
-    return 1 if isinstance(event, Cleared) else len(event.engine_hashes)
+def _may_be_chunks(position: int, event: Removed) -> bool:
+    """Whether the blocks of chunks leave with an event; ``position`` is its own, and has 32 bits in the end."""
+    return event.medium not in DEVICE and event.envelope is None and position < _CHUNK_POSITIONS

@@ -43,6 +43,11 @@ _WANTED: Final = {
 _WANTED_INSIDE: Final = {"seq_hashes": _HASH, "token_ids": _TOKEN}
 _INTEGERS: Final = frozenset({"event_id", "block_size", "dp_rank", "base_block_idx", "parent_hash"})
 _DECIMALS: Final = frozenset({"event_id", "parent_hash", "seq_hashes"})
+_LMCACHE: Final = (
+    "batches is what LMCache's servers send to their coordinator; it does not say which chunk comes before another, so "
+    "the blocks cannot be identified. Register the vLLM of each LMCache server with its endpoint: it publishes the "
+    "same chunks"
+)
 #: Of these only the kind is told; of tokens, what stands where a list of them should.
 _SECRET: Final = frozenset({"additional_salt", "token_ids"})
 
@@ -53,6 +58,8 @@ def decode_event(document: Mapping[str, object]) -> Event:
     A u64 may be an integer, a negative i64 or a decimal string; ``token_ids`` and ``seq_hashes`` may be bytes
     (little-endian u32 and u64), where the body was msgpack. ``InvalidValue`` names the field and the value.
     """
+    if "batches" in document and "event_type" not in document:
+        raise InvalidValue(_LMCACHE, field="batches")
     try:
         event = read_event(document)
     except Rejected as bad:

@@ -1,0 +1,58 @@
+"""Chunks: what a cache behind an engine keeps as one, under one hash, though it is several blocks of the engine.
+
+Here each block of a chunk has an engine hash of its own. The last block has that of the chunk, because a store that
+goes on from the chunk names it as its parent. The others have hashes that are derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from waymark.domain.events import Stored
+from waymark.domain.hashing import derived_hash
+from waymark.domain.media import DEVICE
+
+CHUNK: Final = "chunk:"
+"""A flag of this life that begins so says how many blocks its largest chunk has had."""
+CHUNK_BLOCKS_MAX: Final = 64
+"""A hash that is removed off the device takes so many positions in its batch, whether or not it was a chunk's."""
+_PIECE_BLOCKS: Final = 1024
+
+
+def blocks_of(event: Stored, block_size: int) -> int:
+    """How many blocks of this size a hash of a store stands for; 1 where it is of a block, or cannot be split."""
+    size, hashes = event.block_size, len(event.engine_hashes)
+    blocks = size // block_size
+    is_chunked = (
+        1 < blocks <= CHUNK_BLOCKS_MAX
+        and size % block_size == 0
+        and event.medium not in DEVICE
+        and event.extras is None
+        and len(event.tokens) == 4 * size * hashes
+    )
+    return blocks if is_chunked else 1
+
+
+def split(event: Stored, block_size: int) -> Iterator[Stored]:
+    """The same as stores of blocks, one after the other, none of them too long for a slice of work."""
+    blocks, width = blocks_of(event, block_size), 4 * event.block_size
+    at_once = max(1, _PIECE_BLOCKS // blocks)
+    parent = event.parent
+    for start in range(0, len(event.engine_hashes), at_once):
+        chunks = event.engine_hashes[start : start + at_once]
+        yield replace(
+            event,
+            engine_hashes=tuple([block for chunk in chunks for block in hashes_of(chunk, blocks)]),
+            parent=parent,
+            tokens=event.tokens[start * width : (start + len(chunks)) * width],
+            block_size=block_size,
+            part=event.part + start,
+        )
+        parent = chunks[-1]
+
+
+def hashes_of(chunk: int, blocks: int) -> list[int]:
+    """The engine hashes of the blocks of a chunk, ancestor first; of a smaller chunk they are the last of these."""
+    return [derived_hash(chunk, i) for i in range(blocks - 1, 0, -1)] + [chunk]
