@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from tests.patience import patient
+from tests.patience import patient, patient_settings
 
 _REQUEST_MAX = 1 << 16
 _STATUS = struct.Struct("i")
@@ -46,14 +46,15 @@ class Process(Protocol):
 
 
 def start(words: Sequence[str], environ: Mapping[str, str], output: BinaryIO, directory: Path) -> Process:
-    """``waymark`` with these words, and with nothing in its environment but ``environ``."""
+    """``waymark`` with these words, and with nothing in its environment but ``environ`` and patient deadlines."""
+    environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in patient_settings().items()} | dict(environ)
     if "COVERAGE_PROCESS_START" in os.environ or not hasattr(os, "pidfd_open"):
         command = [sys.executable, "-m", "waymark", *words]
-        return subprocess.Popen(command, cwd=directory, env=dict(environ), stdout=output, stderr=output)
+        return subprocess.Popen(command, cwd=directory, env=environ, stdout=output, stderr=output)
     server = _server()
     ours, theirs = os.pipe()
     try:
-        request = json.dumps([list(words), dict(environ), str(directory)]).encode()
+        request = json.dumps([list(words), environ, str(directory)]).encode()
         socket.send_fds(server, [request], [output.fileno(), theirs])
         (pid,) = _STATUS.unpack(server.recv(_STATUS.size))
     finally:

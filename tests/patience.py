@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -48,6 +49,22 @@ def _busy() -> float:
 def patient(seconds: float) -> float:
     """A deadline, given as it should be on a quiet machine."""
     return seconds * patience()
+
+
+def patient_settings() -> dict[str, Any]:
+    """Waymark's own deadlines, by the names of their settings: on a busy machine Redis is slow, too.
+
+    On a quiet machine they are the defaults. A test that sets one of them shows what happens at its end.
+    """
+    defaults = {
+        "redis_timeout_seconds": 2.0,
+        "query_deadline_ms": 1000,
+        "inspect_seconds": 5.0,
+        "response_cache_redis_ms": 1000,
+        "responses_mongo_ms": 500,
+    }
+    most = {name: 60_000 if name.endswith("_ms") else 60.0 for name in defaults}
+    return {name: type(value)(min(most[name], patient(value))) for name, value in defaults.items()}
 
 
 def within(seconds: float) -> asyncio.Timeout:

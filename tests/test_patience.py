@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import patience
+from waymark.settings import Settings
 
 TESTS = Path(__file__).parent
 #: Programs that measure, and are no tests.
@@ -108,6 +109,19 @@ def test_without_the_variable_the_load_is_the_factor(monkeypatch: pytest.MonkeyP
     for busy, factor in ((0.0, 1.0), (1.0, 1.0), (2.0, 2.0), (10.0, 10.0)):
         monkeypatch.setattr(patience, "_busy", lambda busy=busy: busy)
         assert patience.patience() == factor
+
+
+@pytest.mark.parametrize(("factor", "times"), [("1", 1.0), ("3", 3.0), ("1000", None)])
+def test_deadlines_of_waymark_are_the_defaults_times_the_factor(
+    monkeypatch: pytest.MonkeyPatch, factor: str, times: float | None
+) -> None:
+    monkeypatch.setenv(patience.VARIABLE, factor)
+    settings = patience.patient_settings()
+    defaults = {name: Settings.model_fields[name].default for name in settings}
+    most = {name: 60_000 if name.endswith("_ms") else 60.0 for name in settings}
+    assert settings == ({name: times * default for name, default in defaults.items()} if times else most)
+    monkeypatch.delenv(patience.VARIABLE)
+    assert Settings(**settings).redis_timeout_seconds == settings["redis_timeout_seconds"]
 
 
 async def test_waiting_ends_with_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

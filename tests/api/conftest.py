@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from tests.patience import patient
+from tests.patience import patient, patient_settings
 from tests.store.factories import Change, apply_changes
 from waymark.api.application import create_app
 from waymark.asker import Asker
@@ -49,7 +49,7 @@ async def make_client() -> AsyncIterator[MakeClient]:
     async with AsyncExitStack() as stack:
 
         async def make(store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient:
-            given = Settings(**{"query_deadline_ms": int(min(60.0, patient(1.0)) * 1000)} | settings)
+            given = Settings(**patient_settings() | settings)
             asker = Asker.of(given)
             stack.push_async_callback(asker.close)
             app = create_app(store, given, metrics or Metrics(), asker=asker)
@@ -70,7 +70,8 @@ async def memory_store() -> AsyncIterator[Store]:
 @pytest.fixture(params=["emulated", "real"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
     """An empty store, once emulated, once real."""
-    store = Store.open("memory://" if request.param == "emulated" else request.getfixturevalue("redis_url"))
+    url = "memory://" if request.param == "emulated" else request.getfixturevalue("redis_url")
+    store = Store.open(url, timeout_seconds=patient(2.0))
     yield store
     await store.close()
 

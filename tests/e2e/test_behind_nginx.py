@@ -74,7 +74,7 @@ async def agree(through: Api, fleet: Fleet, engines: Engines, load: Load) -> Non
 
 
 async def test_answers_through_nginx_are_right_whatever_is_killed(tmp_path: Path, engines: Engines) -> None:
-    settings = {"lease_seconds": LEASE_SECONDS, "redis_timeout_seconds": 1}
+    settings = {"lease_seconds": LEASE_SECONDS}
     async with fleet_of(tmp_path, workers=2, replicas=3, settings=settings) as fleet:
         nginx = Nginx(tmp_path, [replica.port for replica in fleet.replicas])
         try:

@@ -44,14 +44,14 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    settings = {"lease_seconds": LEASE_SECONDS, "redis_timeout_seconds": 1}
+    settings = {"lease_seconds": LEASE_SECONDS}
     async with (
         fleet_of(tmp_path_factory.mktemp("pair"), workers=0, replicas=1, settings=settings) as fleet,
         proxy_to(fleet.redis.port, keeps_calls=True) as proxy,
         Redis(port=fleet.redis.port, protocol=2) as redis,
     ):
-        first = await fleet.add("first", "ingest", redis_url=proxy.url)
-        second = await fleet.add("second", "ingest")
+        first = await fleet.add("first", "ingest", redis_url=proxy.url, redis_timeout_seconds=1)
+        second = await fleet.add("second", "ingest", redis_timeout_seconds=1)
         await first.ready()
         await second.ready()
         yield Pair(fleet, proxy, first, second, fleet.replicas[0], redis)

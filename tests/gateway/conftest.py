@@ -12,7 +12,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from tests.patience import patient
+from tests.patience import patient, patient_settings
 from tests.serving.wire import connections, served
 from waymark.api.application import create_gateway_admin
 from waymark.domain.engines import EngineKind
@@ -113,7 +113,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             engines: int = 2, *, fallback: str | None = None, archive: Archive | None = None, **given: Any
         ) -> Running:
             url = given.pop("redis_url", redis_url)
-            settings = Settings(redis_url=url, **given)
+            settings = Settings(redis_url=url, **patient_settings() | given)
             metrics = Metrics()
             store = Store.open(url, timeout_seconds=settings.redis_timeout_seconds, metrics=metrics)
             stack.push_async_callback(store.close)

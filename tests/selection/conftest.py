@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.patience import patient
+from tests.patience import patient, patient_settings
 from waymark.metrics import Metrics
 from waymark.selection.options import SelectionOptions
 from waymark.selection.requests import RequestSelector
@@ -33,7 +33,7 @@ async def make_selector(metrics: Metrics) -> AsyncIterator[MakeSelector]:
     async with AsyncExitStack() as stack:
 
         def make(store: Store, **settings: Any) -> RequestSelector:
-            given = Settings(**{"query_deadline_ms": int(min(60.0, patient(1.0)) * 1000)} | settings)
+            given = Settings(**patient_settings() | settings)
             tokenizers = Tokenizers.of(given, metrics)
             stack.push_async_callback(tokenizers.close)
             selector = Selector(store, SelectionOptions.of(given), metrics)
@@ -46,6 +46,7 @@ async def make_selector(metrics: Metrics) -> AsyncIterator[MakeSelector]:
 @pytest.fixture(params=["emulated", "real"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
     """An empty store, once emulated, once real."""
-    store = Store.open("memory://" if request.param == "emulated" else request.getfixturevalue("redis_url"))
+    url = "memory://" if request.param == "emulated" else request.getfixturevalue("redis_url")
+    store = Store.open(url, timeout_seconds=patient(2.0))
     yield store
     await store.close()
