@@ -182,6 +182,7 @@ async def test_msgpack_with_packed_arrays(client: httpx.AsyncClient) -> None:
     ("wrong", "status", "reason", "field"),
     [
         ({"seq_hashes": None}, 400, None, "seq_hashes"),
+        ({"seq_hashes": [], "object_key": "m@tp_rank:0@pcp0@dcp0@pp_rank:0@0123456789abcdef"}, 400, None, "seq_hashes"),
         ({"seq_hashes": [-(2**63) - 1]}, 400, None, "seq_hashes"),
         ({"event_type": "moved"}, 400, None, "event_type"),
         ({"event_id": -1}, 400, None, "event_id"),
