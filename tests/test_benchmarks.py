@@ -16,7 +16,7 @@ import msgpack
 import pytest
 
 from tests.benchmarks import __main__ as benchmarks
-from tests.benchmarks import compare, prompts, replicas, visible
+from tests.benchmarks import compare, hybrid, prompts, replicas, visible
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.capacity import Constants, example
 from tests.benchmarks.feed import payloads
@@ -298,3 +298,12 @@ def test_ten_times_the_engines_need_ten_times_as_much() -> None:
     assert hundred[1].figure == pytest.approx(0.27)
     assert hundred[3].figure == pytest.approx(0.65)
     assert [b.figure for b in thousand] == pytest.approx([10 * a.figure for a in hundred])
+
+
+def test_a_hybrid_model_is_measured_beside_a_plain_one() -> None:
+    lines = [line.rsplit(maxsplit=2) for line in hybrid.measure(1)][1:]
+    assert len(lines) == 3 * 7 + 4
+    assert all(float(taken) > 0 for _, taken, _ in lines)
+    assert [name for name, _, ratio in lines if ratio == "1.00" and name.endswith(", plain")] == [
+        name for name, _, _ in lines if name.endswith(", plain")
+    ]

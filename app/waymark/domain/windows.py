@@ -53,15 +53,19 @@ Run = tuple["Presence", int]
 def reusable(view: View, runs: Sequence[Run]) -> list[Run]:
     """The runs of a walk as far as each rank can reuse them: behind its last boundary a rank has nothing."""
     ends = _ends(view, runs)
+    following = sorted(set(ends.values()), reverse=True)
+    over: set[tuple[int, int]] = set()
     cut: list[Run] = []
     at = 0
     for presence, count in runs:
         until = at + count
         while at < until:
-            over = {key for key, end in ends.items() if end <= at}
-            following = min([end for end in ends.values() if at < end < until], default=until)
-            cut.append((presence.without(over), following - at))
-            at = following
+            while following and following[-1] <= at:
+                end = following.pop()
+                over |= {key for key, last in ends.items() if last == end}
+            stop = min(following[-1], until) if following else until
+            cut.append((presence.without(over), stop - at))
+            at = stop
     return cut
 
 
