@@ -67,6 +67,9 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         pytest.param("WAYMARK_MEDIUM_TTL", "DISK=1,disk=2", ["once"], id="ttl-given-twice"),
         pytest.param("WAYMARK_TOKENIZERS", "a=b", ["JSON object"], id="sources-that-are-no-json"),
         pytest.param("WAYMARK_TOKENIZERS", '{"a": "ftp://x"}', ["'ftp://x'", "file:///"], id="no-such-source"),
+        pytest.param(
+            "WAYMARK_TOKENIZERS", '{"a": "file:///m?engine=x"}', ["'engine=x'", "engine=sglang"], id="no-such-reader"
+        ),
         pytest.param("WAYMARK_MEDIUM_TTL", "DISK=0", ["'DISK=0'"], id="ttl-of-nothing"),
     ],
 )

@@ -101,6 +101,9 @@ def _checked_source(url: str) -> str:
             f"{hide_password(url)!r} is no source of tokens: give file:///..., hf://org/name, http://host, "
             "unix:///... or engine:"
         )
+    query = re.match(r"(?:file|hf):[^?]*\?(.*)", url)
+    if query is not None and query[1] not in ("engine=vllm", "engine=sglang"):
+        raise ValueError(f"{hide_password(url)!r} has {query[1]!r} behind its ?: give engine=vllm or engine=sglang")
     return url
 
 

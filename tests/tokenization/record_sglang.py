@@ -22,9 +22,21 @@ from typing import Any
 
 from tests.tokenization import record as of_vllm
 from tests.tokenization import small
-from tests.tokenization.record import bodies, templates, today
+from tests.tokenization.record import ANSWER, CALL, RESULT, SYSTEM, TOOLS, USER, bodies, templates, today
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "tokens" / "sglang_0.5.23.json"
+
+_PARTS = [{"type": "text", "text": "It is"}, {"type": "text", "text": "sunny"}]
+#: Bodies whose prompt vLLM makes otherwise, or refuses.
+CHATS: list[dict[str, Any]] = [
+    {"messages": [USER, ANSWER], "continue_final_message": True},
+    {"messages": [USER, ANSWER]},
+    {"messages": [USER, ANSWER], "add_generation_prompt": False},
+    {"messages": [USER | {"name": "me"}, ANSWER | {"name": "you", "reasoning_content": "Look it up."}, USER]},
+    {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, *_PARTS]}, USER]},
+    {"messages": [USER, CALL, RESULT | {"content": _PARTS}, USER], "tools": [{"function": {"name": "now"}}, *TOOLS]},
+    {"messages": [SYSTEM | {"role": "System"}, USER]},
+]
 
 _LEFT_OUT = (
     *("sglang.kernels", "sglang.srt.layers", "sglang.srt.models", "sglang.srt.distributed", "sglang.srt.mem_cache"),
@@ -125,6 +137,11 @@ class _LeftOut:
         """It is empty."""
 
 
+def all_bodies() -> list[tuple[str | None, dict[str, Any]]]:
+    """Each body, and the template that it is for."""
+    return bodies() + [(name, body) for name in templates() for body in CHATS]
+
+
 def record() -> None:
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
     # Before anything is left out: these look themselves for what they could use.
@@ -166,7 +183,7 @@ async def _asked(tokenizer: Any) -> Sequence[dict[str, Any]]:
         ),
     )
     cases = []
-    for name, body in bodies():
+    for name, body in all_bodies():
         tokenizer.chat_template = templates()[name or "chatml"]
         template_manager = types.SimpleNamespace(
             chat_template_name=None,

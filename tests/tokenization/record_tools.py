@@ -1,7 +1,7 @@
-"""Records how vLLM writes ``tools`` for a template: ``python -m tests.tokenization.record_tools VLLM``.
+"""Records how engines write ``tools`` for a template: ``python -m tests.tokenization.record_tools PACKAGES``.
 
-VLLM is the folder of the released package. Two of its classes are run, with nothing of the package beside them: what
-``model_dump`` gives is what its render server and ``/tokenize`` hand to a template.
+PACKAGES is a folder with the released packages vllm and sglang. Two classes of each are run, with nothing of the
+package beside them: what ``model_dump`` gives is what the engine's ``/tokenize`` and chat API hand to a template.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import ast
 import json
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
 import pydantic
 
-RECORDED = Path(__file__).parents[1] / "fixtures" / "tokens" / "vllm_0.33.0_tools.json"
-_CLASSES = {
-    "FunctionDefinition": "entrypoints/generate/base/protocol.py",
-    "ChatCompletionToolsParam": "entrypoints/openai/chat_completion/protocol.py",
+_FOLDER = Path(__file__).parents[1] / "fixtures" / "tokens"
+RECORDED = _FOLDER / "vllm_0.33.0_tools.json"
+RECORDED_OF_SGLANG = _FOLDER / "sglang_0.5.23_tools.json"
+#: The class of a function, and that of a tool, each with its file.
+_OF_VLLM = {
+    "FunctionDefinition": "vllm/entrypoints/generate/base/protocol.py",
+    "ChatCompletionToolsParam": "vllm/entrypoints/openai/chat_completion/protocol.py",
 }
+_OF_SGLANG = dict.fromkeys(("Function", "Tool"), "sglang/srt/entrypoints/openai/protocol.py")
 
 _CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS: list[dict[str, Any]] = [
@@ -34,19 +38,34 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def record(package: Path) -> None:
+def record(packages: Path) -> None:
+    for path, engine, classes in (
+        (RECORDED, "vLLM 0.33.0", _OF_VLLM),
+        (RECORDED_OF_SGLANG, "SGLang 0.5.23", _OF_SGLANG),
+    ):
+        new_tool = _class(packages, classes)
+        cases = [{"tool": tool, "shown": new_tool(**tool).model_dump()} for tool in TOOLS]
+        about = {"engine": engine, "how": __doc__}
+        path.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n", encoding="utf-8")
+
+
+def _class(packages: Path, classes: dict[str, str]) -> Any:
+    """The last of the classes."""
+
     class OpenAIBaseModel(pydantic.BaseModel):
         model_config = pydantic.ConfigDict(extra="allow")
 
+    names = ("BaseModel", "Field", "model_serializer", "model_validator")
     space: dict[str, Any] = {"OpenAIBaseModel": OpenAIBaseModel, "Any": Any, "Literal": Literal}
-    space |= {name: getattr(pydantic, name) for name in ("model_serializer", "model_validator")}
-    for name, file in _CLASSES.items():
-        tree = ast.parse((package / file).read_text(encoding="utf-8"))
+    space |= {"List": list, "Optional": Optional} | {name: getattr(pydantic, name) for name in names}
+    for name, file in classes.items():
+        tree = ast.parse((packages / file).read_text(encoding="utf-8"))
         (node,) = [each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name]
-        exec(compile(ast.Module([node], []), file, "exec", dont_inherit=True), space)
-    cases = [{"tool": tool, "shown": space["ChatCompletionToolsParam"](**tool).model_dump()} for tool in TOOLS]
-    about = {"engine": "vLLM 0.33.0", "how": __doc__}
-    RECORDED.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n", encoding="utf-8")
+        future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
+        module = ast.fix_missing_locations(ast.Module([future, node], []))
+        exec(compile(module, file, "exec", dont_inherit=True), space)
+        space[name].model_rebuild(_types_namespace=space)
+    return space[[*classes][-1]]
 
 
 if __name__ == "__main__":

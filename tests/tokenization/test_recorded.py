@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, tzinfo
-from pathlib import Path
+from functools import cache
 from typing import Any, Self
 
 import pytest
@@ -43,19 +43,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("waymark.tokenization.templates.datetime", Then)
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
+Open = Callable[..., LocalTokenizer]
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    """Opens the tokenizer that was recorded with, which a newer release of the library may train otherwise."""
     with ThreadPoolExecutor(1) as pool:
-        yield pool
 
+        @cache
+        def opened(template: str | None, *, is_for_sglang: bool = False) -> LocalTokenizer:
+            path = tmp_path_factory.mktemp("model")
+            directory = small.directory(path, template=templates()[template or "chatml"])
+            (directory / "tokenizer.json").write_text(json.dumps(SESSION["tokenizer"]))
+            return LocalTokenizer(
+                "file:///m",
+                directory,
+                SegmentMemo(2**20),
+                pool,
+                Metrics(),
+                prompts=SegmentMemo(2**20),
+                bytes_max=2**20,
+                is_for_sglang=is_for_sglang,
+            )
 
-def opened(path: Path, pool: ThreadPoolExecutor, template: str | None) -> LocalTokenizer:
-    """The tokenizer that was recorded with, which a newer release of the library may train otherwise."""
-    directory = small.directory(path / "m", template=templates()[template or "chatml"])
-    (directory / "tokenizer.json").write_text(json.dumps(SESSION["tokenizer"]))
-    return LocalTokenizer(
-        "file:///m", directory, SegmentMemo(2**20), pool, Metrics(), prompts=SegmentMemo(2**20), bytes_max=2**20
-    )
+        yield opened
 
 
 def prompt(body: dict[str, Any]) -> Prompt:
@@ -70,8 +82,8 @@ def test_what_was_recorded_is_what_would_be_asked() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_the_ids_are_those_of_the_engine(case: dict[str, Any], tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    local = opened(tmp_path, pool, case["template"])
+async def test_the_ids_are_those_of_the_engine(case: dict[str, Any], opened: Open) -> None:
+    local = opened(case["template"])
     if case["status"] != 200:
         with pytest.raises(InvalidValue):
             await local.tokens(prompt(case["body"]))
@@ -102,11 +114,21 @@ def difference(case: dict[str, Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, id=str(number)) for number, each in enumerate(SGLANG["cases"])])
-async def test_the_ids_are_those_of_sglang_or_it_is_known_why_not(
-    case: dict[str, Any], tmp_path: Path, pool: ThreadPoolExecutor
-) -> None:
-    local = opened(tmp_path, pool, case["template"])
+SGLANG_CASES = [pytest.param(case, id=f"{case['template']}-{number}") for number, case in enumerate(SGLANG["cases"])]
+
+
+@pytest.mark.parametrize("case", SGLANG_CASES)
+async def test_the_ids_are_those_of_sglang_where_it_serves_the_model(case: dict[str, Any], opened: Open) -> None:
+    if "message" in case["tokenize"]:
+        return  # its handler refuses the body
+    local = opened(case["template"], is_for_sglang=True)
+    for _ in range(2):  # encoded, and remembered
+        assert unpack_tokens((await local.tokens(prompt(case["body"]))).ids) == case["tokenize"]["tokens"]
+
+
+@pytest.mark.parametrize("case", SGLANG_CASES[: len(bodies())])
+async def test_the_ids_are_those_of_sglang_or_it_is_known_why_not(case: dict[str, Any], opened: Open) -> None:
+    local = opened(case["template"])
     why, expected = difference(case), case["tokenize"].get("tokens")
     if expected is None:
         assert why == "it refuses the body"
@@ -116,23 +138,34 @@ async def test_the_ids_are_those_of_sglang_or_it_is_known_why_not(
 
 
 def test_what_was_recorded_of_sglang_is_what_would_be_asked() -> None:
-    assert [(case["template"], case["body"]) for case in SGLANG["cases"]] == bodies()
-    assert sum(difference(case) is None for case in SGLANG["cases"]) > len(SGLANG["cases"]) / 2
+    assert [(case["template"], case["body"]) for case in SGLANG["cases"]] == record_sglang.all_bodies()
+    both = SGLANG["cases"][: len(bodies())]
+    assert sum(difference(case) is None for case in both) > len(both) / 2
 
 
 # ---- tools -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", json.loads(record_tools.RECORDED.read_text(encoding="utf-8"))["cases"])
-def test_a_template_gets_tools_as_the_engine_writes_them(case: dict[str, Any]) -> None:
-    template = ChatTemplate("{% for tool in tools %}{{ tool | tojson }}{% endfor %}", {}, bytes_max=2**16)
+TOOLS_OF_VLLM, TOOLS_OF_SGLANG = (
+    json.loads(path.read_text(encoding="utf-8"))["cases"]
+    for path in (record_tools.RECORDED, record_tools.RECORDED_OF_SGLANG)
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "is_for_sglang"),
+    [*((case, False) for case in TOOLS_OF_VLLM), *((case, True) for case in TOOLS_OF_SGLANG)],
+)
+def test_a_template_gets_tools_as_the_engine_writes_them(case: dict[str, Any], is_for_sglang: bool) -> None:
+    source = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    template = ChatTemplate(source, {}, bytes_max=2**16, is_for_sglang=is_for_sglang)
     text = template.render(ChatPrompt([{"role": "user", "content": "Hi"}], tools=[case["tool"]]))
     assert text == json.dumps(case["shown"]), "each null and each place is in the prompt"
 
 
 def test_the_tools_that_were_recorded_are_those_that_would_be() -> None:
-    cases = json.loads(record_tools.RECORDED.read_text(encoding="utf-8"))["cases"]
-    assert [case["tool"] for case in cases] == record_tools.TOOLS
+    for cases in (TOOLS_OF_VLLM, TOOLS_OF_SGLANG):
+        assert [case["tool"] for case in cases] == record_tools.TOOLS
 
 
 @pytest.mark.parametrize("tool", ["now", {"name": "now", "input_schema": {}}, {"type": "function"}, None])
@@ -141,9 +174,9 @@ def test_a_tool_of_another_form_stays_as_it_is(tool: Any) -> None:
     assert template.render(ChatPrompt([], tools=[tool])) == json.dumps(tool)
 
 
-async def test_a_tokenizer_that_adds_no_bos_differs_and_is_seen(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+async def test_a_tokenizer_that_adds_no_bos_differs_and_is_seen(opened: Open) -> None:
     """What differs where the directory is not that of the engine: one of them adds a BOS and the other does not."""
-    local = opened(tmp_path, pool, None)
+    local = opened(None)
     other = json.dumps(SESSION["tokenizer"] | {"post_processor": None})
     case = next(case for case in SESSION["cases"] if case["body"] == {"prompt": "Hello, world!"})
     whole = Tokenizer.from_str(other).encode("Hello, world!").ids

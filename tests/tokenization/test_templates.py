@@ -16,7 +16,8 @@ from tests.tokenization.small import CHATML, TEMPLATES
 from waymark.chat.openai import for_template
 from waymark.errors import InvalidValue
 from waymark.tokenization.prompt import ChatPrompt
-from waymark.tokenization.templates import ChatTemplate, takes_parts
+from waymark.tokenization.template_source import takes_parts
+from waymark.tokenization.templates import ChatTemplate
 
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -253,6 +254,39 @@ def test_a_template_of_texts_gets_texts_and_one_of_parts_gets_parts() -> None:
     arguments = [{"function": {"name": "f", "arguments": '{"a": 1}'}}]
     (called,) = for_template([{"role": "assistant", "content": None, "tool_calls": arguments}], takes_parts=False)
     assert called["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+# ---- SGLang -----------------------------------------------------------------------------------------
+
+
+def for_sglang(source: str, prompt: ChatPrompt) -> str:
+    return ChatTemplate(source, {}, bytes_max=MAX, is_for_sglang=True).render(prompt)
+
+
+def test_a_template_that_takes_functions_alone_gets_them_as_sglang_gives_them() -> None:
+    source = "{% if tools[0].function %}{{ raise_exception('no') }}{% endif %}{{ tools[0].name }}"
+    assert for_sglang(source, ChatPrompt([USER], tools=TOOLS)) == "weather"
+    refuses = "{{ raise_exception('never') }}"
+    for prompt in (ChatPrompt([USER], tools=TOOLS), ChatPrompt([USER])):
+        with pytest.raises(InvalidValue, match="never"):
+            for_sglang(refuses, prompt)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("hello", "messages[1] is no object"),
+        ({"content": "a"}, "messages[1] has no role"),
+        ({"role": "assistant", "tool_calls": {}}, "tool_calls that are no list"),
+        ({"role": "assistant", "tool_calls": [{}]}, "without a function"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}, "not JSON"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "content[0] that is no text"),
+    ],
+)
+def test_messages_that_sglang_could_not_read_are_refused(message: Any, named: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        for_sglang(CHATML, ChatPrompt([USER, message]))
+    assert named in str(caught.value)
 
 
 # ---- images ----------------------------------------------------------------------------------------

@@ -55,6 +55,16 @@ async def test_a_source_of_a_file_a_hub_and_a_directory(
     assert (await tokenizers.tokens("a", HI)).source == "local"
 
 
+async def test_a_model_that_sglang_serves_has_messages_as_sglang_shows_them(make: Make, tmp_path: Path) -> None:
+    url = small.directory(tmp_path / "m", template=small.CHATML).as_uri()
+    tokenizers = make({"plain": url, "vllm": f"{url}?engine=vllm", "sglang": f"{url}?engine=sglang"})
+    parts = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": each} for each in "ab"]}])
+    joined = {end: ChatPrompt([{"role": "user", "content": f"a{end}b"}]) for end in "\n "}
+    assert await ids(tokenizers, "plain", parts) == await ids(tokenizers, "plain", joined["\n"])
+    assert await ids(tokenizers, "vllm", parts) == await ids(tokenizers, "plain", joined["\n"])
+    assert await ids(tokenizers, "sglang", parts) == await ids(tokenizers, "plain", joined[" "])
+
+
 def test_a_tokenizer_of_the_hub_is_found_in_its_cache(tmp_path: Path) -> None:
     of_repository = tmp_path / "models--org--name"
     snapshot = of_repository / "snapshots" / ("0123456789" * 4)
@@ -63,6 +73,7 @@ def test_a_tokenizer_of_the_hub_is_found_in_its_cache(tmp_path: Path) -> None:
     (of_repository / "refs" / "main").write_text(snapshot.name)
     assert directory_of("hf://org/name", hub_cache=tmp_path) == snapshot
     assert directory_of(f"hf://org/name@{snapshot.name}", hub_cache=tmp_path) == snapshot
+    assert directory_of("hf://org/name?engine=sglang", hub_cache=tmp_path) == snapshot
 
 
 def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

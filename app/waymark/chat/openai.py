@@ -69,15 +69,11 @@ def as_message(system: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | None = None) -> dict[str, Any]:
-    if not isinstance(message, dict | Mapping):  # the first is asked much faster
-        raise _unfit(index, "is no object", "send role and content")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise _unfit(index, "has no role", "send a text such as user")
+    role = role_of(message, index)
     given = message.get("content")
     if isinstance(given, str) and len(message) == 2:  # most messages
         return {"role": role, "content": [{"type": "text", "text": given}] if takes_parts else given}
-    found = [] if isinstance(given, str) else list(_parts(given, index, has_media=mark is not None))
+    found = [] if isinstance(given, str) else list(parts_of(given, index, has_media=mark is not None))
     if isinstance(given, str):
         content: Any = [{"type": "text", "text": given}] if takes_parts else given
     elif takes_parts:
@@ -94,7 +90,7 @@ def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | 
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls:
-            shown["tool_calls"] = [_call(call, index) for call in _listed(calls, index)]
+            shown["tool_calls"] = [_call(call, index) for call in listed(calls, index)]
         reasoning = message.get("reasoning") or message.get("reasoning_content")
         if isinstance(reasoning, str):
             shown |= {"reasoning": reasoning, "reasoning_content": reasoning}
@@ -105,7 +101,17 @@ def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | 
     return shown
 
 
-def _parts(content: Any, index: int | None, *, has_media: bool) -> Iterable[tuple[str, str]]:
+def role_of(message: Any, index: int | None) -> str:
+    """The role of a message; ``InvalidValue`` where it is no message."""
+    if not isinstance(message, dict | Mapping):  # the first is asked much faster
+        raise _unfit(index, "is no object", "send role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _unfit(index, "has no role", "send a text such as user")
+    return role
+
+
+def parts_of(content: Any, index: int | None, *, has_media: bool) -> Iterable[tuple[str, str]]:
     """The parts of a content: ``text`` with the text, or what kind of media it is."""
     if content is None:
         return
@@ -133,22 +139,34 @@ def _parts(content: Any, index: int | None, *, has_media: bool) -> Iterable[tupl
             raise _unfit(index, f"has a content[{position}] without a text", "send one")
 
 
-def _listed(calls: Any, index: int | None) -> list[Any]:
+def listed(calls: Any, index: int | None) -> list[Any]:
     if not isinstance(calls, list):
         raise _unfit(index, "has tool_calls that are no list", "send a list, or none")
     return calls
 
 
-def _call(call: Any, index: int | None) -> Any:
+def function_of(call: Any, index: int | None) -> Mapping[str, Any]:
+    """What a tool call calls."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise _unfit(index, "has a tool call without a function", "send an object with name and arguments")
+    return function
+
+
+def arguments_of(function: Mapping[str, Any], index: int | None) -> Any:
+    """The arguments of a call, read where they are JSON in a text."""
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except (ValueError, RecursionError):
-            raise _unfit(index, "has a tool call whose arguments are not JSON", "send an object") from None
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments) if arguments else {}
+    except (ValueError, RecursionError):
+        raise _unfit(index, "has a tool call whose arguments are not JSON", "send an object") from None
+
+
+def _call(call: Any, index: int | None) -> Any:
+    function = function_of(call, index)
+    arguments = arguments_of(function, index)
     # In the order in which vLLM has read them: a template may write them as JSON.
     said = {"arguments": {} if arguments is None else arguments, "name": function.get("name")}
     shown = {"id": call.get("id"), "function": said | {name: function[name] for name in function if name not in said}}

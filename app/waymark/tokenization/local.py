@@ -13,6 +13,7 @@ import marshal
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 
 from xxhash import xxh3_128_digest
@@ -59,9 +60,11 @@ class LocalTokenizer:
         *,
         prompts: SegmentMemo,
         bytes_max: int,
+        is_for_sglang: bool = False,
     ) -> None:
-        """``memo`` remembers pieces, ``prompts`` whole prompts."""
+        """``memo`` remembers pieces, ``prompts`` whole prompts. Messages are read as vLLM reads them, or as SGLang."""
         self.name = name
+        self._is_for_sglang = is_for_sglang
         self._memo = memo
         self._prompts = prompts
         self._seed = SegmentMemo.seed()
@@ -70,7 +73,7 @@ class LocalTokenizer:
         self._segments_new = metrics.tokenize_segments.labels(known="false")
         self._bytes_max = bytes_max
         self._tokenizer = read_tokenizer(directory)
-        self._template = read_templates(directory, bytes_max)
+        self._template = read_templates(directory, bytes_max, is_for_sglang=is_for_sglang)
         self._splitter = splitter_of(self._tokenizer)
         self._around = self._added_around()
         self.splits = self._are_samples_equal()
@@ -110,6 +113,8 @@ class LocalTokenizer:
         if key is None:
             # Before the template is rendered: the day may end meanwhile.
             key = self.key(prompt)
+        if self._is_for_sglang and isinstance(prompt, ChatPrompt):
+            prompt = replace(prompt, add_special_tokens=False)  # whatever a request says
         if key is not None or _is_short(prompt):
             pieces = self._pieces(prompt)
         else:
@@ -141,7 +146,13 @@ class LocalTokenizer:
     def _pieces(self, prompt: Prompt) -> Pieces:
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
             return self._pieces_before_media(prompt)
-        text = self._text(prompt)
+        pieces = self._pieces_of(self._text(prompt), prompt)
+        if not isinstance(prompt, ChatPrompt) or self._template is None:
+            return pieces
+        behind = self._template.of(prompt).behind(prompt)
+        return pieces.followed_by(self._pieces_of(behind, prompt)) if behind else pieces
+
+    def _pieces_of(self, text: str, prompt: Prompt) -> Pieces:
         if self.splits:
             return self._splitter.split(text)
         return self._splitter.whole(text, b"\1" if prompt.add_special_tokens else b"\0")

@@ -56,7 +56,7 @@ class Templates:
         return self._with_tools if prompt.tools and self._with_tools is not None else self._default
 
 
-def read_templates(directory: Path, bytes_max: int) -> Templates | None:
+def read_templates(directory: Path, bytes_max: int, *, is_for_sglang: bool = False) -> Templates | None:
     config = _json(directory / "tokenizer_config.json")
     special: dict[str, str] = {}
     for name in _NAMED_TOKENS:
@@ -73,7 +73,7 @@ def read_templates(directory: Path, bytes_max: int) -> Templates | None:
     else:
         named = {"default": found}
     made = {
-        name: ChatTemplate(source, special, bytes_max=bytes_max)
+        name: ChatTemplate(source, special, bytes_max=bytes_max, is_for_sglang=is_for_sglang)
         for name, source in named.items()
         if name in ("default", "tool_use") and isinstance(source, str)
     }

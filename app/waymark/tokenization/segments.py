@@ -28,13 +28,17 @@ class Pieces(NamedTuple):
     keys: list[bytes]
     """Of each text in the memo; that of an empty one is empty."""
     tokens: list[bytes]
-    """The id of each added token as a little-endian u32, one fewer than there are texts."""
+    """The id of each added token as a little-endian u32, one fewer than there are texts; empty between two texts."""
 
     def joined(self, ids: Sequence[bytes]) -> bytes:
         """The ids of the whole; ``ids`` are those of each text."""
         parts = [b""] * (len(self.texts) + len(self.tokens))
         parts[::2], parts[1::2] = ids, self.tokens
         return b"".join(parts)
+
+    def followed_by(self, other: Pieces) -> Pieces:
+        """With those of a text that is encoded on its own."""
+        return Pieces(self.texts + other.texts, self.keys + other.keys, [*self.tokens, b"", *other.tokens])
 
     def to_last_token(self) -> Pieces:
         """Without the text behind the last added token."""

@@ -60,6 +60,11 @@ def directory_of(url: str, *, hub_cache: Path | None = None) -> Path:
     return _from_hub(url, name.rstrip("/"), revision or None, hub_cache)
 
 
+def is_for_sglang(url: str) -> bool:
+    """Whether SGLang serves the model of a ``file`` or ``hf`` URL; else messages are read as vLLM reads them."""
+    return urlsplit(url).query == "engine=sglang"
+
+
 def _from_hub(url: str, name: str, revision: str | None, cache: Path | None) -> Path:
     try:
         from huggingface_hub import snapshot_download

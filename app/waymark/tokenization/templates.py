@@ -7,10 +7,9 @@ its output. A template holds the GIL while it is rendered; the ceiling of steps 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from os.path import commonprefix
 from time import monotonic
@@ -18,9 +17,10 @@ from typing import Any
 
 from minijinja import Environment, TemplateError
 
-from waymark.chat.openai import for_template, tools_for_template
+from waymark.chat import openai, sglang
 from waymark.errors import InvalidValue
 from waymark.tokenization.prompt import ChatPrompt
+from waymark.tokenization.template_source import compilable, dates_of, takes_parts, takes_parts_for_sglang
 
 #: Instructions of one rendering: some ten thousand messages, or less than a tenth of a second.
 STEPS_MAX = 1_000_000
@@ -30,14 +30,6 @@ SECONDS_MAX = 1.0
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-
-# Marks for training, in the templates of some models; engines take them as if they were not there.
-_GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
-_CONTENT = r"""(?:\.content|\[\s*['"]content['"]\s*\])"""
-_CONTENT_SET = re.compile(rf"\{{%[-+]?\s*set\s+(\w+)\s*=\s*\w+{_CONTENT}")
-#: A call with the form of a date, or a look whether it can be asked. What another use gives cannot be foreseen.
-_CLOCK = re.compile(r"""strftime_now(?:\s*\(\s*(['"])(?P<form>[^'"\\]*)\1\s*\)|\s+is\s+(?:not\s+)?defined)""")
-_LOOP = re.compile(rf"\{{%[-+]?\s*for\s+\w+\s+in\s+(\w+)({_CONTENT})?\s*(?:\||if\b|-?%\}})")
 
 
 class _Refused(Exception):
@@ -55,15 +47,17 @@ class _TooSlow(Exception):
 class ChatTemplate:
     """One template of a model. ``special`` are its named special tokens, such as ``bos_token``.
 
-    ``InvalidValue`` (no_tokenizer) where it is no template that can be read here.
+    A template sees what vLLM shows it, or what SGLang does. ``InvalidValue`` (no_tokenizer) where it is no template
+    that can be read here.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str], *, bytes_max: int) -> None:
+    def __init__(self, source: str, special: Mapping[str, str], *, bytes_max: int, is_for_sglang: bool = False) -> None:
         self._special = dict(special)
         self._bytes_max = bytes_max
-        self._source = _GENERATION.sub(_as_if, source)
-        self.takes_parts = takes_parts(source)
-        self._dates = _dates(source)
+        self._is_for_sglang = is_for_sglang
+        self._source = compilable(source)
+        self.takes_parts = (takes_parts_for_sglang if is_for_sglang else takes_parts)(source)
+        self._dates = dates_of(source)
         self._of_thread = threading.local()
         try:
             self._compiled()
@@ -95,6 +89,12 @@ class ChatTemplate:
             before = commonprefix([before, self._render(prompt, "")])  # noqa: RUF071  # of texts
         return before
 
+    def behind(self, prompt: ChatPrompt) -> str:
+        """What the engine encodes on its own behind the rendered text: with SGLang, the message that is continued."""
+        if not (self._is_for_sglang and prompt.continue_final_message):
+            return ""
+        return sglang.last_answer(self._shown(prompt.messages[-1:], None, None)) or ""
+
     def _render(self, prompt: ChatPrompt, mark: str | None) -> str:
         taken = sorted(RESERVED & prompt.template_kwargs.keys())
         if taken:
@@ -102,25 +102,51 @@ class ChatTemplate:
                 f"chat_template_kwargs has {taken[0]}, which is no argument that it may give; leave it out",
                 field="chat_template_kwargs",
             )
+        shown = self._shown(prompt.messages, prompt.system, mark)
+        if self._is_for_sglang:
+            return self._render_for_sglang(prompt, shown)
         if prompt.continue_final_message and prompt.add_generation_prompt:
             raise InvalidValue(
                 "continue_final_message and add_generation_prompt are both true; send one of them as true",
                 field="continue_final_message",
             )
-        messages = for_template(prompt.messages, prompt.system, takes_parts=self.takes_parts, mark=mark)
+        tools = openai.tools_for_template(prompt.tools) if prompt.tools else None
+        text = self._rendered(prompt, shown, tools, begins_answer=prompt.add_generation_prompt)
+        # What follows an image does not count: where the last message ends is of no interest then.
+        return _continued(text, shown) if prompt.continue_final_message and mark is None else text
+
+    def _render_for_sglang(self, prompt: ChatPrompt, shown: list[dict[str, Any]]) -> str:
+        begins_answer = prompt.add_generation_prompt or prompt.continue_final_message
+        answer = sglang.last_answer(shown)
+        if answer is not None and prompt.continue_final_message:
+            shown = shown[:-1]
+        elif answer is not None and begins_answer:
+            shown = [*shown[:-1], {"role": "user", "content": answer}]
+        tools = sglang.tools_for_template(prompt.tools) if prompt.tools else None
+        try:
+            return self._rendered(prompt, shown, tools, begins_answer=begins_answer)
+        except InvalidValue:
+            if tools is None:
+                raise
+            # As SGLang does: some templates take functions alone.
+            functions = sglang.functions_for_template(tools)
+            return self._rendered(prompt, shown, functions, begins_answer=begins_answer)
+
+    def _shown(self, messages: Sequence[Any], system: Any, mark: str | None) -> list[dict[str, Any]]:
+        form = sglang.for_template if self._is_for_sglang else openai.for_template
+        return form(messages, system, takes_parts=self.takes_parts, mark=mark)
+
+    def _rendered(
+        self, prompt: ChatPrompt, shown: list[dict[str, Any]], tools: list[Any] | None, *, begins_answer: bool
+    ) -> str:
         context = {
             **self._special,
-            "messages": messages,
-            "tools": tools_for_template(prompt.tools) if prompt.tools else None,
+            "messages": shown,
+            "tools": tools,
             "documents": None,
-            "add_generation_prompt": prompt.add_generation_prompt,
+            "add_generation_prompt": begins_answer,
             **prompt.template_kwargs,
         }
-        text = self._rendered(context)
-        # What follows an image does not count: where the last message ends is of no interest then.
-        return _continued(text, messages) if prompt.continue_final_message and mark is None else text
-
-    def _rendered(self, context: Mapping[str, Any]) -> str:
         try:
             text = self._compiled().render(context, self._bytes_max)
         except _Refused as refused:
@@ -190,20 +216,6 @@ class _Compiled:
         return NotImplemented  # written as it is: an undefined value comes as None, and is written as nothing
 
 
-def takes_parts(source: str) -> bool:
-    """Whether a template goes through the parts of a content; otherwise it takes contents as texts."""
-    contents = set(_CONTENT_SET.findall(source))
-    return any(of_message or name in contents for name, of_message in _LOOP.findall(source))
-
-
-def _dates(source: str) -> tuple[str, ...] | None:
-    """The forms in which a template asks for the date; None where it asks in other ways."""
-    found = list(_CLOCK.finditer(source))
-    if len(found) != source.count("strftime_now"):
-        return None
-    return tuple(dict.fromkeys(each["form"] for each in found if each["form"] is not None))
-
-
 def _continued(text: str, messages: list[dict[str, Any]]) -> str:
     """The text up to the end of the last message, which the engine goes on with."""
     last: Any = messages[-1]["content"] if messages else ""
@@ -221,11 +233,6 @@ def _continued(text: str, messages: list[dict[str, Any]]) -> str:
     spaced = last.lstrip()
     # The blanks at the end of the message are part of it where the template keeps them.
     return text[: start + len(spaced)] if text.startswith(spaced, start) else text[:end]
-
-
-def _as_if(mark: re.Match[str]) -> str:
-    before, end, after = mark.groups()
-    return "{%" + before + (" endif " if end else " if true ") + after + "%}"
 
 
 def _tojson(

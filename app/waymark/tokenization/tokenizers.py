@@ -26,7 +26,7 @@ from waymark.tokenization.engines import Addresses, EngineTokenizer
 from waymark.tokenization.prompt import Prompt, Source, Tokens
 from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.segments import SegmentMemo
-from waymark.tokenization.sources import directory_of, found_in, missing, no_tokenizer
+from waymark.tokenization.sources import directory_of, found_in, is_for_sglang, missing, no_tokenizer
 
 T = TypeVar("T")
 
@@ -250,6 +250,7 @@ class Tokenizers:
             self._metrics,
             prompts=self._prompts,
             bytes_max=self._text_bytes_max,
+            is_for_sglang=is_for_sglang(url),
         )
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:

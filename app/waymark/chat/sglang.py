@@ -1,0 +1,93 @@
+"""The messages of a chat request, in the form in which SGLang gives them to a chat template.
+
+It is not vLLM's: a content that is a text stays one, parts are joined by a blank, the last message is the user's unless
+a template is told not to begin an answer, and tools stand as they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from waymark.chat.openai import arguments_of, as_message, function_of, listed, parts_of, role_of
+
+#: Parts that it leaves out of a prompt.
+_LEFT_OUT = ("thinking", "reasoning")
+#: Fields of a message of any role but user's.
+_TEXTS = ("tool_call_id", "name", "phase", "reasoning_content")
+
+
+def for_template(
+    messages: Sequence[Any], system: Any = None, *, takes_parts: bool, mark: str | None = None
+) -> list[dict[str, Any]]:
+    """The messages as a template gets them; parameters and errors are those of ``openai.for_template``."""
+    shown = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
+    return [_message(each, None, takes_parts=takes_parts) for each in as_message(system)] + shown
+
+
+def tools_for_template(tools: Sequence[Any]) -> list[Any]:
+    """The tools as a template gets them: a function's fields in their order, behind them null for what it lacks."""
+    return [_tool(tool) for tool in tools]
+
+
+def functions_for_template(tools: Sequence[Any]) -> list[Any]:
+    """The functions of ``tools_for_template``, for a template that takes no tools."""
+    return [tool["function"] if isinstance(tool, Mapping) and "function" in tool else tool for tool in tools]
+
+
+def last_answer(shown: Sequence[Mapping[str, Any]]) -> str | None:
+    """The text of the last message if it is the assistant's."""
+    content = shown[-1]["content"] if shown and shown[-1]["role"] == "assistant" else None
+    return content if isinstance(content, str) else None
+
+
+def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | None = None) -> dict[str, Any]:
+    role = role_of(message, index)
+    content = _content(message.get("content"), index, takes_parts=takes_parts and role != "tool", mark=mark)
+    if role == "user":
+        return {"role": role, "content": content}
+    shown: dict[str, Any] = {"role": role.lower(), "content": content}
+    shown |= {name: message[name] for name in _TEXTS if isinstance(message.get(name), str)}
+    calls = message.get("tool_calls")
+    if calls is not None:
+        is_read = shown["role"] == "assistant"
+        shown["tool_calls"] = [_call(call, index, is_read=is_read) for call in listed(calls, index)]
+    return shown
+
+
+def _content(given: Any, index: int | None, *, takes_parts: bool, mark: str | None) -> Any:
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list):
+        given = [part for part in given if not (isinstance(part, Mapping) and part.get("type") in _LEFT_OUT)]
+    found = list(parts_of(given, index, has_media=mark is not None))
+    if takes_parts and given is not None:
+        return [
+            {"type": kind}
+            if kind != "text" and not mark
+            else {"type": "text", "text": text if kind == "text" else mark}
+            for kind, text in found
+        ]
+    return " ".join(text if kind == "text" else mark or "" for kind, text in found)
+
+
+def _call(call: Any, index: int | None, *, is_read: bool) -> dict[str, Any]:
+    function = function_of(call, index)
+    arguments = arguments_of(function, index) if is_read else function.get("arguments")
+    said = {"name": function.get("name"), "arguments": arguments}
+    return {"id": call.get("id"), "index": call.get("index"), "type": "function", "function": said}
+
+
+def _tool(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        return tool
+    later = tool.get("defer_loading")
+    known = {name: function.get(name) for name in ("description", "name", "parameters", "strict", "defer_loading")}
+    if known["defer_loading"] is None:
+        known["defer_loading"] = later
+    for name in ("strict", "defer_loading"):
+        if known[name] is None:
+            del known[name]
+    shown = {name: known[name] for name in [*function, *known] if name in known}
+    return {"type": tool.get("type", "function"), "function": shown, "defer_loading": later}
