@@ -145,6 +145,16 @@ async def test_replicas_over_http_decide_as_this_process_does() -> None:
     assert there.mean_first_token < 2 * here.mean_first_token
 
 
+@pytest.mark.outside
+async def test_gateways_decide_for_the_same_engines() -> None:
+    options = Options(policies=("least-work",), requests=6, engines=2, gateways=(2,), round_robin=True)
+    in_turn, there = await simulate(options)
+    assert (in_turn.name, there.name) == ("each engine in turn", "least-work, 2 gateways")
+    assert there.requests == in_turn.requests == 6
+    # Nobody is better than an idle engine that has the whole prompt, or worse than one engine for all.
+    assert 0.01 < there.mean_first_token < there.mean_end < 6 * in_turn.mean_end
+
+
 # ---- the command -----------------------------------------------------------------------------------
 
 
@@ -161,6 +171,7 @@ def test_the_command_prints_a_line_for_each_policy(capsys: pytest.CaptureFixture
         (["--policies", "least-wrok"], "did you mean least-work"),
         (["--policies", "least-work", "--peer", "best"], "--peer is 'best'"),
         (["--policies", "least-work", "--replicas", "0"], "--replicas"),
+        (["--policies", "least-work", "--gateways", "0"], "--gateways"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_starts(

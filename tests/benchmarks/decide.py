@@ -4,8 +4,9 @@
 
 Engines, prefill, decode and caches run on a simulated clock. The policies are the product's own ``routing``. In the
 fast form its decisions are made in this process. With ``--live`` they are made by replicas over HTTP, on a real Redis,
-and the engines publish their events to real ingest workers. With ``--peer`` the same engines are served by
-``dynamo.select_service``.
+and the engines publish their events to real ingest workers. With ``--gateways 1,2`` each request is a stream through
+one of so many gateways. With ``--peer`` the same engines are served by ``dynamo.select_service``, and with
+``--round-robin`` in turn.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.benchmarks import decide_live as live
-from tests.benchmarks.decide_books import Fast, Rules
+from tests.benchmarks.decide_books import Fast, Rules, Turns
+from tests.benchmarks.decide_gateways import gateways
 from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up, merged, traced
 from tests.benchmarks.decide_run import HEAD, Figures, run
 from tests.benchmarks.simulate_report import aligned
@@ -40,6 +43,8 @@ class Options:
     scale: float = 1.0
     engines: int = 8
     replicas: tuple[int, ...] = (1,)
+    gateways: tuple[int, ...] = ()
+    round_robin: bool = False
     seeds: int = 1
     burst_every: float = 0.0
     seconds: float = 600.0
@@ -67,14 +72,36 @@ class Options:
 async def simulate(options: Options) -> list[Figures]:
     """Every run; the mean over the seeds."""
     found = []
-    for replicas in options.replicas:
-        for name in options.policies:
-            found.append(_mean([await _ours(options, name, replicas, seed) for seed in range(options.seeds)]))
-            print(" | ".join(found[-1].row), file=sys.stderr, flush=True)
-        for kind in options.peer:
-            found.append(_mean([await _theirs(options, kind, replicas, seed) for seed in range(options.seeds)]))
-            print(" | ".join(found[-1].row), file=sys.stderr, flush=True)
+    for one_run in _runs(options):
+        found.append(_mean([await one_run(seed) for seed in range(options.seeds)]))
+        print(" | ".join(found[-1].row), file=sys.stderr, flush=True)
     return found
+
+
+def _runs(options: Options) -> Iterator[Callable[[int], Awaitable[Figures]]]:
+    """Each line of the table, by what makes its figures of a seed."""
+    if options.round_robin:
+        yield partial(_in_turn, options)
+    for count in options.gateways:
+        for name in options.policies:
+            yield partial(_through_gateways, options, name, count)
+    for replicas in () if options.gateways else options.replicas:
+        for name in options.policies:
+            yield partial(_ours, options, name, replicas)
+    for replicas in options.replicas:
+        for kind in options.peer:
+            yield partial(_theirs, options, kind, replicas)
+
+
+async def _in_turn(options: Options, seed: int) -> Figures:
+    engines = options.engines
+    return await run("each engine in turn", options.arrivals(seed), engines, Turns(engines), LAG_SECONDS)
+
+
+async def _through_gateways(options: Options, name: str, count: int, seed: int) -> Figures:
+    label = f"{name}, {count} gateway{'s' if count > 1 else ''}"
+    async with gateways(name, options.engines, count) as decider:
+        return await run(label, options.arrivals(seed), options.engines, decider, LAG_SECONDS)
 
 
 async def _ours(options: Options, name: str, replicas: int, seed: int) -> Figures:
@@ -130,6 +157,8 @@ def main(arguments: Sequence[str]) -> int:
             preset(name)
         for kind in options.peer:
             live.check_kind(kind)
+        if min(options.gateways, default=1) < 1:
+            raise InvalidValue("--gateways are numbers of at least 1, by commas")
         if min(options.replicas, default=0) < 1 or options.engines < 1 or options.scale <= 0 or options.seeds < 1:
             raise InvalidValue("--replicas, --engines and --seeds are at least 1, and --scale is above 0")
         options.arrivals(0)
@@ -157,6 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", type=float, default=1.0, help="how many times as fast they arrive")
     parser.add_argument("--engines", type=int, default=8, help="how many engines")
     parser.add_argument("--replicas", type=_numbers, default=(1,), help="query replicas of the runs, by commas")
+    parser.add_argument("--gateways", type=_numbers, default=(), help="decide by so many gateways, by commas")
+    parser.add_argument("--round-robin", action="store_true", help="first, each engine in turn")
     parser.add_argument("--seeds", type=int, default=1, help="how many runs each figure is the mean of")
     parser.add_argument("--burst-every", type=float, default=0.0, help="seconds between bursts; 0: none")
     parser.add_argument("--seconds", type=float, default=600.0, help="for how long, where there are bursts alone")

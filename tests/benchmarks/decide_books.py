@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Protocol
 
 from tests.benchmarks.decide_engines import PIECE_TOKENS, Change, Job
@@ -39,6 +40,22 @@ class Decider(Protocol):
 
     async def ended(self, job: Job) -> None:
         """A job has its answer."""
+
+
+class Turns:
+    """Each engine in turn, whatever it has and does."""
+
+    def __init__(self, engines: int) -> None:
+        self._turns = cycle(range(engines))
+
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[int]:
+        return [next(self._turns) for _ in jobs]
+
+    async def hear(self, changes: Sequence[Change]) -> None: ...
+
+    async def begun(self, job: Job) -> None: ...
+
+    async def ended(self, job: Job) -> None: ...
 
 
 @dataclass(slots=True)

@@ -41,6 +41,7 @@ class Waymark:
         publishers: Sequence[SimulatedPublisher],
         counts: Mapping[str, int],
         environ: Mapping[str, str],
+        addresses: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._redis = redis
@@ -48,6 +49,7 @@ class Waymark:
         self._unsettled: set[int] = set()
         self._counts = counts
         self._environ = environ
+        self._addresses = addresses
         self._processes = ExitStack()
         self._servers: list[Server] = []
         self._clients: list[AsyncClient] = []
@@ -113,8 +115,33 @@ class Waymark:
                 replay_endpoint=publisher.replay_endpoint,
                 model=MODEL,
                 block_size=BLOCK_SIZE,
+                **({"address": self._addresses[engine]} if self._addresses else {}),
             )
         await self._until_heard()
+
+    async def start_gateways(self, count: int) -> list[str]:
+        """The URLs of so many gateways, which know every engine when this returns."""
+        servers = [
+            self._processes.enter_context(
+                waymark(self._folder, "gateway", self._redis.url, self._environ, is_awaited=False)
+            )
+            for _ in range(count)
+        ]
+        self._servers += servers
+        for server in servers:
+            async with _client(server) as client:
+                await _until(client.ready, f"{server.name} is ready", START_SECONDS)
+        return [f"http://127.0.0.1:{server.port}" for server in servers]
+
+    async def until_reserved(self, requests: int, begun: int) -> None:
+        """Until so many requests are reserved, and so many of them have had their first token."""
+
+        def is_so() -> bool:
+            found = self._redis.client.zrange(keys.reservations(_GROUP), 0, -1)
+            timed = sum(isinstance(each, bytes) and each.endswith(b" timed") for each in found)
+            return (len(found), timed) == (requests, begun)
+
+        await _until(is_so, f"{requests} requests are reserved, {begun} of them with their first token", SETTLE_SECONDS)
 
     @property
     def urls(self) -> list[str]:
@@ -158,9 +185,15 @@ class Waymark:
 
 @asynccontextmanager
 async def started(
-    folder: Path, *, engines: int, workers: int, replicas: int, environ: Mapping[str, str]
+    folder: Path,
+    *,
+    engines: int,
+    workers: int,
+    replicas: int,
+    environ: Mapping[str, str],
+    addresses: Sequence[str] = (),
 ) -> AsyncIterator[Waymark]:
-    """A Waymark on an empty Redis of its own, with so many engines registered and heard."""
+    """A Waymark on an empty Redis of its own, with so many engines registered, perhaps by address, and heard."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))
         publishers = [
@@ -169,7 +202,7 @@ async def started(
             )
             for _ in range(engines)
         ]
-        service = Waymark(folder, redis, publishers, {"ingest": workers, "query": replicas}, environ)
+        service = Waymark(folder, redis, publishers, {"ingest": workers, "query": replicas}, environ, addresses)
         stack.push_async_callback(service.close)
         await service.start()
         await service.register()

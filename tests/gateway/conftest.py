@@ -113,6 +113,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             engines: int = 2, *, fallback: str | None = None, archive: Archive | None = None, **given: Any
         ) -> Running:
             url = given.pop("redis_url", redis_url)
+            bounds = {"request_seconds": given["request_seconds"]} if "request_seconds" in given else {}
             settings = Settings(redis_url=url, **patient_settings() | given)
             metrics = Metrics()
             store = Store.open(url, timeout_seconds=settings.redis_timeout_seconds, metrics=metrics)
@@ -127,7 +128,9 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             responses = Responses.of(settings, metrics, store, archive)
             gateway = Gateway(store, settings, metrics, tokenizers, admin, cache, responses)
             stack.push_async_callback(gateway.close)
-            port = await stack.enter_async_context(served(gateway, protocol(connections(metrics, body_of_rejection))))
+            port = await stack.enter_async_context(
+                served(gateway, protocol(connections(metrics, body_of_rejection, **bounds)))
+            )
             client = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(30), trust_env=False)
             )

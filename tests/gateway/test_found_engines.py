@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.conftest import wait_until
 from tests.discovery.conftest import Engine, StartEngine, engine, start_engine
-from tests.discovery.test_sources import ENTRY, discovering
+from tests.discovery.test_sources import discovering
 from tests.gateway.conftest import Running, Start, chat
-from waymark.api.registrations import registration_of
-from waymark.endpoints import AllowedEndpoints
+from tests.patience import patient
+from tests.serving.wire import served
+from waymark.api.application import create_app
+from waymark.asker import Asker
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.store import Store
 
 __all__ = ["engine", "start_engine"]
 
 pytestmark = pytest.mark.outside
 
 PATH = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def replica(redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a query replica on a socket of its own."""
+    settings, metrics = Settings(redis_url=redis_url), Metrics()
+    store, asker = Store.open(redis_url, metrics=metrics), Asker.of(settings)
+    try:
+        async with (
+            served(create_app(store, settings, metrics, asker=asker), interface="asgi3") as port,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(30), trust_env=False) as client,
+        ):
+            yield client
+    finally:
+        await asker.close()
+        await store.close()
 
 
 async def until_answered(running: Running, model: str, status: int) -> None:
@@ -62,11 +86,41 @@ async def test_a_gateway_serves_what_discovery_finds_until_it_goes(
         await wait_until(is_asked, "the other engine gets requests", 30)
 
 
-async def test_a_gateway_serves_what_is_registered_with_an_address(start: Start, engine: Engine) -> None:
+async def test_a_gateway_serves_what_is_registered_over_http_until_it_is_unregistered(
+    start: Start, engine: Engine, redis_url: str
+) -> None:
+    """By ``POST /register`` at a query replica, with an address, as docs/gateway.md has it."""
     running = await start(0)
     engine.answers[PATH] = {"object": "chat.completion"}
+    fields = {"instance_id": "by-hand", "type": "none", "modelname": "m", "block_size": 16}
     await until_answered(running, "m", 404)
-    fields = ENTRY | {"instance_id": "by-hand", "endpoint": "tcp://127.0.0.1:9", "address": engine.url}
-    await running.store.registry.register(registration_of(fields, AllowedEndpoints()))
-    await until_answered(running, "m", 200)
-    assert PATH in engine.asked
+    async with replica(redis_url) as client:
+        bare = await client.post("/register", json=fields)
+        assert bare.status_code == 200, bare.text
+        # Without an address nobody can be sent there.
+        await until_answered(running, "m", 503)
+        assert PATH not in engine.asked
+        answer = await client.post("/register", json=fields | {"address": engine.url})
+        assert answer.status_code == 200, answer.text
+        await until_answered(running, "m", 200)
+        assert PATH in engine.asked
+        models = (await running.client.get("/v1/models")).json()["data"]
+        assert [each["id"] for each in models] == ["m"]
+        gone = await client.post("/unregister", json={"instance_id": "by-hand"})
+        assert gone.status_code == 200, gone.text
+        await until_answered(running, "m", 503)
+        asked = len(engine.asked)
+        assert (await running.post(chat("a") | {"model": "m"})).json()["error"]["code"] == "no_target"
+        assert len(engine.asked) == asked
+
+
+async def test_an_engine_that_is_registered_by_its_url_is_served(start: Start, engine: Engine, redis_url: str) -> None:
+    running = await start(0)
+    engine.is_vllm("no_replay")
+    engine.answers[PATH] = {"object": "chat.completion"}
+    async with replica(redis_url) as client:
+        answer = await client.post("/register", json={"url": engine.url})
+        assert answer.status_code == 200, answer.text
+    for model in ("llama", "llama-alias"):
+        await until_answered(running, model, 200)
+    assert engine.asked.count(PATH) >= 2

@@ -19,7 +19,6 @@ from waymark.chat.session import session_token
 from waymark.domain.targets import Role, Target
 from waymark.errors import SettingsError
 from waymark.gateway.security import Keys
-from waymark.gateway.shapes import body_of_rejection
 from waymark.gateway.upstream import Upstream
 from waymark.serving.limits import SLOW
 from waymark.settings import Settings
@@ -167,11 +166,27 @@ async def test_errors_of_a_connection_have_the_shape_of_the_path(start: Start, h
     assert (await ask("/admin/kv-index/stats")).keys() == {"error", "reason"}
 
 
-def test_a_request_that_is_too_slow_is_refused_in_the_shape_of_the_path() -> None:
-    body = body_of_rejection("/v1/messages", SLOW)
-    assert body is not None
-    assert json.loads(body)["error"]["message"] == SLOW.sentence
-    assert body_of_rejection("/metrics", SLOW) is None
+async def test_a_body_that_comes_too_slowly_is_refused_in_the_shape_of_the_path(start: Start) -> None:
+    running = await start(1, request_seconds=0.1)
+
+    async def ask(path: str) -> Any:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{{".encode())
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 408 "), answer
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"connection: close" in head.lower()
+        return json.loads(body)
+
+    openai, anthropic, other = await asyncio.gather(
+        *map(ask, ("/v1/responses", "/v1/messages", "/admin/response-cache/invalidate"))
+    )
+    wanted = {"message": SLOW.sentence, "type": "invalid_request_error", "param": None, "code": "unavailable"}
+    assert openai == {"error": wanted}
+    assert anthropic == {"type": "error", "error": {"type": "invalid_request_error", "message": SLOW.sentence}}
+    assert other == {"error": SLOW.sentence, "reason": "unavailable"}
+    assert running.asked == [0]
 
 
 async def test_paths_that_are_none(start: Start) -> None:

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.conftest import wait_until
-from tests.gateway.conftest import Running, Start, chat, events
+from tests.gateway.conftest import Running, Start, chat, events, registration
 from waymark.chat.cache_key import cache_key, is_cacheable
 from waymark.gateway.answers import MemoryAnswers
 from waymark.gateway.bounded import Held
@@ -24,6 +24,8 @@ LAST = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 MESSAGE = b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'
 STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+each_place = pytest.mark.parametrize("where", ["memory", "redis"])
 
 
 def answering(running: Running, finish: Any = "stop") -> None:
@@ -159,13 +161,18 @@ async def test_an_answer_that_failed_is_not_whole_or_too_long_is_not_kept(start:
 
 
 @pytest.mark.outside
-async def test_clients_and_tenants_never_share(start: Start) -> None:
+@each_place
+async def test_clients_and_tenants_never_share(start: Start, where: str) -> None:
     keys = tuple(f"{name}:{sha256(name.encode()).hexdigest()}" for name in ("one", "two"))
-    running = await start(1, response_cache="memory", gateway_keys=keys)
+    running = await start(1, response_cache=where, gateway_keys=keys)
     answering(running)
     for name in ("one", "two"):
-        headers = {"x-api-key": name}
-        assert await results(running, chat("a"), chat("a"), headers=headers) == ["MISS", "HIT"]
+        assert await results(running, chat("a"), chat("a"), headers={"x-api-key": name}) == ["MISS", "HIT"]
+    by_tenant = await start(1, response_cache=where, tenant_header="x-tenant")
+    answering(by_tenant)
+    await by_tenant.store.registry.register(registration(by_tenant.engines[0].url, 1, tenant_id="two"))
+    for name in ("default", "two"):
+        assert await results(by_tenant, chat("a"), chat("a"), headers={"x-tenant": name}) == ["MISS", "HIT"]
 
 
 @pytest.mark.outside
@@ -198,17 +205,21 @@ async def test_others_ask_themselves_where_the_first_goes_away_or_fails(start: S
 
 
 @pytest.mark.outside
-async def test_what_began_before_a_clearing_is_not_kept(start: Start) -> None:
-    running = await start(1, response_cache="memory")
+@each_place
+async def test_what_began_before_a_clearing_is_not_kept(start: Start, where: str) -> None:
+    running = await start(1, response_cache=where)
+    other = running if where == "memory" else await start(0, response_cache=where)
     go_on = asyncio.Event()
     running.engines[0].handler = lambda request: events(request, DELTA, LAST, DONE, until=go_on)
     body = chat("a", stream=True)
     first = asyncio.create_task(running.post(body))
     await wait_until(lambda: running.asked == [1], "the first is under way", 10)
-    await running.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
+    await other.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
     go_on.set()
     await first
-    assert await results(running, body, body) == ["MISS", "HIT"]
+    assert await results(running, body) == ["MISS"]
+    await wait_until(lambda: running.value("response_cache_entries") == 1, "the answer is kept", 10)
+    assert await results(other, body) == ["HIT"]
 
 
 @pytest.mark.outside

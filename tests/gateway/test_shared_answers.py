@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from hashlib import sha256
 
 import pytest
 
 from tests.conftest import wait_until
 from tests.e2e.redis_server import RedisServer, redis_server
-from tests.gateway.conftest import Start, chat, events
-from tests.gateway.test_response_cache import DELTA, DONE, LAST, answering, results
+from tests.gateway.conftest import Start, chat
+from tests.gateway.test_response_cache import answering, results
 from waymark.errors import SettingsError, StoreUnavailable
 from waymark.gateway.answers import MemoryAnswers
 from waymark.gateway.bounded import Held
@@ -52,29 +50,6 @@ async def test_gateways_share_answers_and_one_of_them_clears_all(start: Start) -
     cleared = await two.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
     assert cleared.json()["cleared_entries"] == 1
     assert await results(one, chat("hello")) == ["MISS"]
-
-
-async def test_what_began_before_another_gateway_cleared_is_not_kept(start: Start) -> None:
-    one, two = await start(1, response_cache="redis"), await start(0, response_cache="redis")
-    go_on = asyncio.Event()
-    one.engines[0].handler = lambda request: events(request, DELTA, LAST, DONE, until=go_on)
-    body = chat("a", stream=True)
-    first = asyncio.create_task(one.post(body))
-    await wait_until(lambda: one.asked == [1], "the first is under way", 10)
-    await two.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
-    go_on.set()
-    await first
-    assert await results(one, body) == ["MISS"]
-    await wait_until(lambda: one.value("response_cache_entries") == 1, "the answer is kept", 10)
-    assert await results(two, body) == ["HIT"]
-
-
-async def test_clients_and_tenants_never_share_in_redis_either(start: Start) -> None:
-    keys = tuple(f"{name}:{sha256(name.encode()).hexdigest()}" for name in ("one", "two"))
-    running = await start(1, response_cache="redis", gateway_keys=keys)
-    answering(running)
-    for name in ("one", "two"):
-        assert await results(running, chat("a"), chat("a"), headers={"x-api-key": name}) == ["MISS", "HIT"]
 
 
 async def test_what_is_kept_in_redis_has_bounds(start: Start) -> None:
