@@ -16,6 +16,7 @@ import yaml
 
 from tests.deploy.chart import (
     CHART,
+    NAMESPACE,
     REDIS,
     TABLE,
     WRITE,
@@ -166,6 +167,42 @@ def _get(values: dict[str, Any], path: str) -> Any:
     for name in path.split(".") if path else ():
         found = found[name]
     return found
+
+
+@pytest.mark.parametrize(
+    ("discovery", "kind", "namespace"),
+    [
+        ({}, "Role", NAMESPACE),
+        ({"namespace": "engines"}, "Role", "engines"),
+        ({"allNamespaces": True}, "ClusterRole", None),
+    ],
+    ids=["its-namespace", "another-namespace", "all-namespaces"],
+)
+def test_discovery_may_list_and_watch_pods_and_nothing_else(
+    discovery: dict[str, Any], kind: str, namespace: str | None
+) -> None:
+    values = merged(REDIS, {"discovery": {"enabled": True} | discovery})
+    role, binding = render(values)["discovery.yaml"]
+    assert (role["kind"], binding["kind"]) == (kind, f"{kind}Binding")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert {each["metadata"].get("namespace") for each in (role, binding)} == {namespace}
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == (kind, role["metadata"]["name"])
+    pods = {name: one(values, f"{name}-deployment.yaml")["spec"]["template"]["spec"] for name in ("ingest", "query")}
+    (subject,) = binding["subjects"]
+    assert subject == {
+        "kind": "ServiceAccount",
+        "name": pods["ingest"]["serviceAccountName"],
+        "namespace": NAMESPACE,
+    }
+    assert {name: pod["automountServiceAccountToken"] for name, pod in pods.items()} == {"ingest": True, "query": False}
+    assert variables(values, "ingest")["WAYMARK_DISCOVERY"] == "kubernetes"
+
+
+def test_without_discovery_nothing_may_be_read() -> None:
+    rendered = render(REDIS)
+    assert rendered.get("discovery.yaml", []) == []
+    assert one(REDIS, "ingest-deployment.yaml")["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+    assert "WAYMARK_DISCOVERY" not in variables(REDIS, "ingest")
 
 
 # ---- what reaches the pods ---------------------------------------------------------------------------

@@ -70,7 +70,7 @@ async def discovering(
         **({"url": url, "token_file": None, "ca_file": None, "namespace": "serving", "selector": SELECTOR} | server)
     )
     options = DiscoveryOptions(worker, 300, api, PodPorts(port, 5557, 5657), round_seconds=0.1, confirm_seconds=0.2)
-    describer = Describer(Asker(), allowed, seconds=20)
+    describer = Describer(Asker(allowed), allowed, seconds=20)
     discovery = Discovery(store, metrics, options, describer, partial(registration_of, allowed=allowed))
     task = asyncio.ensure_future(discovery.run())
     try:
@@ -309,6 +309,22 @@ async def test_a_wrong_annotation_is_named_and_costs_its_pod(
         await until_named(store, "serving/good|default|0")
         await until_said(store, named)
         await until_said(store, "serving/bad")
+
+
+async def test_a_pod_that_is_not_allowed_is_neither_asked_nor_registered(
+    store: Store, server: ApiServerStub, engine: Engine
+) -> None:
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    allowed = AllowedEndpoints(["127.0.0.3"])
+    server.put(pod("asked", "127.0.0.1"), pod("said", "127.0.0.2", annotations=SAID))
+    server.put(pod("good", "127.0.0.3", annotations=SAID))
+    async with discovering(store, server.url, port=port, allowed=allowed):
+        await until_named(store, "serving/good|default|0")
+        await until_said(store, "serving/asked")
+        await until_said(store, "serving/said")
+    assert all("WAYMARK_ALLOWED_ENDPOINTS" in problem for problem in await problems(store))
+    assert not engine.asked
 
 
 async def test_a_pod_whose_engine_says_no_block_size_is_named(
