@@ -138,8 +138,11 @@ async def test_an_engine_that_says_nothing_is_not_waited_for(serve: Serve, asker
 
 
 async def test_who_is_not_there_or_speaks_otherwise_is_unanswered(asker: Asker, free_port: int) -> None:
-    with pytest.raises(Unanswered, match="onnect"):
+    with pytest.raises(Unanswered) as refused:
         await asker.ask(f"http://127.0.0.1:{free_port}/", seconds=60, bytes_max=100)
+    assert refused.value.sentence == f"no connection to 127.0.0.1 port {free_port}: Connection refused"
+    with pytest.raises(Unanswered, match=r"^no connection to nowhere\.invalid port 80: "):
+        await asker.ask("http://nowhere.invalid/", seconds=60, bytes_max=100)
 
     async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0\r\n\r\n")

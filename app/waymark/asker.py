@@ -7,6 +7,7 @@ redirect. The key of the engines and the certificates that are trusted are the s
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
@@ -167,7 +168,16 @@ async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _unanswered(error: Exception) -> Unanswered:
-    return Unanswered(str(error)[:200] or type(error).__name__)
+    return Unanswered(_reason(error)[:200] or type(error).__name__)
+
+
+def _reason(error: Exception) -> str:
+    if not isinstance(error, aiohttp.ClientConnectorError) or isinstance(error, aiohttp.ClientSSLError):
+        return str(error)
+    # The text of aiohttp is about its own options for TLS, also where there is none.
+    number = error.os_error.errno or 0
+    said = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
+    return f"no connection to {error.host} port {error.port}: {said}"
 
 
 async def _read(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
