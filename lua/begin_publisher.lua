@@ -15,6 +15,7 @@
 -- {'applied', 0}  it has them
 -- {'other', 0}    the table is of another group; nothing written
 -- {'other', 1}    the record is another publisher's; nothing written
+-- {'gone', 0}     it has a row and no record, as a Redis that evicts keys leaves it: end it first; nothing written
 --
 -- The claim was written before. So whoever has found the publisher without a claim must look again (end_publisher).
 --
@@ -25,9 +26,12 @@ local group = redis.call('HGET', KEYS[1], 'group')
 if group and group ~= ARGV[4] then return {'other', 0} end
 local name = redis.call('HGET', KEYS[2], 'name')
 if name and name ~= ARGV[2] then return {'other', 1} end
+local has_life = redis.call('HEXISTS', KEYS[2], 'life') == 1
+local has_row = redis.call('HEXISTS', KEYS[1], 'publisher:' .. ARGV[1]) == 1
+if has_row and not has_life then return {'gone', 0} end
 redis.call('HDEL', KEYS[2], 'unclaimed')
 local field = 'target:' .. ARGV[1]
-local begun = redis.call('HGET', KEYS[2], 'life') and redis.call('HEXISTS', KEYS[1], 'publisher:' .. ARGV[1]) == 1
+local begun = has_life and has_row
 if begun and (redis.call('HGET', KEYS[1], field) or '') == ARGV[7] then return {'applied', 0} end
 if ARGV[7] == '' then
   redis.call('HDEL', KEYS[1], field)

@@ -1,4 +1,4 @@
--- end_publisher(holders, record, lease, dead, load, entries; publisher, token, version, unclaimed) -> {verdict, ended}
+-- end_publisher(holders, record, lease, dead, load, entries; publisher, token, version, only, holder*) -> {verdict, ended}
 --
 -- End a publisher: delete its row and all its holders from the table in one step. The fence was raised before.
 --
@@ -11,21 +11,29 @@
 -- ARGV  publisher  its integer id
 --       token      the token under which the fence was raised
 --       version    a random nonce
---       unclaimed  '1' ends it only if no begin_publisher came since it was marked so, '' ends it in any case
+--       only       'unclaimed' ends it only if no begin_publisher came since it was marked so; 'gone' only if it has no
+--                  record, and then no token counts; '' ends it in any case
+--       holder*    with 'gone' the holders that the table has of it, which no record names
 --
 -- {'applied', ended}  so many holders ended
 -- {'fenced', 0}       somebody else ended it, or is about to; nothing written
--- {'stale', 0}        it may have a claim now; nothing written
+-- {'stale', 0}        it may have a claim now, or has a record; nothing written
 
 local fields = redis.call('HGETALL', KEYS[2])
-local ids, token, unclaimed = {}, nil, false
+local ids, token, unclaimed, life = {}, nil, false, nil
 for i = 1, #fields, 2 do
   if fields[i]:sub(1, 7) == 'holder:' then ids[#ids + 1] = fields[i + 1] end
   if fields[i] == 'token' then token = fields[i + 1] end
   if fields[i] == 'unclaimed' then unclaimed = true end
+  if fields[i] == 'life' then life = fields[i + 1] end
 end
-if token ~= ARGV[2] then return {'fenced', 0} end
-if ARGV[4] == '1' and not unclaimed then return {'stale', 0} end
+if ARGV[4] == 'gone' then
+  if life then return {'stale', 0} end
+  for i = 5, #ARGV do ids[#ids + 1] = ARGV[i] end
+else
+  if token ~= ARGV[2] then return {'fenced', 0} end
+  if ARGV[4] == 'unclaimed' and not unclaimed then return {'stale', 0} end
+end
 
 for _, id in ipairs(ids) do -- one by one: a standard publisher may have more than one `unpack` can hold
   redis.call('SADD', KEYS[4], id)

@@ -90,6 +90,7 @@ EXPORTED = [
     "waymark_prefix_routing_prefix_cardinality",
     "waymark_prefix_routing_requests_total{strategy}",
     "waymark_publishers_refused",
+    "waymark_publishers_unclaimed_total",
     "waymark_publishers{feed}",
     "waymark_queries_total{model,result}",
     "waymark_query_blocks",

@@ -160,6 +160,10 @@ ELSEWHERE = {
     "waymark_event_memory_bytes": ("tests/api/test_kept.py", "test_memories_are_bounded_in_bytes"),
     "waymark_hot_block_bytes": ("tests/store/test_row_reader.py", HOT),
     "waymark_hot_block_hits_total": ("tests/store/test_row_reader.py", HOT),
+    "waymark_publishers_unclaimed_total": (
+        "tests/ingest/test_unclaimed.py",
+        "test_a_damaged_table_does_not_delay_the_next_group",
+    ),
     "waymark_publishers_refused": (
         "tests/ingest/test_worker.py",
         "test_what_the_file_says_otherwise_moves_or_is_told_and_what_it_does_not_name_stays",

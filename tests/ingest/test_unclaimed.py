@@ -6,6 +6,7 @@ from redis.asyncio import Redis
 
 from tests.store.factories import registration, stream_of
 from waymark.ingest.unclaimed import UnclaimedWatch
+from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry
@@ -19,10 +20,12 @@ async def test_a_damaged_table_does_not_delay_the_next_group(redis: Redis) -> No
     share = [GroupEntry(each.grant.group_id, 1) for each in (stream, other)]
     await redis.delete(keys.PUBLISHERS, keys.holders(stream.grant.group_id))
     await redis.set(keys.holders(stream.grant.group_id), "no hash")
-    watch = UnclaimedWatch(store, 0.0)
+    metrics = Metrics()
+    watch = UnclaimedWatch(store, metrics, 0.0)
     for _ in 2 * share:  # it is found, and ends the next time
         await watch.look(share, [])
     assert await store.unclaimed.publishers(other.grant.group_id) == set()
+    assert metrics.registry.get_sample_value("waymark_publishers_unclaimed_total") == 1
 
 
 async def test_a_publisher_without_a_claim_has_some_time(redis: Redis) -> None:
@@ -31,7 +34,7 @@ async def test_a_publisher_without_a_claim_has_some_time(redis: Redis) -> None:
     stream = await stream_of(store, redis)
     await redis.delete(keys.PUBLISHERS)
     share = [GroupEntry(stream.grant.group_id, 1)]
-    watch = UnclaimedWatch(store, 3600.0)
+    watch = UnclaimedWatch(store, Metrics(), 3600.0)
     for _ in range(3):
         await watch.look(share, [])
     assert await store.unclaimed.publishers(stream.grant.group_id) == {stream.grant.publisher}

@@ -66,13 +66,21 @@ async def test_what_it_is_as_a_target_changes_in_place(redis: Redis, scripts: Sc
     assert (b"target:1" in left, left[b"version"]) == (False, b"d" * 16)
 
 
-async def test_what_a_crash_left_out_is_made_good(redis: Redis, scripts: Scripts) -> None:
+async def test_a_table_that_was_lost_is_made_good(redis: Redis, scripts: Scripts) -> None:
     await begin(scripts, b'["t","m"]')
     whole = await snapshot(redis)
-    for lost in (keys.record(1, 1), keys.holders(1)):
-        await redis.delete(lost)
-        assert await begin(scripts, b'["t","m"]') is Verdict.APPLIED
-        assert await snapshot(redis) == whole
+    await redis.delete(keys.holders(1))
+    assert await begin(scripts, b'["t","m"]') is Verdict.APPLIED
+    assert await snapshot(redis) == whole
+
+
+async def test_a_row_without_a_record_has_to_end_first(redis: Redis, scripts: Scripts) -> None:
+    """Its holders would be nobody's."""
+    await begin(scripts, b'["t","m"]')
+    await redis.delete(keys.record(1, 1))
+    left = await snapshot(redis)
+    assert await begin(scripts, b'["t","m"]') is Verdict.GONE
+    assert await snapshot(redis) == left
 
 
 async def test_the_table_of_another_group_is_not_touched(redis: Redis, scripts: Scripts) -> None:

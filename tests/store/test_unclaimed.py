@@ -84,3 +84,75 @@ async def test_a_registration_that_comes_meanwhile_wins(
     assert await asked(store, BLOCKS) == {"pod-1": 40}
     assert b"unclaimed" not in await hgetall(redis, stream.grant.record)
     assert await store.leases.take(stream.grant.claim, "worker-2", 5.0), "its stream goes on at once"
+
+
+async def test_a_publisher_whose_record_is_gone_ends(store: Store, redis: Redis, stream: Stream) -> None:
+    """As a Redis that evicts keys leaves it: nothing but the table names it, with all of its holders."""
+    seat = await with_blocks(stream)
+    await redis.delete(stream.grant.record)
+    await redis.hdel(keys.PUBLISHERS, NAME)
+    assert await asked(store, BLOCKS) == {"pod-1": 40}
+    assert await store.unclaimed.end(seat)
+    assert await asked(store, BLOCKS) == {}
+    assert await store.unclaimed.publishers(seat.group_id) == set()
+    assert await redis.hkeys(keys.fence(seat.group_id, 0)) == [b"holder"]
+    assert not await store.unclaimed.end(seat), "it has ended"
+
+
+@pytest.mark.parametrize("is_evicted", [True, False])
+@pytest.mark.parametrize("raw", [None, b'{"format":9}'])
+async def test_without_a_name_any_claim_may_be_its_own(
+    store: Store, redis: Redis, stream: Stream, is_evicted: bool, raw: bytes | None
+) -> None:
+    seat = await with_blocks(stream)
+    if is_evicted:
+        await redis.delete(stream.grant.record)
+    else:
+        await redis.hdel(stream.grant.record, "name")
+    if raw is not None:
+        await redis.hset(keys.PUBLISHERS, NAME, raw)
+    assert not await store.unclaimed.end(seat)
+    assert await asked(store, BLOCKS) == {"pod-1": 40}
+    await redis.hdel(keys.PUBLISHERS, NAME)
+    assert await store.unclaimed.end(seat)
+    assert await asked(store, BLOCKS) == {}
+
+
+async def test_unregistering_ends_a_publisher_whose_record_is_gone(store: Store, redis: Redis, stream: Stream) -> None:
+    seat = await with_blocks(stream)
+    await redis.delete(stream.grant.record)
+    assert await store.registry.unregister([registration().name]) == [registration().name]
+    assert await asked(store, BLOCKS) == {}
+    assert await store.unclaimed.publishers(seat.group_id) == set()
+
+
+async def test_a_record_that_is_made_again_knows_no_holders_and_none_is_left(
+    store: Store, redis: Redis, stream: Stream
+) -> None:
+    """A worker that finds no record begins the publisher anew. Nobody would end the holders of before."""
+    seat = await with_blocks(stream)
+    await redis.delete(stream.grant.record)
+    assert await store.registry.begin(stream.grant.claim)
+    assert await asked(store, BLOCKS) == {}
+    assert await store.unclaimed.publishers(seat.group_id) == {seat.publisher}
+    assert len(await redis.smembers(keys.dead(seat.group_id))) == 1, "its blocks are swept"
+    again = await stream.again()
+    (gpu,) = await again.begin("0 GPU")
+    await again.apply(stored(gpu, BLOCKS[:7]))
+    assert await asked(store, BLOCKS) == {"pod-1": 7}
+
+
+async def test_a_record_that_is_made_meanwhile_wins(
+    store: Store, redis: Redis, client: RedisClient, stream: Stream
+) -> None:
+    seat = await with_blocks(stream)
+    await redis.delete(stream.grant.record)
+    await redis.hdel(keys.PUBLISHERS, NAME)
+
+    async def register() -> None:
+        await redis.hdel(keys.GROUPS, "last_publisher")
+        assert await store.registry.register(registration())
+
+    assert not await Store(Meeting(client, "end_publisher", register)).unclaimed.end(seat)
+    assert (await claim_of(store, registration())).publisher == seat.publisher
+    assert await store.unclaimed.publishers(seat.group_id) == {seat.publisher}

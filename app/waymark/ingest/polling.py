@@ -57,7 +57,7 @@ class Poller:
         self._runner = runner
         self._keeper = RegistrationKeeper(store, metrics, options.publishers)
         self._shares = Shares(options.worker_id)
-        self._unclaimed = UnclaimedWatch(store, options.stream.lease_seconds)
+        self._unclaimed = UnclaimedWatch(store, metrics, options.stream.lease_seconds)
         self._gauges = Gauges(
             metrics,
             self._served,

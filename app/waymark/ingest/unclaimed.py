@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from waymark.errors import RecordDamaged
 from waymark.logs import fields
+from waymark.metrics import Metrics
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
@@ -26,8 +27,9 @@ class UnclaimedWatch:
     Within ``patience_seconds`` every live worker polls, and puts back a claim that it knows and Redis has lost.
     """
 
-    def __init__(self, store: Store, patience_seconds: float) -> None:
+    def __init__(self, store: Store, metrics: Metrics, patience_seconds: float) -> None:
         self._store = store
+        self._metrics = metrics
         self._patience_seconds = patience_seconds
         self._last = 0
         """The group that was looked at last."""
@@ -59,6 +61,7 @@ class UnclaimedWatch:
             if since < now and now - since >= self._patience_seconds:
                 del self._since[seat]
                 if await self._store.unclaimed.end(seat):
+                    self._metrics.publishers_unclaimed.inc()
                     about = fields(group=entry.group_id, publisher=seat.publisher)
                     log.warning("publisher without a registration ended", extra=about)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, get_args
@@ -225,6 +227,18 @@ def encode_holder(holder: Holder) -> bytes:
     if holder.window is not None:
         fields["window"] = str(holder.window)
     return orjson.dumps({"format": FORMAT} | fields)
+
+
+def holders_of(held: Mapping[bytes, bytes], publisher: int) -> list[int]:
+    """The ids of a publisher's holders in a table, without those that cannot be read, which count for nobody."""
+    found: list[int] = []
+    for name, value in held.items():
+        if name.isdigit():
+            with suppress(orjson.JSONDecodeError):
+                holder = orjson.loads(value)
+                if isinstance(holder, dict) and holder.get("publisher") == publisher:
+                    found.append(int(name))
+    return found
 
 
 def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:

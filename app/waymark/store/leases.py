@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from waymark.store import keys
-from waymark.store.claims import Claim
+from waymark.store.claims import Claim, holders_of
 from waymark.store.client import RedisClient
 from waymark.store.parsing import lenient_text
 from waymark.store.scripts import Outcome, Scripts, Verdict
@@ -223,8 +223,30 @@ class Leases:
 
         With ``only_unclaimed`` False also if its record is not marked ``unclaimed`` (any more).
         """
+        outcome = await self._end(seat, token, "unclaimed" if only_unclaimed else "")
+        if not outcome.is_applied:
+            return False
+        for shard in range(seat.shards):
+            await self._scripts.drop_fence(keys.fence(seat.group_id, shard), seat.publisher, token)
+        return True
+
+    async def end_without_record(self, seat: Seat) -> bool:
+        """End a publisher that has a row in the table and no record. False if it has a record, or no row.
+
+        A Redis that evicts keys, or a move of its slot that was broken off, leaves such a row. Its holders are known
+        from the table alone, and it needs no token: whoever had one lost it with the record.
+        """
+        held = await self._client.hgetall(keys.holders(seat.group_id))
+        if b"publisher:%d" % seat.publisher not in held:
+            return False
+        if not (await self._end(seat, "", "gone", holders_of(held, seat.publisher))).is_applied:
+            return False
+        await self._forget(seat)
+        return True
+
+    async def _end(self, seat: Seat, token: str, only: str, holders: Sequence[int] = ()) -> Outcome:
         group_id, publisher = seat.group_id, seat.publisher
-        outcome = await self._scripts.end_publisher(
+        return await self._scripts.end_publisher(
             keys.holders(group_id),
             keys.record(group_id, publisher),
             keys.lease(group_id, publisher),
@@ -234,10 +256,6 @@ class Leases:
             publisher,
             token,
             random_nonce(),
-            "1" if only_unclaimed else "",
+            only,
+            holders,
         )
-        if not outcome.is_applied:
-            return False
-        for shard in range(seat.shards):
-            await self._scripts.drop_fence(keys.fence(group_id, shard), publisher, token)
-        return True

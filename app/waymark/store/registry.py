@@ -28,7 +28,7 @@ from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
 from waymark.store.directory import Directory
 from waymark.store.leases import Leases, random_nonce
-from waymark.store.scripts import Scripts, Verdict
+from waymark.store.scripts import Outcome, Scripts, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,16 @@ class Registry:
 
     async def _clash(self, claim: Claim) -> Literal["group", "publisher"] | None:
         """Begin the record. Return which id another claim has, as can happen after a failover, or None."""
-        outcome = await self._scripts.begin_publisher(
+        outcome = await self._begin(claim)
+        if outcome.verdict is Verdict.GONE:
+            await self._leases.end_without_record(claim)
+            outcome = await self._begin(claim)
+        if outcome.verdict is Verdict.OTHER:
+            return "publisher" if outcome.numbers[0] else "group"
+        return None
+
+    async def _begin(self, claim: Claim) -> Outcome:
+        return await self._scripts.begin_publisher(
             keys.holders(claim.group_id),
             keys.record(claim.group_id, claim.publisher),
             claim.publisher,
@@ -226,9 +235,6 @@ class Registry:
             random_nonce(),
             claim.target(),
         )
-        if outcome.verdict is Verdict.OTHER:
-            return "publisher" if outcome.numbers[0] else "group"
-        return None
 
     async def _confirm(self, claim: Claim) -> bool:
         """Whether a claim that has begun is still in Redis, under the same ids."""
@@ -344,8 +350,11 @@ class Registry:
             return
         for attempt in range(_ATTEMPTS):
             grant = await self._leases.take(claim, "unregister", 5.0, force=True)
-            if grant is None or await self._leases.end(grant):
-                return  # None: it has no record (any more), so nothing of it is in the table
+            if grant is None:
+                await self._leases.end_without_record(claim)  # mostly nothing of it is in the table either
+                return
+            if await self._leases.end(grant):
+                return
             # Another caller ends it, too. Without a pause, two callers would take the lease from each other for ever.
             await asyncio.sleep(random.uniform(0, 0.01 * (attempt + 1)))
         raise _contended(claim.registration.name)

@@ -207,10 +207,11 @@ class Scripts:
         publisher: int,
         token: str,
         version: str,
-        unclaimed: str,
+        only: str,
+        holder: Sequence[Arg] = (),
     ) -> Outcome:
         keys = [holders, record, lease, dead, load, entries]
-        return await self._run("end_publisher", keys, [publisher, token, version, unclaimed])
+        return await self._run("end_publisher", keys, [publisher, token, version, only, *holder])
 
     async def keep_hashes(
         self,

@@ -48,12 +48,11 @@ class UnclaimedPublishers:
         """
         record = keys.record(seat.group_id, seat.publisher)
         name = await self._client.hget(record, "name")
-        # A record without a name is of whoever has the claim.
-        if name is None or await self._has_claim(seat, name):
+        if await self._has_claim(seat, name):
             return False
         taken = await self._leases.take_seat(seat, "unregister", 5.0, force=True)
         if taken is None:
-            return False
+            return await self._leases.end_without_record(seat)
         fence, calls = keys.fence(seat.group_id, 0), taken.calls[0]
         marked = await self._scripts.write_record(record, fence, seat.publisher, taken.token, calls, ["unclaimed", "1"])
         if (
@@ -66,10 +65,14 @@ class UnclaimedPublishers:
         await self._scripts.drop_lease(keys.lease(seat.group_id, seat.publisher), record, taken.token)
         return False
 
-    async def _has_claim(self, seat: Unclaimed, name: bytes) -> bool:
+    async def _has_claim(self, seat: Unclaimed, name: bytes | None) -> bool:
         """Whether the publisher has a claim. One that this release cannot read may be of any publisher."""
+        if name is None:
+            held = await self._client.hgetall(keys.PUBLISHERS)
+            return any(self._is_of(seat, field, raw) for field, raw in held.items())
         raw = await self._client.hget(keys.PUBLISHERS, name)
-        if raw is None:
-            return False
+        return raw is not None and self._is_of(seat, name, raw)
+
+    def _is_of(self, seat: Unclaimed, name: bytes, raw: bytes) -> bool:
         claim = self._directory.decode(name, raw)
         return claim is None or claim.publisher == seat.publisher
