@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from playwright.async_api import Route, expect
+from playwright.async_api import Page, Route, expect
 
 from tests.live import start
 from tests.patience import patient
@@ -53,20 +53,26 @@ def answer() -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def main() -> None:
+async def ask(page: Page) -> None:
+    """Show that answer."""
+
     async def given(route: Route) -> None:
         await route.fulfill(status=200, content_type="application/json", body=json.dumps(answer()))
 
+    await page.route("**/inspect/prompt", given)
+    await page.fill("#model", "m")
+    await page.check("input[value=seq_hashes]")
+    await page.fill("#text", "1")
+    await page.click("#ask button")
+    await expect(page.locator("#answer .line")).to_have_count(2 * ENGINES)
+
+
+async def main() -> None:
     expect.set_options(timeout=1000 * patient(30.0))
     with tempfile.TemporaryDirectory(prefix="wm-") as directory:
         async with start("serve", "memory://", Path(directory) / "log") as live, tab(live.url, "#prompt") as looking:
             page = looking.page
-            await page.route("**/inspect/prompt", given)
-            await page.fill("#model", "m")
-            await page.check("input[value=seq_hashes]")
-            await page.fill("#text", "1")
-            await page.click("#ask button")
-            await expect(page.locator("#answer .line")).to_have_count(2 * ENGINES)
+            await ask(page)
             for name in ("first time", "again"):
                 times = await page.evaluate(_SCROLL, STEPS)
                 await page.evaluate("scrollTo(0, 0)")

@@ -89,7 +89,7 @@ def _anchor(method: str, path: str) -> str:
 
 def _section(schemas: dict[str, Any], method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
     anchor = _anchor(method, path)
-    link = f'<a class="anchor" href="#{anchor}" aria-label="link to this path">#</a>'
+    link = f'<a class="anchor" href="#{anchor}" aria-label="link to {method} {escape(path)}">#</a>'
     yield f'<section><h3 id="{anchor}"><code>{method} {escape(path)}</code> {link}</h3>'
     yield f"<p>{escape(operation['summary'])}</p>"
     yield from _example(method, path, operation)

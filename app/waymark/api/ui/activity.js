@@ -1,7 +1,7 @@
 // What happens, from GET /activity. EventSource cannot send a token, so the stream is read here.
 
 import { send } from "./service.js";
-import { element } from "./shown.js";
+import { byId, element } from "./shown.js";
 
 const ROWS_MAX = 500;
 const AGAIN_MS = 2000;
@@ -35,7 +35,8 @@ function take(event) {
   if (!fields.data) return;
   last = fields.id;
   const { at, kind, instance_id: name = "", dp_rank: rank, model = "", detail = "" } = JSON.parse(fields.data);
-  const rows = document.getElementById("events");
+  const rows = byId("events");
+  byId("no-events").hidden = true;
   rows.prepend(element(
     "tr", {},
     element("td", {}, new Date(at * 1000).toLocaleTimeString()),

@@ -1,79 +1,148 @@
 // The blocks of a prompt that one holder has, as a line of cells on a canvas. A line is drawn when it is in sight.
 
-import { canvas, element, painted, plain } from "./shown.js";
+import { byId, canvas, element, onTheme, painted, plain, setAttribute } from "./shown.js";
 
 const ROW_BLOCKS = 32;
 const CELL_MIN = 4;
 const CELL_MAX = 14;
+const CELL_HEIGHT = 14;
+const MISSING = { top: 6, height: 2 };
+// A canvas has a largest width; what is beyond it can be asked for by its hashes.
+const CANVAS_MAX = 16000;
 const COLOURS = { GPU: "gpu", CPU: "cpu", DISK: "disk" };
-const lines = new WeakMap();
+// How far a key moves.
+const STEPS = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: ROW_BLOCKS, PageDown: -ROW_BLOCKS, Home: -Infinity, End: Infinity };
+const lines = new Map();
+const mark = element("span", { class: "mark" });
+const gaps = new Map();
 
+// The width comes with the entry: asking an element for it would lay out the page once for each line.
 const inSight = new IntersectionObserver((entries) => {
-  for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
+  for (const { target, isIntersecting, boundingClientRect } of entries) if (isIntersecting) draw(target, boundingClientRect.width);
 }, { rootMargin: "400px" });
 
 export function place(instance, holder, found) {
-  const held = new Set();
-  for (const [first, length] of holder.runs) for (let i = 0; i < length; i++) held.add(first + i);
-  const label = `rank ${holder.dp_rank} ${holder.medium}: ${held.size} of ${found.total_blocks} blocks`;
-  const line = element("div", { class: "line", tabindex: "0", role: "group", "aria-label": plain(`${instance.instance_id}, ${label}`) },
-    element("div", { class: "soft" }, label, holder.not_counted ? `, ${plain(holder.not_counted)}` : ""),
-    element("div", { class: "cells scroll" }));
+  const count = holder.runs.reduce((sum, [, length]) => sum + length, 0);
+  const label = `rank ${holder.dp_rank} ${holder.medium}: ${count} of ${found.total_blocks} blocks`;
+  const why = holder.not_counted ? `, ${plain(holder.not_counted)}` : "";
+  const line = element("div", {
+    class: "line", tabindex: "0", role: "slider", "aria-label": plain(`${instance.instance_id}, ${label}${why}`),
+    "aria-valuemin": 0, "aria-valuemax": Math.max(0, found.total_blocks - 1), "aria-valuenow": 0, "aria-valuetext": "no block chosen",
+  }, element("div", { class: "soft" }, label, why), element("div", { class: "cells scroll", tabindex: "-1" }));
   const match = instance.is_pool ? found.longest_matched : instance.longest_matched;
-  lines.set(line, { instance, holder, found, held, counted: holder.not_counted ? 0 : match / found.block_size, at: -1, width: 0 });
+  lines.set(line, { instance, holder, found, counted: holder.not_counted ? 0 : match / found.block_size, at: -1, width: 0 });
   return line;
 }
 
-// Begin to draw the lines inside an element.
-export function cellsOf(parent) {
-  for (const line of parent.querySelectorAll(".line")) {
-    inSight.observe(line);
-    line.addEventListener("pointermove", (event) => show(line, Math.floor(event.offsetX / lines.get(line).width)));
-    line.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      show(line, lines.get(line).at + step);
-    });
-  }
+// Forget the lines of the answer before.
+export function forget() {
+  inSight.disconnect();
+  lines.clear();
 }
 
-function draw(line) {
+// Begin to draw the lines, which are in the page now.
+export function drawLines() {
+  for (const line of lines.keys()) inSight.observe(line);
+}
+
+function draw(line, room) {
   const state = lines.get(line);
-  const box = line.querySelector(".cells");
-  if (box.firstChild) return;
+  const box = line.lastElementChild;
+  if (!state || box.firstChild) return;
   const count = state.found.total_blocks;
-  state.width = Math.max(CELL_MIN, Math.min(CELL_MAX, Math.floor(box.clientWidth / Math.max(1, count))));
-  // A canvas has a largest width; what is beyond it can be asked for by its hashes.
-  const cells = Math.min(count, Math.floor(16000 / state.width));
-  const [made, context] = canvas(cells * state.width, 14, line.getAttribute("aria-label"));
-  const colours = { held: painted(COLOURS[state.holder.medium] || "other"), behind: painted("behind"), none: painted("line") };
-  for (let i = 0; i < cells; i++) {
-    const isHeld = state.held.has(i);
-    context.fillStyle = isHeld ? (i < state.counted ? colours.held : colours.behind) : colours.none;
-    context.fillRect(i * state.width, isHeld ? 0 : 6, state.width - 1, isHeld ? 14 : 2);
+  const width = Math.max(CELL_MIN, Math.min(CELL_MAX, Math.floor(room / Math.max(1, count))));
+  const cells = Math.min(count, Math.floor(CANVAS_MAX / width));
+  const [made, context] = canvas(cells * width, CELL_HEIGHT);
+  state.width = width;
+  state.context = context;
+  state.cells = cells;
+  box.append(made);
+  paint(state);
+}
+
+// One rectangle for each run, and then the gaps between all cells at once.
+function paint({ holder, counted, context, width, cells }) {
+  const all = [cells * width, CELL_HEIGHT];
+  context.clearRect(0, 0, ...all);
+  context.fillStyle = painted("line");
+  context.fillRect(0, MISSING.top, all[0], MISSING.height);
+  for (const [first, length] of holder.runs) {
+    const end = Math.min(first + length, cells);
+    const middle = Math.min(Math.max(first, counted), end);
+    run(context, first * width, middle * width, COLOURS[holder.medium] || "other");
+    run(context, middle * width, end * width, "behind");
   }
-  box.replaceChildren(made);
+  context.globalCompositeOperation = "destination-out";
+  context.fillStyle = gap(context, width);
+  context.fillRect(0, 0, ...all);
+  context.globalCompositeOperation = "source-over";
+}
+
+function run(context, from, to, colour) {
+  if (to <= from) return;
+  context.fillStyle = painted(colour);
+  context.fillRect(from, 0, to - from, CELL_HEIGHT);
+}
+
+function gap(context, width) {
+  if (!gaps.has(width)) {
+    const tile = element("canvas");
+    tile.width = width;
+    tile.height = 1;
+    tile.getContext("2d").fillRect(width - 1, 0, 1, 1);
+    gaps.set(width, tile);
+  }
+  return context.createPattern(gaps.get(width), "repeat");
 }
 
 function show(line, at) {
   const state = lines.get(line);
   const { found, holder, instance } = state;
-  if (!(at >= 0 && at < found.total_blocks)) return;
+  if (!(at >= 0 && at < found.total_blocks) || (state.at === at && mark.parentNode === line.lastElementChild)) return;
   state.at = at;
   const key = found.keys[at];
-  const others = [];
-  for (const each of found.instances) {
-    for (const one of each.holders) {
-      if (one.runs.some(([first, length]) => first <= at && at < first + length)) others.push(`${plain(each.instance_id)} rank ${one.dp_rank} ${one.medium}`);
-    }
-  }
-  const has = state.held.has(at) ? "has" : "does not have";
-  document.getElementById("cell").replaceChildren(
-    element("strong", {}, `Block ${at}`), `: ${plain(instance.instance_id)} rank ${holder.dp_rank} ${has} it on ${plain(holder.medium)}. `,
-    `Holders: ${others.join(", ") || "none"}. `,
+  const has = (one) => one.runs.some(([first, length]) => first <= at && at < first + length);
+  const others = found.instances.flatMap((each) =>
+    each.holders.filter(has).map((one) => `${plain(each.instance_id)} rank ${one.dp_rank} ${one.medium}`));
+  const said = `${plain(instance.instance_id)} rank ${holder.dp_rank} ${has(holder) ? "has" : "does not have"} it on ${plain(holder.medium)}. `;
+  const holders = `Holders: ${others.join(", ") || "none"}. `;
+  byId("cell").replaceChildren(
+    element("strong", {}, `Block ${at}`), `: ${said}`, holders,
     "Key ", element("code", {}, key), ". ", element("code", {}, `waymark inspect block ${key}`),
     // A row has 32 blocks, and what is not in it stands by itself.
     " ", element("code", {}, `redis-cli GET '${plain(found.rows[Math.floor(at / ROW_BLOCKS)])}'`),
   );
+  setAttribute(line, "aria-valuenow", at);
+  setAttribute(line, "aria-valuetext", `block ${at}: ${said}${holders}Key ${key}`);
+  mark.style.left = `${at * state.width}px`;
+  mark.style.width = `${state.width - 1}px`;
+  line.lastElementChild.append(mark);
+}
+
+function lineOf(event) {
+  const line = event.target.closest(".line");
+  return line && lines.has(line) ? line : null;
+}
+
+// Lines come and go: their events are those of what they are in.
+export function listen(parent) {
+  parent.addEventListener("pointermove", (event) => {
+    const line = event.target.tagName === "CANVAS" && lineOf(event);
+    if (line) show(line, Math.floor(event.offsetX / lines.get(line).width));
+  });
+  parent.addEventListener("focusin", (event) => {
+    const line = lineOf(event);
+    if (line) show(line, Math.max(0, lines.get(line).at));
+  });
+  parent.addEventListener("keydown", (event) => {
+    const line = lineOf(event);
+    if (!line || !(event.key in STEPS)) return;
+    event.preventDefault();
+    const { found, at } = lines.get(line);
+    show(line, Math.max(0, Math.min(found.total_blocks - 1, Math.max(0, at) + STEPS[event.key])));
+    mark.scrollIntoView({ block: "nearest", inline: "nearest" });
+  });
+  onTheme(() => {
+    for (const state of lines.values()) if (state.context) paint(state);
+  });
 }

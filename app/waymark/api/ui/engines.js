@@ -1,6 +1,7 @@
 // Engines by model: status, complaint, blocks by medium, lag, load, and small curves of what was stored and removed.
 
-import { canvas, element, painted, plain, seconds } from "./shown.js";
+import { askToDrain, isDrained } from "./drain.js";
+import { arrange, byId, canvas, element, onTheme, painted, plain, seconds, setAttribute, setText } from "./shown.js";
 
 const POINTS_MAX = 90;
 const WORST_FIRST = ["failed", "lost", "degraded", "pending", "replaying", "active"];
@@ -13,23 +14,41 @@ const SORTS = {
   blocks: (each) => Object.values(each.blocks).reduce((sum, count) => sum + count, 0),
   lag: (each) => each.lag_seconds || 0,
 };
-const COLUMNS = ["Engine", "Rank", "Status", "Blocks", "Lag", "Stored", "Removed", "Load", "Weight", "Complaint"];
+const COLUMNS = ["Engine", "Rank", "Status", "Blocks", "Lag", "Stored", "Removed", "Requests", "Weight", "Change", "Complaint"];
+const NUMBERS = ["Rank", "Lag", "Requests", "Weight"];
+const CURVE_HEIGHT = 18;
 
 // Of each stream: how many blocks were stored and removed, look by look.
 const counted = new Map();
+// The parts of the page by what they show: they stay, and change where their values do.
+const tables = new Map();
+const rows = new Map();
+const nothing = element("p", { class: "soft" });
 let answer = null;
+let targets = new Set();
 
 export function showEngines(found) {
   answer = found;
+  targets = targetsOf(found.publishers);
   for (const each of found.publishers) remember(each);
   const known = new Set(found.publishers.map(nameOf));
-  for (const name of counted.keys()) if (!known.has(name)) counted.delete(name);
+  for (const map of [counted, rows]) for (const name of map.keys()) if (!known.has(name)) map.delete(name);
   fillModels(found.publishers);
   draw();
 }
 
 function nameOf(each) {
-  return JSON.stringify([each.tenant_id, each.instance_id, each.dp_rank]);
+  return JSON.stringify([each.tenant_id, each.instance_id, each.dp_rank, each.endpoint]);
+}
+
+// What requests are sent to: no pool, and of a rank with several sockets the first.
+function targetsOf(publishers) {
+  const firsts = new Map();
+  for (const each of publishers) {
+    const rank = JSON.stringify([each.tenant_id, each.instance_id, each.dp_rank]);
+    if (each.scope !== "shared" && !firsts.has(rank)) firsts.set(rank, each);
+  }
+  return new Set(firsts.values());
 }
 
 function remember(each) {
@@ -40,59 +59,92 @@ function remember(each) {
 }
 
 function fillModels(publishers) {
-  const list = document.getElementById("models");
+  const list = byId("models");
   const names = [...new Set(publishers.map((each) => each.model_name))].sort();
   if (list.dataset.names === JSON.stringify(names)) return;
   list.dataset.names = JSON.stringify(names);
   list.replaceChildren(...names.map((name) => element("option", { value: name })));
-  const model = document.getElementById("model");
+  const model = byId("model");
   if (!model.value && names.length === 1) model.value = names[0];
 }
 
 function draw() {
-  const wanted = document.getElementById("filter").value.toLowerCase();
-  const rows = answer.publishers.filter((each) =>
+  const wanted = byId("filter").value.toLowerCase();
+  const shown = answer.publishers.filter((each) =>
     [each.instance_id, each.model_name, each.tenant_id, each.status].some((text) => text.toLowerCase().includes(wanted)),
   );
-  document.getElementById("workers").textContent = answer.workers.length
+  setText(byId("workers"), answer.workers.length
     ? `${answer.publishers.length} streams, ${answer.workers.length} ingest workers`
-    : "No ingest worker is alive: no event is applied until one runs.";
+    : "No ingest worker is alive: no event is applied until one runs.");
   const groups = new Map();
-  for (const each of rows) {
+  for (const each of shown) {
     const title = each.tenant_id === "default" ? each.model_name : `${each.model_name} of ${each.tenant_id}`;
     groups.set(title, [...(groups.get(title) || []), each]);
   }
-  const tables = [...groups].map(([title, each]) => [element("h3", {}, title), table(title, each)]).flat();
-  const empty = element("p", { class: "soft" }, answer.publishers.length ? "None fits the filter." : "No engine is registered.");
-  document.getElementById("groups").replaceChildren(...(tables.length ? tables : [empty]));
+  for (const title of tables.keys()) if (!groups.has(title)) tables.delete(title);
+  const top = shown.reduce((most, each) => Math.max(most, ...ratesOf(each, "stored"), ...ratesOf(each, "removed")), 1);
+  const parts = [...groups].flatMap(([title, each]) => table(title, each, top));
+  setText(nothing, answer.publishers.length ? "None fits the filter." : "No engine is registered.");
+  arrange(byId("groups"), parts.length ? parts : [nothing]);
 }
 
-function table(title, publishers) {
-  const head = element("tr", {}, ...COLUMNS.map((name) => element("th", { scope: "col" }, name)));
-  const by = SORTS[document.getElementById("sort").value];
+function table(title, publishers, top) {
+  if (!tables.has(title)) tables.set(title, newTable(plain(title)));
+  const { parts, body } = tables.get(title);
+  const by = SORTS[byId("sort").value];
   publishers.sort((a, b) => by(b) - by(a) || a.instance_id.localeCompare(b.instance_id) || a.dp_rank - b.dp_rank);
-  const made = element("table", { "aria-label": plain(title) });
-  made.append(element("thead", {}, head), element("tbody", {}, ...publishers.map(row)));
-  return element("div", { class: "scroll" }, made);
+  arrange(body, publishers.map((each) => row(each, top)));
+  return parts;
 }
 
-function row(each) {
+function newTable(title) {
+  const head = element("tr", {}, ...COLUMNS.map((name) => element("th", { scope: "col", class: NUMBERS.includes(name) ? "number" : "" }, name)));
+  const body = element("tbody");
+  const made = element("table", { "aria-label": `Engines of ${title}` }, element("thead", {}, head), body);
+  const box = { class: "scroll", tabindex: "0", role: "region", "aria-label": `Engines of ${title}, which may be wider than the window` };
+  return { parts: [element("h3", {}, title), element("div", box, made)], body };
+}
+
+function row(each, top) {
+  const name = nameOf(each);
+  if (!rows.has(name)) rows.set(name, newRow(each));
+  const { made, cells, curves, button } = rows.get(name);
   const blocks = Object.entries(each.blocks).map(([medium, count]) => `${medium} ${count}`).join(", ");
+  const { requests, tokens } = each.load;
+  const drained = each.weight ? "" : requests ? ", drains" : ", drained";
+  setText(cells.Status, each.status);
+  setAttribute(cells.Status, "class", each.status);
+  setText(cells.Blocks, blocks || "none");
+  setText(cells.Lag, seconds(each.lag_seconds));
+  setText(cells.Requests, tokens ? `${requests} (${tokens} tokens)` : requests);
+  setText(cells.Weight, targets.has(each) ? `${each.weight}${drained}` : "");
+  setText(cells.Complaint, each.complaint || "");
+  for (const what of ["stored", "removed"]) curve(curves[what], ratesOf(each, what), top);
+  if (button) {
+    const verb = isDrained(ranksOf(each)) ? "Resume" : "Drain";
+    setText(button, verb);
+    setAttribute(button, "aria-label", `${verb} ${plain(each.instance_id)}`);
+  }
+  return made;
+}
+
+function newRow(each) {
+  const cells = Object.fromEntries(COLUMNS.slice(1).map((name) => [name, element("td")]));
+  for (const name of NUMBERS) cells[name].className = "number";
+  cells.Complaint.className = "said";
+  cells.Rank.textContent = each.dp_rank;
+  const curves = { stored: newCurve(cells.Stored, "gpu"), removed: newCurve(cells.Removed, "cpu") };
+  const button = targets.has(each) ? element("button", { type: "button" }) : null;
+  if (button) {
+    button.addEventListener("click", () => askToDrain(ranksOf(each)));
+    cells.Change.append(button);
+  }
   const name = each.scope === "shared" ? `${plain(each.instance_id)} (pool)` : each.instance_id;
-  return element(
-    "tr",
-    {},
-    element("td", { class: "name" }, name),
-    element("td", { class: "number" }, each.dp_rank),
-    element("td", { class: each.status }, each.status),
-    element("td", {}, blocks || "none"),
-    element("td", { class: "number" }, seconds(each.lag_seconds)),
-    element("td", {}, curve(each, "stored", "gpu")),
-    element("td", {}, curve(each, "removed", "cpu")),
-    element("td", { class: "number" }, each.load.requests),
-    element("td", { class: "number" }, each.weight),
-    element("td", { class: "said" }, each.complaint || ""),
-  );
+  return { made: element("tr", {}, element("th", { scope: "row", class: "name" }, name), ...Object.values(cells)), cells, curves, button };
+}
+
+function ranksOf({ instance_id: name, tenant_id: tenant }) {
+  return [...targets].filter((each) => each.instance_id === name && each.tenant_id === tenant);
 }
 
 function ratesOf(each, what) {
@@ -100,15 +152,26 @@ function ratesOf(each, what) {
   return points.slice(1).map((point, i) => Math.max(0, (point[what] - points[i][what]) / (point.at - points[i].at || 1)));
 }
 
-function curve(each, what, colour) {
-  const rates = ratesOf(each, what);
-  const [made, context] = canvas(POINTS_MAX, 18, `${(rates.at(-1) || 0).toFixed(0)} blocks ${what} a second`);
-  const top = Math.max(1, ...rates);
-  context.strokeStyle = painted(colour);
-  context.beginPath();
-  rates.forEach((rate, i) => context.lineTo(POINTS_MAX - rates.length + i + 0.5, 17 - (16 * rate) / top));
-  context.stroke();
-  return made;
+function newCurve(cell, colour) {
+  const [drawn, context] = canvas(POINTS_MAX, CURVE_HEIGHT);
+  const number = element("span", { class: "soft" });
+  cell.append(drawn, number);
+  return { drawn, context, number, colour, last: "" };
 }
 
-for (const id of ["filter", "sort"]) document.getElementById(id).addEventListener("input", () => answer && draw());
+// All curves have the same height for the same rate. What is drawn already is not drawn again.
+function curve(made, rates, top) {
+  setText(made.number, `${(rates.at(-1) || 0).toFixed(0)}/s`);
+  const what = rates.some(Boolean) ? `${top} ${painted(made.colour)} ${rates}` : "";
+  if (made.last === what) return;
+  made.last = what;
+  made.context.clearRect(0, 0, POINTS_MAX, CURVE_HEIGHT);
+  made.context.strokeStyle = painted(made.colour);
+  made.context.beginPath();
+  rates.forEach((rate, i) => made.context.lineTo(POINTS_MAX - rates.length + i + 0.5, CURVE_HEIGHT - 1 - ((CURVE_HEIGHT - 2) * rate) / top));
+  made.context.stroke();
+}
+
+const redraw = () => answer && draw();
+for (const id of ["filter", "sort"]) byId(id).addEventListener("input", redraw);
+onTheme(redraw);

@@ -1,6 +1,8 @@
 // The page's views, and which of them is shown. What a view needs comes from the service that serves this page.
 
 import { get, onState } from "./service.js";
+import { byId, setText } from "./shown.js";
+import { startDrain } from "./drain.js";
 import { showEngines } from "./engines.js";
 import { startPrompt, showShared } from "./prompt.js";
 import { startActivity } from "./activity.js";
@@ -12,7 +14,7 @@ function route() {
   const [name] = location.hash.slice(1).split("?");
   const view = VIEWS.includes(name) ? name : "engines";
   for (const each of VIEWS) {
-    document.getElementById(`${each}-view`).hidden = each !== view;
+    byId(`${each}-view`).hidden = each !== view;
     const link = document.querySelector(`nav a[href="#${each}"]`);
     if (each === view) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -20,22 +22,26 @@ function route() {
   if (view === "prompt") showShared();
 }
 
+let next = 0;
 async function look() {
+  clearTimeout(next);
   try {
     showEngines(await get("workers"));
   } catch {
     // The state says what is wrong; the last answer stays to be seen.
   }
-  setTimeout(look, EVERY_MS);
+  clearTimeout(next);
+  next = setTimeout(look, EVERY_MS);
 }
 
 onState((text, isBad) => {
-  const state = document.getElementById("state");
-  if (state.textContent !== text) state.textContent = text;
+  const state = byId("state");
+  setText(state, text);
   state.className = isBad ? "bad" : "";
 });
 addEventListener("hashchange", route);
 route();
 startPrompt();
 startActivity();
+startDrain(look);
 look();

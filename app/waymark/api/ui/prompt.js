@@ -1,17 +1,18 @@
 // A prompt over the fleet: which block is where, why nobody has it, and which target it would be sent to.
 
-import { cellsOf, place } from "./cells.js";
+import { drawLines, forget, listen, place } from "./cells.js";
 import { post } from "./service.js";
-import { element, painted } from "./shown.js";
+import { byId, element, setText } from "./shown.js";
 
-const byId = (id) => document.getElementById(id);
 let shared = "";
+let asked = 0;
 
 export function startPrompt() {
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     ask(given());
   });
+  listen(byId("answer"));
 }
 
 // The prompt that the fragment names by its hashes: a link never has the prompt itself.
@@ -51,18 +52,31 @@ function read(form, text) {
 }
 
 async function ask(body) {
-  byId("ask-error").textContent = body.problem || "";
-  byId("answer").replaceChildren();
+  const own = ++asked;
+  clear(body.problem || "", body.problem ? "" : "asking");
   if (body.problem) return;
   try {
     const found = await post("inspect/prompt", { ...body, top: 100 });
     const scores = body.seq_hashes ? null : await scored(body);
+    if (own !== asked) return; // another prompt has been given meanwhile
     share(found);
+    setText(byId("summary"), summary(found));
     byId("answer").replaceChildren(...parts(found, scores));
-    cellsOf(byId("answer"));
+    drawLines();
   } catch (error) {
-    byId("ask-error").textContent = error.message;
+    if (own === asked) clear(error.message, "");
   }
+}
+
+function clear(problem, summary) {
+  byId("ask-error").textContent = problem;
+  setText(byId("summary"), summary);
+  byId("answer").replaceChildren();
+  forget();
+}
+
+function summary({ block_size: size, total_blocks: all, blocks_held: held, longest_matched: most }) {
+  return size ? `${all} blocks of ${size} tokens, ${held} of them held; the longest match has ${most} tokens.` : "Nothing was looked up.";
 }
 
 // Without a target there is nothing to show of them, and the prompt is worth showing all the same.
@@ -75,19 +89,17 @@ async function scored(body) {
 }
 
 function share(found) {
-  if (!found.keys.length || found.keys.length > 2000) return;
+  if (!location.hash.startsWith("#prompt") || !found.keys.length || found.keys.length > 2000) return;
   const fields = new URLSearchParams({ model: found.model, tenant: found.tenant_id, hashes: found.keys.join(".") });
   shared = fields.toString();
   history.replaceState(null, "", `#prompt?${shared}`);
 }
 
 function parts(found, scores) {
-  const size = found.block_size;
-  const made = [element("p", {}, size
-    ? `${found.total_blocks} blocks of ${size} tokens, ${found.blocks_held} of them held; the longest match has ${found.longest_matched} tokens.`
-    : "Nothing was looked up.")];
+  const made = [];
+  if (scores) made.push(picked(scores));
   made.push(...found.reasons.map((reason) => element("p", { class: "reason" }, reason)));
-  made.push(legend(), element("p", { id: "cell", "aria-live": "polite", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
+  made.push(legend(), element("p", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
   made.push(...found.instances.map((each) => instance(each, found)));
   if (found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
   if (scores) made.push(...targets(scores));
@@ -95,12 +107,8 @@ function parts(found, scores) {
 }
 
 function legend() {
-  const mark = (name, text) => {
-    const square = element("i");
-    square.style.background = painted(name);
-    return element("span", {}, square, text);
-  };
-  return element("p", { class: "legend" }, mark("gpu", "device"), mark("cpu", "host"), mark("disk", "disk"), mark("other", "other medium"), mark("behind", "behind the match: no query counts it"));
+  const mark = (name, text) => element("span", {}, element("i", { class: `of-${name}` }), text);
+  return element("p", { class: "legend" }, mark("gpu", "device"), mark("cpu", "host"), mark("disk", "disk"), mark("other", "other medium"), mark("behind", "behind the match: no query counts it"), mark("none", "not held"));
 }
 
 function instance(each, found) {
@@ -111,14 +119,23 @@ function instance(each, found) {
   return made;
 }
 
+// Which target would get the prompt, or why none would.
+function picked(scores) {
+  if (scores.problem) return element("p", { class: "reason" }, scores.problem);
+  const [first] = scores.scores;
+  if (!first) return element("p", { class: "reason" }, "POST /select would pick no target: none is registered, or all are drained.");
+  const isCost = first.cost !== null;
+  const why = `policy ${scores.policy}: ${isCost ? "least cost" : "greatest score"}`;
+  return element("p", {}, "POST /select would pick ", element("strong", {}, first.instance_id), ` rank ${first.dp_rank} (${why}); the scores of all targets are below.`);
+}
+
 function targets(scores) {
-  if (scores.problem) return [element("h3", {}, "Targets"), element("p", { class: "reason" }, scores.problem)];
-  if (!scores.scores.length) return [element("h3", {}, "Targets"), element("p", {}, "No target is registered.")];
+  if (scores.problem || !scores.scores.length) return [];
   const isCost = scores.scores[0].cost !== null;
   const head = ["Target", "Rank", isCost ? "Cost" : "Score", "Computes", "Waits", "Requests", "Parts"];
   const rows = scores.scores.map((row, i) => element(
     "tr", {},
-    element("td", { class: "name" }, i ? row.instance_id : element("strong", {}, row.instance_id)),
+    element("th", { scope: "row", class: "name" }, i ? row.instance_id : element("strong", {}, row.instance_id)),
     element("td", { class: "number" }, row.dp_rank),
     element("td", { class: "number" }, (isCost ? row.cost : row.score).toPrecision(4)),
     element("td", { class: "number" }, row.new_tokens),
@@ -126,10 +143,10 @@ function targets(scores) {
     element("td", { class: "number" }, row.active_requests),
     element("td", {}, Object.entries(row.parts).map(([name, value]) => `${name} ${value.toPrecision(4)}`).join(", ")),
   ));
-  const table = element("table", { id: "targets" }, element("thead", {}, element("tr", {}, ...head.map((name) => element("th", { scope: "col" }, name)))), element("tbody", {}, ...rows));
+  const table = element("table", { id: "targets", "aria-label": "Scores of the targets" }, element("thead", {}, element("tr", {}, ...head.map((name) => element("th", { scope: "col" }, name)))), element("tbody", {}, ...rows));
   return [
     element("h3", {}, "Targets"),
     element("p", {}, `The policy ${scores.policy} puts the first one first; ${isCost ? "less" : "greater"} is better.`),
-    element("div", { class: "scroll" }, table),
+    element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Scores of the targets, which may be wider than the window" }, table),
   ];
 }

@@ -1,5 +1,7 @@
 // Requests to the service, with the token that it may ask for, and what to say of how they went.
 
+import { byId } from "./shown.js";
+
 let token = sessionStorage.getItem("token") || "";
 let asking = null;
 let tell = () => {};
@@ -13,7 +15,16 @@ export function get(path) {
 }
 
 export function post(path, body) {
-  return request(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  return request(path, posted(body));
+}
+
+// A change, which a person has asked for: who has no token for it may give one, or leave it.
+export function act(path, body) {
+  return request(path, { ...posted(body), isAct: true });
+}
+
+function posted(body) {
+  return { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
 }
 
 // The JSON of an answer. Throws an Error with the sentence of the service.
@@ -25,7 +36,7 @@ async function request(path, options) {
 }
 
 // The answer, once there is a token that it accepts. Throws where none comes, or where Redis is unavailable.
-export async function send(path, options) {
+export async function send(path, { isAct = false, ...options }) {
   for (;;) {
     let answer;
     const sent = token;
@@ -37,9 +48,10 @@ export async function send(path, options) {
       tell("Waymark does not answer; trying again", true);
       throw new Error("Waymark does not answer");
     }
-    if (answer.status === 401) {
-      await login(sent);
-      continue;
+    if (answer.status === 401 || (answer.status === 403 && isAct)) {
+      const why = answer.status === 403 ? (await answer.json()).error : sent && "This token was refused.";
+      if ((await login(sent, why || "", isAct)) || !isAct) continue;
+      throw new Error("No token was given, and nothing has changed.");
     }
     if (answer.status === 503) tell("Redis is unavailable; trying again", true);
     else if (answer.ok) tell("live", false);
@@ -47,23 +59,31 @@ export async function send(path, options) {
   }
 }
 
-// Ask for a token, once for all requests that need it.
-function login(refused) {
-  if (token !== refused) return Promise.resolve(); // another request has got one meanwhile
+// Ask for a token, once for all requests that need it. Whether one was given: who wants to act may leave it.
+function login(refused, why, mayLeave) {
+  if (token !== refused) return Promise.resolve(true); // another request has got one meanwhile
   asking ||= new Promise((resolve) => {
-    const dialog = document.getElementById("login");
-    const field = document.getElementById("token");
-    document.getElementById("login-error").textContent = refused ? "This token was refused." : "";
-    field.value = "";
-    dialog.oncancel = (event) => event.preventDefault();
+    const dialog = byId("login");
+    const field = byId("token");
+    byId("login-error").textContent = why;
+    byId("login-cancel").hidden = !mayLeave;
+    byId("login-cancel").onclick = () => dialog.close("left");
+    field.value = dialog.returnValue = "";
+    dialog.oncancel = (event) => {
+      event.preventDefault();
+      if (mayLeave) dialog.close("left");
+    };
     dialog.onclose = () => {
-      token = field.value.trim();
-      sessionStorage.setItem("token", token);
+      const isGiven = dialog.returnValue !== "left";
+      if (isGiven) {
+        token = field.value.trim();
+        sessionStorage.setItem("token", token);
+      }
       field.value = "";
       asking = null;
-      resolve();
+      resolve(isGiven);
     };
-    tell("a token is needed", true);
+    if (!mayLeave) tell("a token is needed", true);
     dialog.showModal();
   });
   return asking;

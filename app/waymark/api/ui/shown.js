@@ -1,5 +1,7 @@
 // Elements from values. Names come from strangers: they are text, never markup.
 
+export const byId = (id) => document.getElementById(id);
+
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -12,13 +14,44 @@ export function plain(value) {
   return String(value).replace(/[\p{Cc}\p{Cf}\p{Co}\p{Cn}\u2028\u2029]/gu, "\uFFFD");
 }
 
+// Change the text or an attribute of an element, where it is another one.
+export function setText(node, value) {
+  const text = plain(value);
+  if (node.textContent !== text) node.textContent = text;
+}
+export function setAttribute(node, name, value) {
+  const text = plain(value);
+  if (node.getAttribute(name) !== text) node.setAttribute(name, text);
+}
 
-// A canvas has no light-dark(): an element resolves it.
+// Give an element these children in this order, and move only those that are not in their place. The focus stays.
+export function arrange(parent, wanted) {
+  const focused = document.activeElement;
+  wanted.forEach((node, i) => {
+    if (parent.children[i] !== node) parent.insertBefore(node, parent.children[i] || null);
+  });
+  while (parent.children.length > wanted.length) parent.lastElementChild.remove();
+  if (focused !== document.activeElement && focused.isConnected) focused.focus();
+}
+
+// A canvas has no light-dark(): an element resolves a colour, once for each theme.
 const probe = element("span", { hidden: "" });
 document.documentElement.append(probe);
+const colours = new Map();
 export function painted(name) {
-  probe.style.color = `var(--${name})`;
-  return getComputedStyle(probe).color;
+  if (!colours.has(name)) {
+    probe.style.color = `var(--${name})`;
+    colours.set(name, getComputedStyle(probe).color);
+  }
+  return colours.get(name);
+}
+
+// Call back when the theme is another one, to paint again.
+export function onTheme(callback) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    colours.clear();
+    callback();
+  });
 }
 
 export function seconds(value) {
@@ -29,9 +62,9 @@ export function seconds(value) {
   return `${Math.round(value / 3600)} h`;
 }
 
-// A canvas as sharp as the screen.
-export function canvas(width, height, label) {
-  const made = element("canvas", { role: "img", "aria-label": plain(label) });
+// A canvas as sharp as the screen, for what the text beside it says too.
+export function canvas(width, height) {
+  const made = element("canvas", { "aria-hidden": "true" });
   const scale = devicePixelRatio || 1;
   made.width = Math.round(width * scale);
   made.height = Math.round(height * scale);

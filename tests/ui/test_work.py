@@ -1,0 +1,95 @@
+"""How much the page does with 100 engines: counted, as the time it takes is the machine's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, Route, expect
+
+from tests.live import start as start_live
+from tests.patience import patient
+from tests.ui.browser import tab
+from tests.ui.frames import BLOCKS, ENGINES, answer, ask
+
+pytestmark = pytest.mark.outside
+expect.set_options(timeout=1000 * patient(20.0))
+
+#: Counts what is drawn, and how often a style has to be computed.
+_COUNT = """() => {
+window.counts = {drawn: 0, styles: 0};
+for (const name of ["fillRect", "stroke"]) {
+  const real = CanvasRenderingContext2D.prototype[name];
+  CanvasRenderingContext2D.prototype[name] = function (...given) { counts.drawn++; return real.apply(this, given); };
+}
+const computed = window.getComputedStyle;
+window.getComputedStyle = (...given) => { counts.styles++; return computed(...given); };
+}"""
+_WATCH = """window.changes = [];
+new MutationObserver((records) => changes.push(...records.map((each) => each.type))).observe(
+  document.getElementById("groups"), {childList: true, subtree: true, characterData: true, attributes: true});"""
+
+
+def workers(**of_the_first: Any) -> dict[str, Any]:
+    """Of ``/workers``: an engine with one rank each."""
+    publishers = [
+        {
+            "instance_id": f"vllm-{number}", "tenant_id": "default", "dp_rank": 0, "model_name": "m", "endpoint": "",
+            "scope": "instance", "status": "active", "blocks": {"GPU": number}, "lag_seconds": 0.1, "weight": 1.0,
+            "load": {"requests": number, "tokens": 0}, "counters": {"blocks_stored": 0}, "complaint": None,
+        }
+        for number in range(ENGINES)
+    ]  # fmt: skip
+    publishers[0] |= of_the_first
+    return {"publishers": publishers, "workers": ["w"]}
+
+
+async def look(page: Page) -> None:
+    """Wait until the page has looked again and has drawn that."""
+    async with page.expect_response("**/workers"):
+        pass
+    async with page.expect_response("**/workers"):
+        pass
+
+
+async def test_a_look_changes_only_what_has_changed(tmp_path: Path) -> None:
+    found = workers()
+
+    async def given(route: Route) -> None:
+        await route.fulfill(status=200, content_type="application/json", body=json.dumps(found))
+
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+        page = looking.page
+        await page.route("**/workers", given)
+        await expect(page.locator("#groups tbody tr")).to_have_count(ENGINES)
+        await page.evaluate(_WATCH)
+        await look(page)
+        assert await page.evaluate("changes") == []
+        found = workers(status="lost", complaint="gone")
+        await expect(page.locator("#groups td.lost")).to_have_count(1)
+        await look(page)
+        # The status, its colour, and the complaint, of one row.
+        assert sorted(await page.evaluate("changes")) == ["attributes", "childList", "childList"]
+
+
+async def test_a_line_of_cells_is_drawn_once_when_it_is_near_and_by_its_runs(tmp_path: Path) -> None:
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, "#prompt") as looking:
+        page = looking.page
+        await page.evaluate(_COUNT)
+        await ask(page)
+        lines = page.locator("#answer .line")
+        drawn = page.locator("#answer canvas")
+        await expect(drawn.first).to_be_attached()
+        assert await drawn.count() < await lines.count() / 2
+        for _ in range(2):
+            for number in range(0, 2 * ENGINES, 10):
+                await lines.nth(number).scroll_into_view_if_needed()
+            await lines.last.scroll_into_view_if_needed()
+            await expect(drawn).to_have_count(2 * ENGINES)
+        counts = await page.evaluate("counts")
+    runs = sum(len(holder["runs"]) for each in answer()["instances"] for holder in each["holders"])
+    # A rectangle for each run, one more for the run in which the match ends, and two for each line.
+    assert counts["drawn"] <= runs + 3 * 2 * ENGINES < 2 * ENGINES * BLOCKS / 4
+    assert counts["styles"] <= 10
