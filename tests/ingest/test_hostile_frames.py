@@ -11,6 +11,7 @@ import msgpack
 import pytest
 
 from tests.ingest.conftest import WITHOUT_PROBES, Bench, Pod
+from tests.patience import patient
 from waymark.apply.slices import SliceRunner
 from waymark.ingest.frame_buffer import FrameBuffer
 from waymark.ingest.life import Life
@@ -72,7 +73,7 @@ class Lag:
 async def test_neighbours_go_on_and_a_hostile_stream_is_not_taken_over(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = replace(WITHOUT_PROBES, lease_seconds=2.0)
+    options = replace(WITHOUT_PROBES, lease_seconds=patient(2.0))
     hands = [await bench.worker(f"worker-{i}", options) for i in range(2)]
     hostile = await bench.pod("hostile")
     neighbours = [await bench.pod(f"pod-{i}") for i in range(4)]
