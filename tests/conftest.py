@@ -8,6 +8,7 @@ redis-server the tests fail: a test that skips itself has proved nothing.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import tempfile
@@ -34,9 +35,9 @@ from waymark import native
 SERVER_START_SECONDS = 10.0
 
 
-@pytest.fixture(autouse=True)
-def _no_patience_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+@pytest.fixture(scope="session", autouse=True)
+def _no_patience_in_the_environment() -> None:
+    os.environ.pop(VARIABLE, None)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -35,10 +36,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED
 
 
-def own_names(tree: ast.AST) -> set[str]:
+def own_names(nodes: list[ast.AST]) -> set[str]:
     """Private names that this module gives to something of its own."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
@@ -51,18 +52,18 @@ def own_names(tree: ast.AST) -> set[str]:
     return {name for name in names if is_private(name)}
 
 
-def own_modules(tree: ast.AST) -> set[str]:
+def own_modules(nodes: list[ast.AST]) -> set[str]:
     """The modules of ours that this one imports."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "waymark":
             found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
-def borrowed(tree: ast.AST, own: set[str]) -> Iterator[str]:
+def borrowed(nodes: list[ast.AST], own: set[str]) -> Iterator[str]:
     """Private names in a module that are not among ``own``: imported, read from an object, or asked for by getattr."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 yield from (alias.name for alias in names if any(map(is_private, alias.name.split("."))))
@@ -80,16 +81,17 @@ def borrowed(tree: ast.AST, own: set[str]) -> Iterator[str]:
 
 def found_in(sources: Path) -> set[tuple[str, str]]:
     """Every borrowed name in a tree of modules."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources.rglob("*.py")}
-    modules = {".".join(path.relative_to(sources.parent).with_suffix("").parts): tree for path, tree in trees.items()}
-    names = {name: own_names(tree) for name, tree in modules.items()}
+    read = {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in sources.rglob("*.py")}
+    modules = {".".join(path.relative_to(sources.parent).with_suffix("").parts): path for path in read}
+    names = {path: own_names(nodes) for path, nodes in read.items()}
     found = set()
-    for path, tree in trees.items():
-        own = own_names(tree).union(*(names[name] for name in own_modules(tree) & names.keys()))
-        found |= {(str(path.relative_to(sources)), name) for name in borrowed(tree, own)}
+    for path, nodes in read.items():
+        own = names[path].union(*(names[modules[name]] for name in own_modules(nodes) & modules.keys()))
+        found |= {(str(path.relative_to(sources)), name) for name in borrowed(nodes, own)}
     return found
 
 
+@pytest.mark.slow
 def test_every_private_name_of_another_package_is_listed() -> None:
     found = found_in(SOURCES)
     assert found - BORROWED.keys() == set(), "use what the package documents, or list it here with a reason"

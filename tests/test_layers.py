@@ -92,13 +92,17 @@ LIBRARIES: dict[str, set[str]] = {
 }
 
 
-def imported(path: Path) -> set[str]:
+def read(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def imported(module: str, nodes: list[ast.AST]) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}, line {node.lineno}: imports here are absolute"
+            assert node.level == 0, f"{module}, line {node.lineno}: imports here are absolute"
             # `from waymark import logs` means waymark.logs, `from waymark import __version__` does not.
             names |= (
                 {f"waymark.{alias.name}" for alias in node.names} if node.module == "waymark" else {str(node.module)}
@@ -106,33 +110,41 @@ def imported(path: Path) -> set[str]:
     return names - {"waymark", "waymark.__version__"}
 
 
-MODULES = pytest.mark.parametrize(
-    "path", sorted((ROOT / "app").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.fixture(scope="module")
+def modules() -> dict[str, list[ast.AST]]:
+    """The nodes of each module, by its name without ``waymark``."""
+    root = ROOT / "app" / "waymark"
+    return {".".join(path.relative_to(root).with_suffix("").parts): read(path) for path in sorted(root.rglob("*.py"))}
 
 
-@MODULES
-def test_only_where_the_wire_is_does_a_module_write_its_lines(path: Path) -> None:
+def test_only_where_the_wire_is_does_a_module_write_its_lines(modules: dict[str, list[ast.AST]]) -> None:
     """RESP is the store's, HTTP is that of those who speak it."""
-    if path.relative_to(ROOT / "app" / "waymark").parts[0] in ON_THE_WIRE:
-        return
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    lines = [node.value for node in nodes if isinstance(node, ast.Constant) and r"\r\n" in repr(node.value)]
-    assert lines == []
+    lines = {
+        module: [node.value for node in nodes if isinstance(node, ast.Constant) and r"\r\n" in repr(node.value)]
+        for module, nodes in modules.items()
+        if module.partition(".")[0] not in ON_THE_WIRE
+    }
+    assert {module: found for module, found in lines.items() if found} == {}
 
 
-@MODULES
-def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
-    module = ".".join(path.relative_to(ROOT / "app" / "waymark").with_suffix("").parts)
+def test_a_module_imports_only_what_its_place_allows(modules: dict[str, list[ast.AST]]) -> None:
+    wrong = {
+        module: [name for name in imported(module, nodes) if not may(module, name)] for module, nodes in modules.items()
+    }
+    assert {f"waymark.{module} may not import": sorted(names) for module, names in wrong.items() if names} == {}
+
+
+def may(module: str, name: str) -> bool:
     part = module.partition(".")[0]
-    wrong = []
-    for name in imported(path):
-        package, _, rest = name.partition(".")
-        if package == "waymark":
-            target = rest.partition(".")[0]
-            allowed = target == part or target in PARTS[part]
-        else:
-            allowed = package in sys.stdlib_module_names or bool({part, module} & LIBRARIES.get(package, set()))
-        if not allowed:
-            wrong.append(name)
-    assert sorted(wrong) == [], f"waymark.{module} may not import these"
+    package, _, rest = name.partition(".")
+    if package == "waymark":
+        target = rest.partition(".")[0]
+        return target == part or target in PARTS[part]
+    return package in sys.stdlib_module_names or bool({part, module} & LIBRARIES.get(package, set()))
+
+
+def test_an_import_out_of_place_is_found() -> None:
+    nodes = list(ast.walk(ast.parse("import redis.asyncio\nfrom waymark import api\nfrom waymark.store import keys\n")))
+    assert sorted(imported("domain.names", nodes)) == ["redis.asyncio", "waymark.api", "waymark.store"]
+    assert not any(may("domain.names", name) for name in imported("domain.names", nodes))
+    assert all(may("store.client", name) for name in ("redis.asyncio", "waymark.store.keys", "waymark.domain.names"))

@@ -62,6 +62,7 @@ def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
+@pytest.mark.slow
 def test_every_deadline_knows_the_load() -> None:
     paths = [path for path in TESTS.rglob("*.py") if not PROGRAMS & set(path.parts) and path.name != "patience.py"]
     found = {str(path.relative_to(TESTS)): bare_deadlines(path.read_text(encoding="utf-8")) for path in paths}

@@ -48,6 +48,9 @@ RETIRED = {
 }
 
 
+#: Any of them, to read most texts once only.
+ANY_RETIRED = re.compile("|".join(RETIRED), re.IGNORECASE)
+
 #: Packages whose docstrings and comments are read, too.
 READ = ("api", "ingest", "simulator")
 
@@ -95,6 +98,8 @@ def _sentences(tree: ast.Module) -> set[int]:
 
 def found(line: int, text: str) -> list[str]:
     plain = re.sub(r"`[^`]*`", "", text)
+    if ANY_RETIRED.search(plain) is None:
+        return []
     return [
         f"{line}: {match[0]!r} in {' '.join(text.split())[:160]!r}; write: {instead}"
         for pattern, instead in RETIRED.items()
@@ -109,9 +114,13 @@ def test_pages_have_no_retired_word(page: Path) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_strings_have_no_retired_word(module: Path) -> None:
-    complaints = [complaint for line, text in strings(module) for complaint in found(line, text)]
+def test_strings_have_no_retired_word() -> None:
+    complaints = [
+        f"{path.relative_to(PACKAGE)}:{complaint}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, text in strings(path)
+        for complaint in found(line, text)
+    ]
     assert not complaints, "\n".join(complaints)
 
 

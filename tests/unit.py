@@ -1,7 +1,7 @@
 """``pytest --unit``: the tests that need nothing but Python, for the inner loop (``make check``).
 
 A test is left out when it needs a real Redis, when it is marked ``outside`` (it opens a socket or starts a process) or
-``slow`` (a property that takes a second or more). What is left is watched: a socket or a process in it is an error.
+``slow`` (it takes a second, or as much in all its cases). A socket or a process in one of the others is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
 #: The mark of a file in which every test is outside or slow.
 WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(outside|slow)$", re.MULTILINE)
 #: How many examples a property is tried with that does not say it itself.
-UNIT_EXAMPLES, WHOLE_EXAMPLES = 20, 100
+UNIT_EXAMPLES, WHOLE_EXAMPLES = 10, 100
+#: How many random histories of a test are among the unit tests.
+UNIT_SEEDS = 4
 #: Test processes for each processor: most tests wait for other processes. And at most so many, for the memory's sake.
 _PER_PROCESSOR, _PROCESSES_MAX = 3, 8
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
@@ -58,6 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "waymark", max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("waymark")
+
+
+def seeds(count: int) -> list[Any]:
+    """Parameters of a test of random histories: the first few are for the inner loop, all of them for the suite."""
+    return [pytest.param(seed, marks=[pytest.mark.slow] if seed >= UNIT_SEEDS else []) for seed in range(count)]
 
 
 @pytest.hookimpl(optionalhook=True)

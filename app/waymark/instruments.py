@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 
@@ -259,5 +260,10 @@ class Exposition(Collector):
             yield row.family(getattr(self._table, row.name))
 
     def describe(self) -> Iterable[Metric]:
-        for row in rows(type(self._table)):
-            yield row.family()
+        return _described(rows(type(self._table)))
+
+
+@cache
+def _described(table: tuple[Row[Any], ...]) -> tuple[Metric, ...]:
+    """The families of a table, without samples; a table does not change."""
+    return tuple(row.family() for row in table)

@@ -16,11 +16,14 @@ from pydantic import BaseModel
 from tests.api import examples
 from tests.api.conftest import Hold
 from waymark.api import admin_schemas, answer_schemas, dynamo_schemas, dynamo_select_schemas
+from waymark.api.application import create_app
 from waymark.api.inspection_schemas import StatusAnswer
 from waymark.api.schemas import QueryRequest, RegisterRequest
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
+from waymark.metrics import Metrics
+from waymark.settings import Settings
 from waymark.store.store import Store
 
 PATHS = {
@@ -79,9 +82,11 @@ VIEWS: dict[str, type[BaseModel]] = {
 }
 
 
-@pytest.fixture
-async def document(api: httpx.AsyncClient) -> dict[str, Any]:
-    answer = await api.get("/openapi.json")
+@pytest.fixture(scope="module")
+async def document() -> dict[str, Any]:
+    app = create_app(Store.open("memory://"), Settings(), Metrics())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark") as client:
+        answer = await client.get("/openapi.json")
     assert answer.headers["content-type"] == "application/json"
     document: dict[str, Any] = answer.json()
     return document

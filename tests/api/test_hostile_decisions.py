@@ -16,6 +16,8 @@ import pytest
 from waymark.routing.presets import PRESETS
 from waymark.store.store import Store
 
+pytestmark = pytest.mark.slow
+
 Register = Callable[..., Awaitable[None]]
 PROMPT = {"model": "m", "token_ids": [1, 2, 3, 4]}
 TEXT = "1.1.1.1." + "0" * 16

@@ -16,6 +16,8 @@ from tests.api.conftest import MakeClient
 from tests.tokenization import small
 from waymark.store.store import Store
 
+pytestmark = pytest.mark.slow
+
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 GROWS = "{% for a in range(9999) %}{{ messages[0].content * 9999 }}{% endfor %}"
 DOORS = ("/query", "/score", "/select", "/tokenize")

@@ -334,6 +334,7 @@ async def everything(store: Store) -> list[Any]:
 
 
 @pytest.mark.usefixtures("tenants")
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), PATHS, ids=lambda each: each)
 async def test_no_path_tells_or_changes_what_is_another_tenants(
     api: httpx.AsyncClient, store: Store, method: str, path: str

@@ -8,6 +8,7 @@ import pytest
 
 from tests.domain.index import Index
 from tests.factories import batch, cleared, envelope, keys, registration, removed, stored
+from tests.unit import seeds
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Event
 from waymark.domain.generations import GENERATIONS_MAX, Bounds
@@ -284,7 +285,7 @@ def test_the_order_of_a_standard_stream_outlives_a_generation_and_a_clear() -> N
     assert index.has(on="0 DISK")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_bounded_and_unbounded_know_the_same_blocks_as_long_as_nothing_ends(seed: int) -> None:
     """Stores, copies, removals and takeovers in any order: generations change only which holder has a block."""
     chance = random.Random(seed)

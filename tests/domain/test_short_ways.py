@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.unit import seeds
 from waymark import native
 from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks
@@ -122,7 +123,7 @@ def history(chance: random.Random, steps: int) -> int:
     return streams[0].short
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_random_streams_come_to_the_same_both_ways(seed: int) -> None:
     assert history(random.Random(seed), 150) > 5
 

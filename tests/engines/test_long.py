@@ -74,6 +74,7 @@ def unbroken(event: Raw, monkeypatch: pytest.MonkeyPatch, kind: EngineKind = VLL
     return event_read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [dict, listed], ids=["map", "list"])
 @pytest.mark.parametrize(
     "fields",
@@ -213,6 +214,7 @@ PAYLOADS: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_a_slice_is_small_whatever_the_payload(name: str) -> None:
     """Counted in what is done between two stops: events that are read, and hashes in them."""

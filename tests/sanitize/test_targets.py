@@ -13,6 +13,8 @@ from tests.sanitize.targets import TARGETS
 from tests.test_native import DECLARED
 from waymark import native
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def loops(implementation_kept: None) -> native.Loops:

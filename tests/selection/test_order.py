@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from tests.unit import seeds
 from waymark.selection.group_loads import GroupLoads
 from waymark.selection.order import Order
 from waymark.store.reservations import Load
@@ -18,7 +19,7 @@ def value_of(load: Load) -> bytes:
     return b" ".join(b"%d" % number for number in load)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_an_order_that_follows_is_the_order_of_now(seed: int) -> None:
     random = Random(seed)
     weights = {publisher: random.choice((0.5, 1.0, 2.0)) for publisher in range(1, random.choice((2, 9, 200)))}

@@ -25,6 +25,8 @@ from waymark.tokenization.prompt import ChatPrompt, Prompt
 from waymark.tokenization.segments import SegmentMemo
 from waymark.tokenization.templates import ChatTemplate
 
+pytestmark = pytest.mark.slow
+
 SESSION = json.loads(RECORDED.read_text(encoding="utf-8"))
 SGLANG = json.loads(record_sglang.RECORDED.read_text(encoding="utf-8"))
 CASES = [pytest.param(case, id=f"{case['template']}-{number}") for number, case in enumerate(SESSION["cases"])]
