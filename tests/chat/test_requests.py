@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from waymark.chat.requests import Form, form_of, read_request
+from waymark.chat.truncation import Truncation
 from waymark.errors import InvalidValue
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -63,6 +64,22 @@ def test_a_chat_has_messages_and_what_the_template_gets() -> None:
 def test_a_completion_has_prompts_of_text_or_tokens(prompt: Any, prompts: Any, answered: int) -> None:
     found = read_request("/v1/completions", {"model": "m", "prompt": prompt, "n": 2})
     assert (tuple(found.prompts), found.prompts_to_answer, found.copies, found.messages) == (prompts, answered, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "truncation"),
+    [
+        ({"truncate_prompt_tokens": 5}, Truncation(5)),
+        ({"truncate_prompt_tokens": -1, "truncation_side": "right"}, Truncation(-1, "right")),
+        ({"truncate_prompt_tokens": -2}, None),
+        ({"truncate_prompt_tokens": True}, None),
+        ({"truncation_side": "left"}, None),
+    ],
+)
+def test_where_a_prompt_is_cut(fields: dict[str, Any], truncation: Truncation | None) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert read_request(path, {"model": "m"} | fields).truncation == truncation
+    assert read_request("/v1/messages", {"model": "m"} | fields).truncation is None
 
 
 def test_the_form_of_anthropic_has_system_beside_and_tools_of_another_shape() -> None:

@@ -38,7 +38,7 @@ CHATS: list[dict[str, Any]] = [
     {"messages": [SYSTEM | {"role": "System"}, USER]},
 ]
 
-_LEFT_OUT = (
+LEFT_OUT = (
     *("sglang.kernels", "sglang.srt.layers", "sglang.srt.models", "sglang.srt.distributed", "sglang.srt.mem_cache"),
     *("sglang.srt.lora", "sglang.srt.configs", "sglang.srt.multimodal", "sglang.srt.model_executor"),
     *("sglang.srt.speculative", "sglang.srt.managers"),
@@ -117,12 +117,15 @@ class _Module(types.ModuleType):
         return found
 
 
-class _LeftOut:
-    """Finds every module that is left out, or is not installed."""
+class LeftOut:
+    """Finds every module that is left out by its name, or is not installed."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         root = name.partition(".")[0]
-        if not name.startswith(_LEFT_OUT) and (
+        if not name.startswith(self._names) and (
             root in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(root) is not None
         ):
             return None
@@ -148,7 +151,7 @@ def record() -> None:
     for name in ("fastapi", "pydantic", "openai", "httpx", "aiohttp", "requests", "jsonschema"):
         importlib.import_module(name)
     loaded = importlib.import_module("transformers").AutoTokenizer
-    sys.meta_path.insert(0, _LeftOut())
+    sys.meta_path.insert(0, LeftOut(LEFT_OUT))
     with tempfile.TemporaryDirectory() as path:
         model = small.directory(Path(path) / "m", template=small.CHATML)
         recorded = json.loads(of_vllm.RECORDED.read_text(encoding="utf-8"))["tokenizer"]

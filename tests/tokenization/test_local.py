@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from tests.tokenization import small
+from waymark.chat.truncation import Truncation
 from waymark.domain.hashing import pack_tokens, unpack_tokens
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
@@ -301,6 +303,27 @@ async def test_a_tokenizer_that_cuts_and_fills_texts_by_itself_does_not(opened: 
         assert await local.tokens(prompt) == Made(whole(small.tokenizer(), prompt))
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace-first"])
+async def test_ids_are_cut_as_the_tokenizer_itself_cuts_them(kind: small.Kind, opened: Open) -> None:
+    local, text = opened(kind, template=small.CHATML), "Hello, world! The quick brown fox<|im_end|>"
+    reference = small.tokenizer(kind)
+    for adds in (True, False):
+        for keep in range(1, 20):
+            reference.enable_truncation(keep, direction="left")
+            prompt = TextPrompt(text, adds, Truncation(keep))
+            assert await local.tokens(prompt) == Made(whole(reference, TextPrompt(text, adds)))
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    chat = ChatPrompt([{"role": "user", "content": "Hi"}, picture])
+    assert bool((await local.tokens(chat)).ids) is local.splits
+    assert await local.tokens(replace(chat, truncation=Truncation(3))) == Made(b""), "what is cut off is not known"
+
+
+def test_fewer_ids_than_are_added_are_refused() -> None:
+    with pytest.raises(InvalidValue, match="fewer than the special tokens") as caught:
+        Truncation(1).cut(bytes(40), bytes(4), bytes(4))
+    assert caught.value.field == "truncate_prompt_tokens"
+
+
 async def test_a_known_prompt_is_not_rendered_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = Metrics()
     local = opened(metrics=metrics, template=small.CHATML)
@@ -330,6 +353,7 @@ _HELLO = {"role": "user", "content": "Hello"}
         ChatPrompt([_HELLO], add_generation_prompt=False),
         ChatPrompt([_HELLO], add_generation_prompt=False, continue_final_message=True),
         ChatPrompt([_HELLO], add_special_tokens=True),
+        ChatPrompt([_HELLO], truncation=Truncation(2)),
         TextPrompt("Hello"),
     ],
     ids=str,

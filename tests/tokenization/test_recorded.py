@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,16 @@ from typing import Any, Self
 import pytest
 from tokenizers import Tokenizer
 
-from tests.tokenization import record_sglang, record_tools, small
+from tests.tokenization import record_eagle, record_sglang, record_tools, record_truncation, small
 from tests.tokenization.record import CALL, PARTS, RECORDED, bodies, templates
 from waymark.api.text_schemas import TokenizeRequest
 from waymark.api.texts import prompt_of
-from waymark.domain.hashing import unpack_tokens
+from waymark.domain.engines import EngineKind
+from waymark.domain.events import Stored
+from waymark.domain.hashing import block_keys, namespace, unpack_tokens
+from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
+from waymark.engines import decoder
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.tokenization.local import LocalTokenizer
@@ -143,6 +148,66 @@ def test_what_was_recorded_of_sglang_is_what_would_be_asked() -> None:
     assert [(case["template"], case["body"]) for case in SGLANG["cases"]] == record_sglang.all_bodies()
     both = SGLANG["cases"][: len(bodies())]
     assert sum(difference(case) is None for case in both) > len(both) / 2
+
+
+# ---- truncation ------------------------------------------------------------------------------------
+
+TRUNCATION = json.loads(record_truncation.RECORDED.read_text(encoding="utf-8"))["cases"]
+
+
+def truncating(case: dict[str, Any]) -> list[Prompt]:
+    """The bodies of a case: its text and, where it is what a template makes, the messages."""
+    fields = {name: case[name] for name in ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")}
+    bodies = [{"prompt": case["text"]}]
+    if case["text"] == record_truncation.CHAT:
+        bodies.append({"messages": [{"role": "user", "content": record_truncation.TEXT}]})
+    return [prompt(body | fields) for body in bodies]
+
+
+@pytest.mark.parametrize("case", TRUNCATION)
+async def test_a_prompt_is_cut_as_the_engine_cuts_it(case: dict[str, Any], opened: Open) -> None:
+    local = opened(None)
+    for each in truncating(case):
+        for _ in range(2):  # encoded, and remembered
+            assert unpack_tokens((await local.tokens(each)).ids) == case["ids"]
+
+
+async def test_sglang_cuts_nothing(opened: Open) -> None:
+    local = opened(None, is_for_sglang=True)
+    for text, adds in ((record_truncation.TEXT, True), (record_truncation.CHAT, False)):
+        cases = [case for case in TRUNCATION if (case["text"], case["add_special_tokens"]) == (text, adds)]
+        whole = max((case["ids"] for case in cases), key=len)
+        for case in cases:
+            for each in truncating(case):
+                assert unpack_tokens((await local.tokens(each)).ids) == whole
+
+
+def test_the_truncations_that_were_recorded_are_those_that_would_be() -> None:
+    assert [{name: case[name] for name in case if name != "ids"} for case in TRUNCATION] == record_truncation.CASES
+
+
+# ---- EAGLE -----------------------------------------------------------------------------------------
+
+EAGLE = json.loads(record_eagle.RECORDED.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", EAGLE["cases"], ids=lambda case: f"prompt-{case['number']}")
+async def test_blocks_of_pairs_are_those_of_the_text(case: dict[str, Any], opened: Open) -> None:
+    """SGLang with EAGLE publishes pairs of tokens; a text finds each block of them, and no other."""
+    asked, page = SGLANG["cases"][case["number"]], EAGLE["page"]
+    (stored,) = decoder(EngineKind.SGLANG, seed=0)(base64.b64decode(case["payload"])).events
+    assert isinstance(stored, Stored)
+    ids = (await opened(asked["template"], is_for_sglang=True).tokens(prompt(asked["body"]))).ids
+    held, wanted = (block_keys(None, each, page, namespace=namespace(None, [])) for each in (stored.tokens, ids))
+    assert wanted.startswith(held)
+    # The last token has no pair yet.
+    assert len(held) // KEY_BYTES == len(stored.engine_hashes) == (len(ids) // 4 - 1) // page
+
+
+def test_what_was_recorded_with_eagle_is_what_would_be_stored() -> None:
+    assert tuple(case["number"] for case in EAGLE["cases"]) == record_eagle.CASES
+    lengths = [len(SGLANG["cases"][number]["tokenize"]["tokens"]) for number in record_eagle.CASES]
+    assert {length % EAGLE["page"] for length in lengths} >= {0, 1}
 
 
 # ---- tools -----------------------------------------------------------------------------------------

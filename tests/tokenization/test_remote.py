@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from waymark.asker import Asker
+from waymark.chat.truncation import Truncation
 from waymark.domain.multimodal import Item
 from waymark.domain.names import GroupName
 from waymark.endpoints import AllowedEndpoints
@@ -198,6 +199,21 @@ async def test_a_server_with_render_endpoints_alone_is_asked_there(engine: Engin
     engine.answer = answer
     assert await remote.tokens(HI) == Made(b"\1\0\0\0")
     assert await remote.tokens(ChatPrompt([])) == Made(b"\2\0\0\0")
+
+
+async def test_a_prompt_that_is_cut_is_asked_of_the_render_endpoints(engine: Engine, remote: RemoteTokenizer) -> None:
+    engine.says(200, json.dumps({"token_ids": [5]}))
+    for each in (
+        TextPrompt("Hello", truncation=Truncation(1, "left")),
+        ChatPrompt([], truncation=Truncation(1, "left")),
+    ):
+        assert await remote.tokens(each) == Made(b"\5\0\0\0")
+    assert [path for path, _ in engine.asked] == ["/v1/completions/render", "/v1/chat/completions/render"]
+    assert all((body["truncate_prompt_tokens"], body["truncation_side"]) == (1, "left") for _, body in engine.asked)
+    engine.says(404, "{}")
+    with pytest.raises(InvalidValue, match="needs /v1/completions/render") as caught:
+        await remote.tokens(TextPrompt("Hello", truncation=Truncation(1)))
+    assert caught.value.field == "truncate_prompt_tokens"
 
 
 async def test_images_without_a_render_endpoint_are_refused(engine: Engine, remote: RemoteTokenizer) -> None:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from tests.grpc_loops import events_of_this_loop as events_of_this_loop
+from waymark.chat.truncation import Truncation
 from waymark.domain.multimodal import Item
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
@@ -174,6 +175,7 @@ async def test_a_service_that_is_not_there_is_named(tmp_path: Path) -> None:
         (ChatPrompt([{"role": "user", "content": [{"type": "video_url"}]}]), "video"),
         (ChatPrompt([], tools=["x"]), "without a function"),
         (ChatPrompt([], add_special_tokens=True), "add_special_tokens"),
+        (TextPrompt("a", truncation=Truncation(1)), "truncate_prompt_tokens"),
         (TextPrompt("\ud800"), "cannot be sent"),
         (TextPrompt("x" * 2**22), "at most"),
     ],

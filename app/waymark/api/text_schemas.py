@@ -8,6 +8,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSc
 from pydantic_core import PydanticCustomError
 
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.chat.truncation import Truncation
 from waymark.domain.names import DEFAULT_TENANT, GroupName
 
 
@@ -45,6 +46,21 @@ class TextFields(Request):
     add_special_tokens: bool | None = Field(
         default=None, description="true or false; the default is true for a prompt and false for messages"
     )
+    truncate_prompt_tokens: int | None = Field(
+        default=None,
+        ge=-1,
+        le=2**63 - 1,
+        description="how many token ids of the prompt or messages are kept, as by vLLM; -1 keeps all",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None,
+        description="left or right: where ids are left out; the default is left, behind the special tokens",
+    )
+
+    @property
+    def truncation(self) -> Truncation | None:
+        keep = self.truncate_prompt_tokens
+        return None if keep is None else Truncation(keep, self.truncation_side)
 
 
 class OfModel(Request):

@@ -45,10 +45,13 @@ def prompt_of(group: GroupName, request: TextFields, others: Sequence[str] = (),
             request.continue_final_message,
             bool(request.add_special_tokens),
             request.system,
+            request.truncation,
         )
         return ModelPrompt(group, prompt, "messages")
     if request.prompt is not None:
-        return ModelPrompt(group, TextPrompt(request.prompt, request.add_special_tokens is not False), "prompt")
+        return ModelPrompt(
+            group, TextPrompt(request.prompt, request.add_special_tokens is not False, request.truncation), "prompt"
+        )
     return None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from waymark.chat.truncation import Truncation, truncation_of
 from waymark.errors import InvalidValue
 from waymark.shown import shown
 
@@ -44,6 +45,7 @@ class InferenceRequest:
     add_special_tokens: bool | None = None
     prompts: Sequence[str | Sequence[int]] = ()
     """Texts or token ids; the first one decides where the request goes."""
+    truncation: Truncation | None = None
     cache_salt: str | None = None
     is_stream: bool = False
     copies: int = 1
@@ -80,6 +82,7 @@ def read_request(path: str, fields: Any) -> InferenceRequest:
         "form": form,
         "cache_salt": salt if isinstance(salt, str) and salt else None,
         "is_stream": fields.get("stream") is True,
+        "truncation": None if form in (Form.MESSAGES, Form.RESPONSES) else truncation_of(fields),
         "copies": copies if type(copies) is int and copies > 0 else 1,
     }
     if form in (Form.CHAT, Form.MESSAGES, Form.RESPONSES):

@@ -63,15 +63,17 @@ def _said(request: InferenceRequest) -> Iterator[TextOrChat | Tokens]:
             request.continue_final_message,
             bool(request.add_special_tokens),
             request.system,
+            request.truncation,
         )
     for prompt in request.prompts[:SEQUENCES_MAX]:
         if isinstance(prompt, str):
-            yield TextPrompt(prompt, request.add_special_tokens is not False)
+            yield TextPrompt(prompt, request.add_special_tokens is not False, request.truncation)
         else:
             try:
-                yield Tokens(pack_tokens(list(prompt)), "request")
+                ids = pack_tokens(list(prompt))
             except (TypeError, OverflowError, ValueError):
                 raise InvalidValue("prompt has an element that is no token id", field="prompt") from None
+            yield Tokens(ids if request.truncation is None else request.truncation.cut(ids, b"", b""), "request")
 
 
 def _keyed(ids: bytes, items: Items, space: int, seed: int, block_size: int) -> Prompt:

@@ -115,6 +115,8 @@ class LocalTokenizer:
             key = self.key(prompt)
         if self._is_for_sglang and isinstance(prompt, ChatPrompt):
             prompt = replace(prompt, add_special_tokens=False)  # whatever a request says
+        if self._is_for_sglang and prompt.truncation is not None:
+            prompt = replace(prompt, truncation=None)  # it knows no such field
         if key is not None or _is_short(prompt):
             pieces = self._pieces(prompt)
         else:
@@ -195,11 +197,15 @@ class LocalTokenizer:
         return text
 
     def _surrounded(self, prompt: Prompt, ids: bytes) -> bytes:
-        if not (self.splits and prompt.add_special_tokens):
-            return ids
-        before, behind = self._around
+        """With what the tokenizer adds, and cut where the request says so."""
+        before, behind = self._around if prompt.add_special_tokens else (b"", b"")
         is_cut = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
-        return before + ids + (b"" if is_cut else behind)
+        if is_cut:
+            # Of an unknown rest nobody can say how much would be cut off.
+            return before + ids if self.splits and prompt.truncation is None else b""
+        if self.splits:
+            ids = before + ids + behind
+        return ids if prompt.truncation is None else prompt.truncation.cut(ids, before, behind)
 
     # ---- the tokenizer -----------------------------------------------------------------------------
 

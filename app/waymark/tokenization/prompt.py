@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from waymark.chat.truncation import Truncation
 from waymark.domain.multimodal import Items
 
 
@@ -16,11 +17,12 @@ class TextPrompt:
     text: str
     add_special_tokens: bool = True
     """Such as the BOS of the model, as its tokenizer adds them."""
+    truncation: Truncation | None = None
 
     @property
     def said(self) -> tuple[Any, ...]:
         """All of it, as plain values."""
-        return self.text, self.add_special_tokens
+        return self.text, self.add_special_tokens, _plain(self.truncation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class ChatPrompt:
     """The template writes them itself."""
     system: Any = None
     """A text or a list of blocks that stands before the messages, as in Anthropic's form."""
+    truncation: Truncation | None = None
 
     @property
     def said(self) -> tuple[Any, ...]:
@@ -48,10 +51,20 @@ class ChatPrompt:
             self.add_generation_prompt,
             self.continue_final_message,
             self.add_special_tokens,
+            _plain(self.truncation),
         )
 
 
 Prompt: TypeAlias = TextPrompt | ChatPrompt
+
+
+def is_cut(prompt: Prompt) -> bool:
+    """Whether ids of the prompt may be cut off."""
+    return prompt.truncation is not None and prompt.truncation.keep >= 0
+
+
+def _plain(truncation: Truncation | None) -> tuple[Any, ...] | None:
+    return None if truncation is None else tuple(truncation)
 
 
 class Made(NamedTuple):

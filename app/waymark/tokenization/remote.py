@@ -15,7 +15,7 @@ from waymark.chat.openai import as_message
 from waymark.domain.hashing import pack_tokens
 from waymark.domain.multimodal import items_of
 from waymark.errors import InvalidValue, TokenizerUnavailable, Unanswered
-from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
+from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt, is_cut
 
 #: An answer that is longer is not read. Ids and their commas take about seven bytes each.
 _ANSWER_BYTES_MAX = 32 * 2**20
@@ -46,6 +46,8 @@ class RemoteTokenizer:
 
     async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
         """The tokens of a prompt, as the engine makes them."""
+        if is_cut(prompt):
+            return await self._cut(prompt)
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
             rendered = await self._post(_CHAT_RENDER, self._chat(prompt), "messages")
             if rendered is None:
@@ -64,6 +66,22 @@ class RemoteTokenizer:
         answer = await self._post(_CHAT_RENDER if is_chat else _COMPLETION_RENDER, body, field)
         if answer is None:
             raise self._unusable("it has neither /tokenize nor render endpoints, or not this model")
+        return self._rendered(answer)
+
+    async def _cut(self, prompt: Prompt) -> Made:
+        """The tokens of a prompt that is truncated, which /tokenize does not do."""
+        is_chat = isinstance(prompt, ChatPrompt)
+        body = self._chat(prompt) if isinstance(prompt, ChatPrompt) else self._completion(prompt)
+        assert prompt.truncation is not None
+        body |= {"truncate_prompt_tokens": prompt.truncation.keep, "truncation_side": prompt.truncation.side}
+        path = _CHAT_RENDER if is_chat else _COMPLETION_RENDER
+        answer = await self._post(path, body, "truncate_prompt_tokens")
+        if answer is None:
+            raise InvalidValue(
+                f"truncate_prompt_tokens needs {path}, which the tokenizer {self.name} does not have; name one that "
+                "has it, or send token_ids",
+                field="truncate_prompt_tokens",
+            )
         return self._rendered(answer)
 
     async def text(self, ids: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from waymark.domain.hashing import pack_tokens
 from waymark.domain.multimodal import Items, items_of
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.protobuf import message_classes
-from waymark.tokenization.prompt import ChatPrompt, Made, Prompt
+from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, is_cut
 
 PACKAGE = "tokenization"
 SERVICE = f"{PACKAGE}.TokenizationService"
@@ -79,6 +79,11 @@ class UdsTokenizer:
         """The tokens of a prompt, as the service makes them."""
         is_chat = isinstance(prompt, ChatPrompt)
         field = "messages" if is_chat else "prompt"
+        if is_cut(prompt):
+            raise InvalidValue(
+                f"truncate_prompt_tokens has no field in the service of the tokenizer {self.name}; send token_ids",
+                field="truncate_prompt_tokens",
+            )
         if isinstance(prompt, ChatPrompt):
             method, request = "RenderChatCompletion", self._chat(prompt)
         else:
