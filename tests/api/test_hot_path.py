@@ -110,6 +110,41 @@ def test_the_short_cut_was_taken_for_hashes_as_clients_send_them(implementation:
                 assert list(hashes(value, field=name, max_tokens=9)) == numbers
 
 
+BOTH = LongList(("token_ids",), False, TOKENS_MAX, TEXTS, b"/select", HASHES)
+
+
+@pytest.mark.parametrize("kind", ["token_ids", "seq_hashes", "block_hash"])
+def test_of_two_kinds_of_prompt_each_is_read_without_the_parser(implementation: str, kind: str) -> None:
+    sent = list(range(1, 300))
+    body = json.dumps({"model": "m", kind: sent}).encode()
+    found = decode(body, Format.JSON, long_list=BOTH)
+    assert (found.numbers is not None) == (implementation == "native" or kind == "token_ids")
+    if found.numbers is not None:
+        width = 4 if kind == "token_ids" else 8
+        assert found.numbers == b"".join(number.to_bytes(width, "little") for number in sent)
+        assert found.fields == {"model": "m", kind: []}
+        again = decode(body, Format.JSON, long_list=BOTH)
+        assert again.text is found.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"token_ids": [1, 2], "seq_hashes": [3, 4]},
+        {"token_ids": [], "seq_hashes": [3, 4]},
+        {"token_ids": [1.5], "seq_hashes": [3, 4]},
+        {"token_ids": [True], "seq_hashes": [3, 4]},
+    ],
+)
+@pytest.mark.parametrize("path", ["/query", "/score", "/select"])
+async def test_two_prompts_are_refused_whichever_was_read_first(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    answer = await client.post(path, json={"model": "m"} | body)
+    assert answer.status_code == 400
+    assert "one" in answer.json()["error"]
+
+
 async def test_what_was_asked_before_is_no_answer_to_another_question(
     client: httpx.AsyncClient, register: Any, hold: Hold, implementation: str
 ) -> None:

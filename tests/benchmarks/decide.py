@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from tests.benchmarks import decide_live as live
 from tests.benchmarks.decide_books import Fast, Rules, Turns
@@ -70,12 +71,16 @@ class Options:
 
 
 async def simulate(options: Options) -> list[Figures]:
-    """Every run; the mean over the seeds."""
+    """Every run; the median over the seeds, which are printed one by one, too."""
     found = []
     for one_run in _runs(options):
-        found.append(_mean([await one_run(seed) for seed in range(options.seeds)]))
-        print(" | ".join(found[-1].row), file=sys.stderr, flush=True)
+        found.append(_median([_shown(await one_run(seed)) for seed in range(options.seeds)]))
     return found
+
+
+def _shown(figures: Figures) -> Figures:
+    print(" | ".join(figures.row), file=sys.stderr, flush=True)
+    return figures
 
 
 def _runs(options: Options) -> Iterator[Callable[[int], Awaitable[Figures]]]:
@@ -131,18 +136,18 @@ async def _theirs(options: Options, kind: str, replicas: int, seed: int) -> Figu
         return await run(label, options.arrivals(seed), options.engines, decider, LAG_SECONDS)
 
 
-def _mean(several: Sequence[Figures]) -> Figures:
-    def mean(field: str) -> float:
-        return sum(getattr(each, field) for each in several) / len(several)
+def _median(several: Sequence[Figures]) -> Figures:
+    def middle(field: str) -> float:
+        return median(getattr(each, field) for each in several)
 
     first = several[0]
     return Figures(
         first.name,
         first.requests,
-        mean("mean_first_token"),
-        mean("p99_first_token"),
-        mean("hit_ratio"),
-        mean("mean_end"),
+        middle("mean_first_token"),
+        middle("p99_first_token"),
+        middle("hit_ratio"),
+        middle("mean_end"),
     )
 
 
@@ -188,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=_numbers, default=(1,), help="query replicas of the runs, by commas")
     parser.add_argument("--gateways", type=_numbers, default=(), help="decide by so many gateways, by commas")
     parser.add_argument("--round-robin", action="store_true", help="first, each engine in turn")
-    parser.add_argument("--seeds", type=int, default=1, help="how many runs each figure is the mean of")
+    parser.add_argument("--seeds", type=int, default=1, help="how many runs each figure is the median of")
     parser.add_argument("--burst-every", type=float, default=0.0, help="seconds between bursts; 0: none")
     parser.add_argument("--seconds", type=float, default=600.0, help="for how long, where there are bursts alone")
     parser.add_argument("--speculative-ms", type=float, default=0.0, help="how long speculative entries last; 0: none")

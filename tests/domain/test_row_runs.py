@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.conftest import IMPLEMENTATIONS
 from waymark import native
 from waymark.domain.keys import pack
-from waymark.domain.row_runs import Runs, own_slots, piece_runs, row_runs
+from waymark.domain.row_runs import Runs, last_piece, own_slots, piece_runs, pieces_of, row_runs
 from waymark.domain.rows import parse
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
@@ -252,3 +252,9 @@ def test_both_read_the_same_from_broken_values(
         native.select(implementation == "native")
         answers.append((piece_runs(packed(own), texts), row_runs(packed(own), texts[:1])))
     assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 65])
+def test_the_last_piece_is_the_last_of_all(count: int) -> None:
+    keys = pack(range(1, count + 1), 0)
+    assert last_piece(keys) == pieces_of(keys)[-1]

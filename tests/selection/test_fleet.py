@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable, PublisherRow
@@ -57,6 +58,21 @@ def test_the_short_list_has_the_best_of_all(policy: str, seed: int) -> None:
 
     assert costs(list(short)) == costs(list(whole))
     assert all(member.target.weight > 0 and not fleet.table.publishers[member.publisher].is_lost for member in short)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_candidate_is_the_same_whatever_else_is_known_of_others(seed: int) -> None:
+    """What is rarely known is not even looked for where it is known of nobody."""
+    random = Random(seed)
+    fleet = fleet_of(random, 30)
+    rows = {each.name: TargetRow(*(random.randint(0, 10) for _ in range(4))) for each in fleet.members[::3]}
+    loads = {each.publisher: Load(*(random.randint(0, 9) for _ in Load._fields)) for each in fleet.members[::2]}
+    expected = {each.publisher: random.randint(1, 40) for each in fleet.members[::5]}
+    of_another = {10_000: Gauges(1, 1, 0.5)}
+    for known in (expected, {}):
+        found = fleet.candidates(Seen(rows, loads, known, {}), 16)
+        assert found == fleet.candidates(Seen(rows, loads, known, of_another), 16)
+        assert len(found) == len(fleet.members)
 
 
 def test_equal_targets_are_on_the_list_by_chance() -> None:

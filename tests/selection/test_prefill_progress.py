@@ -70,6 +70,26 @@ async def test_by_the_index_when_the_last_block_appears_at_its_target(
     await wait_until(lambda: counted(metrics) == {"index": 2}, "both are counted")
 
 
+async def test_what_the_decision_has_found_is_not_looked_up_again(
+    store: Store,
+    make_client: MakeClient,
+    register: Any,
+    hold: Hold,
+    metrics: Metrics,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def looked_up(*_: Any) -> None:
+        raise AssertionError("the last block was looked up")
+
+    monkeypatch.setattr(store.reader, "last_holders", looked_up)
+    await register("pod-1")
+    replica = await make_client(store, metrics=metrics)
+    await hold("pod-1", PROMPT)
+    found = await select(replica)
+    await is_given_back(store, found)
+    await wait_until(lambda: counted(metrics) == {"index": 1}, "the index has told")
+
+
 async def test_by_the_caller_who_is_believed_first(
     store: Store, make_client: MakeClient, register: Any, metrics: Metrics
 ) -> None:

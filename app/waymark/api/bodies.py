@@ -91,6 +91,8 @@ class LongList:
     cache: RequestCache
     operation: bytes
     """Its path, for ``cache``."""
+    otherwise: LongList | None = None
+    """The field that may be nearly all of a body in which this one is not plain."""
     names: tuple[tuple[str, bytes, bytes], ...] = field(init=False)
     """Each spelling, also as it stands in a text, and with what the keys of its texts begin."""
 
@@ -197,7 +199,7 @@ def _without_parser(body: bytes, of: LongList) -> Body | None:
             rest = b"%b[]%b" % (body[:start], body[end:])
             text = of.cache.find(key + rest) or _text(rest, name, key, of)
             return None if text is None else Body(text.fields, False, None, numbers, text)
-    return None
+    return None if of.otherwise is None else _without_parser(body, of.otherwise)
 
 
 def _text(rest: bytes, name: str, key: bytes, of: LongList) -> Text | None:

@@ -25,6 +25,7 @@ from waymark.api.errors import body_of, headers_of, status_of
 from waymark.api.fields import Request
 from waymark.api.request_cache import RequestCache
 from waymark.api.request_id import request_id_of
+from waymark.api.schemas import PromptFields
 from waymark.api.tokens_file import EVERYONE, Caller
 from waymark.errors import InvalidValue, StoreUnavailable, WaymarkError
 from waymark.logs import failure, fields
@@ -91,6 +92,7 @@ Dialect: TypeAlias = Literal["conductor", "dynamo"]
 Queue: TypeAlias = Literal["read", "write", "decide"]
 
 _NO_BODY = Body({})
+_LONG_LISTS = ("token_ids", "tokens", "seq_hashes", "block_hashes")
 
 #: A method is the client's text; a label must be one of a few.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -298,15 +300,15 @@ async def _resumed(answer: Answer | Paused) -> Answer:
 
 
 def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependencies) -> LongList | None:
-    if model is not None and issubclass(model, Request):
-        for name in ("token_ids", "tokens", "seq_hashes", "block_hashes"):
-            if name in model.model_fields:
-                count_max = dependencies.settings.max_tokens
-                spellings = model.spellings(name)
-                return LongList(
-                    spellings, name not in ("token_ids", "tokens"), count_max, dependencies.request_cache, path.encode()
-                )
-    return None
+    """The list that is nearly all of a body; where a prompt may be tokens or hashes, both, tokens first."""
+    if model is None or not issubclass(model, Request):
+        return None
+    names = [name for name in _LONG_LISTS if name in model.model_fields]
+    found, cache, count_max = None, dependencies.request_cache, dependencies.settings.max_tokens
+    for name in reversed(names if issubclass(model, PromptFields) else names[:1]):
+        is_hashes = name not in ("token_ids", "tokens")
+        found = LongList(model.spellings(name), is_hashes, count_max, cache, path.encode(), found)
+    return found
 
 
 async def send_stream(

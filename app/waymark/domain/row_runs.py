@@ -86,6 +86,12 @@ def pieces_of(keys: bytes) -> list[bytes]:
     return [keys[at : at + width] for at in range(0, len(keys), width)]
 
 
+def last_piece(keys: bytes) -> bytes:
+    """The last of ``pieces_of(keys)``; ``keys`` has at least one."""
+    width = KEY_BYTES * PIECE_BLOCKS
+    return keys[(len(keys) - 1) // width * width :]
+
+
 def own_slots(keys: bytes) -> bytes:
     """The slots of a chain's blocks, as rows have them; ``keys`` are packed, from the beginning of a piece."""
     count = len(keys) // KEY_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import Walk
@@ -52,6 +52,11 @@ class Chosen:
     preset: Preset | None
     values: Values | None = None
     """The constants of the preset."""
+
+    @classmethod
+    def of(cls, preset: Preset) -> Self:
+        """A preset with its own constants."""
+        return cls(preset, preset.values({}))
 
     @property
     def name(self) -> str:

@@ -24,6 +24,8 @@ from waymark.store.reservations import Load
 _NOTHING = TargetRow()
 _IDLE = Load()
 _UNKNOWN = Given()
+#: The fields of a candidate that say who it is, which come first.
+_UNCHANGING = Candidate._fields.index("device")
 #: Roles that cannot take a whole request.
 _PARTS = frozenset({Role.PREFILL.value, Role.ENCODE.value, Role.ENCODE_PREFILL.value})
 #: Rings of a fleet that are kept; a request may ask for any number of points.
@@ -44,6 +46,8 @@ class Member(NamedTuple):
     tells_events: bool
     is_whole: bool
     """It can take a request with all its stages."""
+    idle: Candidate
+    """As it is seen by a request of which it has nothing, while it has nothing to do."""
 
 
 class OpaquePrefix(NamedTuple):
@@ -90,9 +94,9 @@ class Fleet:
             target = table.targets.get(publisher, PLAIN)
             if not row.is_lost and target.weight > 0:
                 name = row.instance_id, row.dp_rank
-                seen_as = Candidate(publisher, *name, role=target.role, labels=target.labels)
-                is_whole = role_of(seen_as) not in _PARTS
-                self.members.append(Member(publisher, name, target, publisher not in table.silent, is_whole))
+                idle = Candidate(publisher, *name, target.address, target.role, target.weight, target.labels)
+                is_whole = role_of(idle) not in _PARTS
+                self.members.append(Member(publisher, name, target, publisher not in table.silent, is_whole, idle))
         self.have_addresses = all(member.target.address is not None for member in self.members)
         self.has_silent = any(not member.tells_events for member in self.members)
         self.by_publisher = {member.publisher: member for member in self.members}
@@ -140,7 +144,7 @@ class Fleet:
     def at(self, address: str) -> Candidate | None:
         """The first target at ``address``, a URL or ``host:port``; None where there is none."""
         place = host_and_port(address)
-        for publisher, name, target, _, _ in self.members:
+        for publisher, name, target, _, _, _ in self.members:
             if target.address is not None and host_and_port(target.address) == place:
                 return Candidate(publisher, *name, target.address, target.role)
         return None
@@ -203,9 +207,13 @@ class Fleet:
         members: Sequence[Member] | None = None,
     ) -> list[Candidate]:
         """A candidate for each of the members, or for those of ``given``; what is given wins over what is stored."""
+        if members is None:
+            members = self.members
+        if given is None and not (seen.prefixes or seen.gauges or seen.first_tokens):
+            return [_candidate(each, seen, block_size) for each in members]
         found = []
         rows, prefixes, loads, expected, gauges = seen.rows, seen.prefixes, seen.loads, seen.expected, seen.gauges
-        for publisher, name, target, _, _ in self.members if members is None else members:
+        for publisher, name, target, _, _, _ in members:
             said = _UNKNOWN
             if given is not None:
                 if name not in given:
@@ -238,3 +246,34 @@ class Fleet:
                 )
             )
         return found
+
+
+def _candidate(member: Member, seen: Seen, block_size: int) -> Candidate:
+    """A candidate of which nothing is known but rows, its load and its speculative entry."""
+    publisher = member.publisher
+    row, load = seen.rows.get(member.name), seen.loads.get(publisher)
+    expected = seen.expected.get(publisher, 0) if seen.expected else 0
+    if row is None:
+        if load is None and not expected:
+            return member.idle
+        row = _NOTHING
+    device, host, shared, disk = row
+    load = load or _IDLE
+    # Copying the fields that never change costs less than naming all of them.
+    return Candidate._make(
+        (
+            *member.idle[:_UNCHANGING],
+            device * block_size,
+            host * block_size,
+            disk * block_size,
+            shared * block_size,
+            expected * block_size,
+            load.tokens,
+            load.requests,
+            load.context,
+            load.health,
+            load.cold,
+            None,
+            None,
+        )
+    )

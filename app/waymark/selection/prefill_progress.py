@@ -44,9 +44,11 @@ class Watched(NamedTuple):
     piece: bytes | None
     """Packed keys of the last piece, up to the last complete block; None where no event will tell."""
     done_at: float | None
-    """When an estimate says that it is done, by the loop's clock."""
+    """When it is done, as far as that is known or estimated, by the loop's clock."""
     ends_at: float
     """When the reservation runs out."""
+    by: str = "estimate"
+    """What says ``done_at``."""
 
 
 class _Watch:
@@ -105,7 +107,7 @@ class PrefillProgress:
 
     async def _look(self) -> None:
         now = asyncio.get_running_loop().time()
-        estimated: list[Watched] = []
+        done: dict[str, list[Watched]] = {}
         by_group: dict[GroupName, list[Watched]] = {}
         looked_up = 0
         for watch in list(self._watched.values()):
@@ -113,14 +115,15 @@ class PrefillProgress:
             if watched.ends_at <= now:
                 del self._watched[watched.reservation.nonce]
             elif watched.done_at is not None and watched.done_at <= now:
-                estimated.append(watched)
+                done.setdefault(watched.by, []).append(watched)
             elif watched.piece is not None and watch.next_at <= now and looked_up < _LOOKED_UP_MAX:
                 looked_up += 1
                 by_group.setdefault(watched.group, []).append(watched)
                 watch.next_at = now + _SHARE * (now - watch.began_at)
                 # To the back, so that every one has its turn.
                 self._watched[watched.reservation.nonce] = self._watched.pop(watched.reservation.nonce)
-        await self._give_back(estimated, "estimate")
+        for by, each in done.items():
+            await self._give_back(each, by)
         for group, several in by_group.items():
             await self._give_back(await self._computed(group, several), "index")
 

@@ -81,6 +81,8 @@ def stages(
     decode = rank(policy, picker, request, able, fleet, random)
     if not decode.scored:
         return None
-    before = prefill_filter(request, candidates) if is_split else []
+    if not is_split:
+        return Stages(decode.scored, decision=decode.decision)
+    before = prefill_filter(request, candidates)
     prefill_first = rank(policy, picker, replace(request, session=None), before, fleet, random)
     return Stages(decode.scored, prefill_first.scored, decision=decode.decision)

@@ -91,15 +91,16 @@ class Selector:
         self._taker = Taker(store.reservations, self._loads, self._progress, options, metrics)
         self._degraded = Degraded()
         self._away_until = float("-inf")
+        self._default_policy = Chosen(None) if options.picker is not None else Chosen.of(options.policy)
+        self._observe_walk = metrics.decision_duration_seconds.labels(part="walk").observe
+        self._observe_policy = metrics.decision_duration_seconds.labels(part="policy").observe
         metrics.prefix_routing_prefix_cardinality.set_function(lambda: store.counts.prefixes_seen)
         metrics.prefix_routing_backend_distribution.set_function(lambda: metrics.backends(self._under_way()))
 
     @property
     def default_policy(self) -> Chosen:
         """What decides where a request names no policy."""
-        if self._options.picker is not None:
-            return Chosen(None)
-        return Chosen(self._options.policy, self._options.policy.values({}))
+        return self._default_policy
 
     # ---- without a reservation ---------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class Selector:
                 break
             began = perf_counter()
             of = self._stages(asked, taking, look)
-            self._metrics.decision_duration_seconds.labels(part="policy").observe(perf_counter() - began)
+            self._observe_policy(perf_counter() - began)
             if of is None:
                 raise NoTarget(_none_allowed(asked, taking, look.fleet))
             taken = await self._taker.take(of, look.looked, asked, taking)
@@ -212,14 +213,14 @@ class Selector:
         prompt = asked.prompt(asked.block_size or max(sizes, default=1))
         request = self._request(asked, prompt, asked.block_size or max(sizes, default=1), 0)
         look = _Look(
-            Looked(known.entry, request, known.fleet, self._degraded.seen(asked.group), prompt.keys, ()),
+            Looked(known.entry, request, known.fleet, self._degraded.seen(asked.group), prompt.keys),
             known.fleet,
             request,
             self._degraded.seen(asked.group),
             False,
         )
         sticky = PRESETS["sticky"]
-        degraded = replace(asked, policy=Chosen(sticky, sticky.values({})))
+        degraded = replace(asked, policy=Chosen.of(sticky))
         of = self._stages(degraded, taking, look)
         if of is None:
             raise NoTarget(f"no target is left for model {asked.group.model_name!r}; look at only and exclude")
@@ -318,7 +319,7 @@ class Selector:
             prompt = asked.prompt(block_size)
             look, table = await self._look_with(asked, fleet, prompt, block_size, expects=expects)
             if look is not None:
-                self._metrics.decision_duration_seconds.labels(part="walk").observe(perf_counter() - began)
+                self._observe_walk(perf_counter() - began)
                 return look
             if table is None:
                 if asked.needs_source is not None:
@@ -368,10 +369,8 @@ class Selector:
             # The longest that anybody has of it is all that is known of its length.
             prompt = prompt._replace(tokens=max(each.tokens for each in seen.prefixes.values()))
         request = self._request(asked, prompt, block_size, pool_bitmap(walk))
-        at = tuple(depths(len(prompt.keys) // KEY_BYTES))
-        return _Look(
-            Looked(now, request, fleet, seen, prompt.keys, at, walk), fleet, request, seen, reading.is_partial
-        ), table
+        looked = Looked(now, request, fleet, seen, prompt.keys, walk)
+        return _Look(looked, fleet, request, seen, reading.is_partial), table
 
     def _aside_at_hand(
         self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None

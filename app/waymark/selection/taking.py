@@ -13,7 +13,7 @@ from typing import NamedTuple
 from waymark.domain.hashing import text_hash
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.match import Walk
-from waymark.domain.row_runs import pieces_of
+from waymark.domain.row_runs import last_piece
 from waymark.domain.targets import host_and_port
 from waymark.errors import Saturated
 from waymark.metrics import Metrics
@@ -30,6 +30,7 @@ from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer, Part, Reservation, Reservations, Reserved, Terms
 from waymark.store.scripts import Verdict
+from waymark.store.speculative import depths
 
 #: Where Redis cannot compute an order again, a place in it outweighs any load.
 _PLACE = 2.0**44
@@ -45,8 +46,6 @@ class Looked(NamedTuple):
     fleet: Fleet
     seen: Seen
     keys: bytes
-    depths: tuple[int, ...]
-    """Of the prompt's speculative entries."""
     walk: Walk | None = None
 
 
@@ -77,6 +76,7 @@ class Taker:
         self._progress = progress
         self._options = options
         self._metrics = metrics
+        self._observe = metrics.decision_duration_seconds.labels(part="reserve").observe
 
     async def take(self, of: Stages, looked: Looked, asked: Asked, taking: Taking) -> Selected | None:
         """Reserve the best, of each stage that the request goes through; None where all of them are gone.
@@ -155,7 +155,7 @@ class Taker:
             request_id=taking.request_id,
         )
         found = await self._reservations.reserve(looked.entry.group_id, offers, terms)
-        self._metrics.decision_duration_seconds.labels(part="reserve").observe(perf_counter() - began)
+        self._observe(perf_counter() - began)
         self._metrics.reservations_expired.inc(found.overdue)
         if found.verdict is Verdict.REPEATED and found.reservation is not None:
             return await self._repeated(found.reservation, stage)
@@ -192,7 +192,8 @@ class Taker:
         if not (is_expected or looked.fleet.has_silent):
             return offers, ()
         matched = [_matched_blocks(each.candidate, looked) for each in scored]
-        at = [depth for depth in looked.depths if depth > min(matched)]
+        least = min(matched)
+        at = [depth for depth in depths(len(looked.keys) // KEY_BYTES) if depth > least]
         offers = [
             offer._replace(
                 spec_from=bisect_right(at, has),
@@ -250,13 +251,17 @@ class Taker:
             return
         now = asyncio.get_running_loop().time()
         tells_events = looked.fleet.by_publisher[candidate.publisher].tells_events
-        piece = pieces_of(looked.keys)[-1] if looked.keys and tells_events else None
-        done_at = None
-        if piece is None and self._options.prefill_tokens_per_second:
+        ends_at = now + taking.milliseconds / 1000
+        piece, done_at, by = None, None, "estimate"
+        if looked.keys and tells_events:
+            if _has_last_block(candidate, looked):
+                done_at, by = now, "index"
+            else:
+                piece = last_piece(looked.keys)
+        elif self._options.prefill_tokens_per_second:
             seconds = (found.tokens + tokens) / candidate.weight / self._options.prefill_tokens_per_second
             done_at = now + seconds
-        ends_at = now + taking.milliseconds / 1000
-        self._progress.watch(Watched(reservation, asked.group, looked.entry, piece, done_at, ends_at))
+        self._progress.watch(Watched(reservation, asked.group, looked.entry, piece, done_at, ends_at, by))
 
 
 def _linear(policy: Chosen) -> Linear:
@@ -271,6 +276,11 @@ def _has_credits(policy: Chosen) -> bool:
 
 def _matched_blocks(candidate: Candidate, looked: Looked) -> int:
     return candidate.matched // looked.request.block_size
+
+
+def _has_last_block(candidate: Candidate, looked: Looked) -> bool:
+    """Whether the look has found the prompt's last block at the target itself, not in a pool."""
+    return not candidate.shared and _matched_blocks(candidate, looked) == len(looked.keys) // KEY_BYTES
 
 
 def _key(packed: bytes, depth: int) -> int:

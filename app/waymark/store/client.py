@@ -131,19 +131,20 @@ class RedisClient:
         """Run a script by its SHA-1; by its text where Redis does not have the script."""
         script: Script = SCRIPTS[name]
         words: tuple[Any, ...] = ("EVALSHA", script.sha, len(keys), *keys, *args)
-        with self._translated():
-            if self.reads is not None and name in REPEATABLE:
-                pool = self.reads.scripts
-                try:
-                    until = asyncio.get_running_loop().time() + pool.seconds
-                    connection = pool.connection or await pool.opened(until)
-                    (reply,) = await connection.ask(hiredis.pack_command(words), _ONE_REPLY, until)
-                    return cast("Reply", reply)
-                except TimeoutError:
+        if self.reads is not None and name in REPEATABLE:
+            pool = self.reads.scripts
+            try:
+                until = asyncio.get_running_loop().time() + pool.seconds
+                connection = pool.connection or await pool.opened(until)
+                (reply,) = await connection.ask(hiredis.pack_command(words), _ONE_REPLY, until)
+                return cast("Reply", reply)
+            except TimeoutError:
+                with self._translated():
                     raise
-                except (RedisError, OSError) as exc:
-                    if not isinstance(exc, NoScriptError):
-                        pool.retire()  # the library finds out whether it is another server now
+            except (RedisError, OSError) as exc:
+                if not isinstance(exc, NoScriptError):
+                    pool.retire()  # the library finds out whether it is another server now
+        with self._translated():
             try:
                 reply = await self._redis.execute_command(*words)
             except NoScriptError:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from waymark.errors import InvalidValue, StoreUnavailable
@@ -113,7 +114,10 @@ NO_LOAD = Load()
 
 
 class Offer(NamedTuple):
-    """A candidate as ``reserve`` ranks it: by its load, ``weight``, ``new`` prompt tokens and ``handicap``."""
+    """A candidate as ``reserve`` ranks it: by its load, ``weight``, ``new`` prompt tokens and ``handicap``.
+
+    The fields are the script's arguments, in its order.
+    """
 
     publisher: int
     new: int
@@ -200,24 +204,13 @@ class Reservations:
             terms.milliseconds,
             nonce,
             terms.context,
-            repr(float(terms.weight_new)),
-            repr(float(terms.weight_active)),
+            terms.weight_new,
+            terms.weight_active,
             terms.limit,
             terms.reservations_max,
             "1" if terms.is_cold else "0",
             "0" if terms.request_id is None else "1",
-            [
-                each
-                for offer in offers
-                for each in (
-                    offer.publisher,
-                    offer.new,
-                    repr(float(offer.handicap)),
-                    repr(float(offer.weight)),
-                    offer.spec_from,
-                    offer.spec_milliseconds,
-                )
-            ],
+            list(chain.from_iterable(offers)),
         )
         if verdict is Verdict.REPEATED:
             publisher, tokens, context, earlier, waited = numbers

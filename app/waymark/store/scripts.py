@@ -16,7 +16,7 @@ from waymark.metrics import Metrics
 from waymark.store.client import RedisClient, Reply
 from waymark.store.parsing import lenient_text
 
-Arg = str | bytes | int
+Arg = str | bytes | int | float
 
 
 class Verdict(StrEnum):
@@ -265,8 +265,8 @@ class Scripts:
         milliseconds: int,
         nonce: str,
         context: int,
-        weight_new: str,
-        weight_active: str,
+        weight_new: float,
+        weight_active: float,
         limit: int,
         reservations_max: int,
         cold: str,
