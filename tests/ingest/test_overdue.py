@@ -16,7 +16,7 @@ from waymark.ingest import overdue
 from waymark.ingest.overdue import Overdue
 from waymark.ingest.shares import Shares
 from waymark.metrics import Metrics
-from waymark.store import keys
+from waymark.store import keys, reservations
 from waymark.store.reservations import OVERDUE_MAX
 from waymark.store.store import Store
 
@@ -102,24 +102,27 @@ async def test_groups_without_reservations_get_no_call(
     assert set(called) == {busy.group_id}
 
 
-async def test_a_round_that_meets_a_defect_ends_nothing_else(
+async def test_a_defect_in_one_group_delays_no_other(
     store: Store, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overdue, "_SECONDS", 0.01)
-    (fleet,) = await fleets_of(store, redis, ["m"])
-    await is_over(fleet)
-    under_way, calls = store.reservations.under_way, 0
+    """A group with many overdue reservations gets further calls in the same round, also beside one with a defect."""
+    for module in (overdue, reservations):
+        monkeypatch.setattr(module, "OVERDUE_MAX", 1)
+    monkeypatch.setattr(overdue, "_SECONDS", 3600.0)
+    bad, good = await fleets_of(store, redis, ["bad", "good"])
+    for fleet in (bad, good):
+        members = [(await fleet.taken(100, milliseconds=3_600_000)).member for _ in range(3)]
+        await redis.zadd(keys.reservations(fleet.group_id), dict.fromkeys(members, 1))
+    end_overdue = store.reservations.end_overdue
 
-    async def fails_first(groups: Sequence[int]) -> list[int]:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
+    async def fails_for_one(group_id: int) -> int:
+        if group_id == bad.group_id:
             raise ValueError("a defect")
-        return await under_way(groups)
+        return await end_overdue(group_id)
 
-    monkeypatch.setattr(store.reservations, "under_way", fails_first)
-    async with ending(store, [fleet.group_id]):
-        await is_given_back(fleet)
+    monkeypatch.setattr(store.reservations, "end_overdue", fails_for_one)
+    async with ending(store, [bad.group_id, good.group_id]):
+        await is_given_back(good)
 
 
 def test_each_group_has_one_worker_and_a_worker_that_comes_takes_only_its_own() -> None:

@@ -66,6 +66,25 @@ async def played(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> float:
     return scene.ended - began
 
 
+async def test_a_defect_in_one_group_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group comes first in every round, so those after it would never be swept."""
+    scene = Scene([0.0])
+    pick = scene.pick
+
+    async def fails_for_the_first(entry: GroupEntry) -> int | None:
+        if entry is not GROUP:
+            raise ValueError("a defect")
+        return await pick(entry)
+
+    async def groups() -> dict[str, GroupEntry]:
+        return {"damaged": GroupEntry(9, 1), "llama": GROUP}
+
+    monkeypatch.setattr(scene, "pick", fails_for_the_first)
+    monkeypatch.setattr(scene, "groups", groups)
+    await played(monkeypatch, scene)
+    assert scene.is_swept
+
+
 @pytest.mark.parametrize(
     ("took", "late"),
     [

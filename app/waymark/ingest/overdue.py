@@ -39,15 +39,11 @@ class Overdue:
         loop = asyncio.get_running_loop()
         while True:
             until = loop.time() + _SECONDS
-            try:
-                left = await self._under_way()
-                # A group that has more gets its next call after the others; a new round sees all groups again.
-                while left and loop.time() < until:
-                    ended = await asyncio.gather(*map(self._end, left))
-                    left = [group_id for group_id, count in zip(left, ended, strict=True) if count == OVERDUE_MAX]
-            except Exception:
-                # A defect must not end the worker and its streams.
-                log.exception("overdue reservations not ended, will be tried again")
+            left = await self._under_way()
+            # A group that has more gets its next call after the others; a new round sees all groups again.
+            while left and loop.time() < until:
+                ended = await asyncio.gather(*map(self._end, left))
+                left = [group_id for group_id, count in zip(left, ended, strict=True) if count == OVERDUE_MAX]
             await asyncio.sleep(max(0.0, until - loop.time()))
 
     async def _under_way(self) -> Sequence[int]:
@@ -60,12 +56,16 @@ class Overdue:
             return groups
 
     async def _end(self, group_id: int) -> int:
-        """One call for a group: how many reservations it ended; 0 where Redis refuses it."""
+        """One call for a group: how many reservations it ended; 0 where that is not possible."""
         async with self._places:
             try:
                 ended = await self._reservations.end_overdue(group_id)
             except StoreUnavailable as exc:
                 log.debug("overdue reservations not ended", extra=fields(group=group_id, error=exc.sentence))
+                return 0
+            except Exception:
+                # What a group has is of any release. A defect met in it must not end the worker and its streams.
+                log.exception("overdue reservations not ended, will be tried again", extra=fields(group=group_id))
                 return 0
         self._metrics.reservations_expired.inc(ended)
         return ended

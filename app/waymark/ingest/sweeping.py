@@ -68,16 +68,12 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
             metrics.dead_holders.set(left - swept)
         except StoreUnavailable as exc:
             log.debug("sweep waits for redis", extra=fields(error=exc.sentence))
-        except Exception:
-            # A defect met in what a dead holder left must not end the worker.
-            log.exception("sweep failed, will be tried again")
-            swept = 0
         if left <= swept or not swept:
             await asyncio.sleep(pause_seconds)
 
 
 async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Pace) -> bool:
-    """Sweep one dead holder of a group, where there is one; a group that cannot be read delays no other."""
+    """Sweep one dead holder of a group, where there is one; a group that cannot be swept delays no other."""
     try:
         holder = await store.sweeper.pick(entry)
         if holder is None:
@@ -94,6 +90,10 @@ async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Pa
         )
     except StoreUnavailable as exc:
         log.debug("sweep waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
+        return False
+    except Exception:
+        # What a dead holder left is of any release. A defect met in it must not end the worker and its streams.
+        log.exception("sweep failed, will be tried again", extra=fields(group=entry.group_id))
         return False
     return True
 
