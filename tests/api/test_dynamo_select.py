@@ -148,3 +148,12 @@ async def test_a_path_names_the_methods_that_it_has(replica: httpx.AsyncClient) 
     answer = await replica.put("/dynamo/workers", json={})
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
     assert answer.json()["error"] == "/dynamo/workers does not know PUT; send GET or POST"
+
+
+async def test_loads_are_listed_by_worker_whatever_their_scores(replica: httpx.AsyncClient) -> None:
+    for number in (10, 9, 3, 1, 7):
+        worker = WORKER | {"worker_id": number, "kv_events_endpoint": f"tcp://10.0.0.{number}:5557"}
+        assert (await replica.post("/dynamo/workers", json=worker)).status_code == 201
+    for _ in range(5):
+        (group,) = (await replica.get("/dynamo/loads", params={"model_name": "m"})).json()
+        assert [each["worker_id"] for each in group["loads"]] == [1, 3, 7, 9, 10]

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from tests.live import start
 from tests.patience import patient, within
@@ -97,6 +98,43 @@ def test_what_does_not_fit_can_be_scrolled_to() -> None:
     for _ in range(100):
         view.key("j")
     assert view.parts(answer, 24)[1].rows[-1][0].plain == "e9"  # type: ignore[union-attr]
+
+
+LONG = "no connection to tcp://h:5557 (refused) for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
+
+
+@pytest.mark.parametrize("width", [80, 120, 250])
+def test_a_long_complaint_is_cut_to_one_line_and_leaves_out_no_column_that_fits(width: int) -> None:
+    view = View()
+    answer = {"publishers": [publisher("a", complaint=LONG), publisher("b")], "workers": []}
+    lines = drawn(view, answer, width)
+    row = next(line for line in lines if line.startswith("a "))
+    assert "no connection to" in row
+    assert row.endswith("…") == (width < 200)
+    assert lines[lines.index(row) + 1].startswith("b ")
+    assert "LOAD" in lines[1]
+    assert max(map(len, lines)) <= width
+    view.key("c")
+    whole = " ".join(drawn(view, answer, width))
+    assert f"a rank 0: {LONG}" in " ".join(whole.split())
+    assert "b rank 0" not in whole
+    view.key("c")
+    assert drawn(view, answer, width) == lines
+
+
+def test_without_a_complaint_it_says_so() -> None:
+    view = View()
+    view.key("c")
+    assert "no engine has a complaint" in drawn(view, {"publishers": [publisher("b")], "workers": []}, 80)
+
+
+def drawn(view: View, answer: dict[str, Any], width: int) -> list[str]:
+    """What a terminal shows."""
+    console = Console(file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None)
+    screen = Screen()
+    screen.console, screen.is_plain = console, False
+    screen.show(view.parts(answer, 24))
+    return [line.rstrip() for line in cast(io.StringIO, console.file).getvalue().splitlines()]
 
 
 class Answers:

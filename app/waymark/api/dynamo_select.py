@@ -222,7 +222,7 @@ class DynamoSelect:
             ranked = await self._selector.score(asked)
             if ranked is None:
                 continue
-            workers = [each.candidate for each in ranked.scored if is_worker_id(each.candidate.instance_id)]
+            workers = _workers(ranked.scored)
             found.append(
                 {
                     "model_name": group.model_name,
@@ -293,11 +293,7 @@ class DynamoSelect:
         _, block_size = await self._known(group)
         asked = Asked(group, _remembered(self._prompt(request, body), made), self._policy(None), block_size)
         ranked = await self._selector.score(asked)
-        scored: Sequence[Scored] = () if ranked is None else ranked.scored
-        found = sorted(
-            (each.candidate for each in scored if is_worker_id(each.candidate.instance_id)),
-            key=lambda each: (int(each.instance_id), each.dp_rank),
-        )
+        found = _workers(() if ranked is None else ranked.scored)
         return found, None if ranked is None else ranked.walk, made[block_size], block_size
 
     def _policy(self, overrides: Mapping[str, Any] | None) -> Chosen:
@@ -434,3 +430,9 @@ def _no_pending(selection_id: str, group: GroupName) -> NotFound:
 
 def _no_reservation(body: Body) -> NotFound:
     return NotFound(f"reservation {body.path['reservation_id']} not found")
+
+
+def _workers(scored: Sequence[Scored]) -> list[Candidate]:
+    """The candidates that are workers, by their ids: those of equal scores come in any order."""
+    found = (each.candidate for each in scored if is_worker_id(each.candidate.instance_id))
+    return sorted(found, key=lambda each: (int(each.instance_id), each.dp_rank))

@@ -42,7 +42,7 @@ examples:
 """,
     "top": """\
 examples:
-  $ waymark top                            q ends it, s sorts, / filters
+  $ waymark top                            q ends it, s sorts, / filters, c shows complaints whole
   $ waymark top --seconds 5 --url http://waymark:13333
 """,
     "doctor": """\

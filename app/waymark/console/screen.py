@@ -8,7 +8,7 @@ that none can move the cursor of whoever looks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO, TypeAlias
@@ -19,6 +19,8 @@ from rich.table import Table
 from rich.text import Text as Text
 
 _PLAIN_WIDTH = 100
+#: What stays of a column that is cut, before other columns are left out.
+_CUT_WIDTH = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Grid:
     numbers: frozenset[str] = frozenset()
     spare: tuple[str, ...] = ()
     """Columns that a narrow terminal leaves out, the first of them first."""
+    cut: str = ""
+    """The last column, if a narrow terminal cuts its texts: a row is one line then."""
 
 
 Part: TypeAlias = Text | Grid
@@ -98,9 +102,11 @@ def joined(*pieces: Text | str, by: str = "") -> Text:
 
 def _table(grid: Grid, width: int) -> RenderableType:
     widths = dict(zip(grid.head, _widths(grid), strict=True))
+    if grid.cut:
+        widths[grid.cut] = min(widths[grid.cut], _CUT_WIDTH)
     left_out: list[str] = []
     for name in grid.spare:
-        if sum(widths.values()) + 2 * len(widths) <= width:
+        if _needed(widths) <= width:
             break
         del widths[name]
         left_out.append(name)
@@ -109,10 +115,18 @@ def _table(grid: Grid, width: int) -> RenderableType:
         box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", caption=caption, caption_justify="left"
     )
     for name in widths:
-        table.add_column(name, justify="right" if name in grid.numbers else "left", overflow="fold")
+        if name == grid.cut:
+            room = max(_CUT_WIDTH, width - _needed(widths) + widths[name])
+            table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=room)
+        else:
+            table.add_column(name, justify="right" if name in grid.numbers else "left", overflow="fold")
     for row in grid.rows:
         table.add_row(*(cell for name, cell in zip(grid.head, row, strict=True) if name in widths))
     return table
+
+
+def _needed(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + 2 * len(widths)
 
 
 def _widths(grid: Grid) -> list[int]:

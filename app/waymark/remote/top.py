@@ -25,8 +25,8 @@ Publisher: TypeAlias = Mapping[str, Any]
 
 #: The media that have a column.
 _MEDIA = IN_EVERY_ANSWER
-_HELP = "q quit   s sort   r reverse   / filter   j k scroll"
-_SPARE = ("LOAD", *reversed(_MEDIA[1:]), "LAG")
+_HELP = "q quit   s sort   r reverse   / filter   j k scroll   c complaints"
+_SPARE = (*reversed(_MEDIA[1:]), "LAG", "LOAD")
 _WORST = tuple(reversed(STYLES))
 #: Lines of the screen that are no publisher: an error, the head, the table's head, the help, and one to spare.
 _OTHER_LINES = 5
@@ -55,6 +55,8 @@ class View:
     filter: str = ""
     is_typing: bool = False
     """The keys are letters of the filter."""
+    is_complaints: bool = False
+    """The complaints are shown whole, in the place of the table."""
     first: int = 0
     is_over: bool = False
     _stored: dict[tuple[str, str, int], tuple[float, int]] = field(default_factory=dict)
@@ -90,6 +92,8 @@ class View:
                 self.is_reversed = not self.is_reversed
             case "/":
                 self.is_typing, self.filter, self.first = True, "", 0
+            case "c":
+                self.is_complaints, self.first = not self.is_complaints, 0
             case "j":
                 self.first += 1
             case "k":
@@ -107,7 +111,7 @@ class View:
 
     def parts(self, answer: Mapping[str, Any], lines: int) -> list[Part]:
         """The screen, in so many lines."""
-        rows = self.rows(answer["publishers"])
+        rows = [each for each in self.rows(answer["publishers"]) if complaint(each) or not self.is_complaints]
         room = max(1, lines - _OTHER_LINES)
         self.first = min(self.first, max(0, len(rows) - room))
         count = len(answer["publishers"])
@@ -120,11 +124,13 @@ class View:
         columns = ("INSTANCE", "RANK", "STATUS", "STORED/S", *_MEDIA, "LOAD", "LAG", "COMPLAINT")
         shown = [self._row(each) for each in rows[self.first : self.first + room]]
         left = len(rows) - self.first - len(shown)
-        return [
-            head,
-            Grid(columns, shown, frozenset(columns[3:-1]) | {"RANK"}, _SPARE),
-            text(f"{_HELP}{f'   {left} more below' if left > 0 else ''}", "dim"),
-        ]
+        below = text(f"{_HELP}{f'   {left} more below' if left > 0 else ''}", "dim")
+        if self.is_complaints:  # which may need several lines each
+            sentences = [
+                text(f"{each['instance_id']} rank {each['dp_rank']}: {complaint(each)}", "yellow") for each in rows
+            ]
+            return [head, below, *(sentences[self.first :] or [text("no engine has a complaint", "green")])]
+        return [head, Grid(columns, shown, frozenset(columns[3:-1]) | {"RANK"}, _SPARE, columns[-1]), below]
 
     def _row(self, each: Publisher) -> tuple[Any, ...]:
         blocks = each["blocks"]
@@ -136,7 +142,7 @@ class View:
             *(text(blocks.get(medium, 0)) for medium in _MEDIA),
             text(each["load"]["requests"]),
             text("" if each["lag_seconds"] is None else f"{each['lag_seconds']:.1f}s"),
-            text(complaint(each)[:60], "yellow"),
+            text(complaint(each), "yellow"),
         )
 
 
