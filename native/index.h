@@ -2,6 +2,9 @@
  *
  * Open addressing with linear probing, in segments that grow and shrink one at a time: no insertion takes longer than a
  * millisecond, however many things there are. As a rule a segment is between 0.64 and 0.8 full.
+ *
+ * A slot has the number of its thing and how far the slot is from where the thing belongs. So a search looks at no
+ * thing that belongs elsewhere, and a deletion at none: each look is a miss of the caches.
  */
 
 #ifndef WAYMARK_INDEX_H
@@ -11,10 +14,17 @@
 
 #include <string.h>
 
-enum { SEGMENT_BITS = 6, SEGMENTS = 1 << SEGMENT_BITS, CAPACITY_MIN = 8 };
+enum {
+    SEGMENT_BITS = 6,
+    SEGMENTS = 1 << SEGMENT_BITS,
+    CAPACITY_MIN = 8,
+    NUMBER_BITS = 27,
+    THINGS_MAX = (1 << NUMBER_BITS) - 1,
+    FAR = 31, /* that far away, or farther */
+};
 
 typedef struct {
-    uint32_t *slots; /* the number of a thing, and 1; 0 where there is none */
+    uint32_t *slots; /* distance << NUMBER_BITS | the number of a thing, and 1; 0 where there is none */
     uint32_t capacity, used;
 } Segment;
 
@@ -42,13 +52,34 @@ static inline uint32_t next_slot(const Segment *segment, uint32_t at)
     return at + 1 == segment->capacity ? 0 : at + 1;
 }
 
+static inline uint32_t number_in(uint32_t slot)
+{
+    return (slot & THINGS_MAX) - 1;
+}
+
+/* The first bits of a slot that is `steps` from where its thing belongs. */
+static inline uint32_t distance_bits(uint32_t steps)
+{
+    return (steps < FAR ? steps : FAR) << NUMBER_BITS;
+}
+
 /* Put a thing where it belongs; there is room. */
 static inline void place_in(Segment *segment, uint64_t hash, uint32_t number)
 {
-    uint32_t at = home_of(segment, hash);
-    while (segment->slots[at] != 0)
+    uint32_t at = home_of(segment, hash), steps = 0;
+    for (; segment->slots[at] != 0; steps++)
         at = next_slot(segment, at);
-    segment->slots[at] = number + 1;
+    segment->slots[at] = distance_bits(steps) | (number + 1);
+}
+
+/* How far the slot `at` is from where its thing belongs. */
+static inline uint32_t steps_to(const Segment *segment, uint32_t at, HashOf *hash_of, const void *owner)
+{
+    const uint32_t slot = segment->slots[at], steps = slot >> NUMBER_BITS;
+    if (steps < FAR)
+        return steps;
+    const uint32_t home = home_of(segment, hash_of(owner, number_in(slot)));
+    return home <= at ? at - home : segment->capacity - home + at;
 }
 
 /* Give a segment another capacity. 0 without memory for it; then it is as it was. */
@@ -59,7 +90,7 @@ static int resize(Index *index, Segment *segment, uint32_t capacity, HashOf *has
         return 0;
     for (uint32_t i = 0; i < segment->capacity; i++)
         if (segment->slots[i] != 0)
-            place_in(&resized, hash_of(owner, segment->slots[i] - 1), segment->slots[i] - 1);
+            place_in(&resized, hash_of(owner, number_in(segment->slots[i])), number_in(segment->slots[i]));
     index->bytes += sizeof *resized.slots * capacity;
     index->bytes -= sizeof *resized.slots * segment->capacity;
     PyMem_Free(segment->slots);
@@ -92,16 +123,16 @@ static void insert_slot(Index *index, uint64_t hash, uint32_t number)
 static void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner)
 {
     Segment *segment = segment_of(index, hash);
-    uint32_t gap = home_of(segment, hash);
-    while (segment->slots[gap] != number + 1)
+    uint32_t gap = home_of(segment, hash), behind = 1; /* slots from the gap to `at` */
+    while (number_in(segment->slots[gap]) != number)
         gap = next_slot(segment, gap);
-    for (uint32_t at = next_slot(segment, gap); segment->slots[at] != 0; at = next_slot(segment, at)) {
-        const uint32_t home = home_of(segment, hash_of(owner, segment->slots[at] - 1));
-        const int belongs_behind_gap = gap < at ? gap < home && home <= at : gap < home || home <= at;
-        if (belongs_behind_gap)
-            continue;
-        segment->slots[gap] = segment->slots[at];
+    for (uint32_t at = next_slot(segment, gap); segment->slots[at] != 0; at = next_slot(segment, at), behind++) {
+        const uint32_t steps = steps_to(segment, at, hash_of, owner);
+        if (steps < behind)
+            continue; /* it belongs behind the gap */
+        segment->slots[gap] = distance_bits(steps - behind) | (segment->slots[at] & THINGS_MAX);
         gap = at;
+        behind = 0;
     }
     segment->slots[gap] = 0;
     segment->used--;
@@ -118,26 +149,39 @@ static void clear_index(Index *index)
     memset(index, 0, sizeof *index);
 }
 
-/* A search: every thing that may have a hash, one after the other. */
+/* Have the caches fetch the slot where a thing with a hash belongs. */
+static inline void fetch_slot(const Index *index, uint64_t hash)
+{
+    const Segment *segment = &index->segments[hash >> (64 - SEGMENT_BITS)];
+    if (segment->capacity > 0)
+        __builtin_prefetch(&segment->slots[home_of(segment, hash)]);
+}
+
+/* A search: every thing that belongs where a hash does, one after the other. */
 typedef struct {
     const Segment *segment;
-    uint32_t at;
+    uint32_t at, steps;
 } Search;
 
 static inline Search begin_search(Index *index, uint64_t hash)
 {
     const Segment *segment = segment_of(index, hash);
-    return (Search){segment, segment->capacity == 0 ? 0 : home_of(segment, hash)};
+    return (Search){segment, segment->capacity == 0 ? 0 : home_of(segment, hash), 0};
 }
 
-/* The number of the next thing; -1 behind the last one. */
+/* The number of the next thing, which may have the hash; -1 behind the last one. */
 static inline int64_t next_found(Search *search)
 {
-    if (search->segment->capacity == 0 || search->segment->slots[search->at] == 0)
-        return -1;
-    const uint32_t number = search->segment->slots[search->at] - 1;
-    search->at = next_slot(search->segment, search->at);
-    return number;
+    const Segment *segment = search->segment;
+    while (segment->capacity > 0 && segment->slots[search->at] != 0) {
+        const uint32_t slot = segment->slots[search->at];
+        const int belongs_there = slot >> NUMBER_BITS == distance_bits(search->steps) >> NUMBER_BITS;
+        search->at = next_slot(segment, search->at);
+        search->steps++;
+        if (belongs_there)
+            return number_in(slot);
+    }
+    return -1;
 }
 
 #endif

@@ -4,6 +4,7 @@
  * index or two, a place 40 and its slot.
  */
 
+#include "bytes.h"
 #include "chain.h"
 #include "index.h"
 #include "input.h"
@@ -87,7 +88,7 @@ static int64_t new_number(Places *places)
     }
     if (places->count == places->capacity) {
         const uint32_t capacity = places->capacity + places->capacity / 4 + 16;
-        Place *grown = capacity > places->capacity ? PyMem_Realloc(places->places, capacity * sizeof *grown) : NULL;
+        Place *grown = places->count < THINGS_MAX ? PyMem_Realloc(places->places, capacity * sizeof *grown) : NULL;
         if (grown == NULL) {
             PyErr_NoMemory();
             return -1;
@@ -282,6 +283,25 @@ static int64_t find_key(KnownBlocks *known, uint64_t key)
     return found;
 }
 
+/* Of many numbers the caches fetch all slots at once; one search after the other would wait for each. */
+static void fetch_slots(const Index *index, const uint64_t *numbers, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        fetch_slot(index, spread(numbers[i]));
+}
+
+/* The same with the blocks of engine hashes. */
+static void fetch_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count)
+{
+    fetch_slots(&known->by_hash, hashes, count);
+    for (size_t i = 0; i < count; i++) {
+        Search search = begin_search(&known->by_hash, spread(hashes[i]));
+        const int64_t found = next_found(&search);
+        if (found >= 0)
+            __builtin_prefetch(block_at(known, (uint32_t)found));
+    }
+}
+
 /* A number that no block has. -1 with an exception. */
 static int64_t new_block(KnownBlocks *known)
 {
@@ -291,7 +311,7 @@ static int64_t new_block(KnownBlocks *known)
         return number;
     }
     if (known->count == known->chunks_count * CHUNK_BLOCKS) {
-        Block **chunks = known->chunks_count < UINT32_MAX / CHUNK_BLOCKS
+        Block **chunks = known->chunks_count < THINGS_MAX / CHUNK_BLOCKS
                              ? PyMem_Realloc(known->chunks, (known->chunks_count + 1) * sizeof *chunks)
                              : NULL;
         if (chunks != NULL) {
@@ -590,20 +610,28 @@ static PyObject *known_pop(PyObject *self, PyObject *engine_hash)
     return spot;
 }
 
-/* discard(engine_hashes: Sequence) -> None */
-static PyObject *known_discard(PyObject *self, PyObject *engine_hashes)
+static void discard_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count)
 {
-    KnownBlocks *known = (KnownBlocks *)self;
-    const Py_ssize_t count = PySequence_Size(engine_hashes);
-    for (Py_ssize_t i = 0; known->used > 0 && i < count; i++) {
-        uint64_t hash;
-        if (!number_at(engine_hashes, i, &hash))
-            return NULL;
-        const int64_t number = find_hash(known, hash);
+    if (known->used == 0)
+        return;
+    fetch_blocks(known, hashes, count);
+    for (size_t i = 0; i < count; i++) {
+        const int64_t number = find_hash(known, hashes[i]);
         if (number >= 0)
             remove_block(known, (uint32_t)number);
     }
-    return count < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* discard(engine_hashes: Sequence) -> None */
+static PyObject *known_discard(PyObject *self, PyObject *engine_hashes)
+{
+    size_t count = 0;
+    uint64_t *hashes = read_numbers(engine_hashes, &count);
+    if (hashes == NULL)
+        return NULL;
+    discard_blocks((KnownBlocks *)self, hashes, count);
+    PyMem_Free(hashes);
+    return Py_NewRef(Py_None);
 }
 
 /* move(engine_hash: int, place: Place) -> None */
@@ -642,18 +670,49 @@ typedef struct {
     int depth; /* of the first block */
 } Store;
 
-/* Numbers as a list. NULL with an exception. */
-static PyObject *list_numbers(const uint64_t *numbers, size_t count)
+enum { SLOT_CHARS = 17 };
+
+/* The slots of blocks as a row has them, 16 hex digits and the depth, and their engine hashes, 8 bytes each. 0 with an
+ * exception. */
+static int pack_blocks(const Block *blocks, size_t count, PyObject **slots, PyObject **hashes)
 {
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (size_t i = 0; list != NULL && i < count; i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
-        if (number == NULL)
-            Py_CLEAR(list);
-        else
-            PyList_SetItem(list, (Py_ssize_t)i, number);
+    static const char digits[] = "0123456789abcdefghijklmnopqrstuv";
+    *slots = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(SLOT_CHARS * count));
+    *hashes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sizeof(uint64_t) * count));
+    if (*slots == NULL || *hashes == NULL) {
+        Py_XDECREF(*slots);
+        Py_XDECREF(*hashes);
+        return 0;
     }
-    return list;
+    char *slot = PyBytes_AsString(*slots), *hash = PyBytes_AsString(*hashes);
+    for (size_t i = 0; i < count; i++, slot += SLOT_CHARS, hash += sizeof(uint64_t)) {
+        for (int digit = 0; digit < 16; digit++)
+            slot[digit] = digits[blocks[i].key >> (60 - 4 * digit) & 15];
+        slot[16] = digits[blocks[i].depth];
+        store_big64(hash, blocks[i].hash);
+    }
+    return 1;
+}
+
+/* The KnownBlocks of a tuple, all of the places of `known` and none of them itself. 0 with an exception. */
+static int are_beside(KnownBlocks *known, PyObject *gone)
+{
+    int is_right = PyTuple_Check(gone);
+    for (Py_ssize_t i = 0; is_right && i < PyTuple_Size(gone); i++) {
+        PyObject *each = PyTuple_GetItem(gone, i);
+        is_right = Py_TYPE(each) == Py_TYPE((PyObject *)known) && each != (PyObject *)known &&
+                   ((KnownBlocks *)each)->places == known->places;
+    }
+    if (!is_right)
+        PyErr_Format(PyExc_TypeError, "what is gone is a tuple of other KnownBlocks of the same Places");
+    return is_right;
+}
+
+/* Take engine hashes out of those of a tuple, from the one with number `first` on. */
+static void discard_beside(PyObject *gone, Py_ssize_t first, const uint64_t *hashes, size_t count)
+{
+    for (Py_ssize_t i = first; i < PyTuple_Size(gone); i++)
+        discard_blocks((KnownBlocks *)PyTuple_GetItem(gone, i), hashes, count);
 }
 
 /* Whether a place is in a dict of places. -1 with an exception. */
@@ -696,7 +755,7 @@ static int find_parent(KnownBlocks *known, PyObject *parent, PyObject *full, int
     return is_full < 0 ? -1 : !is_full;
 }
 
-/* The blocks `start` to `end` of a store at one place: (place, keys, depth, start, key of the block before or None). */
+/* The blocks `start` to `end` of a store at one place: (place, slots, engine hashes, start, the block before or None). */
 static PyObject *store_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth)
 {
     int64_t number = start == 0 ? store->place : -1;
@@ -707,28 +766,33 @@ static PyObject *store_piece(KnownBlocks *known, const Store *store, size_t star
     if (number < 0)
         return NULL;
     const uint32_t place = (uint32_t)number;
+    Block blocks[PIECE_BLOCKS];
+    const size_t count = end - start;
     enter_place(known->places, place);
     int is_done = 1;
-    for (size_t i = start; is_done && i < end; i++)
-        is_done = put_block(known, store->hashes[i], store->keys[i], place, (uint8_t)(depth + (int)(i - start)));
-    PyObject *made = is_done ? make_place(known->places, place) : NULL;
+    for (size_t i = 0; is_done && i < count; i++) {
+        blocks[i] = (Block){store->hashes[start + i], store->keys[start + i], place, (uint8_t)(depth + (int)i), 0};
+        is_done = put_block(known, blocks[i].hash, blocks[i].key, place, blocks[i].depth);
+    }
+    PyObject *made = is_done ? make_place(known->places, place) : NULL, *slots = NULL, *hashes = NULL;
     leave_place(known->places, place);
-    PyObject *keys = made == NULL ? NULL : list_numbers(store->keys + start, end - start);
     PyObject *before = depth > 0 ? PyLong_FromUnsignedLongLong(store->parent) : Py_NewRef(Py_None);
-    if (keys == NULL || before == NULL) {
+    if (made == NULL || before == NULL || !pack_blocks(blocks, count, &slots, &hashes)) {
         Py_XDECREF(made);
-        Py_XDECREF(keys);
         Py_XDECREF(before);
         return NULL;
     }
-    return Py_BuildValue("NNinN", made, keys, depth, (Py_ssize_t)start, before);
+    return Py_BuildValue("NNNnN", made, slots, hashes, (Py_ssize_t)start, before);
 }
 
 /* Hash a store's blocks, and put them in if all of them are new: a list of pieces, or None. */
-static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const Input *tokens, size_t width, int piece_blocks)
+static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const Input *tokens, size_t width, int piece_blocks,
+                        PyObject *gone)
 {
     for (size_t i = 0; i < store->count; i++)
         store->keys[i] = go_on(chain, xxh3(&chain->state, tokens->start + width * i, width)) ^ store->namespace;
+    fetch_slots(&known->by_hash, store->hashes, store->count);
+    fetch_slots(&known->by_key, store->keys, store->count);
     int are_new = are_strange(known, store->hashes, store->count, find_hash);
     if (are_new == 1)
         are_new = are_strange(known, store->keys, store->count, find_key);
@@ -744,14 +808,17 @@ static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const In
             Py_CLEAR(pieces);
         Py_XDECREF(piece);
     }
+    if (pieces != NULL)
+        discard_beside(gone, 0, store->hashes, store->count);
     return pieces;
 }
 
 /* extend(parent: int | None, engine_hashes: Sequence, tokens: bytes, block_size: int, seed: int, namespace: int,
- *        full: dict[Place, object], piece_blocks: int) -> list[tuple[Place, list[int], int, int, int | None]] | None
+ *        full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...])
+ *     -> list[tuple[Place, bytes, bytes, int, int | None]] | None
  *
  * A store of complete blocks that are all new, and go on from a block here at a place that is not full, or begin at the
- * root. None where it is not so; nothing has changed then.
+ * root; their engine hashes are gone no more. None where it is not so; nothing has changed then.
  */
 static PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -759,7 +826,7 @@ static PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t 
     Input tokens;
     Chain chain;
     Store store = {NULL, NULL, 0, -1, 0, 0, 0};
-    if (!has_arguments("extend", nargs, 8))
+    if (!has_arguments("extend", nargs, 9))
         return NULL;
     const Py_ssize_t block_size = PyLong_AsSsize_t(args[3]);
     const uint64_t seed = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[4]);
@@ -770,6 +837,8 @@ static PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t 
     if (block_size < 1 || block_size > PY_SSIZE_T_MAX / 4 || piece_blocks < 1 || piece_blocks > PIECE_BLOCKS ||
         !PyDict_Check(args[6]) || !known->has_keys)
         return PyErr_Format(PyExc_ValueError, "extend() takes blocks of tokens, pieces of up to 32 blocks, and a dict");
+    if (!are_beside(known, args[8]))
+        return NULL;
     const int is_plain = find_parent(known, args[0], args[6], (int)piece_blocks, &store, &chain);
     if (is_plain != 1)
         return is_plain < 0 ? NULL : Py_NewRef(Py_None);
@@ -782,7 +851,8 @@ static PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t 
         store.count = complete < store.count ? complete : store.count;
         store.keys = PyMem_Malloc(store.count * sizeof *store.keys + 1);
         xxh3_prepare(&chain.state, seed, width > 2 * KEY ? width : 2 * KEY);
-        pieces = store.keys == NULL ? PyErr_NoMemory() : extend(known, &store, &chain, &tokens, width, (int)piece_blocks);
+        pieces = store.keys == NULL ? PyErr_NoMemory()
+                                    : extend(known, &store, &chain, &tokens, width, (int)piece_blocks, args[8]);
     }
     PyMem_Free(store.hashes);
     PyMem_Free(store.keys);
@@ -790,34 +860,15 @@ static PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t 
     return pieces;
 }
 
-/* Blocks of one place that are taken together: place, namespace, keys, depths, engine hashes. */
+/* Blocks of one place that are taken together: place, namespace, slots, engine hashes. */
 static PyObject *describe_group(KnownBlocks *known, const Block *blocks, size_t count)
 {
-    PyObject *keys = PyList_New((Py_ssize_t)count), *depths = PyList_New((Py_ssize_t)count);
-    PyObject *hashes = PyList_New((Py_ssize_t)count), *place = make_place(known->places, blocks[0].place);
-    int is_done = keys != NULL && depths != NULL && hashes != NULL && place != NULL;
-    for (size_t i = 0; is_done && i < count; i++) {
-        PyObject *key = PyLong_FromUnsignedLongLong(blocks[i].key), *depth = PyLong_FromLong(blocks[i].depth);
-        PyObject *hash = PyLong_FromUnsignedLongLong(blocks[i].hash);
-        is_done = key != NULL && depth != NULL && hash != NULL;
-        if (is_done) {
-            PyList_SetItem(keys, (Py_ssize_t)i, Py_NewRef(key));
-            PyList_SetItem(depths, (Py_ssize_t)i, Py_NewRef(depth));
-            PyList_SetItem(hashes, (Py_ssize_t)i, Py_NewRef(hash));
-        }
-        Py_XDECREF(key);
-        Py_XDECREF(depth);
-        Py_XDECREF(hash);
+    PyObject *place = make_place(known->places, blocks[0].place), *slots, *hashes;
+    if (place == NULL || !pack_blocks(blocks, count, &slots, &hashes)) {
+        Py_XDECREF(place);
+        return NULL;
     }
-    if (is_done) {
-        const uint64_t namespace = known->places->places[blocks[0].place].namespace;
-        return Py_BuildValue("NKNNN", place, namespace, keys, depths, hashes);
-    }
-    Py_XDECREF(keys);
-    Py_XDECREF(depths);
-    Py_XDECREF(hashes);
-    Py_XDECREF(place);
-    return NULL;
+    return Py_BuildValue("NKNN", place, known->places->places[blocks[0].place].namespace, slots, hashes);
 }
 
 /* Whether a block is in a dict by its key. -1 with an exception. */
@@ -834,11 +885,13 @@ static int is_among(PyObject *several, const Block *block)
 /* The blocks of these hashes, if all are here, each once, and not among `several`. 1, 0, or -1 with an exception. */
 static int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks)
 {
+    fetch_blocks(known, hashes, count);
     for (size_t i = 0; i < count; i++) {
         const int64_t number = find_hash(known, hashes[i]);
         if (number < 0)
             return 0;
         blocks[i] = *block_at(known, (uint32_t)number);
+        fetch_slot(&known->by_key, spread(blocks[i].key));
         const int found = is_among(several, &blocks[i]);
         if (found != 0)
             return found < 0 ? -1 : 0;
@@ -868,10 +921,11 @@ static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const Block 
     return groups;
 }
 
-/* take(engine_hashes: Sequence, gone: KnownBlocks, several: dict[int, object])
- *     -> list[tuple[Place, int, list[int], list[int], list[int]]] | None
+/* take(engine_hashes: Sequence, gone: tuple[KnownBlocks, ...], several: dict[int, object])
+ *     -> list[tuple[Place, int, bytes, bytes]] | None
  *
- * Move the blocks of all these engine hashes to `gone`; those of one place that follow each other are told together.
+ * Move the blocks of all these engine hashes to the first of `gone`, and take the hashes out of the others. Blocks of
+ * one place that follow each other are told together.
  * None where one of them is not here, comes twice, or is among `several`; nothing has changed then.
  */
 static PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -880,17 +934,22 @@ static PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t na
     size_t count = 0;
     if (!has_arguments("take", nargs, 3))
         return NULL;
-    if (Py_TYPE(args[1]) != Py_TYPE(self) || args[1] == self || ((KnownBlocks *)args[1])->places != known->places ||
-        !PyDict_Check(args[2]))
-        return PyErr_Format(PyExc_TypeError, "take() takes other KnownBlocks of the same Places, and a dict");
+    if (!are_beside(known, args[1]))
+        return NULL;
+    if (PyTuple_Size(args[1]) == 0 || !PyDict_Check(args[2]))
+        return PyErr_Format(PyExc_TypeError, "take() takes a place for what is gone, and a dict");
     uint64_t *hashes = read_numbers(args[0], &count);
     Block *blocks = hashes == NULL ? NULL : PyMem_Malloc(count * sizeof *blocks + 1);
     PyObject *groups = NULL;
     if (blocks != NULL) {
         const int is_plain = collect(known, hashes, count, args[2], blocks);
-        if (is_plain == 1)
-            groups = take_blocks(known, (KnownBlocks *)args[1], blocks, count);
-        else if (is_plain == 0)
+        if (is_plain == 1) {
+            KnownBlocks *gone = (KnownBlocks *)PyTuple_GetItem(args[1], 0);
+            fetch_slots(&gone->by_hash, hashes, count);
+            groups = take_blocks(known, gone, blocks, count);
+            if (groups != NULL)
+                discard_beside(args[1], 1, hashes, count);
+        } else if (is_plain == 0)
             groups = Py_NewRef(Py_None);
     } else if (hashes != NULL)
         PyErr_NoMemory();
@@ -934,7 +993,7 @@ static void known_dealloc(PyObject *self)
         for (int i = 0; i < SEGMENTS; i++)
             for (uint32_t at = 0; at < known->by_hash.segments[i].capacity; at++)
                 if (known->by_hash.segments[i].slots[at] != 0)
-                    leave_place(known->places, block_at(known, known->by_hash.segments[i].slots[at] - 1)->place);
+                    leave_place(known->places, block_at(known, number_in(known->by_hash.segments[i].slots[at]))->place);
     for (uint32_t i = 0; i < known->chunks_count; i++)
         PyMem_Free(known->chunks[i]);
     PyMem_Free(known->chunks);
@@ -959,7 +1018,7 @@ static PyMethodDef known_methods[] = {
     METHOD("discard", known_discard, METH_O, "discard($self, engine_hashes, /)\n--\n\nTake engine hashes out."),
     METHOD("move", known_move, METH_FASTCALL, "move($self, engine_hash, place, /)\n--\n\nA block is elsewhere."),
     METHOD("extend", known_extend, METH_FASTCALL,
-           "extend($self, parent, engine_hashes, tokens, block_size, seed, namespace, full, piece_blocks, /)\n--\n\n"
+           "extend($self, parent, engine_hashes, tokens, block_size, seed, namespace, full, piece_blocks, gone, /)\n--\n\n"
            "A plain store, from its tokens."),
     METHOD("take", known_take, METH_FASTCALL,
            "take($self, engine_hashes, gone, several, /)\n--\n\nA plain removal."),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from waymark.apply.portions import portions_of
+from waymark.domain.keys import pack
 from waymark.domain.parts import Part
-from waymark.domain.rows import Place
+from waymark.domain.rows import Place, slots_of
 
 
 def part(holder: int, blocks: int) -> Part:
     keys = list(range(1, blocks + 1))
-    return Part("+", holder, 1, 2 * blocks + 1, Place(1), 0, keys, [0] * blocks, keys)
+    return Part("+", holder, 1, 2 * blocks + 1, Place(1), 0, slots_of(keys, 0), pack(keys))
 
 
 @pytest.mark.parametrize("shards", [1, 3, 100])

@@ -51,7 +51,7 @@ class Counts:
     def _count_parts(self, parts: Iterable[Part]) -> None:
         blocks = Counter[str]()
         for part in parts:
-            blocks["stored" if part.kind == "+" else "removed"] += len(part.keys)
+            blocks["stored" if part.kind == "+" else "removed"] += part.count
         self._counters["blocks_stored"] += blocks["stored"]
         self._counters["blocks_removed"] += blocks["removed"]
         for op, n in blocks.items():

@@ -16,16 +16,16 @@ _PARTS = 1024
 
 def portions_of(parts: Sequence[Part], shards: int) -> list[Sequence[Part]]:
     """The parts in order, in portions of bounded numbers of parts and blocks; at least one, even without parts."""
-    if len(parts) < _PARTS and sum(len(part.keys) for part in parts) <= _BLOCKS:
+    if len(parts) < _PARTS and sum(part.count for part in parts) <= _BLOCKS:
         return [parts]
     blocks_max = min(_BLOCKS * shards, _BLOCKS_MAX)
     portions: list[Sequence[Part]] = []
     portion: list[Part] = []
     blocks = 0
     for part in parts:
-        if portion and (len(portion) >= _PARTS or blocks + len(part.keys) > blocks_max):
+        if portion and (len(portion) >= _PARTS or blocks + part.count > blocks_max):
             portions.append(portion)
             portion, blocks = [], 0
         portion.append(part)
-        blocks += len(part.keys)
+        blocks += part.count
     return [*portions, portion]

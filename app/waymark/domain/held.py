@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from waymark.domain.known import Group, KnownBlocks, Piece, Places, Spot, new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED
-from waymark.domain.rows import SAME_HASH, Place
+from waymark.domain.rows import SAME_HASH, SLOT_CHARS, Place
 from waymark.domain.slices import Slices
 
 __all__ = ["FULL_MAX", "GONE_MAX", "HASHES_MAX", "FullPlaces", "HeldBlocks", "Left", "Spot"]
@@ -114,12 +114,10 @@ class _Gone:
         self._old.discard((engine_hash,))
         self._new.store(spot.place, spot.namespace, (spot.key,), (spot.depth,), (engine_hash,))
 
-    def take(self, held: _Held, engine_hashes: Sequence[int]) -> list[Group] | None:
-        """They are gone from ``held``; None where that is not plain."""
-        groups = held.known.take(engine_hashes, self._new, held.several)
-        if groups is not None:
-            self._old.discard(engine_hashes)
-        return groups
+    @property
+    def sets(self) -> tuple[KnownBlocks, ...]:
+        """Where they are; a hash that goes enters the first."""
+        return self._new, self._old
 
     def discard(self, engine_hashes: Sequence[int]) -> None:
         """They are there again."""
@@ -235,18 +233,25 @@ class HeldBlocks:
         """Hash and store the blocks of a plain store, which has a token for each place in them; see ``KnownBlocks``."""
         held = self._held[holder]
         pieces = held.known.extend(
-            parent, engine_hashes, tokens, block_size, seed, namespace, self.full.places, piece_blocks
+            parent,
+            engine_hashes,
+            tokens,
+            block_size,
+            seed,
+            namespace,
+            self.full.places,
+            piece_blocks,
+            self._gone[held.dp_rank].sets,
         )
         if pieces:
-            _, keys, _, start, _ = pieces[-1]
-            self.blocks += start + len(keys)
-            self._gone[held.dp_rank].discard(engine_hashes[: start + len(keys)])
+            _, slots, _, start, _ = pieces[-1]
+            self.blocks += start + len(slots) // SLOT_CHARS
         return pieces
 
     def take(self, holder: int, engine_hashes: Sequence[int]) -> list[Group] | None:
         """Remove the blocks of a plain removal; see ``KnownBlocks``."""
         held = self._held[holder]
-        groups = self._gone[held.dp_rank].take(held, engine_hashes)
+        groups = held.known.take(engine_hashes, self._gone[held.dp_rank].sets, held.several)
         if groups is not None:
             self.blocks -= len(engine_hashes)
         return groups

@@ -31,11 +31,11 @@ class Spot(NamedTuple):
         return self.key ^ self.namespace
 
 
-Piece: TypeAlias = tuple[Place, list[int], int, int, int | None]
-"""New blocks at one place: their keys, the depth of the first and its index in its event, and the key of the block
-before it, where that is in the same piece."""
-Group: TypeAlias = tuple[Place, int, list[int], list[int], list[int]]
-"""Blocks at one place that went together: its namespace, their keys, their depths, their engine hashes."""
+Piece: TypeAlias = tuple[Place, bytes, bytes, int, int | None]
+"""New blocks at one place: their slots and engine hashes, packed; the index of the first in its event, and the key of
+the block before it, where that is in the same piece."""
+Group: TypeAlias = tuple[Place, int, bytes, bytes]
+"""Blocks at one place that went together: its namespace, their slots and engine hashes, packed."""
 
 
 class Places(Protocol):
@@ -103,19 +103,20 @@ class KnownBlocks(Protocol):
         namespace: int,
         full: Mapping[Place, object],
         piece_blocks: int,
+        gone: tuple[KnownBlocks, ...],
         /,
     ) -> list[Piece] | None:
         """Hash a plain store, and put its blocks in: all of them are new, and go on from a block that is here, of the
-        same namespace, at a place that is not ``full``; or they begin at the root.
+        same namespace, at a place that is not ``full``; or they begin at the root. Their hashes are ``gone`` no more.
 
         None where the store is not plain, or this implementation has no short way for it; nothing has changed then.
         """
 
     def take(
-        self, engine_hashes: Sequence[int], gone: KnownBlocks, several: Mapping[int, object], /
+        self, engine_hashes: Sequence[int], gone: tuple[KnownBlocks, ...], several: Mapping[int, object], /
     ) -> list[Group] | None:
-        """A plain removal: each of these engine hashes goes to ``gone``. All of them are here, none comes twice, and
-        the key of none is among ``several``.
+        """A plain removal: each of these engine hashes goes to the first of ``gone``, and out of the others. All of
+        them are here, none comes twice, and the key of none is among ``several``.
 
         None as of ``extend``.
         """

@@ -38,22 +38,23 @@ class Moves:
         self.refusals += 1
         if self.refusals > REFUSALS_MAX:
             raise RecordDamaged(f"the rows of block {part.keys[offset]:016x} refuse it again and again; delete them")
-        rest = part.cut(offset, len(part.keys))
+        rest = part.cut(offset, part.count)
+        keys = rest.keys
         head, full = part.place.head, self._memory.full
         if is_row:
             place = Place(head)
             full.discard(place)
         else:
             full.add(part.place)
-            place = Place(head, rest.keys[0])
+            place = Place(head, keys[0])
         # Of blocks that the holder has already, those after the first may be at the old place.
-        count = 1 if part.is_known and not is_row else len(rest.keys)
+        count = 1 if part.is_known and not is_row else rest.count
         for i in range(count):
-            self._move(rest, i, place)
+            self._move(rest, i, keys[i], place)
         if place == part.place:  # nothing of ours refuses that: the value is damaged, and the block has no place
-            return [rest.cut(1, len(rest.keys))] if len(rest.keys) > 1 else []
+            return [rest.cut(1, rest.count)] if rest.count > 1 else []
         parts = [rest.cut(0, count, place)]
-        return parts if count == len(rest.keys) else [*parts, rest.cut(count, len(rest.keys))]
+        return parts if count == rest.count else [*parts, rest.cut(count, rest.count)]
 
     def follow(self, part: Part) -> list[Part]:
         """The part, or several in its place where some of its blocks were moved.
@@ -66,7 +67,8 @@ class Moves:
         if part.place.head not in self._heads or part.place.is_single:
             return [part]
         is_free = not is_sent and part.kind == "+" and not part.is_known
-        targets = [self._target(part, i, is_free=is_free) for i in range(len(part.keys))]
+        keys, depths = part.keys, part.depths
+        targets = [self._target(part, i, keys, depths, is_free=is_free) for i in range(part.count)]
         parts, start = [], 0
         for place, group in groupby(targets):
             end = start + len(list(group))
@@ -74,16 +76,16 @@ class Moves:
             start = end
         return parts
 
-    def _target(self, part: Part, i: int, *, is_free: bool) -> Place:
-        moved = self._place_of(part, i, part.keys[i])
+    def _target(self, part: Part, i: int, keys: list[int], depths: list[int], *, is_free: bool) -> Place:
+        moved = self._place_of(part, i, keys[i])
         if moved is not None:
             return moved
-        if not is_free or part.depths[i] == 0 or part.place not in self._memory.full:
+        if not is_free or depths[i] == 0 or part.place not in self._memory.full:
             return part.place
-        parent = part.keys[i - 1] if i else part.parent
+        parent = keys[i - 1] if i else part.parent
         above = None if parent is None else self._place_of(part, i, parent)
-        place = Place(part.place.head, part.keys[i]) if above is None or above in self._memory.full else above
-        self._move(part, i, place)
+        place = Place(part.place.head, keys[i]) if above is None or above in self._memory.full else above
+        self._move(part, i, keys[i], place)
         return place
 
     def _place_of(self, part: Part, i: int, key: int) -> Place | None:
@@ -94,11 +96,11 @@ class Moves:
                 found = place
         return found
 
-    def _move(self, part: Part, i: int, place: Place) -> None:
-        """From its position on, block ``i`` is at ``place``, up to the position at which it is moved again."""
-        moved = self._moved.setdefault((part.holder, part.keys[i]), [])
+    def _move(self, part: Part, i: int, key: int, place: Place) -> None:
+        """From its position on, block ``i``, of this key, is at ``place``, up to where it is moved again."""
+        moved = self._moved.setdefault((part.holder, key), [])
         since = part.seq, part.first + STEP * i
         moved[:] = sorted([*(each for each in moved if each[0] != since), (since, place)])
         self._heads.add(place.head)
         # A later event may have removed the block, and stored it again without its depth, or with it.
-        self._memory.move(part.holder, part.keys[i], moved[-1][1], is_single=part.place.is_single)
+        self._memory.move(part.holder, key, moved[-1][1], is_single=part.place.is_single)

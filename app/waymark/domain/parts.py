@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from waymark.domain.keys import pack
-from waymark.domain.rows import DEPTHS, Place
+from waymark.domain.keys import KEY_BYTES, pack, unpack
+from waymark.domain.rows import DEPTHS, SLOT_CHARS, Place, keys_of
 
 Kind = Literal["+", "-", "*"]
 """Store, remove, only write copies."""
@@ -40,12 +40,10 @@ class Part:
     so that positions mean the same to whoever resolves the batch again. In the parts of a holder they only ascend."""
     place: Place
     namespace: int
-    keys: list[int]
-    """Block keys: seq_hash XOR namespace."""
-    depths: list[int]
-    """Of the blocks within their piece."""
-    hashes: list[int]
-    """The engine hash of each block."""
+    slots: bytes
+    """Of the blocks, as in a row: the key, which is seq_hash XOR namespace, and the depth within the piece."""
+    packed_hashes: bytes
+    """The engine hash of each block, eight bytes."""
     is_known: bool = False
     """The holder has the blocks already."""
     is_identity: bool = False
@@ -60,15 +58,27 @@ class Part:
     @property
     def first(self) -> int:
         """Position of the first block."""
-        return self.last - STEP * (len(self.keys) - 1)
+        return self.last - STEP * (self.count - 1)
 
     @property
-    def slots(self) -> bytes:
-        return b"".join([b"%016x%c" % (key, DEPTHS[depth]) for key, depth in zip(self.keys, self.depths, strict=True)])
+    def count(self) -> int:
+        """How many blocks."""
+        return len(self.packed_hashes) // KEY_BYTES
 
     @property
-    def packed_hashes(self) -> bytes:
-        return b"" if self.is_identity else pack(self.hashes)
+    def keys(self) -> list[int]:
+        """The block keys."""
+        return keys_of(self.slots)
+
+    @property
+    def depths(self) -> list[int]:
+        """The depths of the blocks."""
+        return [DEPTHS.index(digit) for digit in self.slots[16::SLOT_CHARS]]
+
+    @property
+    def hashes(self) -> list[int]:
+        """The engine hashes."""
+        return list(unpack(self.packed_hashes))
 
     def cut(self, start: int, end: int, place: Place | None = None) -> Part:
         """Blocks ``start`` to ``end`` of it, at ``place`` if that is given."""
@@ -76,12 +86,11 @@ class Part:
             self.kind,
             self.holder,
             self.seq,
-            self.last - STEP * (len(self.keys) - end),
+            self.last - STEP * (self.count - end),
             place or self.place,
             self.namespace,
-            self.keys[start:end],
-            self.depths[start:end],
-            self.hashes[start:end],
+            self.slots[SLOT_CHARS * start : SLOT_CHARS * end],
+            self.packed_hashes[KEY_BYTES * start : KEY_BYTES * end],
             self.is_known,
             self.is_identity,
             self.keys[start - 1] if start else self.parent,
@@ -125,11 +134,33 @@ class PartList:
         copies: bytes = UNCHANGED,
         waits: bool = False,
     ) -> None:
-        """Blocks at consecutive positions, the first at ``position``; ``copies`` of a single block only.
+        """Blocks at consecutive positions, the first at ``position``; ``copies`` of a single block only."""
+        slots = b"".join([b"%016x%c" % (key, DEPTHS[depth]) for key, depth in zip(keys, depths, strict=True)])
+        self.add_packed(
+            kind, holder, position, place, namespace, slots, pack(hashes), is_known, is_identity, parent, copies, waits
+        )
+
+    def add_packed(
+        self,
+        kind: Kind,
+        holder: int,
+        position: int,
+        place: Place,
+        namespace: int,
+        slots: bytes,
+        hashes: bytes,
+        is_known: bool = False,
+        is_identity: bool = False,
+        parent: int | None = None,
+        copies: bytes = UNCHANGED,
+        waits: bool = False,
+    ) -> None:
+        """The same with slots and hashes as a part has them.
 
         They join the part before where that is one part with them: those that are new to the holder only where they
         go on from its last block, because a branch row that they may have to begin must hold a chain.
         """
+        count = len(hashes) // KEY_BYTES
         last = self.parts[-1] if self.parts else None
         if (
             last is None
@@ -140,18 +171,27 @@ class PartList:
             or last.holder != holder
             or last.is_known != is_known
             or last.is_identity != is_identity
-            or len(last.keys) + len(keys) > _BLOCKS_MAX
-            or (keys[0] in last.keys if is_known else parent != last.keys[-1])
+            or last.count + count > _BLOCKS_MAX
+            or (_has_slot(last.slots, slots[:16]) if is_known else parent != int(last.slots[-SLOT_CHARS:-1], 16))
         ):
-            end = position + STEP * (len(keys) - 1)
-            last = Part(kind, holder, self.seq, end, place, namespace, [], [], [], is_known, is_identity, parent)
+            end = position + STEP * (count - 1)
+            last = Part(kind, holder, self.seq, end, place, namespace, slots, hashes, is_known, is_identity, parent)
             last.waits = waits
+            if copies != UNCHANGED:
+                last.copies = [copies] * count
             self.parts.append(last)
-        else:
-            last.last += STEP * len(keys)
+            return
         if copies != UNCHANGED or last.copies:
-            last.copies += [UNCHANGED] * (len(last.keys) - len(last.copies))
-            last.copies += [copies] * len(keys)
-        last.keys += keys
-        last.depths += depths
-        last.hashes += hashes
+            last.copies += [UNCHANGED] * (last.count - len(last.copies))
+            last.copies += [copies] * count
+        last.last += STEP * count
+        last.slots += slots
+        last.packed_hashes += hashes
+
+
+def _has_slot(slots: bytes, key: bytes) -> bool:
+    """Whether a block with this key, as text, is among the slots."""
+    at = slots.find(key)
+    while at > 0 and at % SLOT_CHARS:  # digits across two slots may be the same
+        at = slots.find(key, at + 1)
+    return at >= 0

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from waymark.domain.held import HeldBlocks, Left, Spot
 from waymark.domain.parts import STEP, Kind, Mode, PartList
-from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, Place
+from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
 from waymark.domain.waves import Waves
 
 
@@ -207,15 +207,16 @@ class Placer:
         pieces = self.memory.extend(holder, parent, hashes, tokens, block_size, seed, namespace, self._piece_blocks)
         if pieces is None:
             return False
-        for place, keys, depth, start, before in pieces:
-            end = start + len(keys)
-            depths, some, at = range(depth, depth + len(keys)), hashes[start:end], STEP * (position + start) + 1
-            waits = self._waves.has_left and self._waves.store(
-                [*former[start:end], *(key ^ namespace for key in keys)], place
-            )
+        for place, slots, some, start, before in pieces:
+            waits = False
+            if self._waves.has_left:
+                keys = keys_of(slots)
+                blocks = [*former[start : start + len(keys)], *(key ^ namespace for key in keys)]
+                waits = self._waves.store(blocks, place)
             if above is not None:
                 self._waves.use(above.seq_hash, place)
-            parts.add("+", holder, at, place, namespace, keys, depths, some, parent=before, waits=waits)
+            at = STEP * (position + start) + 1
+            parts.add_packed("+", holder, at, place, namespace, slots, some, parent=before, waits=waits)
         return True
 
     def take(self, parts: PartList, holder: int, position: int, hashes: Sequence[int]) -> bool:
@@ -223,11 +224,12 @@ class Placer:
         groups = None if self._counted else self.memory.take(holder, hashes)
         if groups is None:
             return False
-        for place, namespace, keys, depths, some in groups:
-            waits = self._waves.leave([key ^ namespace for key in keys], place)
+        needs_waves = self._waves.is_needed
+        for place, namespace, slots, some in groups:
+            waits = needs_waves and self._waves.leave([key ^ namespace for key in keys_of(slots)], place)
             at = STEP * position + 1
-            parts.add("-", holder, at, place, namespace, keys, depths, some, is_known=True, waits=waits)
-            position += len(keys)
+            parts.add_packed("-", holder, at, place, namespace, slots, some, is_known=True, waits=waits)
+            position += len(slots) // SLOT_CHARS
         return True
 
     def _leave(self, parts: PartList, holder: int, position: int, engine_hash: int, mode: Mode) -> None:

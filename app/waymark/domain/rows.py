@@ -92,7 +92,7 @@ class Row:
     @property
     def keys(self) -> tuple[int, ...]:
         """The block keys of the slots."""
-        return tuple(int(self.slots[at : at + 16], 16) for at in range(0, len(self.slots), SLOT_CHARS))
+        return tuple(keys_of(self.slots))
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -134,6 +134,11 @@ def slots_of(block_keys: Iterable[int], depth: int, piece_blocks: int = PIECE_BL
     return b"".join(
         b"%016x%c" % (key, DEPTHS[at % piece_blocks]) for at, key in enumerate(block_keys, depth % piece_blocks)
     )
+
+
+def keys_of(slots: bytes) -> list[int]:
+    """The block keys of slots."""
+    return [int(slots[at : at + 16], 16) for at in range(0, len(slots), SLOT_CHARS)]
 
 
 # ---- entries ---------------------------------------------------------------------------------------

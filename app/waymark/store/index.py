@@ -185,7 +185,7 @@ class Index:
         )
         if hold is None:
             return await call()
-        blocks = sum(len(part.keys) + _PART_COST for part in parts)
+        blocks = sum(part.count + _PART_COST for part in parts)
         async with self._pacer.admit(self._client.place(prefix), blocks, hold):
             return await call()
 
@@ -223,10 +223,10 @@ def _next_call(waiting: Sequence[Part], moves: Moves) -> tuple[list[Part], list[
     blocks = 0
     for i, part in enumerate(waiting):
         some = moves.follow(part)
-        if call and (len(call) + len(some) > CALL_PARTS or blocks + len(part.keys) > CALL_BLOCKS):
+        if call and (len(call) + len(some) > CALL_PARTS or blocks + part.count > CALL_BLOCKS):
             return call, list(waiting[i:])
         call += some
-        blocks += len(part.keys)
+        blocks += part.count
     return call, []
 
 
@@ -237,8 +237,8 @@ def _packed(part: Part, holder: int, batch: int, rows: Mapping[bytes, int]) -> b
     if part.kind != "*":
         row = rows[place.name] if place.branch is None else rows[Place(place.head).name]
         branch = 0 if place.branch is None else rows[place.name]
-    hashes = part.packed_hashes if part.kind == "+" else b""
+    hashes = part.packed_hashes if part.kind == "+" and not part.is_identity else b""
     flags = (1 if hashes else 0) + (2 if part.namespace else 0)
-    header = _HEADER.pack(part.kind.encode(), holder, batch, part.last, row, branch, len(part.keys), flags)
+    header = _HEADER.pack(part.kind.encode(), holder, batch, part.last, row, branch, part.count, flags)
     namespace = b"%016x" % part.namespace if part.namespace else b""
     return b"".join((header, namespace, part.slots, hashes, b";".join(part.copies)))
