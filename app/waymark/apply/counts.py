@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from waymark.domain.events import Batch
-from waymark.domain.parts import Part
+from waymark.domain.parts import Part, blocks_of
 from waymark.domain.resolver import Resolver
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -27,7 +27,7 @@ class Counts:
         self._model = metrics.model(resolver.registration.model_name)
         self._waiting_dropped = 0
 
-    def applied(self, batches: Sequence[Batch], parts: Iterable[Part], seconds: float) -> None:
+    def applied(self, batches: Sequence[Batch], parts: Sequence[Part], seconds: float) -> None:
         """Count a fold: its ``batches``, the ``parts`` they were resolved to, and the ``seconds`` that Redis took."""
         metrics = self._metrics
         metrics.apply_duration_seconds.observe(seconds)
@@ -42,20 +42,18 @@ class Counts:
         self._count_resolved()
         self._count_held()
 
-    def stored(self, parts: Iterable[Part]) -> None:
+    def stored(self, parts: Sequence[Part]) -> None:
         """Count blocks that were stored between two folds."""
         self._count_parts(parts)
         self._count_resolved()
         self._count_held()
 
-    def _count_parts(self, parts: Iterable[Part]) -> None:
-        blocks = Counter[str]()
-        for part in parts:
-            blocks["stored" if part.kind == "+" else "removed"] += part.count
-        self._counters["blocks_stored"] += blocks["stored"]
-        self._counters["blocks_removed"] += blocks["removed"]
-        for op, n in blocks.items():
-            self._metrics.blocks_applied.labels(op=op, model=self._model).inc(n)
+    def _count_parts(self, parts: Sequence[Part]) -> None:
+        stored = blocks_of(part for part in parts if part.kind == "+")
+        for op, n in (("stored", stored), ("removed", blocks_of(parts) - stored)):
+            self._counters[f"blocks_{op}"] += n
+            if n:
+                self._metrics.blocks_applied.labels(op=op, model=self._model).inc(n)
 
     def _count_held(self) -> None:
         """Set the counters of the blocks on each medium. Only the worker of the stream knows these numbers."""

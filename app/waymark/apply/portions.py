@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from waymark.domain.parts import Part
+from waymark.domain.parts import Part, blocks_of
 
 _BLOCKS = 4096
 _BLOCKS_MAX = 16_384
@@ -16,7 +16,7 @@ _PARTS = 1024
 
 def portions_of(parts: Sequence[Part], shards: int) -> list[Sequence[Part]]:
     """The parts in order, in portions of bounded numbers of parts and blocks; at least one, even without parts."""
-    if len(parts) < _PARTS and sum(part.count for part in parts) <= _BLOCKS:
+    if len(parts) < _PARTS and blocks_of(parts) <= _BLOCKS:
         return [parts]
     blocks_max = min(_BLOCKS * shards, _BLOCKS_MAX)
     portions: list[Sequence[Part]] = []

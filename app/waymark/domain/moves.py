@@ -7,6 +7,7 @@ reply, never a block.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 
 from waymark.domain.held import HeldBlocks
@@ -55,6 +56,15 @@ class Moves:
             return [rest.cut(1, rest.count)] if rest.count > 1 else []
         parts = [rest.cut(0, count, place)]
         return parts if count == rest.count else [*parts, rest.cut(count, rest.count)]
+
+    @property
+    def are_any(self) -> bool:
+        """Whether a block was moved; until then every part goes where it was planned."""
+        return bool(self._heads)
+
+    def send(self, parts: Iterable[Part]) -> None:
+        """Parts go where they were planned, because no block was moved."""
+        self._sent.update([(part.holder, part.seq, part.last) for part in parts])
 
     def follow(self, part: Part) -> list[Part]:
         """The part, or several in its place where some of its blocks were moved.

@@ -7,7 +7,7 @@ its copies are so many. So a part may be written again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -108,6 +108,11 @@ class Commit:
     """The largest ts of this life so far."""
     digest: str
     """16 hex digits of the payload at the watermark."""
+
+
+def blocks_of(parts: Iterable[Part]) -> int:
+    """How many blocks the parts name."""
+    return sum([len(part.packed_hashes) for part in parts]) // KEY_BYTES
 
 
 class PartList:

@@ -203,13 +203,14 @@ class Placer:
         if self._counted or SAME_HASH in hashes:
             return False
         above = self.memory.held(holder, parent) if self._waves.is_needed and parent is not None else None
-        former = self._former(holder, hashes)
+        has_left = self._waves.has_left
+        former = self._former(holder, hashes) if has_left else []
         pieces = self.memory.extend(holder, parent, hashes, tokens, block_size, seed, namespace, self._piece_blocks)
         if pieces is None:
             return False
         for place, slots, some, start, before in pieces:
             waits = False
-            if self._waves.has_left:
+            if has_left:
                 keys = keys_of(slots)
                 blocks = [*former[start : start + len(keys)], *(key ^ namespace for key in keys)]
                 waits = self._waves.store(blocks, place)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from waymark.domain.moves import Moves
-from waymark.domain.parts import Commit, Part
+from waymark.domain.parts import Commit, Part, blocks_of
 from waymark.domain.rows import ROW_SLOTS, Place
 from waymark.domain.waves import waves_of
 from waymark.store import keys
@@ -159,17 +159,14 @@ class Index:
         prefix = keys.block_prefix(grant.group_id, shard)
         holders = {holder: i for i, holder in enumerate(dict.fromkeys(part.holder for part in parts), 1)}
         seqs = {seq: i for i, seq in enumerate(dict.fromkeys(part.seq for part in parts), 1)}
-        rows = {
-            name: i for i, name in enumerate(dict.fromkeys(part.place.name for part in parts if part.kind != "*"), 1)
-        }
-        for part in parts:
-            if part.place.branch is not None and part.kind != "*":
-                rows.setdefault(Place(part.place.head).name, len(rows) + 1)
+        rows = {place: i for i, place in enumerate(dict.fromkeys(part.place for part in parts if part.kind != "*"), 1)}
+        for place in [place for place in rows if place.branch is not None]:
+            rows.setdefault(Place(place.head), len(rows) + 1)
         call = partial(
             self._scripts.apply_rows,
             keys.fence(grant.group_id, shard),
             [keys.engine(grant.group_id, shard, holder) for holder in holders],
-            [prefix + name for name in rows],
+            [prefix + place.name for place in rows],
             keys.branches(grant.group_id, shard),
             grant.record if shard == 0 else None,
             grant.publisher,
@@ -185,7 +182,7 @@ class Index:
         )
         if hold is None:
             return await call()
-        blocks = sum(part.count + _PART_COST for part in parts)
+        blocks = blocks_of(parts) + _PART_COST * len(parts)
         async with self._pacer.admit(self._client.place(prefix), blocks, hold):
             return await call()
 
@@ -220,23 +217,28 @@ def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:
 def _next_call(waiting: Sequence[Part], moves: Moves) -> tuple[list[Part], list[Part]]:
     """Split ``waiting`` into the parts of the next call, at their present places, and the rest."""
     call: list[Part] = []
-    blocks = 0
+    blocks, are_moved = 0, moves.are_any
+    end = len(waiting)
     for i, part in enumerate(waiting):
-        some = moves.follow(part)
-        if call and (len(call) + len(some) > CALL_PARTS or blocks + part.count > CALL_BLOCKS):
-            return call, list(waiting[i:])
+        some = moves.follow(part) if are_moved else (part,)
+        count = part.count
+        if call and (len(call) + len(some) > CALL_PARTS or blocks + count > CALL_BLOCKS):
+            end = i
+            break
         call += some
-        blocks += part.count
-    return call, []
+        blocks += count
+    if not are_moved:
+        moves.send(call)
+    return call, list(waiting[end:])
 
 
-def _packed(part: Part, holder: int, batch: int, rows: Mapping[bytes, int]) -> bytes:
+def _packed(part: Part, holder: int, batch: int, rows: Mapping[Place, int]) -> bytes:
     """A part as the script reads it."""
     place = part.place
     row = branch = 0
     if part.kind != "*":
-        row = rows[place.name] if place.branch is None else rows[Place(place.head).name]
-        branch = 0 if place.branch is None else rows[place.name]
+        row = rows[place] if place.branch is None else rows[Place(place.head)]
+        branch = 0 if place.branch is None else rows[place]
     hashes = part.packed_hashes if part.kind == "+" and not part.is_identity else b""
     flags = (1 if hashes else 0) + (2 if part.namespace else 0)
     header = _HEADER.pack(part.kind.encode(), holder, batch, part.last, row, branch, part.count, flags)
