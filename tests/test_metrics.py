@@ -77,6 +77,11 @@ EXPORTED = [
     "waymark_instances",
     "waymark_known_blocks",
     "waymark_known_bytes",
+    "waymark_kv_consumer_connected{backend}",
+    "waymark_kv_consumer_reconnects_total{backend}",
+    "waymark_kv_event_dropped_total{backend}",
+    "waymark_kv_event_processed_total{backend}",
+    "waymark_kv_event_received_total{backend}",
     "waymark_kv_index_routing_decisions_total{decision}",
     "waymark_lag_seconds",
     "waymark_last_batch_timestamp_seconds",
@@ -220,6 +225,15 @@ def test_a_model_has_a_label_of_its_own_up_to_the_ceiling() -> None:
     metrics = Metrics(models_max=2)
     assert [metrics.model(name) for name in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
     assert Metrics(models_max=0).model("a") == "other"
+    assert [metrics.backend(name) for name in ("x", "y", "z", "x")] == ["x", "y", "other", "x"]
+
+
+def test_a_series_can_be_forgotten() -> None:
+    metrics = Metrics()
+    metrics.kv_consumer_connected.labels(backend="a").set(1)
+    metrics.kv_consumer_connected.remove(backend="a")
+    metrics.kv_consumer_connected.remove(backend="b")
+    assert b"kv_consumer_connected{" not in metrics.render()[0]
 
 
 def test_two_roles_in_one_process_do_not_meet() -> None:

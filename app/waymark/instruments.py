@@ -116,6 +116,10 @@ class Labelled(Generic[Series]):
         """Forget every series."""
         self.series.clear()
 
+    def remove(self, **values: object) -> None:
+        """Forget the series of these values, where there is one."""
+        self.series.pop(tuple(str(values[name]) for name in self._names), None)
+
     def set_function(self, function: Callable[[], Mapping[tuple[str, ...], float]]) -> None:
         """For gauges: from now on the series are what ``function`` returns, by the values of their labels."""
         self._function = function

@@ -179,6 +179,15 @@ class Metrics:
         "How many seconds after 1970 (Unix time) a batch was last applied; 0 before the first.", over="max"
     )
 
+    # ---- sources of opaque prefixes, with the names of Continuum Router
+    kv_event_received = counter("How many events arrived from each source of prefixes.", "backend")
+    kv_event_processed = counter("How many events of each source of prefixes were applied.", "backend")
+    kv_event_dropped = counter("How many events of each source of prefixes found no room and were dropped.", "backend")
+    kv_consumer_connected = gauge(
+        "Whether this worker has a connection to a source of prefixes: 1 or 0.", "backend", over="max"
+    )
+    kv_consumer_reconnects = counter("How many times a connection to a source of prefixes was made again.", "backend")
+
     # ---- tokens
     tokenize_duration_seconds = histogram(
         "How long it took to tokenize a text or messages, by source.", _REQUEST_BUCKETS, "source"
@@ -268,6 +277,7 @@ class Metrics:
         for row in rows(Metrics):
             vars(self)[row.name] = row.instrument()
         self._models: set[str] = set()
+        self._backends: set[str] = set()
         self._models_max = models_max
         self.registry = CollectorRegistry()
         self.registry.register(Exposition(self))
@@ -278,10 +288,17 @@ class Metrics:
 
     def model(self, name: str) -> str:
         """A registered model as a label: its name, or ``other`` where as many as may be have one already."""
-        if name not in self._models:
-            if len(self._models) >= self._models_max:
+        return self._label(name, self._models)
+
+    def backend(self, name: str) -> str:
+        """A registered instance as a label, in the same way."""
+        return self._label(name, self._backends)
+
+    def _label(self, name: str, given: set[str]) -> str:
+        if name not in given:
+            if len(given) >= self._models_max:
                 return OTHER_MODELS
-            self._models.add(name)
+            given.add(name)
         return name
 
     def backends(self, numbers: Iterable[tuple[str, float]]) -> dict[tuple[str, ...], float]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from waymark.asker import Asker
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import PublisherName, Registration
 from waymark.domain.prefixes import PrefixSource, prefix_key
-from waymark.ingest import event_source
+from waymark.ingest import event_source, prefix_stream
 from waymark.store import keys
 from waymark.store.claims import decode_table
 
@@ -238,6 +239,40 @@ async def test_a_lost_connection_is_resumed_and_said_until_entries_of_before_hav
     await counted(bench, "reconnects")
     await has_status(bench, "active")
     assert await tokens(bench, HASHES[0]) == {}
+
+
+async def test_a_source_is_counted_with_the_names_of_continuum_router(
+    bench: Bench, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_stream, "EventSource", partial(event_source.EventSource, queue_events=4))
+    await bench.store.registry.register(registration(source))
+    hand = await bench.worker()
+    of = {"backend": "vllm-1"}
+
+    async def has(name: str, value: float) -> None:
+        await wait_until(lambda: hand.metric(name, **of) == value, f"{name} is {value:g}", PATIENCE_SECONDS)
+
+    await source.tell("cache_created", "no hex", 1)
+    await source.tell("cache_created", HASHES[0], 5)
+    await has("kv_event_received_total", 2)
+    await has("kv_event_processed_total", 1)
+    await has("kv_consumer_connected", 1)
+    assert hand.metric("kv_consumer_reconnects_total", **of) == hand.metric("kv_event_dropped_total", **of) == 0
+    event = f'event: cache_created\ndata: {{"prefix_hash": "{HASHES[1]}", "token_count": 1}}\n\n'
+
+    async def has_dropped() -> bool:
+        await source.send(event.encode() * 10)
+        return hand.metric("kv_event_dropped_total", **of) >= 6
+
+    await wait_until(has_dropped, "what finds no room is dropped", PATIENCE_SECONDS)
+    await source.hang_up()
+    await has("kv_consumer_reconnects_total", 1)
+    await source.is_read()
+    source.status = 503
+    await source.hang_up()
+    await has("kv_consumer_connected", 0)
+    await hand.stop()
+    assert hand.metrics.registry.get_sample_value("waymark_kv_consumer_connected", of) is None
 
 
 async def test_another_worker_goes_on_after_the_last_event(bench: Bench, source: Source) -> None:

@@ -20,7 +20,7 @@ from waymark.engines.continuum import read_event
 from waymark.errors import Undecodable
 from waymark.ingest.event_source import PAUSE_SECONDS, EventSource
 from waymark.logs import fields
-from waymark.metrics import Metrics
+from waymark.metrics import OTHER_MODELS, Metrics
 from waymark.store.prefixes import CHANGES_MAX
 from waymark.store.records import Facts, StreamState
 from waymark.store.store import Store
@@ -62,6 +62,8 @@ class PrefixStream:
         self._applier = applier
         self._store = store
         self._metrics = metrics
+        self._backend = metrics.backend(registration.instance_id)
+        """Its label in metrics."""
         self._registration = registration
         self._options = registration.prefixes
         self._lease_seconds = lease_seconds
@@ -110,6 +112,8 @@ class PrefixStream:
             await self._last_report()
             raise
         finally:
+            # Nobody here knows any more whether there is a connection.
+            self._metrics.kv_consumer_connected.remove(backend=self._backend)
             reading.cancel()
             await asyncio.wait([reading])
 
@@ -138,6 +142,7 @@ class PrefixStream:
     def _connected(self) -> None:
         if self._connection or self._last_event_id:
             self._count("reconnects")
+            self._metrics.kv_consumer_reconnects.labels(backend=self._backend).inc()
             self._degrade(RECONNECTED)
         self._connection = self._source.connection
 
@@ -151,6 +156,7 @@ class PrefixStream:
         changes = [change for event in events if (change := self._change(event)) is not None]
         if changes:
             await self._write(changes)
+            self._metrics.kv_event_processed.labels(backend=self._backend).inc(len(changes))
         self._last_event_id = events[-1].last_event_id
 
     def _change(self, event: ServerSentEvent) -> PrefixChange | None:
@@ -238,8 +244,13 @@ class PrefixStream:
         self._count("events_received", new["received"])
         self._count("events_dropped", new["dropped"])
         self._count("frames_malformed", new["too_long"])
-        self._metrics.frames_malformed.inc(new["too_long"])
-        self._metrics.buffer_dropped.inc(new["dropped"])
+        metrics, backend = self._metrics, self._backend
+        metrics.kv_event_received.labels(backend=backend).inc(new["received"])
+        metrics.kv_event_dropped.labels(backend=backend).inc(new["dropped"])
+        if backend != OTHER_MODELS:  # which is several of them
+            metrics.kv_consumer_connected.labels(backend=backend).set(source.is_connected)
+        metrics.frames_malformed.inc(new["too_long"])
+        metrics.buffer_dropped.inc(new["dropped"])
         if new["dropped"]:
             self._degrade(EVENTS_DROPPED)
         if new["received"]:
