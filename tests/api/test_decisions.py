@@ -14,6 +14,8 @@ import pytest
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
 from waymark.domain.hashing import extend, namespace, token_bytes
+from waymark.store.client import RedisClient
+from waymark.store.fetch import Fetcher
 from waymark.store.store import Store
 
 Register = Callable[..., Awaitable[None]]
@@ -410,6 +412,39 @@ async def test_speculative_entries_answer_before_the_first_event(
     again = await post(client, "/select", **fields)
     assert again["target"]["expected_tokens"] == 40
     assert again["target"]["instance_id"] == told["target"]["instance_id"], "for as long as its queue is short"
+    rows = (await post(client, "/query", block_size=2))["default"]
+    assert not any(row["longest_matched"] for row in rows.values()), "nothing of it is cached anywhere"
+
+
+# ---- what a decision costs --------------------------------------------------------------------------
+
+
+async def test_a_decision_is_one_round_trip_more_than_a_query(
+    client: httpx.AsyncClient, pods: list[str], hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes on in the background is not counted: nobody waits for it."""
+    await hold("pod-1", PROMPT)
+    await post(client, "/select")
+    asked: list[str] = []
+    fetch, run = Fetcher.fetch, RedisClient.run
+
+    async def counted_fetch(*given: Any, **named: Any) -> Any:
+        asked.append("rows")
+        return await fetch(*given, **named)
+
+    async def counted_run(self: RedisClient, name: str, *given: Any) -> Any:
+        if name == "reserve":
+            asked.append(name)
+        return await run(self, name, *given)
+
+    monkeypatch.setattr(Fetcher, "fetch", counted_fetch)
+    monkeypatch.setattr(RedisClient, "run", counted_run)
+    await post(client, "/query", block_size=2)
+    assert asked == ["rows"]
+    await post(client, "/select")
+    assert asked == ["rows", "rows", "reserve"]
+    await post(client, "/select", reserve=False)
+    assert asked == ["rows", "rows", "reserve", "rows"]
 
 
 # ---- many at once -------------------------------------------------------------------------------------------
@@ -423,3 +458,29 @@ async def test_replicas_that_decide_at_once_spread_as_one(
     taken = [each["target"]["instance_id"] for each in found]
     assert {name: taken.count(name) for name in pods} == dict.fromkeys(pods, 10)
     assert len({each["reservation"] for each in found}) == 30
+
+
+async def test_a_replica_that_has_just_started_knows_all_loads(
+    store: Store, make_client: MakeClient, pods: list[str]
+) -> None:
+    old = await make_client(store)
+    taken = [await post(old, "/select", only=pods[:2]) for _ in range(4)]
+    assert all(each["reservation"] for each in taken)
+    assert (await post(await make_client(store), "/select"))["target"]["instance_id"] == "pod-3"
+    rows = await scores(await make_client(store))
+    assert sum(row["active_requests"] for row in rows.values()) == 5
+
+
+async def test_who_never_releases_fills_one_model_to_its_bound_and_no_other(
+    store: Store, make_client: MakeClient, register: Register
+) -> None:
+    await register("pod-1")
+    await register("other-1", modelname="other")
+    replica = await make_client(store, reservations_max=4)
+    statuses = []
+    for _ in range(12):
+        answer = await replica.post("/select", json={"model": "m", "token_ids": PROMPT})
+        statuses.append(answer.status_code)
+    assert statuses == [200] * 4 + [429] * 8
+    assert sum(load.requests for load in (await store.reservations.loads(1)).values()) == 4
+    assert (await post(replica, "/select", model="other"))["target"]["instance_id"] == "other-1"
