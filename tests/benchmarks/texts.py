@@ -3,6 +3,8 @@
 Each answer is the same either way, so the difference of the replica's CPU is what its tokens cost. ``whole`` are
 conversations that the replica has never seen, ``one new turn`` adds an answer and a question to known ones, and
 ``known`` is a request that came before.
+
+``python -m tests.benchmarks.texts FOLDER`` writes the tokenizer and such conversations for ``engine_texts``.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import sysconfig
 import tempfile
 import tracemalloc
@@ -201,3 +204,15 @@ class _Talks:
 
 def _as_messages(messages: Messages) -> bytes:
     return json.dumps({"model": MODEL, "block_size": 16, "messages": messages}).encode()
+
+
+def _write(folder: Path, conversations: int = 60) -> None:
+    texts = list(_corpus())
+    talks = _Talks(_trained(folder / "model", texts), texts)
+    whole = [talks.conversation() for _ in range(conversations)]
+    for name, listed in (("whole", whole), ("turn", [talks.longer(messages) for messages in whole])):
+        (folder / f"{name}.jsonl").write_bytes(b"\n".join(map(_as_messages, listed)))
+
+
+if __name__ == "__main__":
+    _write(Path(sys.argv[1]))

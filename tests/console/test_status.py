@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.console.conftest import Run
 from tests.store.factories import Stream, registration, stored, stream_of
+from tests.tokenization import small
 from waymark import cli
 from waymark.inspection import look as look_module
 from waymark.inspection.look import Look
@@ -168,6 +169,23 @@ async def test_a_redis_that_evicts_is_warned_of(redis: Redis, waymark: Run) -> N
         await redis.config_set("maxmemory-policy", "noeviction")
     assert "policy allkeys-lru" in text
     assert re.search(r"^warning: .*noeviction", text, re.MULTILINE)
+
+
+async def test_tokenizers_in_files_are_warned_of(waymark: Run, tmp_path: Path) -> None:
+    whole = small.directory(tmp_path / "whole", "metaspace-first").as_uri()
+    sound = small.directory(tmp_path / "sound").as_uri()
+    none = (tmp_path / "none").as_uri()
+    remote = "http://127.0.0.1:1"  # not asked
+    found = await waymark(
+        "status", "--json", tokenizers={"of-whole": whole, "of-sound": sound, "of-none": none, "of-remote": remote}
+    )
+    of_whole, of_none = json.loads(found)["warnings"]
+    assert whole in of_whole
+    assert "encodes each text whole" in of_whole
+    assert "of-none" in of_none
+    assert "cannot be used" in of_none
+    text = await waymark("status", tokenizers={"of-whole": whole}, width=400)
+    assert re.search(r"^warning: .*of-whole.* encodes each text whole", text, re.MULTILINE)
 
 
 async def test_many_publishers_are_read_in_pieces(

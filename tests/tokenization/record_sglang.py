@@ -145,27 +145,19 @@ def all_bodies() -> list[tuple[str | None, dict[str, Any]]]:
     return bodies() + [(name, body) for name in templates() for body in CHATS]
 
 
-def record() -> None:
+def loader() -> Any:
+    """What loads a tokenizer as SGLang does. From now on its modules can be imported."""
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
     # Before anything is left out: these look themselves for what they could use.
     for name in ("fastapi", "pydantic", "openai", "httpx", "aiohttp", "requests", "jsonschema"):
         importlib.import_module(name)
     loaded = importlib.import_module("transformers").AutoTokenizer
     sys.meta_path.insert(0, LeftOut(LEFT_OUT))
-    with tempfile.TemporaryDirectory() as path:
-        model = small.directory(Path(path) / "m", template=small.CHATML)
-        recorded = json.loads(of_vllm.RECORDED.read_text(encoding="utf-8"))["tokenizer"]
-        (model / "tokenizer.json").write_text(json.dumps(recorded))
-        config = json.loads((model / "tokenizer_config.json").read_text())
-        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": small.EOS}
-        (model / "tokenizer_config.json").write_text(json.dumps(config))
-        tokenizer = loaded.from_pretrained(str(model))
-        cases = asyncio.run(_asked(tokenizer))
-    about = {"engine": "SGLang 0.5.23", "how": __doc__, "date": today(), "tokenizer": of_vllm.RECORDED.name}
-    RECORDED.write_text(json.dumps(about | {"cases": cases}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    return loaded
 
 
-async def _asked(tokenizer: Any) -> Sequence[dict[str, Any]]:
+def handler_of(tokenizer: Any) -> tuple[Any, Any]:
+    """The class of its requests, and its handler of ``/tokenize`` for the template that the tokenizer has."""
     of = "sglang.srt.entrypoints.openai"
     serving_chat: Any = importlib.import_module(f"{of}.serving_chat")
     new_request = importlib.import_module(f"{of}.protocol").TokenizeRequest
@@ -185,18 +177,37 @@ async def _asked(tokenizer: Any) -> Sequence[dict[str, Any]]:
             get_default_sampling_params=dict,
         ),
     )
+    template_manager = types.SimpleNamespace(
+        chat_template_name=None,
+        jinja_template_content_format=format_of(tokenizer.chat_template),
+        jinja_template_may_reorder_tool_results=False,
+        python_chat_template=None,
+        reasoning_config=None,
+        force_reasoning=False,
+    )
+    return new_request, new_handler(manager, template_manager)
+
+
+def record() -> None:
+    loaded = loader()
+    with tempfile.TemporaryDirectory() as path:
+        model = small.directory(Path(path) / "m", template=small.CHATML)
+        recorded = json.loads(of_vllm.RECORDED.read_text(encoding="utf-8"))["tokenizer"]
+        (model / "tokenizer.json").write_text(json.dumps(recorded))
+        config = json.loads((model / "tokenizer_config.json").read_text())
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": small.EOS}
+        (model / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = loaded.from_pretrained(str(model))
+        cases = asyncio.run(_asked(tokenizer))
+    about = {"engine": "SGLang 0.5.23", "how": __doc__, "date": today(), "tokenizer": of_vllm.RECORDED.name}
+    RECORDED.write_text(json.dumps(about | {"cases": cases}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+async def _asked(tokenizer: Any) -> Sequence[dict[str, Any]]:
     cases = []
     for name, body in all_bodies():
         tokenizer.chat_template = templates()[name or "chatml"]
-        template_manager = types.SimpleNamespace(
-            chat_template_name=None,
-            jinja_template_content_format=format_of(tokenizer.chat_template),
-            jinja_template_may_reorder_tool_results=False,
-            python_chat_template=None,
-            reasoning_config=None,
-            force_reasoning=False,
-        )
-        handler = new_handler(manager, template_manager)
+        new_request, handler = handler_of(tokenizer)
         try:
             request = new_request(model="m", **body)
             answer = await handler._handle_non_streaming_request(request, request, None)

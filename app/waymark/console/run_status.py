@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from waymark.console import status_view
 from waymark.console.screen import Part, Screen, text
@@ -18,11 +19,16 @@ from waymark.settings import Settings
 async def run_status(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
     """Draw it once, or until cancelled."""
     wanted = status.Wanted(arguments.tenant, arguments.model, tuple(arguments.status))
+    of_tokenizers = await _tokenizer_warnings(settings)
     async with looking(settings) as look:
+
+        async def gather() -> status.Status:
+            found = await status.gather(look, wanted)
+            return replace(found, warnings=(*found.warnings, *of_tokenizers))
 
         async def draw() -> Sequence[Part]:
             try:
-                return status_view.parts(await status.gather(look, wanted), is_plain=screen.is_plain)
+                return status_view.parts(await gather(), is_plain=screen.is_plain)
             except StoreUnavailable as exc:
                 if not arguments.watch:
                     raise
@@ -30,7 +36,7 @@ async def run_status(arguments: argparse.Namespace, settings: Settings, screen: 
 
         if arguments.json:
             while True:
-                gathered = status.as_json(await status.gather(look, wanted))
+                gathered = status.as_json(await gather())
                 screen.write(json.dumps(gathered, indent=None if arguments.watch else 2))
                 if not arguments.watch:
                     return
@@ -39,3 +45,18 @@ async def run_status(arguments: argparse.Namespace, settings: Settings, screen: 
             await screen.watch(arguments.watch, draw)
         else:
             screen.show(await draw())
+
+
+async def _tokenizer_warnings(settings: Settings) -> list[str]:
+    """What is wrong with the tokenizers that this process's settings name, which replicas share."""
+    if not settings.tokenizers:
+        return []
+    # Only they need the packages for text.
+    from waymark.metrics import Metrics
+    from waymark.tokenization.tokenizers import Tokenizers
+
+    tokenizers = Tokenizers.of(settings, Metrics())
+    try:
+        return await tokenizers.file_warnings()
+    finally:
+        await tokenizers.close()

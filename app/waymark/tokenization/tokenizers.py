@@ -136,6 +136,18 @@ class Tokenizers:
             for model, source in self._whole()
         ]
 
+    async def file_warnings(self) -> list[str]:
+        """As ``warnings``, of each tokenizer in files that ``WAYMARK_TOKENIZERS`` names, and what cannot be opened."""
+        failed = []
+        for model, url in self._configured.items():
+            if not url.startswith("file:"):
+                continue
+            try:
+                await self._source(GroupName(DEFAULT_TENANT, model))
+            except (InvalidValue, TokenizerUnavailable) as failure:
+                failed.append(f"the tokenizer of the model {shown(model)} cannot be used: {failure.sentence}")
+        return self.warnings() + failed
+
     def _whole(self) -> list[tuple[str, Source]]:
         # A copy: a scrape may come from another thread.
         return [(model, source) for model, source in list(self._open.items()) if source.encodes_whole]
