@@ -87,6 +87,23 @@ def test_a_part_that_fails_takes_no_rows_of_others_with_it(
 
 
 @pytest.mark.outside
+def test_what_was_measured_before_a_stop_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> Iterator[Row]:
+        yield Row("P8", "own", 1.5, "s")
+        raise KeyboardInterrupt
+
+    later = Row("P9", "after", 2.0, "s")
+    monkeypatch.setattr(benchmarks, "PARTS", [(("P8",), stopped), (("P9",), lambda *_: [later])])
+    found = tmp_path / "rows.json"
+
+    assert main(["--no-peer", "--json", str(found)]) == 1
+
+    written = json.loads(found.read_text())
+    assert [row["what"] for row in written["rows"]] == ["own"]
+    assert written["about"]["failed"] == "P8: stopped"
+
+
+@pytest.mark.outside
 def test_the_probe_sees_what_was_stored(tmp_path: Path) -> None:
     kept, other = islice(prompts.fresh(1), 2)
     with redis_server(tmp_path) as redis:

@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[float], list[str]]:
     """The rows of the parts that were asked for, the times of a loop between them, and what the parts that failed say.
 
-    A part that fails takes no other part's rows with it, and no rows of its own that it has yielded before.
+    A part that fails costs no row that it, or another part, has yielded. After one that is stopped no other follows.
     """
     rows: list[Row] = []
     failed: list[str] = []
@@ -128,6 +128,9 @@ def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[fl
         try:
             for row in measure(options, tuple(rows)):
                 rows.append(row)
+        except KeyboardInterrupt:
+            failed.append(f"{part}: stopped")
+            break
         except (Exception, SystemExit) as error:
             if not isinstance(error, SystemExit):  # which has a sentence; of anything else one wants to know where
                 traceback.print_exc()

@@ -221,6 +221,20 @@ def test_long_random_histories_agree(seed: int) -> None:
     history(random.Random(seed), 60_000, 20_000)
 
 
+def test_of_many_blocks_those_that_stay_are_found(known: KnownBlocks) -> None:
+    chance = random.Random(1)
+    numbers = [chance.getrandbits(64) for _ in range(40_000)]
+    for at in range(0, len(numbers), 32):
+        some = numbers[at : at + 32]
+        known.store(Place(at), 0, some, range(len(some)), [number ^ 1 for number in some])
+    gone = set(chance.sample(numbers, 20_000))
+    known.discard([number ^ 1 for number in gone])
+
+    assert (len(known), known.blocks()) == (20_000, 20_000)
+    assert [number for number in numbers if known.get(number ^ 1) is not None] == [n for n in numbers if n not in gone]
+    assert [number for number in numbers if known.first(number) is not None] == [n for n in numbers if n not in gone]
+
+
 @pytest.mark.skipif(not native.is_built, reason="built without the C part")
 def test_a_block_takes_some_thirty_five_bytes_in_c() -> None:
     native.select(True)
