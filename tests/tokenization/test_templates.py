@@ -273,6 +273,19 @@ def test_a_template_that_takes_functions_alone_gets_them_as_sglang_gives_them() 
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(9999) %}{{ messages[0].content * 99999 }}{% endfor %}",
+    ],
+)
+def test_a_rendering_over_a_ceiling_is_not_tried_again(source: str) -> None:
+    marked = "{% if tools[0].name %}{{ raise_exception('again') }}{% endif %}" + source
+    with pytest.raises(InvalidValue, match=r"chat template (takes|makes) more"):
+        for_sglang(marked, ChatPrompt([USER], tools=TOOLS))
+
+
+@pytest.mark.parametrize(
     ("message", "named"),
     [
         ("hello", "messages[1] is no object"),

@@ -44,6 +44,10 @@ class _TooSlow(Exception):
     """The rendering takes longer than it may."""
 
 
+class _OverCeiling(InvalidValue):
+    """A refusal by a ceiling: a second rendering would take as long as the first."""
+
+
 class ChatTemplate:
     """One template of a model. ``special`` are its named special tokens, such as ``bos_token``.
 
@@ -125,8 +129,8 @@ class ChatTemplate:
         tools = sglang.tools_for_template(prompt.tools) if prompt.tools else None
         try:
             return self._rendered(prompt, shown, tools, begins_answer=begins_answer)
-        except InvalidValue:
-            if tools is None:
+        except InvalidValue as refusal:
+            if tools is None or isinstance(refusal, _OverCeiling):
                 raise
             # As SGLang does: some templates take functions alone.
             functions = sglang.functions_for_template(tools)
@@ -175,7 +179,7 @@ class ChatTemplate:
         return found
 
     def _too_large(self) -> InvalidValue:
-        return InvalidValue(
+        return _OverCeiling(
             f"the chat template makes more than {self._bytes_max} bytes of the messages; send less, or raise "
             "WAYMARK_TEXT_BYTES_MAX",
             reason="too_large",
@@ -275,7 +279,7 @@ def _lacking(error: TemplateError) -> InvalidValue:
 
 
 def _too_long() -> InvalidValue:
-    return InvalidValue(
+    return _OverCeiling(
         f"the chat template takes more than {STEPS_MAX} steps or {SECONDS_MAX:g} s for these messages; send fewer",
         field="messages",
     )
