@@ -65,10 +65,10 @@ redis-server:
 	@sh scripts/redis-server.sh
 
 nginx:
-	@sh scripts/nginx.sh
+	@sh scripts/package.sh nginx 'behind which a test runs replicas'
 
 chromium:
-	@sh scripts/chromium.sh
+	@sh scripts/package.sh chromium 'in which tests look at the page' google-chrome "$$CHROMIUM"
 
 screenshots: $(VENV)/.installed-dev redis-server chromium ## take the pictures of the page in docs/images again
 	@$(BIN)/python -m tests.ui.screenshots

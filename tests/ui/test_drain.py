@@ -68,7 +68,7 @@ async def test_an_engine_is_drained_after_a_question_and_gets_requests_again(liv
         await page.keyboard.press("Enter")
         await expect(question).to_contain_text("Drain a?")
         await expect(question).to_contain_text("All 2 ranks will get no new requests")
-        await expect(question).to_contain_text("1 request is under way")
+        await expect(question).to_contain_text("Under way: 1 request, ")
         await expect(page.locator("#drain-weight")).to_be_hidden()
         await question.get_by_text("Cancel").click()
         await expect(button).to_be_focused()

@@ -73,10 +73,9 @@ def complaint(state: PublisherState) -> str:
     """As far as the record of the stream tells it; empty where nothing is seen."""
     endpoint = state.registration.endpoint
     if state.status is StreamStatus.LOST:
-        reason = f" ({state.last_error})" if state.last_error else ""
-        return (
-            f"no connection to {endpoint}{reason} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
-        )
+        reason = f". The last attempt: {state.last_error}" if state.last_error else ""
+        lost = f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
+        return f"{lost}{reason}"
     if state.status is StreamStatus.PENDING and endpoint is not None:
         return f"no connection to {endpoint}{': ' + state.last_error if state.last_error else ''}"
     if state.last_error:

@@ -1,7 +1,7 @@
 // Drain an engine, after a question: it gets no new requests. And give it requests again.
 
 import { act } from "./service.js";
-import { byId, plain } from "./shown.js";
+import { byId, plain, several } from "./shown.js";
 
 let changed = () => {};
 let asked = null;
@@ -27,7 +27,7 @@ export function askToDrain(ranks) {
   byId("drain-title").textContent = `${verb} ${plain(name)}?`;
   byId("drain-text").textContent = asked.isDrained
     ? `${all} will get requests again.`
-    : `${all} will get no new requests from POST /select. ${requests === 1 ? "1 request is" : `${requests} requests are`} under way, and will end as usual.`;
+    : `${all} will get no new requests from POST /select. Under way: ${several(requests, "request")}, which will end as usual.`;
   byId("drain-weighted").hidden = !asked.isDrained;
   byId("drain-weight").value = "1";
   byId("drain-yes").textContent = verb;

@@ -1,7 +1,7 @@
 // Engines by model: status, complaint, blocks by medium, lag, load, and small curves of what was stored and removed.
 
 import { askToDrain, isDrained } from "./drain.js";
-import { arrange, byId, canvas, element, onTheme, painted, plain, seconds, setAttribute, setText } from "./shown.js";
+import { arrange, byId, canvas, element, onTheme, painted, plain, seconds, setAttribute, setText, several } from "./shown.js";
 
 const POINTS_MAX = 90;
 const WORST_FIRST = ["failed", "lost", "degraded", "pending", "replaying", "active"];
@@ -14,7 +14,7 @@ const SORTS = {
   blocks: (each) => Object.values(each.blocks).reduce((sum, count) => sum + count, 0),
   lag: (each) => each.lag_seconds || 0,
 };
-const COLUMNS = ["Engine", "Rank", "Status", "Blocks", "Lag", "Stored", "Removed", "Requests", "Weight", "Change", "Complaint"];
+const COLUMNS = ["Engine", "Rank", "Status", "Blocks", "Lag", "Stored", "Removed", "Requests", "Weight", "Change"];
 const NUMBERS = ["Rank", "Lag", "Requests", "Weight"];
 const CURVE_HEIGHT = 18;
 
@@ -74,7 +74,7 @@ function draw() {
     [each.instance_id, each.model_name, each.tenant_id, each.status].some((text) => text.toLowerCase().includes(wanted)),
   );
   setText(byId("workers"), answer.workers.length
-    ? `${answer.publishers.length} streams, ${answer.workers.length} ingest workers`
+    ? `${several(answer.publishers.length, "stream")}, ${several(answer.workers.length, "ingest worker")}`
     : "No ingest worker is alive: no event is applied until one runs.");
   const groups = new Map();
   for (const each of shown) {
@@ -93,7 +93,7 @@ function table(title, publishers, top) {
   const { parts, body } = tables.get(title);
   const by = SORTS[byId("sort").value];
   publishers.sort((a, b) => by(b) - by(a) || a.instance_id.localeCompare(b.instance_id) || a.dp_rank - b.dp_rank);
-  arrange(body, publishers.map((each) => row(each, top)));
+  arrange(body, publishers.flatMap((each) => row(each, top)));
   return parts;
 }
 
@@ -108,7 +108,7 @@ function newTable(title) {
 function row(each, top) {
   const name = nameOf(each);
   if (!rows.has(name)) rows.set(name, newRow(each));
-  const { made, cells, curves, button } = rows.get(name);
+  const { made, said, cells, curves, button } = rows.get(name);
   const blocks = Object.entries(each.blocks).map(([medium, count]) => `${medium} ${count}`).join(", ");
   const { requests, tokens } = each.load;
   const drained = each.weight ? "" : requests ? ", drains" : ", drained";
@@ -118,20 +118,21 @@ function row(each, top) {
   setText(cells.Lag, seconds(each.lag_seconds));
   setText(cells.Requests, tokens ? `${requests} (${tokens} tokens)` : requests);
   setText(cells.Weight, targets.has(each) ? `${each.weight}${drained}` : "");
-  setText(cells.Complaint, each.complaint || "");
+  setText(said.firstChild, each.complaint || "");
+  if (said.hidden === Boolean(each.complaint)) said.hidden = !each.complaint;
   for (const what of ["stored", "removed"]) curve(curves[what], ratesOf(each, what), top);
   if (button) {
     const verb = isDrained(ranksOf(each)) ? "Resume" : "Drain";
     setText(button, verb);
     setAttribute(button, "aria-label", `${verb} ${plain(each.instance_id)}`);
   }
-  return made;
+  return [made, said];
 }
 
+// The row of an engine, and below it one for its complaint, as wide as the table.
 function newRow(each) {
   const cells = Object.fromEntries(COLUMNS.slice(1).map((name) => [name, element("td")]));
   for (const name of NUMBERS) cells[name].className = "number";
-  cells.Complaint.className = "said";
   cells.Rank.textContent = each.dp_rank;
   const curves = { stored: newCurve(cells.Stored, "gpu"), removed: newCurve(cells.Removed, "cpu") };
   const button = targets.has(each) ? element("button", { type: "button" }) : null;
@@ -140,7 +141,9 @@ function newRow(each) {
     cells.Change.append(button);
   }
   const name = each.scope === "shared" ? `${plain(each.instance_id)} (pool)` : each.instance_id;
-  return { made: element("tr", {}, element("th", { scope: "row", class: "name" }, name), ...Object.values(cells)), cells, curves, button };
+  const made = element("tr", {}, element("th", { scope: "row", class: "name" }, name), ...Object.values(cells));
+  const said = element("tr", { hidden: "" }, element("td", { class: "said", colspan: COLUMNS.length }));
+  return { made, said, cells, curves, button };
 }
 
 function ranksOf({ instance_id: name, tenant_id: tenant }) {

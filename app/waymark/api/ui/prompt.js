@@ -99,7 +99,7 @@ function parts(found, scores) {
   const made = [];
   if (scores) made.push(picked(scores));
   made.push(...found.reasons.map((reason) => element("p", { class: "reason" }, reason)));
-  made.push(legend(), element("p", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
+  if (found.instances.length) made.push(legend(), element("p", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
   made.push(...found.instances.map((each) => instance(each, found)));
   if (found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
   if (scores) made.push(...targets(scores));

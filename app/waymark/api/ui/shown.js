@@ -62,6 +62,10 @@ export function seconds(value) {
   return `${Math.round(value / 3600)} h`;
 }
 
+export function several(count, name) {
+  return `${count} ${name}${count === 1 ? "" : "s"}`;
+}
+
 // A canvas as sharp as the screen, for what the text beside it says too.
 export function canvas(width, height) {
   const made = element("canvas", { "aria-hidden": "true" });
