@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from dataclasses import replace
 from hashlib import sha256
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
@@ -76,6 +78,38 @@ def test_an_entry_that_is_no_key_ends_the_start_and_is_not_shown(entry: str, tmp
     (tmp_path / "keys").write_text(f"\n{entry}\n")
     with pytest.raises(SettingsError, match="line 2"):
         Keys([], tmp_path / "keys")
+
+
+async def test_no_body_and_no_key_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="waymark")
+    secret = "a-secret-that-nobody-may-read"
+    running = await start(2, gateway_keys=(f"a:{digest(secret)}",), response_cache="memory", engine_api_key=secret)
+    headers = {"authorization": f"Bearer {secret}"}
+
+    async def breaks_off(request: web.Request) -> web.StreamResponse:
+        response = await events(request, secret.encode(), secret.encode())
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async def is_away(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=503, text=secret)
+
+    for handler in (None, breaks_off, is_away):
+        for engine in running.engines:
+            engine.handler = handler
+        for body in (
+            chat(secret),
+            chat(secret, stream=True),
+            {"model": "nope", "messages": secret},
+            {"secret": secret},
+        ):
+            await running.post(body, headers=headers)
+    await running.client.post("/v1/responses", content=f'{{"{secret}'.encode(), headers=headers)
+    await running.post(chat(secret), headers={"x-api-key": secret + "-"})
+    ours = [record for record in caplog.records if record.name.startswith("waymark")]
+    assert {"the request goes to another one" in record.getMessage() for record in ours} == {True, False}
+    assert not [record for record in ours if secret in record.getMessage() + str(vars(record))]
 
 
 async def test_a_key_has_so_many_requests_and_tokens_under_way(start: Start) -> None:

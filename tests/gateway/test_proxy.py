@@ -245,6 +245,41 @@ async def test_a_client_that_goes_away_ends_its_request_at_the_engine(start: Sta
     assert running.value("gateway_requests") == 0
 
 
+async def test_a_client_that_does_not_read_holds_up_its_engine_and_nobody_else(start: Start) -> None:
+    running = await start(1)
+    piece, pieces = b"x" * 2**16, 2**9
+    written = [0]
+
+    async def pours(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(pieces):
+            await response.write(piece)
+            written[0] += 1
+        await response.write_eof()
+        return response
+
+    running.engines[0].handler = pours
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=2**16)
+    body = json.dumps(chat("a", stream=True)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    seen: list[int] = []
+
+    def has_stopped() -> bool:
+        seen.append(written[0])
+        return seen[-1] > 0 and len(set(seen[-20:])) == 1 and len(seen) >= 20
+
+    await wait_until(has_stopped, "the engine writes no more", 30)
+    assert written[0] < pieces, "what nobody reads is held by the gateway"
+    running.engines[0].handler = None
+    assert (await running.post()).status_code == 200
+    answer = await reader.read(-1)
+    assert answer.count(b"x") >= len(piece) * pieces
+    assert written[0] == pieces
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("setting", "has_begun"), [("gateway_first_byte_seconds", False), ("gateway_idle_seconds", True)]
 )
