@@ -66,7 +66,7 @@ class PrefixRoutingStats(BaseModel):
     config: PrefixRoutingConfig
     routing_decisions: PrefixRoutingDecisions
     backend_distribution: list[BackendLoad]
-    unique_prefixes: int = Field(description="about how many different prefix keys there were")
+    unique_prefixes: int = Field(description="the approximate number of different prefix keys")
 
 
 class IndexScoring(BaseModel):

@@ -98,8 +98,8 @@ class Explanation(BaseModel):
     total_tokens: int = Field(0, description="of the prompt; 0 where only hashes are known")
     total_blocks: int = Field(0, description="complete blocks of the prompt")
     longest_matched: int = Field(0, description="tokens of the longest match of any instance")
-    blocks_held: int = Field(0, description="how many of the blocks any instance or pool has that counts")
-    reasons: list[str] = Field(description="sentences that say why nobody has a match; empty where somebody has")
+    blocks_held: int = Field(0, description="how many of the blocks at least one counted instance or pool has")
+    reasons: list[str] = Field(description="sentences that say why no instance has a match; empty if one has")
     instances: list[InspectedInstance] = Field(description="the longest match first; pools last")
     instances_left_out: int = Field(0, description="how many more there are")
 

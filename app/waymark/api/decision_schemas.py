@@ -133,7 +133,7 @@ class SelectRequest(DecisionRequest):
 class ReleaseRequest(Request):
     """The reservations to end or renew, or whose prefill has ended."""
 
-    reservation: str | None = Field(default=None, description="a text, as /select answered it")
+    reservation: str | None = Field(default=None, description="a text, as /select returned it")
     reservations: list[str] | None = Field(default=None, description=f"a list of at most {RELEASES_MAX} such texts")
     part: Literal["prefill", "all", "renew"] = Field(
         default="all", description="prefill (the first token has come), all (it has ended) or renew (it goes on)"
@@ -173,7 +173,7 @@ class ScoreRow(BaseModel):
     new_tokens: int = Field(description="what it would have to compute, if what it has counts in full")
     wait_tokens: int = Field(description="prompt tokens that it has still to compute")
     active_requests: int
-    health: float = Field(description="share of requests that went well")
+    health: float = Field(description="the share of requests that succeeded")
     parts: dict[str, float | None] | None = Field(default=None, description="of the score; with explain")
     gauges: GaugesRow | None = Field(
         default=None,

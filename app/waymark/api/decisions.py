@@ -116,7 +116,7 @@ class Decisions:
         request = ReleaseRequest.of(body.fields)
         if (request.reservation is None) == (request.reservations is None):
             raise Unfit(
-                "send either reservation or reservations, as /select answered them",
+                "send either reservation or reservations, as /select returned them",
                 reason="missing" if request.reservation is None else "invalid_value",
                 field="reservation",
             )

@@ -65,7 +65,7 @@ class _Prompted(_InGroup):
         default=None, description="a list of token ids, or in msgpack a bin of little-endian u32"
     )
     block_hashes: Hashes = Field(default=None, description="a list of local hashes, signed or unsigned")
-    sequence_hashes: Hashes = Field(default=None, description="a list of rolling hashes; needed beside block_hashes")
+    sequence_hashes: Hashes = Field(default=None, description="a list of rolling hashes; required with block_hashes")
     isl_tokens: Amount | None = Field(default=None, description="an integer: tokens of the prompt beside block_hashes")
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")

@@ -120,7 +120,7 @@ class BlockHolderRow(BaseModel):
 
     id: int
     engine_hash: str | None = Field(description="the hash that the engine reported for the block, in 16 hex digits")
-    live: LiveBlockHolder | None = Field(description="null if its life has ended, and it is to be swept")
+    live: LiveBlockHolder | None = Field(description="null if its life has ended and the sweep will remove it")
 
 
 class BlockRow(BaseModel):
@@ -204,7 +204,7 @@ class HolderRow(BaseModel):
     tenant_id: str
     model_name: str
     group: int
-    record: RecordOfHolder | None = Field(description="null if its life has ended, and it is being swept")
+    record: RecordOfHolder | None = Field(description="null if its life has ended and the sweep removes it")
     holdings: HoldingsAnswer
 
 

@@ -74,7 +74,7 @@ QUERY_BY_HASH = Doc(
     reach="body",
 )
 INSPECT_PROMPT = Doc(
-    "Returns which blocks of a prompt each instance has and where, and why nobody has a match.",
+    "Returns which blocks of a prompt each instance has and where, and why no instance has a match.",
     bodies.InspectRequest,
     answers.InspectAnswer,
     reach="body",
@@ -105,12 +105,12 @@ INSPECT_KEYS = Doc(
     errors=(404,),
 )
 PREFIX_STATS = Doc(
-    "Returns the decisions of policy sticky, of all replicas.",
+    "Returns how often the policy sticky decided, over all replicas.",
     answer=admin_bodies.PrefixRoutingStats,
     queue="read",
 )
 INDEX_STATS = Doc(
-    "Returns what the index holds, and the decisions by it, of all replicas.",
+    "Returns what the index holds, and how often decisions used it, over all replicas.",
     answer=admin_bodies.IndexStats,
     queue="read",
 )
@@ -118,7 +118,7 @@ INDEX_BACKENDS = Doc(
     "Lists the events of each publisher.", answer=admin_bodies.IndexBackends, reach="filtered", queue="read"
 )
 INDEX_CLEAR = Doc(
-    "Ends what sources of opaque prefixes hold, or what every publisher does.",
+    "Clears what sources of opaque prefixes hold, or what all publishers hold.",
     admin_bodies.ClearRequest,
     admin_bodies.ClearAnswer,
     reach="filtered",
@@ -127,7 +127,7 @@ CACHE_STATS = Doc(
     "Returns what the response cache holds, and how often this gateway answered from it.", needs_redis=False
 )
 CACHE_CLEAR = Doc(
-    "Clears the response cache: that of this gateway, or in Redis that of all.",
+    "Clears the response cache of this gateway, or of all gateways if they share it in Redis.",
     admin_bodies.InvalidateRequest,
     admin_bodies.InvalidateAnswer,
     needs_redis=False,
@@ -285,11 +285,13 @@ RESERVE = Doc(
     queue="decide",
 )
 PREFILL_COMPLETE = Doc("Ends the prefill of a reservation.", errors=(404,), queue="decide")
-OUTPUT_BLOCK = Doc("Keeps a reservation.", select_bodies.OutputBlockRequest, errors=(404,), queue="decide")
+OUTPUT_BLOCK = Doc("Renews a reservation.", select_bodies.OutputBlockRequest, errors=(404,), queue="decide")
 END_RESERVATION = Doc("Ends a reservation.", errors=(404,), queue="decide")
 OVERLAP_SCORES = Doc("Returns the blocks that each worker has of a prompt.", select_bodies.DynamoPromptRequest)
 POTENTIAL_LOADS = Doc(
-    "Returns the load of each worker if it got a prompt.", select_bodies.DynamoPromptRequest, select_bodies.DynamoLoads
+    "Returns the load that each worker would have if it got a prompt.",
+    select_bodies.DynamoPromptRequest,
+    select_bodies.DynamoLoads,
 )
 LOADS = Doc(
     "Returns the load of each worker.", answer=select_bodies.DynamoAllLoads, parameters=("model_name", "routing_group")

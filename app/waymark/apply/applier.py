@@ -283,7 +283,7 @@ class Applier:
         self.counters[MISSING] = self.resolver.unknown
 
     def miss(self, batches: int) -> None:
-        """Add to what is missing the blocks of batches that are lost: as many as others of this stream stored."""
+        """Count the blocks of lost batches as missing: as many a batch as other batches of this stream stored."""
         stored, applied = self.counters["blocks_stored"], self.counters["batches"]
         self.resolver.missing += batches * stored // max(1, applied)
 

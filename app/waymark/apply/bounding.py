@@ -1,4 +1,4 @@
-"""Ends the generations of one stream that are over, and counts their blocks where the group has a most number."""
+"""Ends the generations of one stream that are over, and counts blocks if the group may have a limited number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bounding:
         end: Callable[[HolderName], Awaitable[None]],
         note: Callable[[Mapping[int, int], int], Awaitable[GroupEntries]],
     ) -> None:
-        """``end`` ends a holder. ``note`` writes the blocks of each holder, and the most that the group may have."""
+        """``end`` ends a holder. ``note`` writes how many blocks each holder has, and how many the group may have."""
         self._resolver = resolver
         self._end = end
         self._tell = note

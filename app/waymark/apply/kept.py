@@ -47,7 +47,7 @@ class KeptMemories:
         self.bytes = 0
 
     def take(self, grant: Grant, state: StreamState) -> HeldBlocks | None:
-        """The memory of a publisher where it is what Redis has. It is kept again only by ``keep``."""
+        """The memory of a publisher, if it agrees with Redis. It is kept again only by ``keep``."""
         kept = self._pop(grant)
         if kept is None or kept.claim != grant.claim or kept.counter + 1 != grant.counter:
             return None

@@ -80,7 +80,7 @@ class PoolHashes:
         )
 
     async def tick(self, watermark: int | None) -> None:
-        """What there is to do between folds; ``watermark`` is the one that Redis has."""
+        """Do what is due between folds; ``watermark`` is the one that Redis has."""
         if self._resolver.registration.scope == "shared":
             await self._look_again(watermark)
         else:

@@ -33,7 +33,7 @@ class Explanation:
     of_instances: Mapping[str, str] = field(default_factory=dict)
     """For each instance: why it has no match, or where its match ends."""
     reasons: Sequence[str] = ()
-    """Why nobody has a match; empty where somebody has."""
+    """Why no instance has a match; empty if one has."""
 
 
 async def explain(

@@ -95,7 +95,7 @@ async def of_prompt(
     look: Look, asked: Asked, holding: Holding, table: HolderTable, groups: Sequence[Group],
     states: Sequence[PublisherState],
 ) -> list[str]:  # fmt: skip
-    """Why nobody has a match, the surest reasons alone; ``states`` are of the group's publishers."""
+    """Why no instance has a match, only the surest reasons; ``states`` are of the group's publishers."""
     if not holding.keys:
         size = holding.block_size
         return [f"The prompt has {asked.count} tokens, less than one block of {size}: there is nothing to find"]

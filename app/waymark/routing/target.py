@@ -72,7 +72,7 @@ class Candidate(NamedTuple):
     context: int = 0
     """Prompt tokens of those requests."""
     health: float = 1.0
-    """Share of requests that went well, 0 to 1."""
+    """Share of requests that succeeded, 0 to 1."""
     last_cold: int = 0
     """When a request that nobody had anything of was last sent there, in ms; 0: never."""
     first_tokens: FirstTokens | None = None

@@ -1,6 +1,6 @@
 """What has happened: restarts, losses, takeovers, sweeps and registrations, in one stream for all processes.
 
-It is for people who look. Noting never waits and never fails: entries wait in a bounded queue until Redis takes them,
+It is for people to read. Noting never waits and never fails: entries wait in a bounded queue until Redis takes them,
 and what does not fit is counted and dropped. A reply that is lost may note an entry twice.
 """
 

@@ -25,7 +25,7 @@ class Found(NamedTuple):
 
 
 class Room(NamedTuple):
-    """How much is kept, and how many answers went before their time for the last one."""
+    """How much is kept, and how many answers were dropped early to make room for the last one."""
 
     entries: int
     bytes: int

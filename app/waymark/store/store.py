@@ -176,7 +176,7 @@ class Store:
         return self._client.subscription(keys.CONTROL)
 
     async def other_format(self) -> str | None:
-        """Why the index in this Redis is none of this release, as a sentence; None where it is, or is empty."""
+        """Why this release cannot use the index in this Redis, as a sentence; None if it can."""
         words = [("HGET", keys.GROUPS, field) for field in index_format.FIELDS]
         return index_format.complaint(*await self._client.several(words))
 
