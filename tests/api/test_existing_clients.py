@@ -337,6 +337,47 @@ async def test_pymotor_registers_several_sockets_of_a_rank(client: httpx.AsyncCl
     assert await ids(store) == {}
 
 
+async def test_topics_of_a_shared_socket_are_beside_the_sockets_of_a_rank(
+    client: httpx.AsyncClient, store: Store
+) -> None:
+    plain = {"instance_id": "pod-7", "endpoint": XPU, "type": "vLLM", "modelname": "m", "block_size": 2}
+    shared = plain | {"endpoint": CPU, "replay_endpoint": SSD, "topic": "kv@node:n1@m"}
+    for _ in range(2):
+        for body in (shared, plain, shared | {"topic": "kv@node:n2@m"}, plain | {"weight": 2}):
+            assert (await client.post("/register", json=body)).status_code == 200
+    publishers = (await client.get("/workers")).json()["publishers"]
+    assert sorted(each["endpoint"] for each in publishers) == sorted([XPU, CPU, CPU])
+    assert "is also that of" not in str(publishers)
+    scores = (await client.post("/score", json={"model": "m", "token_ids": TOKENS})).json()["scores"]
+    assert [(row["instance_id"], row["dp_rank"]) for row in scores] == [("pod-7", 0)]
+    answer = await client.post("/unregister", json={"instance_id": "pod-7"})
+    assert sorted(answer.json()["removed_instances"]) == [
+        "pod-7|default|0",
+        f"pod-7|default|0|{CPU} kv@node:n1@m",
+        f"pod-7|default|0|{CPU} kv@node:n2@m",
+    ]
+    assert await ids(store) == {}
+
+
+@pytest.mark.parametrize(
+    "with_topic",
+    [
+        {"endpoint": None, "type": "standard"},
+        {"sequence": "rank"},
+        {"endpoint": "http://a:1/events", "type": "continuum"},
+        {"medium_endpoints": {"npu": XPU}, "endpoint": None},
+    ],
+    ids=["no-socket", "a-counter-a-rank", "opaque-prefixes", "several-sockets"],
+)
+async def test_a_topic_needs_one_socket_with_one_counter(
+    client: httpx.AsyncClient, store: Store, with_topic: dict[str, Any]
+) -> None:
+    plain = {"instance_id": "pod-7", "endpoint": XPU, "type": "vLLM", "modelname": "m", "block_size": 2}
+    answer = await client.post("/register", json=plain | {"topic": "kv@node:n1@m"} | with_topic)
+    assert (answer.status_code, answer.json()["field"]) == (400, "topic"), answer.text
+    assert await ids(store) == {}
+
+
 async def test_a_medium_without_a_socket_is_an_empty_text_at_the_next_interval(
     client: httpx.AsyncClient, store: Store
 ) -> None:

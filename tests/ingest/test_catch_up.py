@@ -303,7 +303,7 @@ class Endless(SimulatedPublisher):
     has_news: bool
 
     async def _answer(self, socket: Any, identity: bytes, start: int) -> None:
-        for seq, payload in self._buffer:
+        for seq, payload, _ in self._buffer:
             if seq >= start:
                 await socket.send_multipart([identity, b"", seq.to_bytes(8, "big"), payload])
         for seq in itertools.count(max(start, self.next_seq)):
@@ -348,7 +348,7 @@ async def test_holes_that_wander_do_not_keep_a_stream_for_ever(bench: Bench) -> 
     async def answer(socket: Any, identity: bytes, start: int) -> None:
         nonlocal requests
         requests += 1
-        for seq, payload in pod.publisher._buffer:
+        for seq, payload, _ in pod.publisher._buffer:
             if seq == start or seq > start + requests:
                 await socket.send_multipart([identity, b"", seq.to_bytes(8, "big"), payload])
 

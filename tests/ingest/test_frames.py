@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from waymark.ingest.frames import Frame, digest, is_end_marker, parse_live, parse_replay
+from waymark.ingest.frames import Frame, Reply, digest, is_end_marker, parse_live, parse_replay
 
 SEQ = (258).to_bytes(8, "big")
 END = b"\xff" * 8
@@ -51,7 +51,8 @@ def test_other_live_frames_are_refused(parts: list[bytes]) -> None:
     ],
 )
 def test_a_reply_is_read_from_its_end(parts: list[bytes]) -> None:
-    assert parse_replay(parts) == (258, b"batch")
+    topic = next((part for part in parts if part.startswith(b"kv@")), b"")
+    assert parse_replay(parts) == Reply(258, b"batch", topic)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,9 @@ def test_other_replies_are_refused(parts: list[bytes]) -> None:
 @pytest.mark.parametrize("parts", [[b"", END, b""], [b"", b"topic", END, b""]])
 def test_the_end_marker_is_a_reply_with_an_empty_payload(parts: list[bytes]) -> None:
     reply = parse_replay(parts)
-    assert reply == (2**64 - 1, b"")
-    assert is_end_marker(reply[1])
+    assert reply is not None
+    assert reply[:2] == (2**64 - 1, b"")
+    assert is_end_marker(reply.payload)
     assert not is_end_marker(b"\x00")
 
 

@@ -14,6 +14,7 @@ import zmq
 from tests.conftest import wait_until
 from tests.patience import within
 from waymark.errors import InvalidValue
+from waymark.ingest.frames import Reply
 from waymark.ingest.replay import Replay, ReplayOutcome
 from waymark.ingest.sockets import Context
 
@@ -63,7 +64,7 @@ async def take_all(replay: Replay, limit: int = 100) -> list[tuple[int, bytes]]:
     async with within(10):
         while chunk := await replay.batches(limit):
             assert len(chunk) <= limit
-            batches += chunk
+            batches += [reply[:2] for reply in chunk]
     return batches
 
 
@@ -95,7 +96,7 @@ async def test_replies_that_come_while_we_wait_are_given_at_once(context: Contex
         first = asyncio.create_task(replay.batches(10))
         await router.request()
         router.answer(reply(0))
-        assert await first == [(0, b"batch")]
+        assert await first == [Reply(0, b"batch")]
         assert replay.outcome is None
         second = asyncio.create_task(replay.batches(10))
         router.answer(END)
@@ -177,8 +178,8 @@ async def test_a_chunk_ends_with_the_payload_that_reaches_its_bytes(context: Con
         batches: list[int] = []
         async with within(10):
             while chunk := await replay.batches(100):
-                assert sum(len(payload) for _, payload in chunk) <= 300
-                batches += [seq for seq, _ in chunk]
+                assert sum(len(each.payload) for each in chunk) <= 300
+                batches += [each.seq for each in chunk]
         assert batches == list(range(7))
         assert replay.outcome is ReplayOutcome.COMPLETE
 
@@ -208,4 +209,4 @@ async def test_a_replay_left_in_the_middle_leaves_nothing_open(context: Context,
         with pytest.raises(asyncio.CancelledError):
             await waiting
         router.answer(reply(0), reply(1))
-        assert await replay.batches(1) == [(0, b"batch")]
+        assert await replay.batches(1) == [Reply(0, b"batch")]

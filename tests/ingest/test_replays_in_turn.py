@@ -20,7 +20,7 @@ def trickling(pod: Pod) -> None:
     sending: list[asyncio.Task[None]] = []
 
     async def send(socket: Any, identity: bytes, start: int) -> None:
-        for seq, payload in [*pod.publisher._buffer, (2**64 - 1, b"")]:
+        for seq, payload, _ in [*pod.publisher._buffer, (2**64 - 1, b"", b"")]:
             if seq >= start:
                 await socket.send_multipart([identity, b"", seq.to_bytes(8, "big"), payload])
                 await asyncio.sleep(TRICKLE_SECONDS)

@@ -236,7 +236,7 @@ async def test_three_thousand_frames_of_noise_do_not_end_a_stream(bench: Bench) 
         parts = [noise.randbytes(noise.randrange(12)) for _ in range(noise.randrange(1, 6))]
         if i % 3 == 0:
             parts = [b"", pod.publisher.next_seq.to_bytes(8, "big"), b"\xc1" + noise.randbytes(20)]
-            pod.publisher._buffer.append((pod.publisher.next_seq, parts[2]))
+            pod.publisher._buffer.append((pod.publisher.next_seq, parts[2], b""))
             pod.publisher.next_seq += 1
             payloads += 1
         elif len(parts) in (2, 3):

@@ -231,7 +231,7 @@ async def test_a_replay_that_is_longer_than_a_lease_keeps_it(bench: Bench) -> No
     async def answer(socket: Any, identity: bytes, start: int) -> None:
         nonlocal asked
         asked += 1
-        for seq, payload in [*pod.publisher._buffer, (2**64 - 1, b"")]:
+        for seq, payload, _ in [*pod.publisher._buffer, (2**64 - 1, b"", b"")]:
             if seq >= start:
                 await socket.send_multipart([identity, b"", seq.to_bytes(8, "big"), payload])
                 await asyncio.sleep(0.1)

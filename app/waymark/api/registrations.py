@@ -81,7 +81,10 @@ class Registrations:
         """
         first = sockets[0]
         registered = await self._store.directory.registrations()
-        before = [each for each in registered if each.name.rank == first.name.rank]
+        # A socket with a topic is a registration by itself.
+        before = [each for each in registered if each.name.rank == first.name.rank and each.topic is None]
+        if first.topic is not None:
+            before = []
         if len(before) > 1 and {each.endpoint for each in before} == {each.endpoint for each in sockets}:
             stays = {each.endpoint: each for each in before}
             target = {False: first.target, True: sockets[-1].target}

@@ -225,6 +225,11 @@ class RegisterRequest(_PublisherFields):
     instance_id: Name = Field(description=f"{NAME}, the name that a router picks")
     block_size: BlockSize = Field(description=BLOCK_SIZE)
     dp_rank: Rank = Field(default=0, description=RANK)
+    topic: OptionalName = Field(
+        default=None,
+        description=f"{OPTIONAL_NAME}, the topic of its frames on a socket with one counter for several publishers; "
+        "the blocks are those of the instance beside its own socket, or with scope shared those of a pool",
+    )
 
     def registrations(self) -> list[Registration]:
         """One for each socket of the rank, the one that is picked first; ``Unfit`` as ``registration``."""
@@ -232,6 +237,11 @@ class RegisterRequest(_PublisherFields):
         endpoints = list(dict.fromkeys(endpoint for _, endpoint in sockets))
         if not endpoints:
             return [self.registration()]
+        if self.topic is not None:
+            raise Unfit(
+                f"topic is {shown(self.topic)} beside medium_endpoints; register the socket with a topic by itself",
+                field="topic",
+            )
         if self.endpoint is not None and self.endpoint not in endpoints:
             raise Unfit(
                 f"endpoint is {shown(self.endpoint)}, and is none of medium_endpoints; leave it out", field="endpoint"
@@ -272,6 +282,13 @@ class RegisterRequest(_PublisherFields):
         if self.replay_endpoint is not None and self.endpoint is None:
             raise Unfit("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
         scope = self.scope or traits.scope
+        is_further = self.topic is not None and scope == "instance"
+        if self.topic is not None and (self.endpoint is None or traits.is_opaque or self.sequence == "rank"):
+            raise Unfit(
+                f"topic is {shown(self.topic)}; it is for an endpoint of ZeroMQ with one counter for all topics: leave "
+                'it out, or give an endpoint, and no "sequence": "rank"',
+                field="topic",
+            )
         return Registration(
             kind=self.type,
             instance_id=self.instance_id,
@@ -286,9 +303,13 @@ class RegisterRequest(_PublisherFields):
             scope=scope,
             copies=self.copies or traits.copies,
             sequence=self.sequence,
-            target=Target(self.address, self.role, self.weight, self.labels, self.metrics_url),
+            target=Target(weight=0.0)
+            if is_further
+            else Target(self.address, self.role, self.weight, self.labels, self.metrics_url),
             prefixes=self._prefixes() if traits.is_opaque else DEFAULT,
             object_shards=self.shards or 0 if scope == "shared" else 0,
+            is_further=is_further,
+            topic=self.topic,
         )
 
     def _prefixes(self) -> PrefixSource:

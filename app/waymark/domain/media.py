@@ -35,7 +35,7 @@ MEDIA: Final = (
     Medium(
         "CPU",
         "in host memory",
-        frozenset({"CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "DRAM", "MEMORY"}),
+        frozenset({"CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "DRAM", "MEMORY", "LMCACHE-L1"}),
         is_host=True,
         is_in_every_answer=True,
     ),
@@ -61,6 +61,8 @@ HOST: Final = frozenset(medium.name for medium in MEDIA if medium.is_host)
 
 _NAMES = {spelling: medium.name for medium in MEDIA for spelling in medium.spellings} | {"": UNNAMED}
 _ORDER = {medium.name: place for place, medium in enumerate(MEDIA)}
+_STORAGES = "LMCACHE-L2-"
+"""What the storage of LMCache is called begins so; the rest is the name of its adapter."""
 _NEW_MEDIUM = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
 
 
@@ -73,6 +75,8 @@ def normal_medium(spelling: str | None) -> str | None:
     known = _NAMES.get(name)
     if known is not None:
         return known
+    if name.startswith(_STORAGES):
+        return STORAGE
     return name if _NEW_MEDIUM.fullmatch(name) and name != "DP" else None
 
 

@@ -34,7 +34,7 @@ class PublisherName(NamedTuple):
     tenant_id: str
     dp_rank: int
     socket: str = ""
-    """The endpoint, of a further socket of a rank that has several; empty for its first one."""
+    """The endpoint, and the topic if one is registered, of a further socket of a rank that has several; else empty."""
 
     def __str__(self) -> str:
         name = f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
@@ -94,10 +94,12 @@ class Registration:
     """Of a pool: how many objects make up a block; 0: as many as different ones stood in its keys."""
     is_further: bool = False
     """A further socket of a rank that has several: its blocks are the rank's, and nobody picks it."""
+    topic: str | None = None
+    """Of a socket that several publishers share with one counter: the topic of this one's frames."""
 
     @property
     def name(self) -> PublisherName:
-        socket = (self.endpoint or "") if self.is_further else ""
+        socket = " ".join(filter(None, (self.endpoint, self.topic))) if self.is_further else ""
         return PublisherName(self.instance_id, self.tenant_id, self.dp_rank, socket)
 
     @property

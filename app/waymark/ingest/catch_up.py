@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 from waymark.apply.applier import Incoming
+from waymark.ingest.frames import Reply
 from waymark.ingest.life import Life
 from waymark.ingest.replay import Replay, ReplayOutcome
 from waymark.ingest.replay_places import Pace, Place, YieldReason
@@ -121,10 +122,10 @@ class CatchUp:
             self._life.count("frames_malformed", replay.malformed)
             return replay.outcome
 
-    async def _chunk(self, replay: Replay) -> list[tuple[int, bytes]]:
+    async def _chunk(self, replay: Replay) -> list[Reply]:
         began = time.monotonic()
         chunk = await replay.batches(self._fold_batches)
-        self._pace.add(sum(len(payload) for _, payload in chunk), time.monotonic() - began)
+        self._pace.add(sum(len(reply.payload) for reply in chunk), time.monotonic() - began)
         return chunk
 
 
@@ -140,11 +141,11 @@ class _Request:
         self.is_over = False
         """Nothing more of this request counts: ask again from the watermark, wherever that is now."""
 
-    async def read(self, chunk: list[tuple[int, bytes]]) -> None:
-        for seq, payload in chunk:
+    async def read(self, chunk: list[Reply]) -> None:
+        for seq, payload, topic in chunk:
             life, watermark = self._life, self._life.order.watermark
             is_known = life.opened_at is None and watermark is not None and seq <= watermark
-            incoming = await life.incoming(seq, payload, is_known=is_known)
+            incoming = await life.incoming(seq, payload, topic, is_known=is_known)
             if incoming is not None:
                 self.is_empty = False
                 await self._read(incoming)

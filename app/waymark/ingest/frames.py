@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
@@ -25,7 +26,7 @@ class Frame:
     seq: int
     payload: bytes
     topic: bytes
-    """Never identity; empty where the publisher sent none."""
+    """Identity only where a registration names it; empty where the publisher sent none."""
     connection: int
     """Which handshake of the subscriber the frame came over, from 1."""
     received: float
@@ -46,8 +47,16 @@ def parse_live(parts: Sequence[bytes], connection: int, received: float) -> Fram
     return Frame(int.from_bytes(seq, "big"), payload, topic, connection, received)
 
 
-def parse_replay(parts: Sequence[bytes]) -> tuple[int, bytes] | None:
-    """(seq, payload) of a reply, read from its end; None for anything else.
+class Reply(NamedTuple):
+    """One batch of a replay."""
+
+    seq: int
+    payload: bytes
+    topic: bytes = b""
+
+
+def parse_replay(parts: Sequence[bytes]) -> Reply | None:
+    """A reply, read from its end; None for anything else.
 
     Engines answer ``["", seq, payload]`` or ``["", topic, seq, payload]``; either may come without the empty frame.
     """
@@ -56,7 +65,7 @@ def parse_replay(parts: Sequence[bytes]) -> tuple[int, bytes] | None:
     seq, payload = parts[-2:]
     if len(seq) != SEQ_BYTES:
         return None
-    return int.from_bytes(seq, "big"), payload
+    return Reply(int.from_bytes(seq, "big"), payload, parts[-3] if len(parts) > 2 else b"")
 
 
 def is_end_marker(payload: bytes) -> bool:

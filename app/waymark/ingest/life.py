@@ -74,7 +74,8 @@ class Life:
         registration = applier.grant.claim.registration
         self.applier = applier
         self.name = str(registration.name)
-        self.order = Order(state.watermark, state.digest, state.newest_ts)
+        self._topic = None if registration.topic is None else registration.topic.encode()
+        self.order = Order(state.watermark, state.digest, state.newest_ts, is_shared=self._topic is not None)
         self.counters: Counter[str] = applier.counters
         self.first_seq = registration.kind.traits.first_seq
         self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags else set()
@@ -110,8 +111,9 @@ class Life:
 
     # ---- forward -----------------------------------------------------------------------------------
 
-    async def incoming(self, seq: int, payload: bytes, *, is_known: bool = False) -> Incoming | None:
+    async def incoming(self, seq: int, payload: bytes, topic: bytes, *, is_known: bool = False) -> Incoming | None:
         """The decoded batch; None where the seq is none. A payload that is no batch has its place in the order, too.
+        So has a batch under the topic of another publisher of the socket.
 
         ``is_known``: it was applied before, and only its digest counts.
         """
@@ -121,7 +123,8 @@ class Life:
         self._metrics.frames.inc()
         self._metrics.frame_bytes.inc(len(payload))
         slices = self.applier.slices
-        batch = _NO_BATCH if is_known else await self._decoded(payload)
+        is_other = self._topic is not None and topic != self._topic
+        batch = _NO_BATCH if is_known or is_other else await self._decoded(payload)
         digested = await slices.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
         return Incoming(seq, digested, batch, len(payload))
 

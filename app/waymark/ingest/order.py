@@ -26,7 +26,9 @@ class Judgement(StrEnum):
 class Order:
     """One counter's state. ``watermark`` runs ahead of Redis by what is being applied."""
 
-    def __init__(self, watermark: int | None, digest: str, newest_ts: float | None) -> None:
+    def __init__(self, watermark: int | None, digest: str, newest_ts: float | None, *, is_shared: bool = False) -> None:
+        """``is_shared``: the frames of all topics are known to have one counter."""
+        self._is_shared = is_shared
         self.watermark = watermark
         self.digest = digest
         self.newest_ts = newest_ts
@@ -51,6 +53,8 @@ class Order:
         if dp_rank is not None:
             self._last_rank = dp_rank
         if last is not None and frame.seq <= last:
+            if self._is_shared:
+                return Judgement.RESTART
             is_other_rank = dp_rank is not None and rank is not None and dp_rank != rank
             return Judgement.MIXED if is_other_rank or frame.topic != topic else Judgement.RESTART
         return self.place(frame.seq, digest, ts)

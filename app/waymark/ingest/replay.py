@@ -17,7 +17,7 @@ from typing import Self
 import zmq
 
 from waymark.errors import InvalidValue
-from waymark.ingest.frames import SEQ_BYTES, is_end_marker, parse_replay
+from waymark.ingest.frames import SEQ_BYTES, Reply, is_end_marker, parse_replay
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context, connect, open_socket
 
 
@@ -84,8 +84,8 @@ class Replay:
     ) -> None:
         self._socket.close(0)
 
-    async def batches(self, limit: int) -> list[tuple[int, bytes]]:
-        """The next (seq, payload) of the replay, in the order they came: at least one, and at most ``limit``.
+    async def batches(self, limit: int) -> list[Reply]:
+        """The next replies of the replay, in the order they came: at least one, and at most ``limit``.
 
         Empty means that it is over, and ``outcome`` says how. Only replies of the contract's form put off the idle
         timeout, and time spent outside this call does not count towards it.
@@ -110,9 +110,9 @@ class Replay:
         self.outcome = ReplayOutcome.DEADLINE if self._clock() >= self._deadline else ReplayOutcome.IDLE
         return []
 
-    def _read(self, limit: int) -> tuple[list[tuple[int, bytes]], bool]:
+    def _read(self, limit: int) -> tuple[list[Reply], bool]:
         """At most ``limit`` replies, and whether there is nothing left to read."""
-        found: list[tuple[int, bytes]] = []
+        found: list[Reply] = []
         room = self._chunk_bytes
         try:
             for _ in range(limit):
@@ -120,11 +120,11 @@ class Replay:
                 if reply is None:
                     self.malformed += 1
                     continue
-                if is_end_marker(reply[1]):
+                if is_end_marker(reply.payload):
                     self.outcome = ReplayOutcome.COMPLETE
                     return found, True
                 found.append(reply)
-                room -= len(reply[1])
+                room -= len(reply.payload)
                 if room <= 0:
                     break
         except zmq.Again:

@@ -227,7 +227,7 @@ class Stream:
                 continue
             # After a replay the buffer may be full of what the replay has brought. To decode large frames takes long.
             is_known = life.opened_at is None and life.order.is_behind(frame.seq)
-            incoming = await life.incoming(frame.seq, frame.payload, is_known=is_known)
+            incoming = await life.incoming(frame.seq, frame.payload, frame.topic, is_known=is_known)
             if incoming is None or self._is_failed:
                 continue
             if self._registration.sequence == "rank":

@@ -49,6 +49,7 @@ class Complaints:
             f"{other.registration.instance_id!r} rank {other.registration.dp_rank}"
             for other in self._at.get(state.registration.endpoint or "", ())
             if other.registration.name != state.registration.name
+            and None in (other.registration.topic, state.registration.topic)
         ]
         if not others:
             return ""

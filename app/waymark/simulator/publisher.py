@@ -65,7 +65,7 @@ class SimulatedPublisher:
         self._topic = topic.encode()
         self._framing = replay_framing
         self._linger_seconds = linger_seconds
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
+        self._buffer: deque[tuple[int, bytes, bytes]] = deque(maxlen=buffer_batches)
         self._context = zmq.Context()
         self._async_context = zmq.asyncio.Context(shadow=self._context)
         self._live: zmq.Socket[bytes] | None = None
@@ -149,9 +149,9 @@ class SimulatedPublisher:
         """A frame of the right form whose payload is no batch; its seq."""
         return self._send(_GARBAGE)
 
-    def publish_payload(self, payload: bytes) -> int:
-        """A frame with just this payload; its seq."""
-        return self._send(payload)
+    def publish_payload(self, payload: bytes, topic: bytes | None = None) -> int:
+        """A frame with just this payload, under another topic where one is given; its seq."""
+        return self._send(payload, topic)
 
     def send_malformed(self) -> None:
         """A frame whose seq is no seq. It is not kept and takes no seq."""
@@ -163,17 +163,17 @@ class SimulatedPublisher:
         """The engine hangs."""
         return 0 < self.faults.silent_after <= self.counts["batches"]
 
-    def _send(self, payload: bytes) -> int:
-        seq = self.next_seq
+    def _send(self, payload: bytes, topic: bytes | None = None) -> int:
+        seq, topic = self.next_seq, self._topic if topic is None else topic
         is_lost = self.is_silent or self._live is None or is_due(self.faults.drop_every, self.counts["batches"] + 1)
         self.next_seq += 1
         self.counts["batches"] += 1
-        self._buffer.append((seq, payload))
+        self._buffer.append((seq, payload, topic))
         if is_lost or self._live is None:
             self.counts["dropped"] += 1
         else:
             _ = self.subscribers  # subscriptions are read off, or they would pile up in the socket
-            self._live.send_multipart([self._topic, seq.to_bytes(8, "big"), payload])
+            self._live.send_multipart([topic, seq.to_bytes(8, "big"), payload])
         return seq
 
     # ---- replay ----------------------------------------------------------------------------------------
@@ -189,12 +189,11 @@ class SimulatedPublisher:
 
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, start: int) -> None:
         faults = self.faults
-        batches = [
-            (seq, payload)
-            for seq, payload in self._buffer
+        frames = [
+            (topic, seq.to_bytes(8, "big"), payload)
+            for seq, payload, topic in self._buffer
             if seq >= start + faults.late_replay and not is_due(faults.replay_hole_every, seq - self.first_seq + 1)
         ]
-        frames = [(self._topic, seq.to_bytes(8, "big"), payload) for seq, payload in batches]
         if faults.truncate_replay:
             frames = frames[: faults.truncate_replay]
         else:

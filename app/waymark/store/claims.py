@@ -108,6 +108,7 @@ class Claim:
             prefixes=_prefixes_of(of),
             object_shards=of.integer("object_shards", 1, OBJECT_SHARDS_MAX) if of.has("object_shards") else 0,
             is_further=of.flag("further"),
+            topic=of.optional_text("topic"),
         )
         return cls(
             registration,

@@ -46,6 +46,7 @@ _FIXED = {
     "copies": "copies",
     "sequence": "sequence",
     "object_shards": "shards",
+    "topic": "topic",
 }
 
 #: Where a weight is kept that is not a client's to change.
