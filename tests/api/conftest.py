@@ -21,6 +21,7 @@ from waymark.settings import Settings
 from waymark.store.records import Begin
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
+from waymark.tokenization import tokenizers
 
 
 class MakeClient(Protocol):
@@ -44,8 +45,9 @@ class Hold(Protocol):
 
 
 @pytest.fixture
-async def make_client() -> AsyncIterator[MakeClient]:
+async def make_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeClient]:
     """Builds clients of an application; what the application raises becomes its 500."""
+    monkeypatch.setattr(tokenizers, "SECONDS", patient(tokenizers.SECONDS))
     async with AsyncExitStack() as stack:
 
         async def make(store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient:

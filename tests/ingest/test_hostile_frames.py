@@ -53,11 +53,11 @@ class Lag:
                 self._arrived[id(frame.payload)] = frame.payload, self.turns
             put(buffer, frame)
 
-        async def beginning(life: Life, seq: int, payload: bytes, **options: Any) -> Any:
+        async def beginning(life: Life, seq: int, payload: bytes, topic: bytes, **options: Any) -> Any:
             if (arrived := self._arrived.pop(id(payload), None)) is not None:
                 self.most = max(self.most, self.turns - arrived[1])
                 self.measured += 1
-            return await incoming(life, seq, payload, **options)
+            return await incoming(life, seq, payload, topic, **options)
 
         async def counting(runner: SliceRunner) -> None:
             self.turns += 1

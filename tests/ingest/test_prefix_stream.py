@@ -312,11 +312,17 @@ async def test_the_number_of_entries_is_bounded_and_the_oldest_go_first(bench: B
     for name in HASHES[90:150]:
         await source.tell("cache_created", name, 2)
     await holds(bench, HASHES[149], GPU=2)
-    held = [number for number, name in enumerate(HASHES[:150]) if await tokens(bench, name)]
+    await counted(bench, "evictions", 50)
+    held: list[int] = []
+
+    async def all_are_counted() -> bool:
+        nonlocal held
+        held = [number for number, name in enumerate(HASHES[:150]) if await tokens(bench, name)]
+        return worker.metric("index_evictions_total", reason="max_entries") == 150 - len(held)
+
+    await wait_until(all_are_counted, "no eviction is under way", PATIENCE_SECONDS)
     assert 80 <= len(held) <= 100
     assert set(held) >= set(range(90, 150)), "what came later stays"
-    await counted(bench, "evictions", 50)
-    assert worker.metric("index_evictions_total", reason="max_entries") == 150 - len(held)
 
 
 async def test_a_line_of_100_mb_costs_its_connection_and_no_memory(bench: Bench, source: Source) -> None:

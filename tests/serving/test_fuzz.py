@@ -95,6 +95,8 @@ def pieces(draw: st.DrawFn) -> list[bytes]:
 def plain(reading: Reading) -> tuple[str, str, list[tuple[bytes, bytes]], bytes]:
     """What both say in the same way: h11 leaves a target whole, and gives each coding in small letters."""
     target = reading.target.removeprefix("http://z")
+    path, _, query = target.partition("?")
+    target = f"{path}?{query}" if query else path  # a scope does not tell an empty query from none
     headers = [
         (name, value.lower() if name == b"transfer-encoding" else value)
         for name, value in reading.headers
