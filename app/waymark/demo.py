@@ -31,7 +31,7 @@ _DEADLINE_SECONDS = 40.0
 
 
 class DemoFailed(Exception):
-    """The sentence that says what was not as it should be."""
+    """The sentence with what went wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ async def run_demo(
 ) -> list[Line]:
     """All of it, with the Waymark at ``url`` or with one of its own; the lines of the table, or DemoFailed.
 
-    ``say`` is told each step.
+    ``say`` gets a line for each step.
     """
     say("starting Waymark on an embedded Redis" if url is None else f"asking {url}")
     async with _started_service() if url is None else _running_service(url, api_token) as service:

@@ -1,4 +1,4 @@
-"""Where connections may be opened to, whoever named the place: a registration, a file, an engine."""
+"""The places to which connections may be opened, whether a registration, a file or an engine names them."""
 
 from __future__ import annotations
 

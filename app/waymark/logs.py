@@ -1,6 +1,6 @@
 """One handler on stderr, as text or as JSON lines.
 
-A line is a constant sentence with fields beside it, so that one can search for the sentence and count by a field:
+A line is a constant sentence with fields after it, so that one can search for the sentence and count by a field:
 
     log = logging.getLogger(__name__)
     log.info("stream resynced", extra=fields(stream=str(name), missing=7))

@@ -7,7 +7,7 @@ Three shapes, as JSON or YAML. A list of what ``POST /register`` takes, one obje
 or the configuration of Mooncake's Conductor, whose ``kvevent_instance`` has the same objects by name; the name is the
 instance_id where an object has none, and ``ip`` and ``port`` may stand for an endpoint; or the list of llm-d's file
 discovery, ``endpoints``, with a name, an address, a port and labels each. An entry is validated as a body
-of ``/register`` is. All that is wrong is told at once: the file, the entry, the field, its value, and the way out.
+of ``/register`` is. One error names all that is wrong: the file, the entry, the field, its value, and the way out.
 """
 
 from __future__ import annotations

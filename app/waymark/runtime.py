@@ -69,7 +69,7 @@ _KEEP_ALIVE_SECONDS = 65
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with the signals left to us: it would end the process before the worker has given back its leases."""
+    """uvicorn, with the signals left to us: it would end the process before the worker has released its leases."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ def _given_engines(store: Store, settings: Settings, asker: Asker) -> GivenEngin
 def freeze_heap() -> None:
     """Take what there is now out of every later garbage collection.
 
-    It is what was imported and stays for good. A full collection goes through all of it, which stopped one of the
+    These objects were imported and stay permanently. A full collection goes through all of it, which stopped one of the
     first queries of each replica for 40 to 70 ms.
     """
     gc.collect()
@@ -211,7 +211,7 @@ def http_server(
 
 
 def stop_signal() -> asyncio.Event:
-    """Set when the process is told to end, by SIGTERM or SIGINT."""
+    """Set when SIGTERM or SIGINT arrives."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

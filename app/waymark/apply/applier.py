@@ -225,7 +225,7 @@ class Applier:
         return group
 
     async def keep_facts(self, told: Facts | None = None) -> None:
-        """Write the flags and the main group, and with them ``told``, which are further facts.
+        """Write the flags and the main group, and with them ``told``, further facts of the record.
 
         The next worker reads the flags and the main group before it applies a batch.
         """

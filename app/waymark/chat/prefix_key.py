@@ -1,8 +1,8 @@
 """The prefix key: 32 bytes that are the same for requests that begin the same, made without any token.
 
 ``SHA256(model ++ 00 ++ "S" ++ system)`` where the request has a system prompt, else
-``SHA256(model ++ 00 ++ "M" ++ first message that is not system)``. The text is cut to ``prefix_bytes`` at a boundary of
-UTF-8. The rule is that of Continuum Router's prefix-aware routing.
+``SHA256(model ++ 00 ++ "M" ++ first message that is not system)``. The text is limited to ``prefix_bytes``, at a
+boundary of UTF-8. The rule is that of Continuum Router's prefix-aware routing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The messages of a chat request, in the form in which SGLang gives them to a chat template.
 
 It is not vLLM's: a content that is a text stays one, parts are joined by a blank, the last message is the user's unless
-a template is told not to begin an answer, and tools stand as they came.
+a template gets the order not to begin an answer, and tools stay as the request has them.
 """
 
 from __future__ import annotations

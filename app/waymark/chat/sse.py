@@ -75,7 +75,7 @@ class EventStreamParser:
             line = line.removeprefix(_BOM)
         if not line:
             return self._end_event()
-        # Line ends are ASCII, so no character is cut between two lines.
+        # Line ends are ASCII, so no character is split between two lines.
         name, _, value = line.decode("utf-8", "replace").partition(":")
         value = value.removeprefix(" ")
         match name:

@@ -11,7 +11,7 @@ _ID_BYTES = 4
 
 
 class Truncation(NamedTuple):
-    """How many ids are kept, and from which side others are cut off; None: by the tokenizer itself."""
+    """How many ids are kept, and from which side the others are removed; None: the tokenizer removes them itself."""
 
     keep: int
     """-1: as many as the model takes, and so all of a prompt that it accepts."""
@@ -42,7 +42,7 @@ class Truncation(NamedTuple):
 
 
 def truncation_of(fields: Mapping[str, Any]) -> Truncation | None:
-    """What a body says of it; None where it says nothing that can be read."""
+    """The truncation that a body asks for; None if it asks for none, or for one that cannot be read."""
     keep, side = fields.get("truncate_prompt_tokens"), fields.get("truncation_side")
     if type(keep) is not int or keep < -1:
         return None

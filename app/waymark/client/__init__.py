@@ -6,7 +6,7 @@
         best = max(matches, key=lambda name: matches[name].longest_matched)
         matches = waymark.query("llama", messages=[{"role": "user", "content": "Hello"}])
 
-Or Waymark decides, by cache and load, and hears how it ended:
+Or Waymark decides, by cache and load, and learns how the request ended:
 
     async with AsyncClient("http://waymark:13333") as waymark:
         async with waymark.select("llama", token_ids) as target:

@@ -97,7 +97,7 @@ class Client:
         The prompt is given as for ``query``. ``options`` are the fields of ``POST /select``, such as ``only``,
         ``policy`` or ``timeout_seconds``, and ``deadline``. An error that leaves the block counts as one of the
         target's. Within ``deadline`` seconds, over all URLs, there is an answer, or ``fallback`` names the target, an
-        address or an instance; it is told apart by ``is_local``. Without a fallback it raises Unavailable. Raises
+        address or an instance; ``is_local`` distinguishes it. Without a fallback it raises Unavailable. Raises
         Refused without a second try.
         """
         return Selecting(self, calls.select(model, token_ids, **options), fallback)

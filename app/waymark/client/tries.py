@@ -20,18 +20,18 @@ from waymark.client.places import Places
 
 T = TypeVar("T")
 
-#: Requests of one client under way at once. httpx keeps only 20 connections by itself, and would open the others anew.
+#: Requests of one client under way at once. httpx keeps only 20 connections by itself, and would open the others again.
 _CONNECTIONS = 100
 #: Between two tries, whatever the service says: so a bound on time is a bound on tries too.
 _PAUSE_SECONDS_MIN = 0.25
-#: Between two tries where the service says nothing.
+#: The pause between two tries if the answer names none.
 _PAUSE_SECONDS = 1.0
 #: What is left of a deadline, at least: httpx takes 0 for an error.
 _LEFT_SECONDS_MIN = 0.001
 
 
 class Ask(NamedTuple):
-    """Send a request; the answer or httpx's error is given back."""
+    """Send a request; return the answer or httpx's error."""
 
     request: dict[str, Any]
     """The arguments of httpx's ``request``."""

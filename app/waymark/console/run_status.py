@@ -32,7 +32,7 @@ async def run_status(arguments: argparse.Namespace, settings: Settings, screen: 
             except StoreUnavailable as exc:
                 if not arguments.watch:
                     raise
-                return [text(exc.sentence, "bold red")]  # it may come back; whoever watches waits for that
+                return [text(exc.sentence, "bold red")]  # it may come back, and the next look shows it
 
         if arguments.json:
             while True:

@@ -2,7 +2,7 @@
 
 Views give ``Text`` and ``Grid``; only this module knows what becomes of them. Plain text has no colour, no box
 art, no cut words, and the same columns each time. Names come from clients: what cannot be printed is replaced, so
-that none can move the cursor of whoever looks.
+that none can move the cursor of the terminal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text as Text
 
 _PLAIN_WIDTH = 100
-#: What stays of a column that is cut, before other columns are left out.
+#: The width to which a column is shortened before other columns are left out.
 _CUT_WIDTH = 20
 
 

@@ -58,7 +58,7 @@ class Reconciler:
         confirm_seconds: float = CONFIRM_SECONDS,
         is_mine: Callable[[Origin], bool] = lambda _: True,
     ) -> None:
-        """``is_mine`` tells origins of the same kind apart: another file's, or another namespace's, are left alone."""
+        """``is_mine`` distinguishes origins of the same kind: those of another file or namespace are left alone."""
         self._kind = kind
         self._store = store
         self._engines = engines

@@ -15,7 +15,7 @@ from waymark.domain.names import Adapter
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What only a standard event tells of its stream, beside medium, adapter and salts.
+    """What only a standard event names of its stream, in addition to medium, adapter and salts.
 
     A field that is None is the registration's.
     """
@@ -41,23 +41,23 @@ class Stored:
     tokens: bytes
     """Little-endian u32, pairs already undone; empty in a placeholder, which says where known blocks are."""
     block_size: int
-    """Tokens per hash as the event tells it; 0 in placeholders."""
+    """Tokens per hash as the event has it; 0 in placeholders."""
     medium: str
     adapter: Adapter = None
     """The event's own adapter; None where it names none (then the registration's counts)."""
     salts: tuple[str, ...] = ()
-    """The request's cache salt, where the event tells one; standard events: ``additional_salt``."""
+    """The request's cache salt, if the event names one; standard events: ``additional_salt``."""
     extras: tuple[int | None, ...] | None = None
     """Per hash the digest of leftover extra keys (images, embeds); None where no block has any."""
     group: int | None = None
     """KV-cache group of a hybrid model."""
     is_main_attention: bool | None = None
-    """What the event says of its group; None where it says nothing."""
+    """The KV-cache group of the event; None if it names none."""
     window: int | None = None
     """Of a group that is not main attention: how many tokens before a boundary it must have, so that a prefix can be
     reused up to there; None where that is not known."""
     tells_salts: bool = field(default=True, compare=False)
-    """The event's form has a place for salts and images, so that none told means none."""
+    """The event's form has a place for salts and images, so an event without any is of blocks without any."""
     is_identity: bool = False
     """The hashes are seq_hashes already (standard events without tokens)."""
     envelope: Envelope | None = None
@@ -115,4 +115,4 @@ class Batch:
     samples: dict[str, str] = field(default_factory=dict)
     """One short description per kind in ``rejected``, for the log; never any token."""
     lost: str | None = None
-    """Why none of it could be read: what it told is lost for good, since asking again would bring the same bytes."""
+    """Why none of it could be read. Its events are lost permanently, because a replay would bring the same bytes."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 #: Requests from which a prediction counts; less than 5, since older ones count for less.
 _LEAST = 4.5
-#: Requests whose work differs by less than this share of its mean, squared, tell nothing about the slope.
+#: Requests whose work differs by less than this share of its mean, squared, show nothing about the slope.
 _SPREAD = 1e-4
 
 

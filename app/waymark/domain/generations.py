@@ -71,7 +71,7 @@ class Generations:
         self.publishers = 1
         """How many publishers of the group have blocks."""
         self.epochs: dict[HolderName, int] = {}
-        """Of the batch at hand: the generation that stores go to, by lasting name."""
+        """In the batch that is being resolved: the generation that stores go to, by lasting name."""
         self._newest: dict[HolderName, HolderName] = {}
         self._last: dict[HolderName, int] = {}
         """The last epoch of each lasting name."""

@@ -83,7 +83,7 @@ def extend(
 
 
 def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int = DEFAULT_SEED) -> list[int]:
-    """As ``extend``, where somebody else has already hashed each block's tokens."""
+    """As ``extend``, for blocks whose tokens are hashed already."""
     if not local_hashes:
         return []
     if native.selected is not None and sys.byteorder == "little":

@@ -71,7 +71,7 @@ class _Several:
     @property
     def text(self) -> bytes:
         # An entry with this word says that the engine hash is the seq_hash. If it is one of the engine hashes, all of
-        # them are told here, the first one, too.
+        # them are named here, the first one, too.
         told = self.hashes if SAME_HASH in self.hashes else self.hashes[1:]
         further = b"".join([b" %016x" % each for each in told])
         return NO_COPIES if self.copies < 2 and not further else b"%d%b" % (self.copies, further)
@@ -278,7 +278,7 @@ class HeldBlocks:
         return first, several.text
 
     def tell(self, holder: int, key: int) -> bytes:
-        """What ``*<key>`` says of a new block whose entry cannot tell its engine hash; mostly nothing."""
+        """The value of ``*<key>`` for a new block whose entry cannot hold its engine hash; empty for most blocks."""
         held = self._held[holder]
         first = held.known.first(key)
         spot = self.held_block(holder, key)
@@ -288,7 +288,10 @@ class HeldBlocks:
         return several.text
 
     def restore(self, holder: int, key: int, copies: int, told: Sequence[int]) -> None:
-        """What Redis says of the copies of a block that the holder has. ``told`` are engine hashes beside its entry."""
+        """Note what Redis has of the copies of a block of the holder.
+
+        ``told`` are the block's engine hashes in addition to that of its entry.
+        """
         held = self._held[holder]
         first = held.known.first(key)
         assert first is not None

@@ -21,7 +21,7 @@ U32_MAX = 2**32 - 1
 U64_MASK = 2**64 - 1
 
 Adapter: TypeAlias = str | int | None
-"""A LoRA adapter: its name; or its id, where an engine tells only that; None is the base model."""
+"""A LoRA adapter: its name; or its id, if an engine names only that; None is the base model."""
 
 
 SeqCounter = Literal["publisher", "rank"]

@@ -37,7 +37,7 @@ class Part:
     """Of the batch."""
     last: int
     """Position of the last block in its batch. Every hash of a batch has a position, also those that come to nothing,
-    so that positions mean the same to whoever resolves the batch again. In the parts of a holder they only ascend."""
+    so that positions mean the same when the batch is resolved again. In the parts of a holder they only ascend."""
     place: Place
     namespace: int
     slots: bytes
@@ -100,7 +100,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Where a stream's watermark goes, and what is kept beside it."""
+    """Where a stream's watermark goes, and what is kept with it."""
 
     watermark: int
     ts: float | None

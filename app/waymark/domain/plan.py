@@ -70,7 +70,7 @@ class Planner:
     ) -> None:
         self.foreign_ranks = foreign_ranks
         self.epochs: Mapping[HolderName, int] = {}
-        """Of the batch at hand, the generations that its stores go to, by lasting name."""
+        """In the batch that is being planned: the generations that its stores go to, by lasting name."""
         self.shards: set[str] = set()
         """Those that stood in the keys of a pool, in this life; ``flags`` has them, too."""
         self.windows: dict[int, Window] = {}
@@ -110,7 +110,7 @@ class Planner:
     ) -> Slices[Plan]:
         """What must be ended, begun and kept first. Learns flags and the main group on the way.
 
-        ``blocks_of`` tells how many blocks a holder has.
+        ``blocks_of`` returns how many blocks a holder has.
         """
         plan = Plan()
         before = (frozenset(self.flags), self.main_group)
@@ -160,7 +160,7 @@ class Planner:
             if isinstance(event, Stored):
                 self._learn(event)
             elif event.envelope is None:
-                continue  # a standard stream's holder begins anew at once: it keeps the event_id
+                continue  # a standard stream's holder begins again at once: it keeps the event_id
             if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
                 continue
             if self._generations:

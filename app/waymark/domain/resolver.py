@@ -78,7 +78,7 @@ class Resolver:
         self.missing = 0
         """About how many blocks the publisher has that are not known here, besides those of the waiting room."""
         self.unsalted = 0
-        """Stores of releases that cannot tell a salt or an image: they may be taken for what they are not."""
+        """Stores of releases that cannot name a salt or an image: they may be taken for what they are not."""
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
         self._early = 0
         """How many of the ``EARLY_MAX`` positions of the next batch are taken."""
@@ -177,7 +177,7 @@ class Resolver:
         self._relate(name.lasting)
 
     def _relate(self, lasting: HolderName) -> None:
-        """Tell the placer which holders are generations of one name."""
+        """Give the placer the holders that are generations of one name."""
         holders = self._holders_of[lasting]
         for holder in holders:
             self.placer.others[holder] = tuple(other for other in holders if other != holder)
@@ -272,7 +272,7 @@ class Resolver:
                     self.waiting.add(waiting)
                 else:
                     self._place(parts, position, waiting, parent, placed)
-                # Twice as many: what was removed while it waited is taken out after it.
+                # Twice as many: what was removed while it waited is removed after it.
                 position += 2 * len(waiting.event.engine_hashes)
                 units += EVENT_UNITS + len(waiting.event.engine_hashes)
                 if units > SLICE_UNITS:
@@ -465,13 +465,13 @@ class Resolver:
             placed.append((waiting.dp_rank, hashes))
 
     def _heal(self, holder: int, hashes: Sequence[int]) -> None:
-        """Blocks beside some that are told once more: those that were not known are taken for missing ones."""
+        """Blocks next to some that are stored once more: those that were not known count as missing."""
         new = sum(self.memory.held(holder, each) is None for each in hashes)
         if new < len(hashes):
             self._find(new)
 
     def _unsalted(self, parts: PartList, position: int, waiting: Waiting, ns: int, parent: Spot | None) -> None:
-        """A store off the GPU: its tokens are told, but not the salt or image that went into its hashes.
+        """A store off the GPU: it has tokens, but not the salt or image that went into its hashes.
 
         What is known by its hash is that block. The rest goes on from the block before it, unless this life has
         reported a salt or an image: then nobody can say what it is.
@@ -537,7 +537,7 @@ class Resolver:
         )
 
     def _remove_waited(self, parts: PartList, position: int, waiting: Waiting, count: int) -> None:
-        """Take out what was removed while it waited: it is gone, but a child may name it."""
+        """Remove what an event removed while it waited: it is gone, but a child may name it."""
         if not waiting.removed:
             return
         hashes = waiting.event.engine_hashes[:count]

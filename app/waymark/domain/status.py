@@ -15,5 +15,5 @@ class StreamStatus(StrEnum):
     DEGRADED = "degraded"
     """Something is lost or unknown; ``last_error`` says what."""
     LOST = "lost"
-    """Its publisher has been away for so long that its holders are not counted."""
+    """Its publisher has been unreachable for so long that its holders are not counted."""
     FAILED = "failed"

@@ -23,7 +23,7 @@ _ID_DIGITS_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class PublisherRow:
-    """A registered publisher, as the table tells it to readers."""
+    """A registered publisher, as the table shows it to readers."""
 
     instance_id: str
     dp_rank: int
@@ -69,7 +69,7 @@ class HolderTable:
     targets: Mapping[int, Target] = field(default_factory=dict)
     """Of the publishers whose registration says more than a plain one."""
     silent: frozenset[int] = frozenset()
-    """Publishers that tell no events of blocks."""
+    """Publishers that send no events of blocks."""
     opaque: frozenset[int] = frozenset()
     """Those of them whose holders have opaque prefixes."""
     has_singles: bool = False

@@ -49,7 +49,7 @@ class Target:
 
 
 PLAIN = Target()
-"""Of a registration that says nothing of it."""
+"""The target of a registration without target fields."""
 
 URL = "a URL of scheme http or https with a host, perhaps a port and a path, of at most 2048 characters"
 """What ``is_url`` asks for, in an error's words."""

@@ -19,7 +19,7 @@ from waymark.domain.rows import Place
 
 
 class Waves:
-    """What the parts of the present wave use and take out. Blocks are named by their seq_hash."""
+    """What the parts of the present wave use and remove. Blocks are named by their seq_hash."""
 
     def __init__(self, shards: int) -> None:
         self.is_needed = shards > 1
@@ -29,7 +29,7 @@ class Waves:
 
     @property
     def has_left(self) -> bool:
-        """A part of this wave has taken out a block or a hash."""
+        """A part of this wave has removed a block or a hash."""
         return bool(self._left)
 
     def begin(self) -> None:

@@ -26,7 +26,7 @@ _ADAPTERS = "vllm:lora_requests_info"
 #: The names that are read.
 NAMES = (*_WAITING, *_RUNNING, *_KV_USAGE, _ADAPTERS)
 _STARTS = tuple(name.encode() for name in NAMES)
-#: Labels that tell the ranks of an engine apart: vLLM's and SGLang's.
+#: Labels that distinguish the ranks of an engine: vLLM's and SGLang's.
 _RANK_LABELS = ("engine", "dp_rank")
 #: Lines of the names above that are read; an engine has one of each for each rank.
 _LINES_MAX = 4096
@@ -67,7 +67,7 @@ class _Rank:
 
 
 def read_gauges(text: bytes) -> dict[int | None, Gauges]:
-    """The gauges of each rank that the metrics tell apart, under None where they tell none apart; empty: no gauges.
+    """The gauges of each rank, under None if the metrics distinguish no ranks; empty if there are no gauges.
 
     Raises ValueError where a line of these names is not Prometheus text.
     """

@@ -1,7 +1,7 @@
 """Cuts a long event into parts that an engine could have published one after the other.
 
-Later stages work event by event, so an event of many blocks is cut before it is read. Each part has some of the hashes,
-with their tokens and the facts about each block, and its parent is the last block of the part before.
+Later stages work event by event, so an event of many blocks is split before it is read. Each part has some of the
+hashes, with their tokens and the facts about each block, and its parent is the last block of the part before.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _cut(event: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
             count = max(1, told // size)
         width = size * unit
     per_block = {name: event[name] for name in PER_BLOCK if isinstance(event.get(name), list)}
-    # One that does not fit the hashes is told to the decoder as it is: of no block.
+    # One that does not fit the hashes goes to the decoder unchanged, as one of no block.
     fitting = {name: value for name, value in per_block.items() if len(value) == len(hashes)}
     for start in range(0, count, PART_HASHES):
         end = min(start + PART_HASHES, count)

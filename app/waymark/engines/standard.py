@@ -48,7 +48,7 @@ _LMCACHE: Final = (
     "the blocks cannot be identified. Register the vLLM of each LMCache server with its endpoint: it publishes the "
     "same chunks"
 )
-#: Of these only the kind is told; of tokens, what stands where a list of them should.
+#: Of these an error names only the kind; of tokens, what is in the place of the list.
 _SECRET: Final = frozenset({"additional_salt", "token_ids"})
 
 

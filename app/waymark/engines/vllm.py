@@ -180,7 +180,7 @@ def _salt(value: Any) -> str | None:
 
 
 def _per_block(value: Any, count: int, field: str, *kinds: type) -> list[Any] | None:
-    """What ``value`` tells of each block; None where it tells nothing of any."""
+    """What ``value`` has for each block; None if it has nothing for any."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != count:
@@ -196,7 +196,7 @@ def _per_block(value: Any, count: int, field: str, *kinds: type) -> list[Any] | 
 def _without_names(
     keys: list[Any], adapter: Adapter, salt: str | None, *, at_root: bool
 ) -> tuple[list[list[Any]], str | None]:
-    """Each block's keys without adapter and salt, and the salt if they are what tells it."""
+    """Each block's keys without adapter and salt, and the salt if they are what names it."""
     left = [list(block or ()) for block in keys]
     if isinstance(adapter, str):
         for block in left:

@@ -30,7 +30,7 @@ from waymark.selection.asked import Taking
 from waymark.selection.requests import RequestSelector, Routed
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 
-#: Targets that the proxy is told of: the best, and those to try if it does not answer.
+#: Targets that the answer names to the proxy: the best, and those to try if it does not answer.
 _TARGETS_MAX = 3
 
 Read = Callable[[], Awaitable[Any]]

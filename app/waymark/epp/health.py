@@ -28,7 +28,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def set(self, *, is_ready: bool) -> None:
-        """Say it to whoever asks from now on, and to whoever watches."""
+        """Report it to every client that asks from now on, and to those that watch."""
         self.is_ready = is_ready
         self._changed.set()
         self._changed = asyncio.Event()

@@ -83,7 +83,7 @@ def _mutation(headers: Mapping[str, str]) -> Any:
 
 
 def _picked(headers: Mapping[str, str]) -> tuple[Any, Any]:
-    """The common part of an answer, and the metadata that goes beside it."""
+    """The common part of an answer, and the metadata next to it."""
     common = pb.CommonResponse(header_mutation=_mutation(headers), clear_route_cache=True)
     inner = Struct(fields={DESTINATION: Value(string_value=headers[DESTINATION])})
     return common, Struct(fields={_LB: Value(struct_value=inner)})

@@ -1,7 +1,7 @@
 """Certificates of the gRPC port: from files that may change, or one made here.
 
-Envoy does not check the certificate of an endpoint picker unless it is told to, so one that nobody signed is enough to
-have no plain text on the wire. The picker makes it when it starts, and writes it nowhere.
+Envoy does not check the certificate of an endpoint picker unless its configuration asks for it. So a self-signed one is
+enough to have no plain text on the wire. The picker makes it when it starts, and writes it nowhere.
 """
 
 from __future__ import annotations

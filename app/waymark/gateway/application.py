@@ -242,7 +242,7 @@ class _Answer:
 
 
 async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
-    """Run ``work`` to its end; cancel it and raise Gone where the client goes away before."""
+    """Run ``work`` to its end; cancel it and raise Gone if the client disconnects first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -189,11 +189,11 @@ class Proxy:
         return response.status < 500
 
     async def _say_broken(self, exchange: Exchange, response: aiohttp.ClientResponse) -> None:
-        """Tell the client that the answer has no end, where its form allows it."""
+        """Report to the client that the answer is incomplete, if its form allows it."""
         if not _is_events(response) or response.content_length is not None:
             raise Broken("the engine's answer broke off")
         refusal = Refusal(502, "the engine has broken off its answer; send the request again", "interrupted")
-        # An event of its own, even where the last one is cut.
+        # An event of its own, even if the last one is incomplete.
         body = b"\n\n" + event_of(refusal, exchange.api)
         await exchange.send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -19,7 +19,7 @@ _DATA = re.compile(rb"(?m)^data: ?(.*?)\r?$")
 class Recorder:
     """``send`` of an ASGI application.
 
-    ``told`` are fields that each response in the answer gets. ``keep`` is called with a response that has ended, before
+    ``told`` are fields to add to each response in the answer. ``keep`` is called with a response that has ended, before
     the last of it is sent; None: nothing is kept. An answer, or an event, of more than ``bytes_max`` goes on as it is.
     """
 
@@ -91,7 +91,7 @@ class Recorder:
         return event if body is None else event[: data.start(1)] + body + event[data.end(1) :]
 
     async def _told_of(self, text: bytes, field: str | None = None) -> bytes | None:
-        """The text of a response, or of an object with one, with what is told of it; None where it stays as it is."""
+        """The text of a response, or of an object with one, with the fields of ``told``; None if it stays unchanged."""
         try:
             fields: Any = orjson.loads(text)
         except orjson.JSONDecodeError:

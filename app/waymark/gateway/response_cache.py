@@ -101,7 +101,7 @@ class ResponseCache:
         return found
 
     async def _lead(self, key: bytes, turn: bytes | int, exchange: Exchange, proceed: Proceed) -> None:
-        """Have an engine answer; whoever asks the same meanwhile waits for it, unless somebody leads already."""
+        """Let an engine answer; equal requests wait meanwhile. Without effect if another request leads already."""
         flight = None
         if key not in self._under_way:
             flight = self._under_way[key] = _Flight(turn, asyncio.get_running_loop().create_future())
@@ -112,7 +112,7 @@ class ResponseCache:
         try:
             await proceed([(b"x-cache", b"MISS")])
         finally:
-            # A client may go away with its last byte; then this request is cancelled, and its answer is whole.
+            # A client may disconnect with its last byte; then this request is cancelled, and its answer is whole.
             kept = collector.kept()
             if flight is not None:
                 flight.answer.set_result(kept)

@@ -79,7 +79,7 @@ class Responses:
         async def keep(response: dict[str, Any]) -> None:
             if response.get("status") in _KEPT and isinstance(response.get("id"), str):
                 items = _items(sent.get("input")) + _items(response.get("output"))
-                # A client that goes away now may still go on from it.
+                # A client that disconnects now may still continue from it.
                 await asyncio.shield(self._begin(self._keep(client, response, items)))
 
         previous = given.get(_PREVIOUS)

@@ -34,8 +34,9 @@ ERRORS: Final = ("connection", "timeout", "other")
 
 
 class SharedAnswers:
-    """The answers in Redis. ``beside`` has those of this gateway while Redis is away; ``begin`` runs the look at Redis.
+    """The answers in Redis.
 
+    ``beside`` has those of this gateway while Redis is unavailable; ``begin`` runs the look at Redis.
     Each call to Redis has ``milliseconds``.
     """
 

@@ -1,4 +1,4 @@
-"""What is not as it should be with streams, in words: the same for the shell, ``/workers`` and explanations."""
+"""What is wrong with streams, in words: the same for the shell, ``/workers`` and explanations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from waymark.domain.status import StreamStatus
 from waymark.store.records import PublisherState
 
-#: Counters of a stream, by their beginning, that tell of events which came to nothing.
+#: Counters of a stream, by their beginning, that count events without effect.
 _REJECTED = ("decode_errors", "frames_malformed", "ignored", "unresolved")
 
 _WITHOUT_REPLAY = "no replay endpoint: lost batches cannot be requested again; register one if the engine has one"
@@ -71,7 +71,7 @@ def _wildcard(state: PublisherState) -> str:
 
 
 def complaint(state: PublisherState) -> str:
-    """As far as the record of the stream tells it; empty where nothing is seen."""
+    """What the record of the stream shows to be wrong; empty if it shows nothing."""
     endpoint = state.registration.endpoint
     if state.status is StreamStatus.LOST:
         reason = f". The last attempt: {state.last_error}" if state.last_error else ""

@@ -99,7 +99,7 @@ def _instance(lines: InstanceLines, note: str, block_size: int) -> dict[str, Any
 
 
 def of_json(answer: Mapping[str, Any]) -> Explanation:
-    """What ``as_json`` wrote, with the keys of the blocks beside it."""
+    """What ``as_json`` wrote, with the keys of the blocks added."""
     name, size = GroupName(answer["tenant_id"], answer["model"]), answer["block_size"]
     if size is None:
         return Explanation(name, answer["total_tokens"], reasons=answer["reasons"])

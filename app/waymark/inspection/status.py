@@ -52,7 +52,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """An ingest worker that was heard of."""
+    """An ingest worker that has sent a heartbeat, or has applied a stream."""
 
     id: str
     streams: int
@@ -111,7 +111,7 @@ class Status:
 
 
 async def gather(look: Look, wanted: Wanted) -> Status:
-    """Read it; ``StoreUnavailable`` where Redis is away."""
+    """Read it. Raises ``StoreUnavailable``."""
     infos, warnings = await _about_redis(look)
     await look.groups()  # for those that cannot be read
     claims = await look.claims()

@@ -1,4 +1,4 @@
-"""Why nothing? Reasons for a prompt without a match, as far as Redis can tell them.
+"""Why nothing? Reasons for a prompt without a match, as far as Redis can show them.
 
 First what is plain from the registrations and their streams; then the prompt is looked up once more, its first
 block only, in the ways in which prompts are usually meant: another block size, adapter, salt, tenant, seed, or
@@ -162,7 +162,7 @@ def _readings(
 async def of_other_namespaces(look: Look, asked: Asked, holding: Holding, table: HolderTable) -> str:
     """Whether the first block is held in a namespace that is not the prompt's; '' where it is not seen.
 
-    Entries tell the namespace of their row, and their field its head; a bounded number of them is read.
+    Entries name the namespace of their row, and their field its head; a bounded number of them is read.
     """
     if not holding.keys:
         return ""

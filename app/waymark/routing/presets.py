@@ -1,7 +1,7 @@
 """The policies: one function and one row of ``PRESETS`` each.
 
 Most are published by others, and keep the constants they were published with. Costs are in tokens or blocks and the
-least wins; scores are without unit and the greatest wins. What a policy makes of a candidate is told apart by name in
+least wins; scores are without unit and the greatest wins. What a policy makes of a candidate has a name of its own in
 ``parts``, so that a decision can be explained.
 """
 

@@ -32,7 +32,7 @@ PromptOf = Callable[[int], Prompt]
 
 
 class Given(NamedTuple):
-    """What a caller of ``/score`` says of a target; None where it says nothing of it."""
+    """The values of a target that a caller of ``/score`` knows; None for a value that it does not know."""
 
     tokens: int | None = None
     requests: int | None = None
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing stored is needed beside it."""
+        """Whether no stored value is needed in addition."""
         return self.tokens is not None and self.requests is not None
 
 

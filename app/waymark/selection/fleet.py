@@ -169,7 +169,7 @@ class Fleet:
     ) -> list[Member]:
         """The members that can be among the ``most`` best by a linear cost; those for parts of a request are left out.
 
-        Whoever has nothing of the prompt has as much to compute as all the others who have nothing: of these, the first
+        All targets that have nothing of the prompt have the same to compute: of these, the first
         by what they have to do are enough. So a decision costs little, however many targets there are. The ranks of
         the instance ``session`` stay. ``allowed`` are the members to choose from; None: all.
         """

@@ -12,7 +12,7 @@ _CHANGES_MAX = 4096
 
 
 class GroupLoads(Mapping[int, Load]):
-    """Loads by publisher. Only what has changed is parsed again, and told to readers."""
+    """Loads by publisher. Only what has changed is parsed again, and passed to readers."""
 
     def __init__(self, loads: Mapping[int, Load] | None = None) -> None:
         self._loads: dict[int, Load] = dict(loads or {})

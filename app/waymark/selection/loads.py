@@ -1,7 +1,7 @@
 """Loads of groups, a moment old: read in the background for the groups that decisions are made in.
 
 A group that is asked about is read again as often as the settings say. One that nobody asks about is read every second
-while requests are under way in it, so that what nobody released is given back in time, and then not at all.
+while requests are under way in it, so that overdue reservations end in time, and then not at all.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Loads:
         return group.loads
 
     async def of(self, group_id: int) -> Mapping[int, Load]:
-        """The loads of a group, by publisher; StoreUnavailable where they are too old and Redis is away."""
+        """The loads of a group, by publisher; raises StoreUnavailable if they are too old and Redis is unavailable."""
         loop = asyncio.get_running_loop()
         group = self._groups.get(group_id) or self._begin(group_id)
         group.asked_at = loop.time()

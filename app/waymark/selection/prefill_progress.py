@@ -1,8 +1,8 @@
-"""Gives prefill back: when the index shows that a prompt has been computed, else when an estimate says so.
+"""Releases prefill: when the index shows that a prompt has been computed, else when an estimate says so.
 
 A replica remembers its own reservations, each with the key of the last complete block of its prompt. When that block
-appears under the reservation's target, the prompt's prefill is done there. Where no event can tell (a prompt below one
-block, a target that tells no events) the prefill is given back after an estimate, or with the reservation's end.
+appears under the reservation's target, the prompt's prefill is done there. If no event can show it (a prompt below one
+block, a target that sends no events), the prefill is released after an estimate, or with the reservation's end.
 What a replica remembers ends with it; its reservations then run out with their prefill.
 """
 
@@ -26,7 +26,7 @@ from waymark.store.reservations import Part, Reservation, Reservations
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.1
-#: A reservation is looked at again after this share of the time for which it is watched: a long prefill is given back a
+#: A reservation is looked at again after this share of the time for which it is watched: a long prefill is released a
 #: little late, and one that never ends costs little.
 _SHARE = 0.2
 #: Reservations that are remembered; beyond it the oldest is left to its end.
@@ -42,7 +42,7 @@ class Watched(NamedTuple):
     group: GroupName
     entry: GroupEntry
     piece: bytes | None
-    """Packed keys of the last piece, up to the last complete block; None where no event will tell."""
+    """Packed keys of the last piece, up to the last complete block; None if no event will show it."""
     done_at: float | None
     """When it is done, as far as that is known or estimated, by the loop's clock."""
     ends_at: float
@@ -93,7 +93,7 @@ class PrefillProgress:
                     self._released.labels(by=by).inc()
 
     def clear(self) -> None:
-        """Redis came back empty: there is nothing to give back."""
+        """Redis came back empty: there is nothing to release."""
         self._watched.clear()
 
     async def _keep_looking(self) -> None:
@@ -144,7 +144,7 @@ class PrefillProgress:
         ]
 
     async def _give_back(self, several: list[Watched], by: str) -> None:
-        # One that was told of meanwhile is counted by who told it.
+        # A prefill that was reported meanwhile is counted where it was reported.
         left = [each for each in several if self._watched.pop(each.reservation.nonce, None) is not None]
         if left:
             await self._reservations.release([each.reservation for each in left], Part.PREFILL)

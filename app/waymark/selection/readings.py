@@ -36,7 +36,7 @@ class Readings(Generic[T]):
         self._groups: dict[int, _Group[T]] = {}
 
     async def of(self, group_id: int, publishers: Sequence[int]) -> Mapping[int, T]:
-        """The readings of these publishers; none where Redis does not tell."""
+        """The readings of these publishers; none if Redis has none."""
         now = asyncio.get_running_loop().time()
         group = self._groups.get(group_id)
         if group is None:
@@ -58,5 +58,5 @@ class Readings(Generic[T]):
         try:
             group.found = await self._read_from_redis(group_id, publishers)
         except StoreUnavailable:
-            group.found = {}  # the decision itself says that Redis is away
+            group.found = {}  # the decision itself reports that Redis is unavailable
         group.read_at = now

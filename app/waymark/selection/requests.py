@@ -1,7 +1,7 @@
 """A decision about a whole inference request: its names and its prompts first, then the selection.
 
-It fails open. A prompt whose tokens cannot be had is decided by its prefix alone (policy ``sticky``), and while Redis
-is unavailable the targets are those that were known last. A request is refused only where no target can take it.
+It fails open. A prompt whose tokens are not available is decided by its prefix alone (policy ``sticky``). While Redis
+is unavailable, the targets are those that were known last. A request is refused only if no target can take it.
 """
 
 from __future__ import annotations

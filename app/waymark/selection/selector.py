@@ -107,12 +107,12 @@ class Selector:
     async def score(self, asked: Asked) -> Ranked | None:
         """All candidates, best first; None where nothing is registered for the group.
 
-        Raises StoreUnavailable where Redis is away.
+        Raises StoreUnavailable.
         """
         look = await self._look(asked, expects=None)
         if look is None:
             return None
-        # Whoever names candidates knows what they serve.
+        # A caller that names candidates knows what they serve.
         members = None if asked.given is not None else look.fleet.serving(asked.served_as)
         candidates = look.fleet.candidates(look.seen, look.request.block_size, asked.given, members)
         found = rank(asked.policy, self._options.picker, look.request, candidates, look.fleet, self._random)
@@ -132,7 +132,7 @@ class Selector:
     # ---- with one ----------------------------------------------------------------------------------
 
     async def select(self, asked: Asked, taking: Taking) -> Selected:
-        """Take a target. Raises NoTarget, Saturated, StoreUnavailable where Redis is away; then nothing is taken."""
+        """Take a target. Raises NoTarget, Saturated, StoreUnavailable; then nothing is taken."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
             raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
@@ -166,7 +166,7 @@ class Selector:
             taken = await self._taker.take(of, look.looked, asked, taking)
             if taken is not None:
                 return taken
-            # Every target that was offered is gone: the table at hand is of before.
+            # Every target that was offered is gone: the cached table is older than that.
             await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
         raise NoTarget(
             f"no target is registered for model {asked.group.model_name!r} of tenant {asked.group.tenant_id!r}; "
@@ -424,7 +424,7 @@ class Selector:
         try:
             found = await self._store.prefixes.read(entry.group_id, prefix_key(asked.prefix_key.hex()), until=until)
             if max(found, default=0) > fleet.newest:
-                # The table at hand is of before a holder that has begun since.
+                # The cached table is older than a holder that has begun since.
                 table = await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
                 fleet = fleet if table is None else self._fleet(asked.group, table)
         except TimeoutError:

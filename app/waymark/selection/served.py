@@ -98,7 +98,7 @@ class ServedNames:
         try:
             registrations = await self._directory.registrations()
         except StoreUnavailable as exc:
-            # What was known stays; a decision finds out by itself that Redis is away.
+            # What was known stays; a decision finds out by itself that Redis is unavailable.
             log.debug("served names not read", extra=fields(error=exc.sentence))
             return
         if asyncio.current_task() is not self._reading:

@@ -289,7 +289,7 @@ def _key(packed: bytes, depth: int) -> int:
 
 
 def _headers(target: Candidate, prefill: Candidate | None, encode: Sequence[Candidate]) -> Mapping[str, str]:
-    """How proxies and engines are told of the targets, where these have addresses."""
+    """The headers by which proxies and engines learn the targets, if these have addresses."""
     headers = {}
     if target.address is not None:
         headers["x-gateway-destination-endpoint"] = host_and_port(target.address)

@@ -75,7 +75,7 @@ class RequestsUnderWay:
         await asyncio.gather(*self._releasing, return_exceptions=True)
 
     async def reserve(self, routed: Routed, address: str) -> tuple[Reservation, ...]:
-        """Reservations of the target at ``address``; none where there is no such target, or it cannot be had."""
+        """Reservations of the target at ``address``; none if there is no such target, or it cannot be reserved."""
         group, tokens = routed.served.group, routed.selected.tokens
         try:
             fleet = await self._selector.fleet(group)

@@ -291,7 +291,7 @@ class HttpConnection(asyncio.Protocol):
         self.all.count_cut(rejection.why)
         reading, self._reading = self._reading, None
         if reading is None:
-            # Where nothing has come there is nothing to answer; a client that is turned away is told so all the same.
+            # Without a request there is nothing to answer, but a client that is turned away gets an answer.
             is_owed = self._is_open or self._unplaced > 0 or rejection is not SLOW
         else:
             is_owed = not (reading.is_answered or reading.is_on_wire)
@@ -328,7 +328,7 @@ class HttpConnection(asyncio.Protocol):
             self.all.closing(self)
 
     def abort(self) -> None:
-        """Close; what has been written and not been taken is thrown away."""
+        """Close, and drop what has been written and not been sent."""
         self._transport.abort()
 
     def shutdown(self) -> None:

@@ -151,7 +151,7 @@ class RequestCycle:
         if self.is_answered or self.is_disconnected:
             return
         if self.is_on_wire:
-            self._connection.close()  # what is missing cannot be told in another way
+            self._connection.close()  # nothing else shows the client that bytes are missing
             return
         self.keep_alive = False
         body = self._connection.all.shape(self.scope["path"], FAULT)

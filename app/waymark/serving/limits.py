@@ -135,7 +135,7 @@ class Connections:
         self.unread: dict[HttpConnection, float] = {}
         """More was written than the client has taken, or the end of it has been written."""
         self.lingering: dict[HttpConnection, float] = {}
-        """The last word has been written; what still comes is thrown away."""
+        """The last bytes have been written; what still arrives is dropped."""
         self._waits = (self.arriving, self.idle, self.unread, self.lingering)
         self._open: set[HttpConnection] = set()
         self._defaults: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
@@ -166,7 +166,7 @@ class Connections:
         self.lingering[connection] = connection.loop.time()
 
     def closing(self, connection: HttpConnection) -> None:
-        """The transport closes; if the client does not take the last bytes the connection is thrown away."""
+        """The transport closes; if the client does not take the last bytes, the connection is dropped."""
         self._forget(connection)
         self.unread[connection] = connection.loop.time()
 

@@ -1,7 +1,7 @@
 """What has happened: restarts, losses, takeovers, sweeps and registrations, in one stream for all processes.
 
-It is for people to read. Noting never waits and never fails: entries wait in a bounded queue until Redis takes them,
-and what does not fit is counted and dropped. A reply that is lost may note an entry twice.
+People read it. ``note`` never waits and never fails: entries wait in a bounded queue until Redis takes them, and an
+entry that does not fit is counted and dropped. If a reply of Redis is lost, an entry may be in the stream twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Answers that gateways have kept for equal requests, in one slot of Redis, so that one script can bound them.
+"""Answers that gateways keep for equal requests, in one slot of Redis, so that one script can bound them.
 
-Only what was asked for after the last clearing is kept: ``find`` says which one that was, and ``keep`` is given it.
+An answer is kept only if its request began after the last clearing. ``find`` returns the nonce of that clearing, and
+the caller passes it to ``keep``.
 """
 
 from __future__ import annotations

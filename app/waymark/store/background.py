@@ -1,4 +1,4 @@
-"""How parts of the store begin work that nobody waits for."""
+"""How parts of the store begin work in the background."""
 
 from __future__ import annotations
 

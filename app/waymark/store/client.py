@@ -60,7 +60,7 @@ class RedisClient:
     def __init__(
         self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL", reads: ReadPool | None = None
     ) -> None:
-        """``reads``: the read connection to a server; a Cluster has its own, the embedded Redis has none."""
+        """``reads`` is the read connection to a server; a Cluster has its own, and the embedded Redis has none."""
         self._redis = redis
         self.reads = reads
         self._variable = variable
@@ -78,7 +78,7 @@ class RedisClient:
         credentials: Credentials | None = None,
         variable: str = "WAYMARK_REDIS_URL",
     ) -> RedisClient:
-        """Connects on first use. ``memory://`` is a new, empty, embedded Redis of this process alone.
+        """A client that connects on first use. ``memory://`` is a new, empty, embedded Redis of this process alone.
 
         ``connections`` is for each server. Raises SettingsError, naming ``variable``, where the URL or a field of
         ``credentials`` does not fit.
@@ -118,7 +118,7 @@ class RedisClient:
         return isinstance(self._redis, Cluster)
 
     def connections(self) -> tuple[int, int]:
-        """Connections of the pools that are in use, and that are idle; none of the embedded Redis."""
+        """How many connections of the pools are in use, and how many are idle; 0 for the embedded Redis."""
         nodes = self._redis.nodes() if isinstance(self._redis, Cluster) else [self._redis]
         pools = [node.connection_pool for node in nodes]
         counts = [pool.counts() for pool in pools if isinstance(pool, Pool)]
@@ -143,7 +143,7 @@ class RedisClient:
                     raise
             except (RedisError, OSError) as exc:
                 if not isinstance(exc, NoScriptError):
-                    pool.retire()  # the library finds out whether it is another server now
+                    pool.retire()  # redis-py finds out whether another server has the data now
         with self._translated():
             try:
                 reply = await self._redis.execute_command(*words)
@@ -198,7 +198,7 @@ class RedisClient:
             return cast("tuple[int, dict[bytes, bytes]]", reply)
 
     async def unlink_all(self, pattern: str) -> int:
-        """Delete every key that matches ``pattern``, on every primary; how many there were."""
+        """Delete every key that matches ``pattern``, on every primary; return how many there were."""
         with self._translated():
             return sum([await _unlink_all(each, pattern) for each in await self._primaries()])
 
@@ -257,7 +257,7 @@ class RedisClient:
         with self._translated():
             server = (await self._primaries())[0] if isinstance(self._redis, Cluster) else self._redis
             async with server.pubsub(ignore_subscribe_messages=True) as pubsub:
-                # By itself: a cancellation that was swallowed must be seen before the next wait, not after the last.
+                # In a block of its own, so that a swallowed cancellation is raised before the first wait for messages.
                 with self._translated():
                     await pubsub.subscribe(channel)
                 yield Subscription(pubsub, self._translated)
@@ -311,6 +311,6 @@ async def _load(redis: Redis) -> None:
 
 
 def _embedded() -> Redis:
-    from fakeredis import FakeAsyncRedis, FakeServer  # the emulation is loaded only where it is asked for
+    from fakeredis import FakeAsyncRedis, FakeServer  # only a process with an embedded Redis loads the emulation
 
     return FakeAsyncRedis(server=FakeServer(), decode_responses=False, protocol=2)

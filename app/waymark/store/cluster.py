@@ -34,10 +34,10 @@ from waymark.store.slot_map import SlotMap, Slots
 
 T = TypeVar("T")
 
-#: How often a command is sent on, or again, before it is given up.
+#: How often a command is sent, to the same node or to another one, before the last error is raised.
 _HOPS = 5
 _TRY_AGAIN_SECONDS = 0.05
-#: How many timeouts of a connection one command may take in all, with everything that is done for it.
+#: The bound of a command in timeouts of a connection, with reading the map and every redirect.
 _BOUND_TIMEOUTS = 3
 #: Nodes asked for the map at once.
 _ASKED_MAX = 5
@@ -78,7 +78,7 @@ class Cluster:
             return await self._follow(command)
 
     async def several(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """Commands in one pipeline per node, all nodes at once: each one's reply, or its error."""
+        """Send commands in one pipeline per node, to all nodes at once; return the reply or the error of each."""
         listed = list(commands)
         async with asyncio.timeout(self._bound_seconds):
             await self._read_map()
@@ -99,7 +99,7 @@ class Cluster:
 
             await asyncio.gather(*(ask(*each) for each in by_node.items()))
             again = [i for i, reply in enumerate(replies) if _is_elsewhere(reply)]
-            # Each by itself, which finds out where it belongs.
+            # Each of these is sent alone, and follows its slot.
             answers = await asyncio.gather(*(self._follow(listed[i]) for i in again), return_exceptions=True)
             for i, answer in zip(again, answers, strict=True):
                 replies[i] = answer
@@ -113,7 +113,7 @@ class Cluster:
         endpoint = self._map.pick(key_slot(key))
         reads = self._reads.get(endpoint)
         if reads is None:
-            self._node(endpoint)  # what is forgotten with the node, when it has left
+            self._node(endpoint)  # when a node leaves the Cluster, its client and its read connection go together
             reads = self._reads[endpoint] = self._read(endpoint)
         try:
             return await reads.ask(packed, reader, until)
@@ -130,7 +130,7 @@ class Cluster:
         return self._map.pick(slot) if self._map.has(slot) else slot
 
     def nodes(self) -> list[Redis]:
-        """One client for each node that was ever asked and is still there."""
+        """One client for each node of the Cluster that has got a command from this process."""
         return list(self._nodes.values())
 
     async def primaries(self) -> list[Redis]:
@@ -149,7 +149,7 @@ class Cluster:
                 if isinstance(reply, BaseException):
                     raise reply
 
-    # ---- to the right node ----
+    # ---- follow a slot to its node ----
 
     async def _follow(self, command: Sequence[Any]) -> Any:
         slot = _slot(command)
@@ -183,7 +183,7 @@ class Cluster:
                 try:
                     return await read_singly(self._pipelined, self._map.pick(slot), command[1:])
                 except MovedError as moved:
-                    self._map.learn(moved, self._map.pick(slot))  # it has arrived meanwhile
+                    self._map.learn(moved, self._map.pick(slot))  # the move of the slot has ended meanwhile
             except (RedisConnectionError, ClusterDownError) as exc:
                 self._map.pass_over(endpoint)
                 if isinstance(exc, AuthenticationError) or hop == _HOPS:
@@ -265,7 +265,7 @@ async def _asked(node: Redis, *command: Any) -> Any:
 
 
 async def _pipelined(node: Redis, commands: Iterable[Sequence[Any]]) -> list[Any]:
-    """The replies, errors among them."""
+    """The replies in order; an error is one of them, and is not raised."""
     async with node.pipeline(transaction=False) as pipeline:
         for command in commands:
             pipeline.execute_command(*command)

@@ -85,7 +85,7 @@ def common_options(timeout_seconds: float, *, retries: int = 1) -> dict[str, Any
         "socket_timeout": timeout_seconds,
         "socket_connect_timeout": timeout_seconds,
         "health_check_interval": 0,
-        # A name for CLIENT LIST, which older servers do not know and an ACL would have to permit.
+        # None: redis-py would send its name by CLIENT SETINFO, which older servers do not know and an ACL must permit.
         "driver_info": None,
         "retry": Retry(NoBackoff(), retries, supported_errors=(RedisConnectionError,)),
     }
@@ -121,9 +121,12 @@ async def _read_only(connection: AbstractConnection) -> None:
 
 
 async def first(ask: Callable[[A], Awaitable[T]], asked: Iterable[A]) -> T | RedisError:
-    """The first reply among calls of ``ask``; the last error where all fail. The other calls are cancelled."""
+    """Call ``ask`` for all at once, and return the first reply, or the last error if all fail.
+
+    The calls that have not ended by then are cancelled.
+    """
     waiting = {asyncio.ensure_future(ask(each)) for each in asked}
-    failure = RedisError("nobody was asked")
+    failure = RedisError("there is no server to ask")
     try:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

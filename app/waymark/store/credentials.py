@@ -58,10 +58,10 @@ class Credentials:
                     raise SettingsError(str(exc)) from None
         if address.password is not None and self.password_file is not None:
             raise SettingsError(
-                f"{variable} has a password, and there is WAYMARK_REDIS_PASSWORD_FILE: keep one of them"
+                f"{variable} has a password, and WAYMARK_REDIS_PASSWORD_FILE names another one: keep one of them"
             )
         if address.username is not None and self.username is not None:
-            raise SettingsError(f"{variable} has a user, and there is WAYMARK_REDIS_USERNAME: keep one of them")
+            raise SettingsError(f"{variable} has a user, and so has WAYMARK_REDIS_USERNAME: keep one of them")
         if self.tls_key_file is not None and self.tls_cert_file is None:
             raise SettingsError("WAYMARK_REDIS_TLS_KEY_FILE is a key without WAYMARK_REDIS_TLS_CERT_FILE: give both")
         if address.is_tls:

@@ -17,7 +17,7 @@ from waymark.store.scripts import Scripts
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryState:
-    """What the worker that discovers reports."""
+    """What the worker that discovers engines reports."""
 
     worker: str
     registered: int = 0
@@ -25,7 +25,7 @@ class DiscoveryState:
     waiting: int = 0
     """Engines that were found and cannot be registered now."""
     problems: tuple[str, ...] = ()
-    """Sentences; the first ones where there are many."""
+    """The first reasons why engines cannot be registered, as sentences."""
 
 
 class DiscoveryLease:
@@ -34,7 +34,7 @@ class DiscoveryLease:
         self._scripts = scripts
 
     async def hold(self, state: DiscoveryState, seconds: float) -> bool:
-        """Take or renew the lease; False if another worker has it. ``seconds`` 0 gives it up."""
+        """Take or renew the lease of discovery; False if another worker has it. With ``seconds`` 0 it is released."""
         told = {"registered": state.registered, "waiting": state.waiting, "problems": list(state.problems)}
         outcome = await self._scripts.hold_discovery(
             keys.DISCOVERY, state.worker, int(seconds * 1000), orjson.dumps(told).decode()
@@ -42,7 +42,7 @@ class DiscoveryLease:
         return outcome.is_applied
 
     async def state(self) -> DiscoveryState | None:
-        """What the worker that discovers reported last; None if none does."""
+        """The last report of the worker that discovers engines; None if no worker does."""
         (raw,) = await self._client.several([("GET", keys.DISCOVERY)])
         if raw is None:
             return None

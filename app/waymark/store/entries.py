@@ -1,8 +1,8 @@
 """How many blocks the holders of a bounded group have, and which of its holders end because there are too many.
 
-Holder ids ascend, so the oldest generation of a group is the one with the lowest id. Each publisher's worker writes its
-own numbers. Whoever writes when there are too many gets a turn to choose a **cut**: every holder up to that id ends,
-each by the worker of its own publisher.
+Holder ids ascend, so the oldest generation of a group is the one with the lowest id. Each worker writes the numbers of
+its publishers. If a group then has too many blocks, one worker at a time may choose a **cut**, which is a holder id:
+every holder up to that id ends. The worker of each publisher ends that publisher's holders.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
 from waymark.store.scripts import Scripts
 
-#: How long others leave the choice to whoever has the turn.
+#: For how long no other worker may choose a cut after one has begun to.
 _TURN_MS: Final = 250
 
 
@@ -38,7 +38,7 @@ class Entries:
         self._scripts = scripts
 
     async def note(self, grant: Grant, blocks: Mapping[int, int], max_entries: int) -> GroupEntries | None:
-        """Write the blocks of a publisher's holders; choose what ends if it is this caller's turn. None if fenced."""
+        """Write the blocks of a publisher's holders, and choose a cut if no other worker may. None if fenced."""
         noted = await self._note(grant, blocks, max_entries)
         if noted is None:
             return None

@@ -21,7 +21,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.store.credentials import SecretUnreadable
 
-#: What Redis 6.2 to 8, Valkey and the emulation say where a value has another type, or a script meets one that it
+#: Texts of the errors of Redis 6.2 to 8, Valkey and the emulation about a value of another type, or one that a script
 #: cannot use.
 _DAMAGE = ("WRONGTYPE", "user_script", "unning script", "not an integer", "not a valid float")
 _REFUSALS = ("OOM", "READONLY", "MISCONF", "LOADING", "NOREPLICAS", "CLUSTERDOWN", "MASTERDOWN", "NOPERM", "unknown")

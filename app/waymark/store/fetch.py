@@ -88,7 +88,7 @@ class Fetcher:
         self._duration = metrics.fetch_duration_seconds
 
     async def fetch(self, entry: GroupEntry, asked: Asked, *, with_version: bool, until: float) -> Fetched:
-        """Read what was asked for, with one request to each server.
+        """Read the values that ``asked`` names, with one request to each server.
 
         Raises TimeoutError at ``until``, a time of the event loop's clock, and StoreUnavailable.
         """
@@ -134,7 +134,7 @@ class Fetcher:
 
 @lru_cache(1024)
 def _of_group(group_id: int) -> tuple[bytes, bytes]:
-    """What stands before the names of rows, and the packed HGET of the version."""
+    """The beginning of every row's key, and the packed HGET of the version."""
     words = "HGET", keys.holders(group_id), "version"
     return keys.block_prefix(group_id, 0), hiredis.pack_command(cast("Any", words))
 
@@ -165,7 +165,7 @@ def _commands(entry: GroupEntry, asked: Asked, *, with_version: bool) -> list[_C
 
 
 def _together(commands: Sequence[_Command], replies: list[Any], *, with_version: bool) -> Fetched:
-    """The values in the order in which they were asked for."""
+    """The values of all replies, in the order in which ``asked`` names them."""
     values: list[bytes | None] = [None] * sum(len(command.indexes) for command in commands)
     for command, reply in zip(commands, replies, strict=True):
         if command.indexes:

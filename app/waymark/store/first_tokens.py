@@ -10,13 +10,13 @@ from waymark.store.client import RedisClient
 
 
 class FirstTokenTimes:
-    """Those of all groups. Always on the Redis that takes writes."""
+    """The times of all groups. They are read from the Redis that takes writes, never from a replica of it."""
 
     def __init__(self, client: RedisClient) -> None:
         self._client = client
 
     async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, FirstTokens]:
-        """The sums of these publishers, as far as there are any."""
+        """The sums of those of ``publishers`` that have any, by publisher id."""
         if not publishers:
             return {}
         names = [keys.first_tokens(group_id, publisher) for publisher in publishers]

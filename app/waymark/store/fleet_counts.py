@@ -37,7 +37,7 @@ class FleetCounts:
         self._prefixes: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self.prefixes_seen = 0
-        """About how many different prefix keys all replicas have seen, when this one last added its own."""
+        """About how many different prefix keys all replicas had seen when this replica last added its own."""
 
     def add(self, name: str, prefix_key: bytes | None = None) -> None:
         """Count one decision, and the prefix key of its request."""

@@ -23,7 +23,7 @@ class EngineGauges:
         self._scripts = scripts
 
     async def note(self, group_id: int, publisher: int, gauges: Gauges, milliseconds: int) -> bool:
-        """Write a reading that counts for so long; False where the publisher is not registered any more."""
+        """Write a reading that expires after ``milliseconds``; False if the publisher is not registered any more."""
         value = orjson.dumps(
             {
                 "waiting": gauges.waiting,
@@ -40,7 +40,7 @@ class EngineGauges:
         return outcome.is_applied
 
     async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, Gauges]:
-        """The readings that still count, by publisher id."""
+        """The readings that have not expired, by publisher id."""
         if not publishers:
             return {}
         names = [keys.gauges(group_id, publisher) for publisher in publishers]

@@ -26,7 +26,7 @@ async def read_singly(pipeline: Pipeline, owner: Endpoint, keys: Sequence[Any]) 
         if isinstance(value, AskError):
             asked.setdefault((value.host or owner[0], value.port), []).append(i)
     for node, indexes in asked.items():
-        # ASKING holds for the one command behind it.
+        # ASKING applies to the next command of the same connection.
         commands = [command for i in indexes for command in (("ASKING",), ("GET", keys[i]))]
         for i, value in zip(indexes, (await pipeline(node, commands))[1::2], strict=True):
             values[i] = value

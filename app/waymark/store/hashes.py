@@ -21,7 +21,7 @@ from waymark.store.scripts import Arg, Scripts, Verdict
 GENERATIONS: Final = 10
 #: Entries in one call, less than 1 ms of Redis.
 _CALL_ENTRIES: Final = 512
-#: What nobody writes to any more goes after a week, such as that of a group whose pool was unregistered.
+#: A generation expires a week after its last write, for example if the pool of its group was unregistered.
 _KEEP_MS: Final = 7 * 86_400_000
 _BLOCK: Final = re.compile(rb"([0-9a-f]{16})([0-9a-v])([0-9a-f]{16})([0-9a-f]{16})?")
 

@@ -59,7 +59,7 @@ class Primary:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What is known of Redis."""
+    """The health of Redis, as INFO showed it last."""
 
     is_up: bool = False
     """Redis answered the last time, and was not loading its data."""
@@ -146,7 +146,7 @@ class HealthWatch:
             return await self._client.infos()
         except StoreUnavailable as exc:
             if isinstance(exc.__cause__, ResponseError):
-                return []  # a refusal is an answer, too: INFO may be denied to this user
+                return []  # an error is an answer, too: an ACL may deny INFO to this user
             raise
 
     def _complaints(self, info: Mapping[str, Any]) -> Iterable[tuple[Reason, str]]:

@@ -40,7 +40,7 @@ class Incarnation:
         return cache
 
     def saw(self, place: int | str, nonce: bytes) -> None:
-        """Take a nonce that Redis has returned; one that differs from the last at that place clears all caches."""
+        """Note a nonce that Redis has returned. One that differs from the last of its place clears all caches."""
         known = self._nonces.get(place)
         if known is None:
             if len(self._nonces) >= _NONCES_MAX:

@@ -1,4 +1,4 @@
-"""The word in Redis that says how the index is laid out, so that no release takes another layout for its own."""
+"""The field in Redis that names the format of the index, so that no release reads an index of another format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIELDS = (FIELD, _ANY_INDEX)
 
 
 def complaint(found: bytes | None, last_group: bytes | None) -> str | None:
-    """Why the index in this Redis cannot be used, as a sentence with the way out; None where it can, or is empty."""
+    """Why the index in this Redis cannot be used, as a sentence with the way out; None if it can, or if it is empty."""
     if found == FORMAT.encode() or (found is None and last_group is None):
         return None
     name = "none" if found is None else shown(found.decode(errors="replace"))

@@ -26,11 +26,12 @@ CATALOG = "wm:catalog"
 DISCOVERY = "wm:discovery"
 #: What has happened, for people.
 ACTIVITY = "wm:activity"
-#: What gateways have kept of their answers, in one slot: which clearing was the last, the answers, when each ends.
+#: The response cache of gateways, in one slot: the nonce of the last clearing, the answers, and when each one expires.
 ANSWERS = "wm:answers"
 ANSWERS_KEPT = "wm:answers:kept:{wm:answers}"
 ANSWERS_DUE = "wm:answers:due:{wm:answers}"
-#: Stored responses, in one slot: their bytes, they themselves, when each ends, which MongoDB has, which it is to get.
+#: Stored responses, in one slot: their total size, the responses, when each one expires, the names of those that
+#: MongoDB has, and the queue of those that it has not got yet.
 RESPONSES = "wm:responses"
 RESPONSES_KEPT = "wm:responses:kept:{wm:responses}"
 RESPONSES_DUE = "wm:responses:due:{wm:responses}"
@@ -78,12 +79,12 @@ def load(group_id: int) -> str:
 
 
 def entries(group_id: int) -> str:
-    """How many blocks the publishers of a group have, where the group is bounded."""
+    """How many blocks the publishers of a bounded group have."""
     return f"wm:{_tag(group_id)}:entries"
 
 
 def hashes(group_id: int, number: int | None = None) -> str:
-    """What engine hashes of a group stand for: a generation, or without ``number`` the number of the newest one."""
+    """Blocks of a group by engine hash: one generation, or without ``number`` the number of the newest generation."""
     return f"wm:{_tag(group_id)}:{'hashes' if number is None else f'hash:{number}'}"
 
 
@@ -100,27 +101,27 @@ def first_tokens(group_id: int, publisher: int) -> str:
 
 
 def request(group_id: int, request_id: str) -> str:
-    """``request_id``: 16 hex digits."""
+    """``request_id`` has 16 hex digits."""
     return f"wm:{_tag(group_id)}:request:{request_id}"
 
 
 def selection(selection_id: str) -> str:
-    """``selection_id``: 16 hex digits. Clients name a selection without its group."""
+    """``selection_id`` has 16 hex digits. Clients name a selection without its group."""
     return f"wm:selection:{selection_id}"
 
 
 def spec(group_id: int, block_key: int) -> str:
-    """A speculative entry: the target that will have the prompt up to this block."""
+    """A speculative entry: the target that will soon have the prompt up to this block."""
     return f"{spec_prefix(group_id).decode()}{block_key:016x}"
 
 
 def spec_prefix(group_id: int) -> bytes:
-    """What stands before a speculative entry's 16 hex digits."""
+    """The beginning of the key of a speculative entry; 16 hex digits follow."""
     return f"wm:{_tag(group_id)}:spec:".encode()
 
 
 def opaque_prefix(group_id: int, key: str) -> str:
-    """An opaque prefix. ``key``: 32 hex digits."""
+    """An opaque prefix. ``key`` has 32 hex digits."""
     return f"wm:{_tag(group_id)}:prefix:{key}"
 
 
@@ -130,22 +131,22 @@ def opaque_prefixes(group_id: int, holder: int | None = None) -> str:
 
 
 def placement(group_id: int, block: str) -> str:
-    """Who was sent a prompt with a block, as routers outside report it. ``block``: 16 hex digits."""
+    """The holders that were sent a prompt with a block, as external routers report it. ``block`` has 16 hex digits."""
     return f"wm:{_tag(group_id)}:placement:{block}"
 
 
 def placements(group_id: int) -> str:
-    """The blocks of a group for which there is such a key."""
+    """The blocks of a group that have a key ``placement``."""
     return f"wm:{_tag(group_id)}:placements"
 
 
 def block_prefix(group_id: int, shard: int) -> bytes:
-    """What stands before the name of a row, a branch row or a single."""
+    """The beginning of the key of a row, a branch row or a single."""
     return f"wm:{_tag(group_id, shard)}:".encode()
 
 
 def blocks(group_id: int) -> str:
-    """A text that stands for all blocks of a group in messages."""
+    """A text that messages show for all block keys of a group."""
     return f"wm:{{{group_id}}}:<block>"
 
 

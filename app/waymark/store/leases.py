@@ -33,7 +33,7 @@ class HolderChange:
 
 
 class Seat(Protocol):
-    """Where in Redis a publisher is: of a claim, or of a publisher without one."""
+    """Where in Redis a publisher is. A claim is a seat, and so is what is known of a publisher without a claim."""
 
     @property
     def publisher(self) -> int: ...
@@ -65,7 +65,7 @@ class Grant:
     calls: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
     """By shard, how many calls of the stream it has acknowledged. A shard that has fewer has lost writes."""
     moved_shards: set[int] = field(default_factory=set, compare=False, repr=False)
-    """The shards, without the first one, whose number is not in the record yet: the next watermark writes it."""
+    """The shards other than 0 whose number of calls is not in the record yet; the next watermark writes it."""
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
     seconds: float = 0.0
     """How long the lease lasts unless it is renewed."""
@@ -73,17 +73,17 @@ class Grant:
     """A shard had no token of the publisher. If the publisher has a life, that shard has come back empty."""
 
     def acknowledged(self, shard: int, calls: int) -> None:
-        """A shard has answered a call. Answers of calls that ran at the same time come in any order."""
+        """Note that a shard has answered a call. Answers to calls that ran at the same time come in any order."""
         self.calls[shard] = max(calls, self.calls.get(shard, 0))
 
     def counted(self, outcome: Outcome) -> bool:
-        """Whether shard 0 has carried out a call, whose reply ends with the number of its calls. False if fenced."""
+        """Note the number of calls at the end of a reply of shard 0. False if the call was fenced."""
         if outcome.is_applied:
             self.acknowledged(0, outcome.numbers[-1])
         return outcome.is_applied
 
     def has_lost(self, shard_calls: Mapping[int, int]) -> bool:
-        """Whether a shard had fewer calls, when the fence was raised there, than a record knew of."""
+        """Whether a shard had fewer calls, when the fence was raised there, than the record names."""
         return self.is_forgotten or any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
 
     @property
@@ -109,7 +109,7 @@ class Grant:
 
     @property
     def fence(self) -> str:
-        """Of shard 0, which has the record."""
+        """The key of the fence on shard 0, which also has the record."""
         return keys.fence(self.claim.group_id, 0)
 
     @property
@@ -174,7 +174,7 @@ class Leases:
         return None in found
 
     async def _raise_fences(self, seat: Seat, token: str) -> tuple[int | None, int, dict[int, int]]:
-        """(the counter of a higher token, or None; the highest holder id of all shards; by shard, how many calls)."""
+        """Return the counter of a higher token or None, the highest holder id of all shards, and the calls by shard."""
         outcomes = await asyncio.gather(
             *(
                 self._scripts.raise_fence(keys.fence(seat.group_id, shard), seat.publisher, token)
@@ -234,7 +234,7 @@ class Leases:
         """End a publisher that has a row in the table and no record. False if it has a record, or no row.
 
         A Redis that evicts keys, or a move of its slot that was broken off, leaves such a row. Its holders are known
-        from the table alone, and it needs no token: whoever had one lost it with the record.
+        from the table alone, and it needs no token: a token was lost with the record.
         """
         held = await self._client.hgetall(keys.holders(seat.group_id))
         if b"publisher:%d" % seat.publisher not in held:

@@ -143,7 +143,7 @@ class _ServerQueue:
     def _let_through(self) -> None:
         while self.waiting:
             cost, let_through = self.waiting[0]
-            if let_through.done():  # whoever waited has gone
+            if let_through.done():  # the caller waits no longer
                 self.waiting.popleft()
             elif self._has_room(cost):
                 self.waiting.popleft()

@@ -54,7 +54,7 @@ class RecordKind(StrEnum):
 
 
 class Malformed(ValueError):
-    """Why a record cannot be read. The sentence names a field and never a value, which may be a secret."""
+    """A record cannot be read. The sentence of the error names a field and never a value, which may be a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Unreadable:
     kind: RecordKind
     key: str
     field: str
-    """Of a hash or a set; empty for a whole key."""
+    """The field of a hash or the member of a set; empty for a whole key."""
     reason: str
 
 
@@ -135,7 +135,7 @@ def lenient_text(raw: bytes) -> str:
 
 
 def pairs(reply: Any) -> list[tuple[bytes, bytes]]:
-    """The names and values of a reply, which the client returns as a flat list, as pairs or as a mapping."""
+    """The names and values of a reply. The client returns them as a flat list, as pairs or as a mapping."""
     if not reply:
         return []
     if isinstance(reply, Mapping):

@@ -1,4 +1,4 @@
-"""Placements in Redis: which holder was sent a prompt with a block, as routers outside report it, until when."""
+"""Placements in Redis: the holders that were sent a prompt with a block, as external routers report it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from waymark.store.scripts import Scripts
 
 #: Blocks in one call, below 1 ms of Redis.
 BLOCKS_PER_CALL = 128
-#: Holders of one block: the beginning of a system prompt is everywhere.
+#: The most holders of one block: every holder may have the beginning of a system prompt.
 _HOLDERS_MAX = 1024
 #: Blocks, and holders of them, that one call looks at: below 2 ms of Redis.
 _MATCHED_PER_CALL, _FIELDS_PER_CALL = 512, 4096
@@ -38,7 +38,7 @@ class Placements:
                 gone = await self._drop_oldest(group_id, few)
                 dropped += gone
                 if gone < few:
-                    break  # others drop them, too
+                    break  # another call may drop them, too
                 outcome = outcome._replace(numbers=(outcome.numbers[0] - gone,))
         return dropped
 

@@ -1,7 +1,7 @@
-"""Opaque prefixes in Redis: which holder has how many tokens of each, until when.
+"""Opaque prefixes in Redis: how many tokens of each prefix a holder has, and until when.
 
-A prefix is a hash with a field for each holder. Its field ``until`` is the time at which the key itself ends, so a
-reader knows the time of that Redis from the time that the key has left, and needs no clock.
+A prefix is a hash with a field for each holder. Its field ``until`` is the time at which the key itself expires. A
+reader computes the time of that Redis from it and from the key's TTL, so it needs no clock of its own.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class ReadConnection(asyncio.Protocol):
         self._heard = self._loop.time()
         try:
             self._parse(data)
-        except RedisError as exc:  # no RESP, or more than was asked for: nothing behind it can be told apart
+        except RedisError as exc:  # no RESP, or an extra reply: what follows belongs to no question
             self.lose(exc)
             return
         if self._is_retired and not self._questions:
@@ -180,7 +180,7 @@ class ReadConnection(asyncio.Protocol):
             self._look_at(min([self._heard + self._silent_seconds, *untils]))
 
     def _fail_late(self, now: float) -> bool:
-        """Whether one of those that are late now is behind no question whose caller still waits."""
+        """Fail the questions that are late. Return whether one of them precedes all that are still waited for."""
         is_waited_for = is_lost = False
         for question in self._questions:
             if question.answer.done():
@@ -193,7 +193,7 @@ class ReadConnection(asyncio.Protocol):
         return is_lost
 
     def _end(self, question: _Question[Any], answer: Any = None, error: Exception | None = None) -> None:
-        if question.answer.done():  # whoever asked was cancelled, or has given up
+        if question.answer.done():  # the caller was cancelled, or waits no longer
             return
         if error is None:
             question.answer.set_result(answer)

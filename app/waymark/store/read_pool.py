@@ -107,7 +107,7 @@ class ReadPool:
         self._failures = 0
         self._failure: RedisError | None = None
         self.connection: ReadConnection | None = None
-        """The open connection; None before the first, and after one was lost."""
+        """The open connection; None before the first one is opened, and after it was lost."""
 
     @property
     def seconds(self) -> float:

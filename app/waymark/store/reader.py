@@ -29,9 +29,9 @@ from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordKind, RecordParser
 from waymark.store.places import holders_of
 
-#: Rows in the first chunk. A miss is the common answer to a new prompt, so it is small, unless more than
-#: ``_LONG_SHARE`` of the prompts lately had all that a small one asks for: a round trip costs more than keys that turn
-#: out to be missing.
+#: Rows in the first chunk. It is small, because most new prompts have no match. It is larger if more than
+#: ``_LONG_SHARE`` of the recent prompts had every block of a small first chunk: one more round trip costs more than
+#: reading keys that do not exist.
 _FIRST_CHUNKS = (4, 16)
 _LONG_SHARE = 1 / 3
 #: A match that passes the first chunk is mostly long.
@@ -52,7 +52,7 @@ class Reading(NamedTuple):
 
     walk: Walk
     is_partial: bool
-    """The deadline passed before the end of the chain."""
+    """Whether the deadline passed before the end of the chain."""
     round_trips: int
     blocks: int
     """How many blocks were looked up."""
@@ -102,7 +102,7 @@ class Reader:
         self._incarnation = incarnation
         self._groups: dict[GroupName, GroupEntry] = incarnation.cache({})
         self._tables: dict[int, HolderTable] = incarnation.cache({})
-        # By group id: the share of queries that lately found all that a small first chunk asks for.
+        # By group id: the share of recent queries that found every block of a small first chunk.
         self._long: dict[int, float] = incarnation.cache({})
 
     async def read(
@@ -235,7 +235,7 @@ class Reader:
             if not walk.feed(runs) or is_over:
                 if is_fresh or walk.newest_seen <= walk.view.newest:
                     return True
-                # A row names a holder that began after the table was read: read it again, once, and walk anew.
+                # A row names a holder that began after the table was read: read the table again, once, and walk again.
                 table, is_fresh = await self._read_table(entry.group_id, until), True
                 query.round_trips += 1
                 if table is None or table.group != group or changes != self._incarnation.changes:

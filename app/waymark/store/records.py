@@ -27,7 +27,7 @@ from waymark.store.stream_fields import BLOCKS, COUNTER, EVENT, HOLDER, MISSING,
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """A record as the worker that takes the lease finds it."""
+    """The record of a stream, as the worker that takes its lease reads it."""
 
     life: str
     watermark: int | None
@@ -49,7 +49,7 @@ class StreamState:
     last_event_id: str = ""
     """Of an event stream over HTTP: the ``id`` of the last event that was applied."""
     is_damaged: bool = False
-    """The watermark, or a field that names a holder, cannot be read: the life of the stream has to end."""
+    """Whether the watermark, or a field that names a holder, cannot be read: the life of the stream has to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class PublisherState:
 
     @property
     def known(self) -> float | None:
-        """The share of the publisher's blocks in this life that the index knows, as far as its events tell.
+        """The share of the publisher's blocks in this life that the index knows, as far as its events show.
 
-        None where it has told of no block.
+        None if it has reported no block.
         """
         there = sum(self.blocks.values())
         told = there + self.counters.get(MISSING, 0)

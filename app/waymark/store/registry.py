@@ -245,11 +245,11 @@ class Registry:
             now = None if raw is None else self._directory.decode(name, raw)
             if now is not None and now.has_stream_of(claim):
                 return await self._is_begun(now)  # its target has changed meanwhile: the table must have the newer one
-            await self._end(claim)  # unregistered before it began: what it was given now, no other call would end
+            await self._end(claim)  # unregistered before it began: no other call would end it
             return False
         if entry == b"%d %d" % (claim.group_id, claim.shards):
             return True
-        # A failover has forgotten that the ids were handed out: queries would not find the group.
+        # After a failover Redis may not know that the ids are in use. Then queries would not find the group.
         kept = await self._scripts.keep_ids(keys.GROUPS, group, claim.group_id, claim.shards, claim.publisher, FORMAT)
         return kept.is_applied
 
@@ -352,11 +352,11 @@ class Registry:
         for attempt in range(_ATTEMPTS):
             grant = await self._leases.take(claim, "unregister", 5.0, force=True)
             if grant is None:
-                await self._leases.end_without_record(claim)  # mostly nothing of it is in the table either
+                await self._leases.end_without_record(claim)  # in most cases the table has no row of it either
                 return
             if await self._leases.end(grant):
                 return
-            # Another caller ends it, too. Without a pause, two callers would take the lease from each other for ever.
+            # Another caller ends it, too. Without a pause, two callers would take the lease from each other endlessly.
             await asyncio.sleep(random.uniform(0, 0.01 * (attempt + 1)))
         raise _contended(claim.registration.name)
 
@@ -365,7 +365,7 @@ class Registry:
     ) -> Claim | None:
         """Compare and set: the claim as written, or None if Redis had another value than ``expected``.
 
-        With ``is_restored`` the claim is not written if the publisher was unregistered in this Redis.
+        With ``is_restored`` the claim is not written if the publisher was unregistered in this incarnation of Redis.
         """
         raw = claim.encode()
         is_set = await self._write_claim(name, expected, raw, is_restored=is_restored)

@@ -28,7 +28,7 @@ from waymark.store.scripts import Scripts, Verdict
 CANDIDATES_MAX = 8
 #: Overdue reservations that one refresh of the loads ends.
 OVERDUE_MAX = 64
-#: Between two tries to take back a reservation that nobody knows.
+#: The pause between two attempts to end a reservation whose reply was lost.
 _TAKE_BACK_SECONDS = 1.0
 #: Releases under way at once, of one list.
 _RELEASES_AT_ONCE = 32

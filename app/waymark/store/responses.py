@@ -22,7 +22,7 @@ class Entry(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """How long responses are stored, how many, and how many bytes they may take. ``queue_max`` 0: without MongoDB."""
+    """How long responses are stored, how many, and how many bytes they may take. ``queue_max`` is 0 without MongoDB."""
 
     milliseconds: int
     entries_max: int
@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Whether a change was done, and how much is stored. What is not done did not fit."""
+    """Whether a change was made, and how much is stored. A change is not made if the response does not fit."""
 
     is_done: bool
     room: Room
@@ -49,15 +49,15 @@ class Responses:
         return await self._scripts.find_responses(keys.RESPONSES_KEPT, keys.RESPONSES_DUE, names)
 
     async def keep(self, name: str, value: bytes, bounds: Bounds) -> Changed:
-        """Keep a response. The oldest ones make room; with MongoDB, the oldest ones that it has."""
+        """Keep a response. The oldest ones are removed for it; with MongoDB, the oldest ones that MongoDB has."""
         return await self._change(name, value, bounds, bounds.queue_max)
 
     async def put_back(self, name: str, value: bytes, bounds: Bounds) -> Changed:
-        """Keep one that MongoDB has, unless it was changed or deleted meanwhile."""
+        """Keep a response that MongoDB has, unless it was changed or deleted meanwhile."""
         return await self._change(name, value, bounds, 0)
 
     async def delete(self, name: str, bounds: Bounds) -> Changed:
-        """Delete a response. With MongoDB, that is remembered for a time."""
+        """Delete a response. With MongoDB, a mark of the deletion stays in Redis for a time."""
         return await self._change(name, b"", bounds, bounds.queue_max)
 
     async def _change(self, name: str, value: bytes, bounds: Bounds, length: int) -> Changed:

@@ -273,7 +273,7 @@ class Scripts:
         repeatable: str,
         candidate: Sequence[Arg],
     ) -> tuple[Verdict, *tuple[int | str, ...]]:
-        """The one script that answers with a text, the nonce of a reservation that was made before."""
+        """The second value is a text: the nonce of a reservation that was made before."""
         keys: list[str | bytes] = [load, reservations, holders]
         if request is not None:
             keys.append(request)
@@ -336,7 +336,7 @@ class Scripts:
     async def match_placements(
         self, placement: Sequence[str], fields_max: int, holder: Sequence[str]
     ) -> tuple[int, dict[str, int]]:
-        """How many blocks were looked at, and each holder's."""
+        """How many blocks were looked at, and how many of them each holder has."""
         _, count, matches = await self._call("match_placements", placement, [fields_max, *holder])
         return count, {lenient_text(each): blocks for each, blocks in zip(matches[::2], matches[1::2], strict=True)}
 
@@ -350,7 +350,7 @@ class Scripts:
         return await self._run("note_activity", [activity], [length, *entry])
 
     async def find_answer(self, answers: str, kept: str, due: str, name: str) -> tuple[Verdict, bytes, bytes]:
-        """Verdict, the word of the last clearing, and the answer."""
+        """The verdict, the nonce of the last clearing, and the answer."""
         verdict, word, value = await self._call("find_answer", [answers, kept, due], [name])
         return Verdict(verdict.decode()), bytes(word), bytes(value)
 
@@ -373,7 +373,7 @@ class Scripts:
         return await self._run("clear_answers", [answers, kept, due], [word])
 
     async def find_responses(self, kept: str, due: str, name: Sequence[str]) -> list[bytes | None]:
-        """Responses; None where there is none."""
+        """The responses, in order; None for a name without one."""
         _, *values = await self._call("find_responses", [kept, due], name)
         return [None if value is None else bytes(value) for value in values]
 
@@ -398,7 +398,7 @@ class Scripts:
     async def take_responses(
         self, queue: str, group: str, consumer: str, count: int, milliseconds: int
     ) -> list[tuple[str, str]]:
-        """Ids of entries, and names of responses."""
+        """The ids of the entries, and the names of their responses."""
         _, *texts = await self._call("take_responses", [queue], [group, consumer, count, milliseconds])
         words = [lenient_text(text) for text in texts]
         return list(zip(words[::2], words[1::2], strict=True))

@@ -47,7 +47,7 @@ class SlotMap:
         self._is_replica = is_replica
         self._shards: list[Shard | None] = []
         self._failed_until: dict[Endpoint, float] = {}
-        """Until when a node that failed is passed over, where another one may answer."""
+        """Until when a node that failed is passed over, if another one may answer."""
         self._is_doubtful = True
         self._read_after = 0.0
 

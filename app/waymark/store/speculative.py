@@ -48,7 +48,7 @@ class Speculative:
             if not isinstance(values, list) or len(values) != len(block_keys):
                 raise InvalidResponse(f"no reply to an MGET of {len(block_keys)} keys")
         except (StoreUnavailable, InvalidResponse):
-            # A slot that has moved, or the embedded Redis: the library knows.
+            # A slot has moved, or the Redis is embedded: redis-py handles both.
             async with asyncio.timeout_at(until):
                 (values,) = await self._client.several([("MGET", *names)])
         return [_publisher(value) for value in values]

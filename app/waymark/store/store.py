@@ -181,7 +181,7 @@ class Store:
         return index_format.complaint(*await self._client.several(words))
 
     async def reset(self) -> int:
-        """Delete everything of Waymark in this Redis; how many keys there were. No role may be running."""
+        """Delete every key of Waymark in this Redis; return how many there were. No role may be running."""
         return await self._client.unlink_all(keys.ALL)
 
     async def check(self) -> list[str]:

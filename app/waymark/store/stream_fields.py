@@ -106,7 +106,7 @@ def _status_of(raw: bytes) -> StreamStatus:
     try:
         return StreamStatus(lenient_text(raw))
     except ValueError:
-        raise Malformed("status is none that this release knows") from None
+        raise Malformed("status is one that this release does not know") from None
 
 
 def _format_of(raw: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Reads from Redis what a worker has to remember of a stream: every block of the stream's live holders.
+"""Reads from Redis what a worker must know of a stream: every block of the stream's live holders.
 
 The caller has raised the fence, so no other worker writes for these holders meanwhile.
 """
@@ -52,7 +52,7 @@ class Takeover:
     async def reported(self, grant: Grant, holders: Sequence[int]) -> AsyncIterator[list[Reported]]:
         """Blocks of holders under their engine hashes, some at a time. Raises StoreUnavailable.
 
-        A block that goes meanwhile may be missing, and one that comes may be there.
+        A block that is removed meanwhile may be missing, and one that is stored meanwhile may be among them.
         """
         for holder in holders:
             for shard in range(grant.shards):
@@ -94,7 +94,7 @@ class Takeover:
             late += await self._fill_rows(grant, shard, holder, entries, memory)
             if cursor == 0:
                 break
-        # First the blocks that were read under their seq_hashes and have others: these may be hashes of further blocks.
+        # Blocks that were read under their seq_hashes come first: their other hashes may be those of more blocks.
         _restore(memory, holder, {key: each for key, each in several.items() if SAME_HASH in each[1]})
         for place, namespace, key, depth, engine_hash in late:
             _, further = several.get(key, (1, []))
@@ -107,7 +107,7 @@ class Takeover:
     async def _fill_rows(
         self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, Entry]], memory: HeldBlocks
     ) -> list[_Block]:
-        """Remember the blocks of these entries; those whose engine hash seems to be that of another one are returned.
+        """Remember the blocks of these entries; return those whose engine hash seems to be that of another block.
 
         An entry is read as a seq_hash until its copies say something else.
         """

@@ -201,7 +201,7 @@ class LocalTokenizer:
         before, behind = self._around if prompt.add_special_tokens else (b"", b"")
         is_cut = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
         if is_cut:
-            # Of an unknown rest nobody can say how much would be cut off.
+            # How much would be removed of an unknown rest is unknown, too.
             return before + ids if self.splits and prompt.truncation is None else b""
         if self.splits:
             ids = before + ids + behind

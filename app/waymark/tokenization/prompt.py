@@ -59,7 +59,7 @@ Prompt: TypeAlias = TextPrompt | ChatPrompt
 
 
 def is_cut(prompt: Prompt) -> bool:
-    """Whether ids of the prompt may be cut off."""
+    """Whether ids of the prompt may be removed."""
     return prompt.truncation is not None and prompt.truncation.keep >= 0
 
 
@@ -95,7 +95,7 @@ class Source(Protocol):
     """Each text costs all of its tokens again, because its pieces cannot be encoded one by one."""
 
     def key(self, prompt: Prompt) -> bytes | None:
-        """What stands for all that the tokens depend on; None where the source cannot tell, or it costs too much."""
+        """What stands for all that the tokens depend on; None if the source does not know, or if it costs too much."""
 
     def known(self, key: bytes) -> Made | None:
         """The tokens of a prompt that came before, by its key."""
@@ -107,4 +107,4 @@ class Source(Protocol):
         """The text of token ids."""
 
     async def close(self) -> None:
-        """Give back what it holds."""
+        """Release what it holds."""

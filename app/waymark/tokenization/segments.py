@@ -104,7 +104,7 @@ class Splitter:
         return Pieces(texts, keys, [ids[token] for token in parts[1::2]])
 
     def whole(self, text: str, kind: bytes) -> Pieces:
-        """A text that is not split; ``kind`` tells apart what is made of one text in two ways."""
+        """A text that is not split; ``kind`` distinguishes what is made of one text in two ways."""
         return Pieces([text], [xxh3_128_digest(kind + text.encode(), self._seed)], [])
 
     def _split_in_windows(self, pattern: re.Pattern[str], text: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from waymark.shown import shown
 
 #: Directories below WAYMARK_TOKENIZERS_DIR that are looked at; a volume may hold anything.
 _DIRECTORIES_MAX = 10_000
-#: What a tokenizer consists of; the weights beside it are not wanted.
+#: The files of a tokenizer; the weights next to them are not fetched.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 

@@ -1,4 +1,4 @@
-"""What the source of a chat template tells of itself, before it is compiled."""
+"""What the source of a chat template shows before it is compiled."""
 
 from __future__ import annotations
 

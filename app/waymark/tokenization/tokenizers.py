@@ -153,7 +153,7 @@ class Tokenizers:
         return [(model, source) for model, source in list(self._open.items()) if source.encodes_whole]
 
     async def close(self) -> None:
-        """End what is under way, and give back threads and connections."""
+        """End what is under way, and release threads and connections."""
         for task in self._under_way.values():
             task.cancel()
         for source in self._open.values():
@@ -185,7 +185,7 @@ class Tokenizers:
     def _ended(self, key: bytes, task: asyncio.Task[Any]) -> None:
         del self._under_way[key]
         if not task.cancelled():
-            task.exception()  # whoever waits for it has it; where nobody does any more, nobody needs it
+            task.exception()  # every caller that waits gets it; without any, it is not needed
 
     async def _made(self, group: GroupName, prompt: Prompt, key: bytes | None) -> Tokens:
         source = await self._source(group)
@@ -227,7 +227,7 @@ class Tokenizers:
         if self._directory is None:
             return None
         if model not in self._discovered:
-            async with self._search:  # whoever asks meanwhile waits for what it finds
+            async with self._search:  # callers that ask meanwhile wait for the result
                 if monotonic() >= self._search_again:
                     self._discovered = await self._in_thread(partial(found_in, self._directory))
                     self._search_again = monotonic() + _AGAIN_SECONDS
