@@ -136,6 +136,7 @@ EXPORTED = [
     "waymark_streams{status}",
     "waymark_sweep_blocks_total",
     "waymark_sweeps_total",
+    "waymark_takeovers_total",
     "waymark_text_cache_bytes",
     "waymark_text_cache_hits_total",
     "waymark_tokenize_duration_seconds{source}",

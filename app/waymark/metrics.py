@@ -241,6 +241,7 @@ class Metrics:
     streams_left = gauge("How many streams no ingest worker has room for, as seen by an ingest worker.", over="max")
     holders = gauge("How many live holders belong to the streams of this worker.")
     leases_taken = counter("How many times this worker took the lease of a stream.")
+    takeovers = counter("How many streams this worker took over from another worker, which had not released them.")
     publishers_unclaimed = counter("How many publishers without a registration this worker ended.")
     leases_lost = counter("How many times this worker lost the lease of a stream to another worker.")
 

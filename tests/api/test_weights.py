@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import MakeClient
+from tests.conftest import wait_until
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.targets import Target
 from waymark.store.store import Store
@@ -79,3 +80,34 @@ async def test_a_weight_that_another_place_gives_is_not_changed_here(
     # An engine that a client has registered by its URL is the client's.
     await store.registry.register(replace(first, instance_id="b", origin=Origin("url", "http://b"), target=Target()))
     assert (await client.post("/weight", json={"instance_id": "b", "weight": 0})).status_code == 200
+
+
+async def test_each_change_of_a_weight_is_among_what_has_happened(make_client: MakeClient, store: Store) -> None:
+    client = await make_client(store)
+    engine = {"type": "none", "modelname": "m", "instance_id": "a", "block_size": 16, "address": "http://10.0.0.1:8000"}
+    await client.post("/register", json=engine)
+    for weight in (0, 0, 2, 1):
+        assert (await client.post("/weight", json={"instance_id": "a", "weight": weight})).status_code == 200
+    await client.post("/register", json=engine | {"weight": 0})
+    await client.post("/register", json=engine | {"weight": 0})
+    await client.post("/unregister", json={"instance_id": "a"})
+
+    async def noted() -> list[tuple[str, str]]:
+        found = [entry.content for entry in await store.activity.newest(100)]
+        assert all((each["instance_id"], each["model"], each["dp_rank"]) == ("a", "m", 0) for each in found)
+        return [(each["kind"], each.get("detail", "")) for each in found]
+
+    expected = [
+        ("registered", ""),
+        ("drain", "weight 1, now 0"),
+        ("resume", "weight 0, now 2"),
+        ("weight", "weight 2, now 1"),
+        ("drain", "weight 1, now 0"),
+        ("unregistered", ""),
+    ]
+
+    async def are_all_noted() -> bool:
+        return len(await noted()) >= len(expected)
+
+    await wait_until(are_all_noted, "everything is noted")
+    assert await noted() == expected

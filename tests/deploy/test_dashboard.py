@@ -121,8 +121,10 @@ def test_every_metric_has_its_place_on_it() -> None:
 
 def test_restarts_and_takeovers_are_marked_on_every_panel() -> None:
     marks = {each["name"]: each for each in DASHBOARD["annotations"]["list"]}
-    assert set(marks) == {"Engine restarts", "Takeovers"}
-    for mark in marks.values():
+    counters = {"Engine restarts": "waymark_restarts_total", "Takeovers": "waymark_takeovers_total"}
+    assert set(marks) == set(counters)
+    for name, mark in marks.items():
+        assert set(selected(read(mark["expr"]))) == {counters[name]}
         assert mark["enable"]
         assert mark["datasource"]["uid"] == "${datasource}"
         assert list(complaints(mark["expr"])) == []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines, Start
+from tests.patience import patient
 from waymark.simulator import Prompt
 
 CHAT = tuple(range(100, 124))
@@ -39,7 +41,9 @@ async def test_a_restart_a_takeover_a_loss_and_a_sweep_are_noted(
         await has("restart", '"instance_id":"a"')
         await has("sweep", "blocks")
         await first.kill()
-        await start("ingest", redis_url, worker_id="second", **settings)
+        second = await start("ingest", redis_url, worker_id="second", **settings)
         await has("takeover", '"detail":"from first"')
+        async with httpx.AsyncClient(trust_env=False, timeout=patient(30.0)) as client:
+            assert "\nwaymark_takeovers_total 1.0\n" in (await client.get(f"{second.url}/metrics")).text
         await engine.publisher.close()
         await has("lost", '"instance_id":"a"')

@@ -87,6 +87,10 @@ ELSEWHERE = {
         ),
         ("tests/gateway/test_gateway.py", "test_decisions_are_counted_with_the_names_of_continuum_router"),
     ),
+    "waymark_takeovers_total": (
+        "tests/e2e/test_activity_noted.py",
+        "test_a_restart_a_takeover_a_loss_and_a_sweep_are_noted",
+    ),
     "waymark_responses_total": (
         "tests/gateway/test_responses.py",
         "test_a_conversation_goes_on_from_its_last_answer",

@@ -49,7 +49,7 @@ PAGE_FILE = Doc(
     reach="none",
 )
 ACTIVITY = Doc(
-    "Sends what happens as server-sent events: registrations, restarts, losses, takeovers and sweeps.",
+    "Sends what happens as server-sent events: registrations, drains, restarts, losses, takeovers and sweeps.",
     media_type="text/event-stream",
     request_headers=("Last-Event-ID",),
     reach="filtered",

@@ -98,6 +98,7 @@ class StreamRunner:
             if grant is not None:
                 self._metrics.leases_taken.inc()
                 if before not in (None, self._options.worker_id):
+                    self._metrics.takeovers.inc()
                     self._store.activity.note(Kind.TAKEOVER, **about(claim.registration), detail=f"from {before}")
                 await self._build(running, grant)
                 assert running.stream is not None

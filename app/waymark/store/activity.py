@@ -1,4 +1,4 @@
-"""What has happened: restarts, losses, takeovers, sweeps and registrations, in one stream for all processes.
+"""What has happened: restarts, losses, takeovers, sweeps, drains and registrations, in one stream for all processes.
 
 People read it. ``note`` never waits and never fails: entries wait in a bounded queue until Redis takes them, and an
 entry that does not fit is counted and dropped. If a reply of Redis is lost, an entry may be in the stream twice.
@@ -40,6 +40,9 @@ class Kind(StrEnum):
 
     REGISTERED = "registered"
     UNREGISTERED = "unregistered"
+    DRAIN = "drain"
+    RESUME = "resume"
+    WEIGHT = "weight"
     TAKEOVER = "takeover"
     RESTART = "restart"
     LOST = "lost"

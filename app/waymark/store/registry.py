@@ -111,6 +111,7 @@ class Registry:
                     kept = await self._replace(registration.name, claim.raw, changed)
                     if kept is not None and await self._is_begun(kept):
                         await self._client.publish(keys.CONTROL, "registered")
+                        self._note_weight(registration, claim.registration.target.weight)
                         return True
                     continue
                 # A new endpoint begins a new life: the state of the old stream is invalid.
@@ -142,8 +143,16 @@ class Registry:
             kept = await self._replace(name, claim.raw, changed)
             if kept is not None and await self._is_begun(kept):
                 await self._client.publish(keys.CONTROL, "registered")
+                self._note_weight(changed.registration, registration.target.weight)
                 return True
         raise _contended(name)
+
+    def _note_weight(self, registration: Registration, before: float) -> None:
+        """Note that a target has another weight, if it has."""
+        weight = registration.target.weight
+        if weight != before:
+            kind = Kind.WEIGHT if weight and before else Kind.RESUME if weight else Kind.DRAIN
+            self._note(kind, **about(registration), detail=f"weight {before:g}, now {weight:g}")
 
     async def check(self, registration: Registration) -> None:
         """Raise the Conflict that ``register`` would raise now."""
