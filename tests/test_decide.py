@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.decide import Options, simulate
-from tests.benchmarks.decide_books import Fast, Rules
+from tests.benchmarks.decide_books import Fast, Placed, Rules, Turns, as_answered
 from tests.benchmarks.decide_engines import PIECE_TOKENS, Engine, Job
 from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up
 from tests.benchmarks.decide_run import run
@@ -95,21 +97,45 @@ def fast(name: str = "least-work", engines: int = 2, **rules: float) -> Fast:
 async def test_the_load_of_a_decision_counts_for_the_next_one_until_it_ends() -> None:
     decider = fast()
     one, two, three = (job(4, name=name) for name in (0, 10, 20))
-    (first,) = await decider.decide(0.0, [one])
-    (second,) = await decider.decide(0.0, [two])
+    ((_, first),) = await decider.decide(0.0, [one])
+    ((_, second),) = await decider.decide(0.0, [two])
     assert {first, second} == {0, 1}
     await decider.begun(one)
     await decider.ended(one)
-    assert await decider.decide(0.2, [three]) == [first]
+    assert await decider.decide(0.2, [three]) == [(three, first)]
+
+
+async def test_an_engine_gets_requests_in_the_order_in_which_they_were_decided() -> None:
+    class Backwards(Turns):
+        async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+            return (await super().decide(now, jobs))[::-1]
+
+    # A long prompt, and then a short one that need not wait for it.
+    arrivals = [Arrival(0.0, tokens, 1, ()) for tokens in (20_000, 200)]
+    waited = [(await run("", arrivals, 1, turns(1), 0.05)).mean_first_token for turns in (Turns, Backwards)]
+    assert waited[1] < 0.7 * waited[0]
+
+
+async def test_decisions_made_at_once_come_in_the_order_of_their_answers() -> None:
+    jobs = [Job(n, 0.0, 1, 1, ()) for n in range(3)]
+    answers = [asyncio.Event() for _ in jobs]
+
+    async def decided(job: Job) -> Placed:
+        await answers[job.number].wait()
+        if job.number:
+            answers[job.number - 1].set()
+        return Placed(job, 7)
+
+    answers[2].set()
+    assert await as_answered(map(decided, jobs)) == [(job, 7) for job in jobs[::-1]]
 
 
 async def test_with_own_loads_a_replica_knows_nothing_of_the_others() -> None:
     arrivals = [Arrival(0.0, 4096, 1, tuple(range(10 * n, 10 * n + 8))) for n in range(40)]
 
     async def spread(decider: Fast) -> int:
-        found = await decider.decide(
-            0.0, [Job(n, 0.0, each.input_tokens, 1, each.pieces) for n, each in enumerate(arrivals)]
-        )
+        jobs = [Job(n, 0.0, each.input_tokens, 1, each.pieces) for n, each in enumerate(arrivals)]
+        found = [engine for _, engine in await decider.decide(0.0, jobs)]
         return max(map(found.count, range(8)))
 
     assert await spread(fast(engines=8, replicas=8)) == 5

@@ -6,11 +6,12 @@ that instant, as ``reserve`` does. With own loads each replica knows only what i
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tests.benchmarks.decide_engines import PIECE_TOKENS, Change, Job
 from waymark.domain.gauges import Gauges
@@ -26,11 +27,21 @@ _BLOCK_TOKENS = 16
 _PIECE_BLOCKS = PIECE_TOKENS // _BLOCK_TOKENS
 
 
+class Placed(NamedTuple):
+    """A decision."""
+
+    job: Job
+    engine: int
+
+
 class Decider(Protocol):
     """Where a simulation's requests go."""
 
-    async def decide(self, now: float, jobs: Sequence[Job]) -> list[int]:
-        """An engine for each job of one instant; the load of each counts from now on."""
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+        """An engine for each job of one instant; the load of each counts from now on.
+
+        In the order of the answers: a request is sent as soon as its engine is known, and engines serve in that order.
+        """
 
     async def hear(self, changes: Sequence[Change]) -> None:
         """What engines have published, which can be seen from now on."""
@@ -42,14 +53,19 @@ class Decider(Protocol):
         """A job has its answer."""
 
 
+async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[Placed]:
+    """Decisions that are made at once, in the order of their answers."""
+    return [await each for each in asyncio.as_completed(list(decisions))]
+
+
 class Turns:
     """Each engine in turn, whatever it has and does."""
 
     def __init__(self, engines: int) -> None:
         self._turns = cycle(range(engines))
 
-    async def decide(self, now: float, jobs: Sequence[Job]) -> list[int]:
-        return [next(self._turns) for _ in jobs]
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+        return [Placed(job, next(self._turns)) for job in jobs]
 
     async def hear(self, changes: Sequence[Change]) -> None: ...
 
@@ -110,8 +126,8 @@ class Fast:
         self._queues = [(0, 0)] * engines
         self._queues_at = float("-inf")
 
-    async def decide(self, now: float, jobs: Sequence[Job]) -> list[int]:
-        return [self._decide(now, job) for job in jobs]
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+        return [Placed(job, self._decide(now, job)) for job in jobs]
 
     async def hear(self, changes: Sequence[Change]) -> None:
         for change in changes:

@@ -19,6 +19,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
+from tests.benchmarks.decide_books import Placed, as_answered
 from tests.benchmarks.decide_engines import Change, Job
 from tests.benchmarks.decide_live import SETTINGS, events_of, packed_tokens
 from tests.benchmarks.prompts import MODEL
@@ -55,8 +56,8 @@ class Gateways:
 
     # ---- as what decides -------------------------------------------------------------------------------
 
-    async def decide(self, now: float, jobs: Sequence[Job]) -> list[int]:
-        return list(await asyncio.gather(*(self._decide(next(self._turns), job) for job in jobs)))
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+        return await as_answered(self._decide(next(self._turns), job) for job in jobs)
 
     async def hear(self, changes: Sequence[Change]) -> None:
         for engine, events in events_of(changes).items():
@@ -101,12 +102,12 @@ class Gateways:
         await response.write_eof(b"data: [DONE]\n\n")
         return response
 
-    async def _decide(self, url: str, job: Job) -> int:
+    async def _decide(self, url: str, job: Job) -> Placed:
         stream = _Stream(asyncio.get_running_loop().create_future())
         self._streams[job.number] = stream
         stream.reading = asyncio.create_task(self._read(url, job, stream))
         await self._unless_broken(stream, stream.engine)
-        return stream.engine.result()
+        return Placed(job, stream.engine.result())
 
     async def _read(self, url: str, job: Job, stream: _Stream) -> None:
         """The client's side."""

@@ -20,6 +20,7 @@ import httpx
 import msgpack
 
 from tests.benchmarks import prompts
+from tests.benchmarks.decide_books import Placed, as_answered
 from tests.benchmarks.decide_engines import PIECE_TOKENS, Change, Job
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tests.benchmarks.simulate_service import Waymark, started
@@ -79,8 +80,8 @@ class Live:
         self._expects = expects
         self._reservations: dict[int, str] = {}
 
-    async def decide(self, now: float, jobs: Sequence[Job]) -> list[int]:
-        return list(await asyncio.gather(*(self._decide(next(self._turns), job) for job in jobs)))
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+        return await as_answered(self._decide(next(self._turns), job) for job in jobs)
 
     async def hear(self, changes: Sequence[Change]) -> None:
         for engine, events in events_of(changes).items():
@@ -93,7 +94,7 @@ class Live:
     async def ended(self, job: Job) -> None:
         await self._post(next(self._turns), "/release", reservation=self._reservations.pop(job.number))
 
-    async def _decide(self, client: httpx.AsyncClient, job: Job) -> int:
+    async def _decide(self, client: httpx.AsyncClient, job: Job) -> Placed:
         found = await self._post(
             client,
             "/select",
@@ -104,7 +105,7 @@ class Live:
             expect=self._expects,
         )
         self._reservations[job.number] = found["reservation"]
-        return int(found["target"]["instance_id"].removeprefix("engine-"))
+        return Placed(job, int(found["target"]["instance_id"].removeprefix("engine-")))
 
     async def _post(self, client: httpx.AsyncClient, path: str, **body: Any) -> Any:
         answer = await client.post(path, content=msgpack.packb(body), headers=_MSGPACK)
@@ -133,8 +134,8 @@ class Peer:
         self._publishers = publishers
         self._clients: dict[int, httpx.AsyncClient] = {}
 
-    async def decide(self, now: float, jobs: Sequence[Job]) -> list[int]:
-        return list(await asyncio.gather(*(self._decide(next(self._turns), job) for job in jobs)))
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+        return await as_answered(self._decide(next(self._turns), job) for job in jobs)
 
     async def hear(self, changes: Sequence[Change]) -> None:
         for engine, events in events_of(changes).items():
@@ -147,13 +148,13 @@ class Peer:
     async def ended(self, job: Job) -> None:
         await self._call(self._clients.pop(job.number), "DELETE", f"/reservations/{job.number}")
 
-    async def _decide(self, client: httpx.AsyncClient, job: Job) -> int:
+    async def _decide(self, client: httpx.AsyncClient, job: Job) -> Placed:
         tokens = array("I", packed_tokens(job)).tolist()
         body = {"model_name": MODEL, "token_ids": tokens, "selection_id": str(job.number)}
         found = await self._call(client, "POST", "/select_and_reserve", json=body)
         # Whoever decided is told of what follows: without a mesh nobody else knows of it.
         self._clients[job.number] = client
-        return int(found["worker_id"]) - 1
+        return Placed(job, int(found["worker_id"]) - 1)
 
     async def _call(self, client: httpx.AsyncClient, method: str, path: str, **sent: Any) -> Any:
         answer = await client.request(method, path, **sent)

@@ -51,7 +51,7 @@ async def run(name: str, arrivals: Sequence[Arrival], engines: int, decider: Dec
         await _tell(fleet, pending, at, decider)
         together = [_job(number, each) for number, each in enumerate(group, start=len(jobs))]
         jobs += together
-        for job, number in zip(together, await decider.decide(at, together), strict=True):
+        for job, number in await decider.decide(at, together):
             fleet[number].take(job)
     while any(not engine.is_idle for engine in fleet):
         for engine in fleet:
