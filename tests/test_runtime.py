@@ -1,7 +1,8 @@
-"""A process, put together: what it does before it serves."""
+"""A process, put together: what it does before it serves, and what its first calls cost."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -29,7 +30,7 @@ asyncio.run(asyncio.wait_for(main(), 60))
 """
 
 
-@pytest.mark.parametrize("role", ["query", "ingest", "serve"])
+@pytest.mark.parametrize("role", ["ingest", "serve"])
 def test_what_was_imported_is_not_collected_again(role: str, free_port: int) -> None:
     command = [sys.executable, "-c", RUN, role, str(free_port)]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -37,3 +38,53 @@ def test_what_was_imported_is_not_collected_again(role: str, free_port: int) -> 
     collected, frozen = map(int, said.stdout.split())
     assert frozen > 10_000
     assert collected < frozen / 10
+
+
+TARGETS, CALLS = 100, 60
+#: Runs a replica with many targets and prints, for its first calls, how many objects each collection went through, how
+#: many a full one would go through afterwards, how many are left out of all, and which modules the calls have imported.
+FIRST_CALLS = """
+import asyncio, gc, json, os, signal, sys, urllib.request
+from waymark import runtime
+from waymark.settings import Settings
+
+port, targets, calls = map(int, sys.argv[1:])
+
+def post(path, **fields):
+    body = json.dumps({"model": "m", "modelname": "m", "block_size": 16} | fields).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+async def main():
+    settings = Settings(port=port, host="127.0.0.1")
+    sockets = runtime.open_port(settings, has_api=True)
+    role = asyncio.create_task(runtime.run(settings, has_api=True, has_worker=False, sockets=sockets))
+    while not gc.get_freeze_count() and not role.done():
+        await asyncio.sleep(0.01)
+    for number in range(targets):
+        target = {"type": "standard", "instance_id": f"pod-{number}", "address": f"http://10.0.0.{number}:8000"}
+        await asyncio.to_thread(post, "/register", **target)
+    before, through = set(sys.modules), [0]
+    gc.callbacks.append(lambda phase, info: phase == "start" and through.append(
+        sum(len(gc.get_objects(generation)) for generation in range(info["generation"] + 1))
+    ))
+    for number in range(calls):
+        for path in ("/query", "/select"):
+            await asyncio.to_thread(post, path, token_ids=list(range(number, number + 1024)))
+    print(json.dumps([max(through), len(gc.get_objects()), gc.get_freeze_count(), sorted(set(sys.modules) - before)]))
+    os.kill(os.getpid(), signal.SIGTERM)
+    await role
+
+asyncio.run(asyncio.wait_for(main(), 120))
+"""
+
+
+def test_no_first_call_of_a_replica_with_many_targets_goes_through_the_heap(free_port: int) -> None:
+    command = [sys.executable, "-c", FIRST_CALLS, *map(str, (free_port, TARGETS, CALLS))]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    most, full, frozen, imported = json.loads(said.stdout)
+    assert frozen > 10_000
+    assert max(most, full) < frozen / 10
+    assert imported == []
