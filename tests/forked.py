@@ -102,7 +102,8 @@ def _server() -> socket.socket:
     ours.settimeout(patient(_START_SECONDS))
     with theirs:
         command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
-        path = os.pathsep.join(each for each in sys.path if each)
+        # What the environment names now comes first: it may be the source of another checkout.
+        path = os.pathsep.join(each for each in (os.environ.get("PYTHONPATH", ""), *sys.path) if each)
         root = Path(__file__).parents[1]
         process = subprocess.Popen(command, cwd=root, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
     atexit.register(process.wait)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,18 @@ async def test_it_gets_signals_and_is_waited_for(tmp_path: Path) -> None:
     processes[0].kill()
     processes[1].send_signal(signal.SIGTERM)
     assert [each.wait(patient(20)) for each in processes] == [-signal.SIGKILL, 0]
+
+
+def test_it_is_of_the_source_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m tests.chaos --app DIRECTORY` runs the processes of another checkout."""
+    package = tmp_path / "app" / "waymark"
+    (package / "gateway").mkdir(parents=True)
+    for name in ("__init__", "runtime", "gateway/__init__", "gateway/application"):
+        (package / f"{name}.py").touch()
+    (package / "cli.py").write_text("def main(words):\n    print('another', *words)\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setattr(forked, "_server", cache(forked._server.__wrapped__))
+    process = started(tmp_path / "log", "query")
+    assert process.wait(patient(20)) == 0
+    forked._server().close()
+    assert (tmp_path / "log").read_text() == "another query\n"

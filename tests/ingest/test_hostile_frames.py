@@ -28,15 +28,25 @@ def batch(*events: Any) -> bytes:
     return packed
 
 
+def bytewise(count: int, byte: bytes, *, is_removal: bool = False) -> bytes:
+    """A batch of so many events of one byte, or of one removal of so many hashes."""
+    several = b"\xdd" + count.to_bytes(4, "big") + byte * count
+    return b"\x93\x01" + (b"\x91\x92\xacBlockRemoved" + several if is_removal else several) + b"\x00"
+
+
 #: Made when they are needed: they take a second, and tens of megabytes.
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "empty lists": lambda: batch(*([[]] * 4_000_000)),
     "empty lists below the ceiling": lambda: batch(*([[]] * 65_000)),
+    "empty maps below the ceiling": lambda: batch(*([{}] * 65_000)),
     "removed": lambda: batch(["BlockRemoved", [2**62 + i for i in range(1_800_000)]]),
     "removed below the ceiling": lambda: batch(["BlockRemoved", [2**62 + i for i in range(262_000)]]),
     "stores below the ceiling": lambda: batch(
         *(["BlockStored", [i + 1], None, [1, 2, 3, i], 4, None, "GPU"] for i in range(20_000))
     ),
+    # The last two are larger than a frame may be. They are sent once.
+    "20 million empty maps": lambda: bytewise(20_000_000, b"\x80"),
+    "20 million removed": lambda: bytewise(20_000_000, b"\x07", is_removal=True),
 }
 
 
@@ -84,8 +94,8 @@ async def test_neighbours_go_on_and_a_hostile_stream_is_not_taken_over(
     hostile_payloads = [payload() for payload in HOSTILE.values()]
 
     async def flood() -> None:
-        for _ in range(ROUNDS // 4):
-            for payload in hostile_payloads:
+        for number in range(ROUNDS // 4):
+            for payload in hostile_payloads[: None if number == 0 else -2]:
                 hostile.publisher.publish_payload(payload)
                 await asyncio.sleep(0)
 
