@@ -6,8 +6,12 @@
 
 #include "bytes.h"
 #include "chain.h"
+#include "events.h"
 #include "index.h"
 #include "input.h"
+#include "objects.h"
+#include "parts.h"
+#include "slots.h"
 
 enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256 };
 
@@ -20,8 +24,6 @@ static inline uint64_t spread(uint64_t number)
 }
 
 /* ---- places -------------------------------------------------------------------------------------- */
-
-typedef enum { FREE, ROW, BRANCH_ROW, SINGLE } PlaceKind;
 
 typedef struct {
     uint64_t head;   /* of a free one: the number of the next free one, and 1 */
@@ -137,19 +139,6 @@ static void leave_place(Places *places, uint32_t number)
         Py_CLEAR(places->last);
 }
 
-/* An object of a NamedTuple, without its __new__ in Python; takes `fields` over. NULL with an exception. */
-static PyObject *make_named(PyObject *type, PyObject *fields)
-{
-    static newfunc make_tuple;
-    if (make_tuple == NULL)
-        make_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
-    PyObject *arguments = fields == NULL ? NULL : PyTuple_Pack(1, fields);
-    PyObject *made = arguments == NULL ? NULL : make_tuple((PyTypeObject *)type, arguments, NULL);
-    Py_XDECREF(fields);
-    Py_XDECREF(arguments);
-    return made;
-}
-
 /* The Place with a number. Neighbours are asked for together. */
 static PyObject *make_place(Places *places, uint32_t number)
 {
@@ -158,7 +147,7 @@ static PyObject *make_place(Places *places, uint32_t number)
         PyObject *branch = place->kind == BRANCH_ROW ? PyLong_FromUnsignedLongLong(place->branch) : Py_NewRef(Py_None);
         PyObject *is_single = place->kind == SINGLE ? Py_True : Py_False;
         PyObject *fields = branch == NULL ? NULL : Py_BuildValue("KNO", place->head, branch, is_single);
-        PyObject *made = make_named(places->place_type, fields);
+        PyObject *made = build_named(places->place_type, fields);
         if (made == NULL)
             return NULL;
         Py_XDECREF(places->last);
@@ -184,14 +173,6 @@ static PyObject *places_new(PyTypeObject *type, PyObject *args, PyObject *names)
     return (PyObject *)places;
 }
 
-/* An object of one of these types holds a reference to its type. */
-static void free_object(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
 static void places_dealloc(PyObject *self)
 {
     Places *places = (Places *)self;
@@ -213,8 +194,6 @@ static PyObject *places_size(PyObject *self, PyObject *ignored)
     const Places *places = (Places *)self;
     return PyLong_FromSize_t(sizeof *places + places->capacity * sizeof(Place) + places->index.bytes);
 }
-
-#define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))function, flags, doc}
 
 static PyMethodDef places_methods[] = {
     METHOD("__sizeof__", places_size, METH_NOARGS, NULL),
@@ -373,7 +352,7 @@ static PyObject *make_spot(KnownBlocks *known, const Block *block)
     if (place == NULL)
         return NULL;
     const uint64_t namespace = known->places->places[block->place].namespace;
-    return make_named(known->places->spot_type, Py_BuildValue("NKiK", place, namespace, (int)block->depth, block->key));
+    return build_named(known->places->spot_type, Py_BuildValue("NKiK", place, namespace, (int)block->depth, block->key));
 }
 
 static PyObject *spot_or_none(KnownBlocks *known, int64_t number)
@@ -670,13 +649,10 @@ typedef struct {
     int depth; /* of the first block */
 } Store;
 
-enum { SLOT_CHARS = 17 };
-
 /* The slots of blocks as a row has them, 16 hex digits and the depth, and their engine hashes, 8 bytes each. 0 with an
  * exception. */
 static int pack_blocks(const Block *blocks, size_t count, PyObject **slots, PyObject **hashes)
 {
-    static const char digits[] = "0123456789abcdefghijklmnopqrstuv";
     *slots = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(SLOT_CHARS * count));
     *hashes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sizeof(uint64_t) * count));
     if (*slots == NULL || *hashes == NULL) {
@@ -686,9 +662,7 @@ static int pack_blocks(const Block *blocks, size_t count, PyObject **slots, PyOb
     }
     char *slot = PyBytes_AsString(*slots), *hash = PyBytes_AsString(*hashes);
     for (size_t i = 0; i < count; i++, slot += SLOT_CHARS, hash += sizeof(uint64_t)) {
-        for (int digit = 0; digit < 16; digit++)
-            slot[digit] = digits[blocks[i].key >> (60 - 4 * digit) & 15];
-        slot[16] = digits[blocks[i].depth];
+        write_slot(slot, blocks[i].key, blocks[i].depth);
         store_big64(hash, blocks[i].hash);
     }
     return 1;
@@ -727,17 +701,15 @@ static int is_in(PyObject *full, Places *places, uint32_t number)
 }
 
 /* Where a store goes on: 1 where that is plain, 0 where it is not, -1 with an exception. */
-static int find_parent(KnownBlocks *known, PyObject *parent, PyObject *full, int piece_blocks, Store *store, Chain *chain)
+static int find_parent(KnownBlocks *known, const uint64_t *parent, PyObject *full, int piece_blocks, Store *store,
+                       Chain *chain)
 {
     store->place = -1;
     store->depth = 0;
     chain->has_parent = 0;
-    if (parent == Py_None)
+    if (parent == NULL)
         return 1;
-    const uint64_t hash = PyLong_AsUnsignedLongLong(parent);
-    if (PyErr_Occurred())
-        return -1;
-    const int64_t number = find_hash(known, hash);
+    const int64_t number = find_hash(known, *parent);
     if (number < 0)
         return 0;
     const Block *block = block_at(known, (uint32_t)number);
@@ -755,29 +727,43 @@ static int find_parent(KnownBlocks *known, PyObject *parent, PyObject *full, int
     return is_full < 0 ? -1 : !is_full;
 }
 
+/* Put in the blocks `start` to `end` of a store, which are of one piece: the number of their place, and the blocks in
+ * `blocks`. -1 with an exception. */
+static int64_t put_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth, Block *blocks)
+{
+    int64_t place = start == 0 ? store->place : -1;
+    if (place < 0) {
+        const Place row = {.head = store->keys[start], .namespace = store->namespace, .kind = ROW};
+        place = number_of_place(known->places, &row);
+    }
+    if (place < 0)
+        return -1;
+    int is_done = 1;
+    enter_place(known->places, (uint32_t)place); /* so that it stays whatever goes meanwhile */
+    for (size_t i = 0; is_done && i < end - start; i++) {
+        const size_t at = start + i;
+        blocks[i] = (Block){store->hashes[at], store->keys[at], (uint32_t)place, (uint8_t)(depth + (int)i), 0};
+        is_done = put_block(known, blocks[i].hash, blocks[i].key, (uint32_t)place, blocks[i].depth);
+    }
+    leave_place(known->places, (uint32_t)place);
+    return is_done ? place : -1;
+}
+
+/* The end of the piece of a store's block `start`, which has this depth. */
+static size_t end_of_piece(const Store *store, size_t start, int depth, int piece_blocks)
+{
+    const size_t end = start + (size_t)(piece_blocks - depth);
+    return end < store->count ? end : store->count;
+}
+
 /* The blocks `start` to `end` of a store at one place: (place, slots, engine hashes, start, the block before or None). */
 static PyObject *store_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth)
 {
-    int64_t number = start == 0 ? store->place : -1;
-    if (number < 0) {
-        const Place place = {.head = store->keys[start], .namespace = store->namespace, .kind = ROW};
-        number = number_of_place(known->places, &place);
-    }
-    if (number < 0)
-        return NULL;
-    const uint32_t place = (uint32_t)number;
     Block blocks[PIECE_BLOCKS];
-    const size_t count = end - start;
-    enter_place(known->places, place);
-    int is_done = 1;
-    for (size_t i = 0; is_done && i < count; i++) {
-        blocks[i] = (Block){store->hashes[start + i], store->keys[start + i], place, (uint8_t)(depth + (int)i), 0};
-        is_done = put_block(known, blocks[i].hash, blocks[i].key, place, blocks[i].depth);
-    }
-    PyObject *made = is_done ? make_place(known->places, place) : NULL, *slots = NULL, *hashes = NULL;
-    leave_place(known->places, place);
+    const int64_t place = put_piece(known, store, start, end, depth, blocks);
+    PyObject *made = place < 0 ? NULL : make_place(known->places, (uint32_t)place), *slots = NULL, *hashes = NULL;
     PyObject *before = depth > 0 ? PyLong_FromUnsignedLongLong(store->parent) : Py_NewRef(Py_None);
-    if (made == NULL || before == NULL || !pack_blocks(blocks, count, &slots, &hashes)) {
+    if (made == NULL || before == NULL || !pack_blocks(blocks, end - start, &slots, &hashes)) {
         Py_XDECREF(made);
         Py_XDECREF(before);
         return NULL;
@@ -785,24 +771,28 @@ static PyObject *store_piece(KnownBlocks *known, const Store *store, size_t star
     return Py_BuildValue("NNNnN", made, slots, hashes, (Py_ssize_t)start, before);
 }
 
+/* Hash a store's blocks. 1 where all of them are new, 0 where not, -1 with an exception. */
+static int hash_new_blocks(KnownBlocks *known, Store *store, Chain *chain, const char *tokens, size_t width)
+{
+    for (size_t i = 0; i < store->count; i++)
+        store->keys[i] = go_on(chain, xxh3(&chain->state, tokens + width * i, width)) ^ store->namespace;
+    fetch_slots(&known->by_hash, store->hashes, store->count);
+    fetch_slots(&known->by_key, store->keys, store->count);
+    const int are_new = are_strange(known, store->hashes, store->count, find_hash);
+    return are_new == 1 ? are_strange(known, store->keys, store->count, find_key) : are_new;
+}
+
 /* Hash a store's blocks, and put them in if all of them are new: a list of pieces, or None. */
 static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const Input *tokens, size_t width, int piece_blocks,
                         PyObject *gone)
 {
-    for (size_t i = 0; i < store->count; i++)
-        store->keys[i] = go_on(chain, xxh3(&chain->state, tokens->start + width * i, width)) ^ store->namespace;
-    fetch_slots(&known->by_hash, store->hashes, store->count);
-    fetch_slots(&known->by_key, store->keys, store->count);
-    int are_new = are_strange(known, store->hashes, store->count, find_hash);
-    if (are_new == 1)
-        are_new = are_strange(known, store->keys, store->count, find_key);
+    const int are_new = hash_new_blocks(known, store, chain, tokens->start, width);
     if (are_new != 1)
         return are_new < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *pieces = PyList_New(0);
     int depth = store->depth;
     for (size_t start = 0, end; pieces != NULL && start < store->count; start = end, depth = 0) {
-        end = start + (size_t)(piece_blocks - depth);
-        end = end < store->count ? end : store->count;
+        end = end_of_piece(store, start, depth, piece_blocks);
         PyObject *piece = store_piece(known, store, start, end, depth);
         if (piece == NULL || PyList_Append(pieces, piece) < 0)
             Py_CLEAR(pieces);
@@ -839,7 +829,11 @@ static PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t 
         return PyErr_Format(PyExc_ValueError, "extend() takes blocks of tokens, pieces of up to 32 blocks, and a dict");
     if (!are_beside(known, args[8]))
         return NULL;
-    const int is_plain = find_parent(known, args[0], args[6], (int)piece_blocks, &store, &chain);
+    const uint64_t parent = args[0] == Py_None ? 0 : PyLong_AsUnsignedLongLong(args[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    const uint64_t *above = args[0] == Py_None ? NULL : &parent;
+    const int is_plain = find_parent(known, above, args[6], (int)piece_blocks, &store, &chain);
     if (is_plain != 1)
         return is_plain < 0 ? NULL : Py_NewRef(Py_None);
     if (!open_bytes(args[2], &tokens))
@@ -900,24 +894,39 @@ static int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyO
     return is_repeated < 0 ? -1 : !is_repeated;
 }
 
+/* Move collected blocks to `gone`. 0 with an exception. */
+static int move_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (!put_block(gone, blocks[i].hash, blocks[i].key, blocks[i].place, blocks[i].depth))
+            return 0;
+        remove_block(known, (uint32_t)find_hash(known, blocks[i].hash));
+    }
+    return 1;
+}
+
+/* The end of the blocks from `start` on that are at one place. */
+static size_t end_of_group(const Block *blocks, size_t start, size_t count)
+{
+    size_t end = start + 1;
+    while (end < count && blocks[end].place == blocks[start].place)
+        end++;
+    return end;
+}
+
 /* Move collected blocks to `gone`, and describe them by places: a list, or NULL with an exception. */
 static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, size_t count)
 {
     PyObject *groups = PyList_New(0);
     for (size_t start = 0, end; groups != NULL && start < count; start = end) {
-        for (end = start + 1; end < count && blocks[end].place == blocks[start].place; end++)
-            continue;
+        end = end_of_group(blocks, start, count);
         PyObject *group = describe_group(known, blocks + start, end - start);
         if (group == NULL || PyList_Append(groups, group) < 0)
             Py_CLEAR(groups);
         Py_XDECREF(group);
     }
-    for (size_t i = 0; groups != NULL && i < count; i++) {
-        if (!put_block(gone, blocks[i].hash, blocks[i].key, blocks[i].place, blocks[i].depth))
-            Py_CLEAR(groups);
-        else
-            remove_block(known, (uint32_t)find_hash(known, blocks[i].hash));
-    }
+    if (groups != NULL && !move_blocks(known, gone, blocks, count))
+        Py_CLEAR(groups);
     return groups;
 }
 
@@ -956,6 +965,190 @@ static PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t na
     PyMem_Free(hashes);
     PyMem_Free(blocks);
     return groups;
+}
+
+/* ---- runs of events ------------------------------------------------------------------------------ */
+
+/* What all events of a run share, and memory for one of them. */
+typedef struct {
+    const Events *events;
+    Parts *parts;
+    PyObject *full, *gone, *several;
+    uint64_t holder, namespace;
+    uint64_t *keys;
+    Block *blocks;
+    PartBlock *some;
+    size_t room; /* of these three, in hashes */
+    Xxh3 state;
+    int piece_blocks, may_store, may_remove;
+    Py_ssize_t stores, stored, removed;
+} Run;
+
+/* What is said of the blocks at a place, besides the kind. */
+static Part part_at(const KnownBlocks *known, uint32_t number, uint64_t holder)
+{
+    const Place *place = &known->places->places[number];
+    return (Part){.holder = holder,
+                  .head = place->head,
+                  .branch = place->branch,
+                  .namespace = place->namespace,
+                  .place_kind = place->kind};
+}
+
+/* Add blocks that follow each other in an event, the first at `position`. 0 with an exception. */
+static int add_blocks(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        run->some[i] = (PartBlock){blocks[i].key, blocks[i].hash, blocks[i].depth};
+    return add_to_parts(run->parts, part, STEP * position + 1, run->some, count, NULL);
+}
+
+static void free_room(Run *run)
+{
+    PyMem_Free(run->keys);
+    PyMem_Free(run->blocks);
+    PyMem_Free(run->some);
+}
+
+/* Memory for the blocks of an event. 0 with an exception. */
+static int make_room(Run *run, size_t hashes)
+{
+    if (hashes <= run->room)
+        return 1;
+    free_room(run);
+    run->room = hashes + PIECE_BLOCKS;
+    run->keys = PyMem_Malloc(run->room * sizeof *run->keys);
+    run->blocks = PyMem_Malloc(run->room * sizeof *run->blocks);
+    run->some = PyMem_Malloc(run->room * sizeof *run->some);
+    if (run->keys != NULL && run->blocks != NULL && run->some != NULL)
+        return 1;
+    PyErr_NoMemory();
+    return 0;
+}
+
+/* A store of a run, at `position`. 1 where it was plain, 0 where not and nothing has changed, -1 with an exception. */
+static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
+{
+    Chain chain = {.state = run->state};
+    Store store = {.hashes = run->events->hashes + event->hashes, .keys = run->keys, .count = event->hashes_count,
+                   .place = -1, .namespace = run->namespace};
+    const size_t width = sizeof(uint32_t) * event->block_size;
+    for (size_t i = 0; i < store.count; i++)
+        if (store.hashes[i] == UINT64_MAX) /* SAME_HASH: an entry cannot tell it */
+            return 0;
+    int is_plain = find_parent(known, event->has_parent ? &event->parent : NULL, run->full, run->piece_blocks, &store, &chain);
+    if (is_plain == 1)
+        is_plain = hash_new_blocks(known, &store, &chain, (const char *)(run->events->tokens + event->tokens), width);
+    if (is_plain != 1)
+        return is_plain;
+    int depth = store.depth;
+    for (size_t start = 0, end; start < store.count; start = end, depth = 0) {
+        end = end_of_piece(&store, start, depth, run->piece_blocks);
+        const int64_t place = put_piece(known, &store, start, end, depth, run->blocks);
+        if (place < 0)
+            return -1;
+        Part part = part_at(known, (uint32_t)place, run->holder);
+        part.kind = '+';
+        part.has_parent = depth > 0;
+        part.parent = store.parent;
+        if (!add_blocks(run, &part, position + (int64_t)start, run->blocks, end - start))
+            return -1;
+    }
+    discard_beside(run->gone, 0, store.hashes, store.count);
+    run->stores++;
+    run->stored += (Py_ssize_t)store.count;
+    return 1;
+}
+
+/* The same with a removal. */
+static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
+{
+    const uint64_t *hashes = run->events->hashes + event->hashes;
+    const size_t count = event->hashes_count;
+    KnownBlocks *gone = (KnownBlocks *)PyTuple_GetItem(run->gone, 0);
+    const int is_plain = collect(known, hashes, count, run->several, run->blocks);
+    if (is_plain != 1)
+        return is_plain;
+    for (size_t start = 0, end; start < count; start = end) {
+        end = end_of_group(run->blocks, start, count);
+        Part part = part_at(known, run->blocks[start].place, run->holder);
+        part.kind = '-';
+        part.is_known = 1;
+        if (!add_blocks(run, &part, position + (int64_t)start, run->blocks + start, end - start))
+            return -1;
+    }
+    fetch_slots(&gone->by_hash, hashes, count);
+    if (!move_blocks(known, gone, run->blocks, count))
+        return -1;
+    discard_beside(run->gone, 1, hashes, count);
+    run->removed += (Py_ssize_t)count;
+    return 1;
+}
+
+/* The events from *at on, up to the first that is not plain, or after so many hashes. 0 with an exception. */
+static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *position, size_t hashes_max)
+{
+    size_t hashes = 0;
+    for (; *at < run->events->count && hashes < hashes_max; ++*at) {
+        const PlainEvent *event = &run->events->events[*at];
+        if (!(event->kind == STORE ? run->may_store : run->may_remove))
+            break;
+        if (!make_room(run, event->hashes_count))
+            return 0;
+        const int is_plain = event->kind == STORE ? run_store(known, run, event, *position)
+                                                  : run_removal(known, run, event, *position);
+        if (is_plain < 0)
+            return 0;
+        if (!is_plain)
+            break;
+        *position += event->hashes_count;
+        hashes += event->hashes_count;
+    }
+    return 1;
+}
+
+/* run(events: Events, at: int, position: int, hashes_max: int, parts: Parts, holder: int, seed: int, namespace: int,
+ *     full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...], several: dict[int, object],
+ *     may_store: bool, may_remove: bool)
+ *     -> tuple[int, int, int, int, int]
+ *
+ * What extend and take do with the events from the one with number `at` on: their parts are added to `parts`. Ends
+ * before the first event that is not plain, and after `hashes_max` hashes or somewhat more. Returns the number of the
+ * next event, its position, how many stores there were, and how many blocks were stored and removed.
+ */
+static PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    Run run = {0};
+    if (!has_arguments("run", nargs, 14))
+        return NULL;
+    run.events = as_events(args[0]);
+    run.parts = run.events == NULL ? NULL : as_parts(args[4]);
+    if (run.parts == NULL || !are_beside(known, args[10]))
+        return NULL;
+    size_t at = PyLong_AsSize_t(args[1]);
+    int64_t position = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[2]);
+    const size_t hashes_max = PyErr_Occurred() ? 0 : PyLong_AsSize_t(args[3]);
+    run.holder = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[5]);
+    const uint64_t seed = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[6]);
+    run.namespace = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[7]);
+    run.piece_blocks = PyErr_Occurred() ? 0 : (int)PyLong_AsLong(args[9]);
+    if (PyErr_Occurred())
+        return NULL;
+    run.full = args[8], run.gone = args[10], run.several = args[11];
+    run.may_store = args[12] == Py_True, run.may_remove = args[13] == Py_True;
+    if (run.piece_blocks < 1 || run.piece_blocks > PIECE_BLOCKS || !PyDict_Check(run.full) ||
+        !PyDict_Check(run.several) || PyTuple_Size(run.gone) == 0 || !known->has_keys)
+        return PyErr_Format(PyExc_ValueError, "run() takes pieces of up to 32 blocks, two dicts, and a place for what is gone");
+    size_t width = 2 * KEY; /* of the longest input that is hashed */
+    for (size_t i = 0; i < run.events->count; i++)
+        if (sizeof(uint32_t) * run.events->events[i].block_size > width)
+            width = sizeof(uint32_t) * run.events->events[i].block_size;
+    xxh3_prepare(&run.state, seed, width);
+    const int is_done = run_events(known, &run, &at, &position, hashes_max);
+    free_room(&run);
+    return is_done ? Py_BuildValue("nLnnn", (Py_ssize_t)at, (long long)position, run.stores, run.stored, run.removed)
+                   : NULL;
 }
 
 static Py_ssize_t known_length(PyObject *self)
@@ -1022,6 +1215,9 @@ static PyMethodDef known_methods[] = {
            "A plain store, from its tokens."),
     METHOD("take", known_take, METH_FASTCALL,
            "take($self, engine_hashes, gone, several, /)\n--\n\nA plain removal."),
+    METHOD("run", known_run, METH_FASTCALL,
+           "run($self, events, at, position, hashes_max, parts, holder, seed, namespace, full, piece_blocks, gone, several, "
+           "may_store, may_remove, /)\n--\n\nPlain events, one after the other."),
     METHOD("__sizeof__", known_size, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
@@ -1033,7 +1229,6 @@ static PyType_Slot known_slots[] = {
 
 static PyType_Spec known_spec = {"waymark._native.KnownBlocks", sizeof(KnownBlocks), 0, Py_TPFLAGS_DEFAULT, known_slots};
 
-/* Both types into the module. -1 with an exception. */
 int add_known(PyObject *module)
 {
     PyObject *word = PyUnicode_FromString("waymark"); /* its hash is another one in each process */

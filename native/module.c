@@ -9,6 +9,8 @@
  *     row_runs     block keys and rows  ->  runs of equal holders                                 rows.c
  *     piece_runs   the same for one piece, from all its values                                    rows.c
  *     KnownBlocks  a table of engine hashes, whose blocks are in Places                           known.c
+ *     Parts        what changes in the index, and how the script of Redis reads it                parts.c
+ *     Events       plain events of one batch that differ in their blocks alone                    events.c
  *
  * The module is optional: app/waymark/native.py has the types and says where the same is done in Python; the same tests
  * run over both. No function raises for what a client sent: `cut` returns None
@@ -39,7 +41,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, m
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *created = PyModule_Create(&module);
-    if (created != NULL && add_known(created) < 0)
+    if (created != NULL && (add_known(created) < 0 || add_parts(created) < 0 || add_events(created) < 0))
         Py_CLEAR(created);
     return created;
 }

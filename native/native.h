@@ -12,7 +12,10 @@ EntryPoint cut, cut_hashes;             /* lists.c */
 EntryPoint digest, hash_blocks, chain;  /* hashing.c */
 EntryPoint read_batch;                  /* events.c */
 EntryPoint row_runs, piece_runs;        /* rows.c */
+/* Each puts its types into the module. -1 with an exception. */
+int add_events(PyObject *module);       /* events.c */
 int add_known(PyObject *module);        /* known.c */
+int add_parts(PyObject *module);        /* parts.c */
 
 /* Whether there are `count` arguments; with an exception where there are not. */
 static inline int has_arguments(const char *name, Py_ssize_t nargs, Py_ssize_t count)

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "api.fields:Request": "names of fields",
     "api.operations:Answer": "one answer",
     "api.operations:Doc": "documentation",
+    "store.calls:Calls": "the parts of one fold, until its call is over",
     "api.operations:Operation": "children of a counter",
     "api.query_counts:QueryCounts": "children of a counter",
     "api.answer_cache:AnswerCache": "made by the incarnation, and bound to views of tables",

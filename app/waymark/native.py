@@ -2,7 +2,8 @@
 
 The C module is built from ``native/`` where a compiler is; a build without one goes on in Python. Each loop has both
 implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, what a stream knows
-in ``domain.known``, lists in ``api.lists``, events in ``engines.plain``. Both give the same for every input, and the
+in ``domain.known``, parts in ``domain.parts`` and ``store.calls``, lists in ``api.lists``, events in
+``engines.plain``. Both give the same for every input, and the
 same tests run over both.
 """
 
@@ -22,6 +23,7 @@ class Loops(Protocol):
 
     Places: Callable[[type, type], Any]
     KnownBlocks: Callable[[Any, bool], Any]
+    Parts: Callable[[type, type, int], Any]
 
     def cut(self, body: bytes, name: bytes, count_max: int, /) -> tuple[int, int, bytes] | None: ...
 
@@ -44,7 +46,7 @@ class Loops(Protocol):
         cleared: object,
         medium: Callable[[str | None], str | None],
         /,
-    ) -> tuple[Number, list[Any], Number, int] | None: ...
+    ) -> tuple[Number, Any, Number, int] | None: ...
 
     def row_runs(self, keys: bytes, rows: list[bytes | None], /) -> tuple[list[tuple[bytes, int]], int, bool]: ...
 

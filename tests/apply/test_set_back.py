@@ -221,7 +221,7 @@ async def outcome(redis: Redis, shards: int, client: SetBack) -> tuple[Kept, int
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fold has several portions, and a portion several calls."""
     monkeypatch.setattr("waymark.apply.portions._PARTS", 2)
-    monkeypatch.setattr("waymark.store.index.CALL_PARTS", 1)
+    monkeypatch.setattr("waymark.store.calls.CALL_PARTS", 1)
 
 
 @pytest.mark.usefixtures("small")

@@ -38,14 +38,14 @@ def store(
 ) -> list[Part]:
     parts = parts or to.begin_batch(1)
     to.chain(parts, holder, position, 0, parent, blocks, hashes or blocks, mode=mode)
-    return parts.parts
+    return list(parts.parts)
 
 
 def remove(to: Placer, *hashes: int, holder: int = GPU, mode: Mode = "count") -> list[Part]:
     parts = to.begin_batch(2)
     for position, engine_hash in enumerate(hashes, 1):
         assert to.remove(parts, holder, position, engine_hash, mode=mode)
-    return parts.parts
+    return list(parts.parts)
 
 
 def test_a_chain_is_cut_at_multiples_of_32() -> None:

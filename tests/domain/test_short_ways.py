@@ -107,7 +107,7 @@ def history(chance: random.Random, steps: int) -> int:
                 stream.store(parts, 1, holder, parent, event, packed, ns)
             else:
                 stream.remove(parts, 1, holder, event)
-            written.append(parts.parts)
+            written.append(list(parts.parts))
         assert written[0] == written[1]
         if written[0] and chance.random() < 0.1:
             place = chance.choice(written[0]).place

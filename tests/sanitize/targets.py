@@ -17,7 +17,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from tests.domain.known_model import STEPS, Model, play
-from tests.sanitize import batches
+from tests.sanitize import batches, runs
 from waymark import native
 from waymark.domain.events import Cleared, Removed, Stored
 from waymark.domain.known import Spot
@@ -44,7 +44,7 @@ class Target:
     kept: frozenset[int] = frozenset()
     """The places of arguments that stay as they are in the first inputs."""
     use: Callable[..., object] | None = None
-    """Of a type: the function, which has the type as its first argument. The arguments of the others follow."""
+    """The function that is called instead, with this one, or this type, as its first argument."""
 
     def function(self, name: str) -> Callable[..., object]:
         """What is called with changed inputs."""
@@ -221,6 +221,12 @@ def medium_of(name: str | None) -> str | None:
     return "NONE" if name is None else None if re.search("[0-9]", name) else name.upper()
 
 
+def use_read_batch(read: Callable[..., Any], *arguments: Any) -> object:
+    """Which events stay together is what ``Parts`` compares."""
+    found = read(*arguments)
+    return None if found is None else (found[0], list(found[1]), *found[2:])
+
+
 # ---- rows ------------------------------------------------------------------------------------------
 
 ROW = re.compile(rb"((?:[^ ]{17}){0,63}?[^ ]{16}[^ +])(\+?)((?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*)", re.DOTALL)
@@ -367,6 +373,14 @@ TARGETS: dict[str, Target] = {
         {1: [*COUNTS]},
         # The program's own; only what is unpacked comes from an engine.
         frozenset({2, 3, 4, 5}),
+        use=use_read_batch,
+    ),
+    "Parts": Target(
+        runs.parts,
+        [(payload, ns, blocks) for payload in runs.PAYLOADS for ns, blocks in ((0, 32), (11, 4), (0, 1))],
+        batches.WORDS,
+        {1: [*EDGES], 2: [-1, 0, 1, 2, 4, 32, 33]},
+        use=runs.use_parts,
     ),
     "KnownBlocks": Target(
         known, [(bytes(range(256)),), (CONTENT[:1024],), (CONTENT[5:2000],)], [bytes(4)], use=use_known

@@ -22,12 +22,12 @@ from tests.store.direct_redis import DirectRedis
 from tests.store.factories import registration
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
-from waymark.domain.parts import Commit, Mode, Part
+from waymark.domain.parts import Commit, Mode, Part, Parts, joined, packed
 from waymark.domain.placing import Placer
 from waymark.domain.rows import DEPTHS, SAME_HASH, Place, Row, parse, parse_entry, parse_field
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.metrics import Metrics
-from waymark.store import index as index_module
+from waymark.store import calls as calls_module
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient, Reply
@@ -268,7 +268,7 @@ class Worker:
                 differs = {h: (then.get(h), now.get(h)) for h in now.keys() | then.keys() if now.get(h) != then.get(h)}
                 assert not differs, f"holder {holder}: {differs}"
 
-    def resolve(self, seq: int, events: Sequence[Event], *, is_again: bool) -> list[Part]:
+    def resolve(self, seq: int, events: Sequence[Event], *, is_again: bool) -> Parts:
         """``is_again``: a worker before resolved it and stopped. What is not found now was removed by what that one
         applied, after the event."""
         parts = self.placer.begin_batch(seq)
@@ -316,14 +316,22 @@ class Worker:
         is_again = False
         while True:
             self.placer.begin_fold()
-            parts = [part for seq, events in batches for part in self.resolve(seq, events, is_again=is_again)]
+            parts: Parts = []
+            for seq, events in batches:
+                parts = joined(parts, self.resolve(seq, events, is_again=is_again))
+            if self.seq % 2:  # in turns the parts of the C module, and those of Python
+                parts = list(parts)
             is_again = True
             moves = Moves(self.memory)
             cut = dice.randint(0, len(parts)) if dice.random() < 0.3 else 0
             try:
+                some = packed(parts)
+                first, rest = (
+                    (parts[:cut], parts[cut:]) if some is None else (some.cut(0, cut), some.cut(cut, len(some)))
+                )
                 if cut:
-                    await self.apply(parts[:cut], moves, None)
-                await self.apply(parts[cut:], moves, commit)
+                    await self.apply(first, moves, None)
+                await self.apply(rest, moves, commit)
             except Crash:
                 await self.take_over(is_clean=False)
                 continue
@@ -470,12 +478,12 @@ class History:
     async def run(self) -> None:
         dice = self.dice
         await self.redis.flushdb()
-        parts, blocks = index_module.CALL_PARTS, index_module.CALL_BLOCKS
-        index_module.CALL_PARTS, index_module.CALL_BLOCKS = dice.choice(((1, 2048), (3, 7), (128, 2048)))
+        parts, blocks = calls_module.CALL_PARTS, calls_module.CALL_BLOCKS
+        calls_module.CALL_PARTS, calls_module.CALL_BLOCKS = dice.choice(((1, 2048), (3, 7), (128, 2048)))
         try:
             await self._run()
         finally:
-            index_module.CALL_PARTS, index_module.CALL_BLOCKS = parts, blocks
+            calls_module.CALL_PARTS, calls_module.CALL_BLOCKS = parts, blocks
 
     async def _run(self) -> None:
         dice = self.dice

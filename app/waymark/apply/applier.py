@@ -35,7 +35,7 @@ from waymark.domain.events import Batch
 from waymark.domain.generations import Bounds
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
-from waymark.domain.parts import Commit, Part
+from waymark.domain.parts import Commit, Part, Parts, has_singles, joined
 from waymark.domain.plan import Plan
 from waymark.domain.resolver import Resolver
 from waymark.domain.slices import Slices
@@ -164,7 +164,7 @@ class Applier:
             await self.begin(plan.begun)
         await self.pool_hashes.find(batches)
         parts = await self.slices.run(self._resolve(plan, fold))
-        if any(part.place.is_single for part in parts):
+        if has_singles(parts):
             await self._keep_singles()
         await self.pool_hashes.keep(parts)
         moves = Moves(resolver.memory)
@@ -178,10 +178,11 @@ class Applier:
         await self._apply(last, moves, commit, event_ids)
         self._counts.applied(batches, parts, time.perf_counter() - began)
 
-    def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[list[Part]]:
-        parts: list[Part] = []
+    def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[Parts]:
+        parts: Parts = []
         for i, incoming in enumerate(fold):
-            parts += yield from self.resolver.resolve(plan, i, incoming.seq, incoming.batch)
+            more = yield from self.resolver.resolve(plan, i, incoming.seq, incoming.batch)
+            parts = joined(parts, more)
         return parts
 
     async def _apply_early(self, parts: Sequence[Part]) -> None:

@@ -7,8 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from waymark.domain.events import Batch
-from waymark.domain.parts import Part, blocks_of
+from waymark.domain.events import Batch, PlainEvents, Removed, Stored
+from waymark.domain.parts import Part, blocks_of, stored_of
 from waymark.domain.resolver import Resolver
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -49,7 +49,7 @@ class Counts:
         self._count_held()
 
     def _count_parts(self, parts: Sequence[Part]) -> None:
-        stored = blocks_of(part for part in parts if part.kind == "+")
+        stored = stored_of(parts)
         for op, n in (("stored", stored), ("removed", blocks_of(parts) - stored)):
             self._counters[f"blocks_{op}"] += n
             if n:
@@ -69,10 +69,13 @@ class Counts:
         kinds = Counter[type]()
         rejected, ignored = Counter[str](), Counter[str]()
         for batch in batches:
-            kinds.update(type(event) for event in batch.events if not event.part)
+            if isinstance(batch.events, PlainEvents):
+                kinds.update({Stored: batch.events.stores, Removed: batch.events.removals})
+            else:
+                kinds.update(type(event) for event in batch.events if not event.part)
             rejected.update(batch.rejected)
             ignored.update(batch.ignored)
-        for kind, count in kinds.items():
+        for kind, count in (+kinds).items():
             counters[f"events.{kind.__name__.lower()}"] += count
             metrics.events.labels(type=kind.__name__.lower()).inc(count)
         for name, count in rejected.items():

@@ -6,8 +6,9 @@ An ordinary fold is one portion. Each portion waits for Redis, so the event loop
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
-from waymark.domain.parts import Part, blocks_of
+from waymark.domain.parts import Part, blocks_of, packed
 
 _BLOCKS = 4096
 _BLOCKS_MAX = 16_384
@@ -19,6 +20,12 @@ def portions_of(parts: Sequence[Part], shards: int) -> list[Sequence[Part]]:
     if len(parts) < _PARTS and blocks_of(parts) <= _BLOCKS:
         return [parts]
     blocks_max = min(_BLOCKS * shards, _BLOCKS_MAX)
+    some = packed(parts)
+    if some is not None:
+        ends = [0]
+        while ends[-1] < len(parts):
+            ends.append(some.end(ends[-1], _PARTS, blocks_max))
+        return [some.cut(start, end) for start, end in pairwise(ends)]
     portions: list[Sequence[Part]] = []
     portion: list[Part] = []
     blocks = 0

@@ -7,8 +7,9 @@ are packed (little-endian u32), because later stages only hash them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias, overload
 
 from waymark.domain.names import Adapter
 
@@ -99,13 +100,63 @@ class Cleared:
 Event: TypeAlias = Stored | Removed | Cleared
 
 
+class PlainEvents(Sequence[Event]):
+    """Events of a batch that need no rule of their own, and differ in their blocks alone.
+
+    All are stores with the tokens of their blocks, and removals; the stores are alike, and so are the removals. The C
+    module has them. An event becomes an object only where somebody asks for it.
+    """
+
+    __slots__ = ("_every", "blocks", "loop", "removal", "removals", "store", "stores")
+
+    def __init__(self, loop: Any) -> None:
+        """``loop``: ``Events`` of the C module."""
+        self.loop: Final = loop
+        self._every: tuple[Event, ...] | None = None
+        self.stores, self.blocks = loop.count(0)
+        """Stores, and their blocks."""
+        self.removals: int = loop.count(1)[0]
+        self.store: Stored | None = loop[loop.first(0)] if self.stores else None
+        """The first store; what it says is so of all, except its blocks."""
+        self.removal: Removed | None = loop[loop.first(1)] if self.removals else None
+
+    def __len__(self) -> int:
+        return len(self.loop)
+
+    @overload
+    def __getitem__(self, at: int) -> Event: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Event]: ...
+
+    def __getitem__(self, at: int | slice) -> Event | Sequence[Event]:
+        if isinstance(at, slice) or at < 0:
+            return self._all[at]
+        event: Event = self.loop[at]
+        return event
+
+    def __eq__(self, other: object) -> bool:
+        return self._all == (other._all if isinstance(other, PlainEvents) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __repr__(self) -> str:
+        return repr(self._all)
+
+    @property
+    def _all(self) -> tuple[Event, ...]:
+        if self._every is None:
+            self._every = tuple(self.loop)
+        return self._every
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The events of one frame, in order."""
 
     ts: float | None
     """The publisher's clock; None where it has none or sends nonsense."""
-    events: tuple[Event, ...]
+    events: Sequence[Event]
     dp_rank: int | None = None
     """The rank the batch names; it wins over the registered one."""
     rejected: Counter[str] = field(default_factory=Counter)

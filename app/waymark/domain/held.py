@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from waymark.domain.known import Group, KnownBlocks, Piece, Places, Spot, new_known, new_places
-from waymark.domain.parts import NO_COPIES, UNCHANGED
+from waymark.domain.events import PlainEvents
+from waymark.domain.known import Group, KnownBlocks, Piece, Places, Ran, Spot, new_known, new_places
+from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
 from waymark.domain.rows import SAME_HASH, SLOT_CHARS, Place
 from waymark.domain.slices import Slices
 
@@ -26,6 +27,8 @@ FULL_MAX = 8_192
 """Places that are known to be full."""
 HASHES_MAX = 64
 """Engine hashes of one block of a holder. `*<key>` names them, and is written whole each time one comes."""
+_RUN_HASHES: Final = 2048
+"""Of the events of a run, somewhat more: a millisecond or two."""
 _SEVERAL_BYTES = 300
 """Of a block with copies or further engine hashes, beside the tables."""
 
@@ -255,6 +258,44 @@ class HeldBlocks:
         if groups is not None:
             self.blocks -= len(engine_hashes)
         return groups
+
+    def run(
+        self,
+        holder: int,
+        events: PlainEvents,
+        at: int,
+        position: int,
+        parts: PackedParts,
+        *,
+        seed: int,
+        namespace: int,
+        piece_blocks: int,
+        may_store: bool,
+        may_remove: bool,
+    ) -> Ran | None:
+        """Store and remove the blocks of plain events, one after the other; see ``KnownBlocks``."""
+        held = self._held[holder]
+        found = held.known.run(
+            events.loop,
+            at,
+            position,
+            _RUN_HASHES,
+            parts,
+            holder,
+            seed,
+            namespace,
+            self.full.places,
+            piece_blocks,
+            self._gone[held.dp_rank].sets,
+            held.several,
+            may_store,
+            may_remove,
+        )
+        if found is None:
+            return None
+        ran = Ran(*found)
+        self.blocks += ran.stored - ran.removed
+        return ran
 
     def is_crowded(self, holder: int, engine_hash: int, key: int) -> bool:
         """Whether the block, which the holder has, has as many engine hashes as it may, and this is a further one."""

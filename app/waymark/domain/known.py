@@ -7,7 +7,7 @@ of its blocks is. The C module has both types, in some 35 bytes a block; here th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from waymark import native
 from waymark.domain.rows import PIECE_BLOCKS, Place
@@ -34,6 +34,22 @@ class Spot(NamedTuple):
 Piece: TypeAlias = tuple[Place, bytes, bytes, int, int | None]
 """New blocks at one place: their slots and engine hashes, packed; the index of the first in its event, and the key of
 the block before it, where that is in the same piece."""
+
+
+class Ran(NamedTuple):
+    """How far a run of plain events went."""
+
+    at: int
+    """The number of the next event."""
+    position: int
+    """Of the next event."""
+    stores: int
+    stored: int
+    """Blocks."""
+    removed: int
+    """Blocks."""
+
+
 Group: TypeAlias = tuple[Place, int, bytes, bytes]
 """Blocks at one place that went together: its namespace, their slots and engine hashes, packed."""
 
@@ -119,6 +135,29 @@ class KnownBlocks(Protocol):
         them are here, none comes twice, and the key of none is among ``several``.
 
         None as of ``extend``.
+        """
+
+    def run(
+        self,
+        events: Any,
+        at: int,
+        position: int,
+        hashes_max: int,
+        parts: Any,
+        holder: int,
+        seed: int,
+        namespace: int,
+        full: Mapping[Place, object],
+        piece_blocks: int,
+        gone: tuple[KnownBlocks, ...],
+        several: Mapping[int, object],
+        may_store: bool,
+        may_remove: bool,
+        /,
+    ) -> tuple[int, int, int, int, int] | None:
+        """``extend`` and ``take`` with ``events`` from the one with number ``at`` on, whose parts join ``parts``; both
+        are the C module's. It ends before the first event that is not plain, or that it may not take, and after some
+        ``hashes_max`` hashes. Returns what ``Ran`` has, None as of ``extend``.
         """
 
 
@@ -263,6 +302,9 @@ class PureKnownBlocks:
         """There is no short way for it here."""
 
     def take(self, *_: object) -> None:
+        """There is no short way for it here."""
+
+    def run(self, *_: object) -> None:
         """There is no short way for it here."""
 
     def _put(self, engine_hash: int, packed: int) -> None:

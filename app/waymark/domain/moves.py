@@ -7,7 +7,7 @@ reply, never a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import groupby
 
 from waymark.domain.held import HeldBlocks
@@ -28,6 +28,8 @@ class Moves:
         """By holder and key, where the block is from which seq and position on."""
         self._heads: set[int] = set()
         self._sent: set[tuple[int, int, int]] = set()
+        self._planned: list[tuple[Sequence[Part], int, int]] = []
+        """Of parts that were sent where they were planned, those from one number to another."""
         self.refusals = 0
 
     def refused(self, is_row: bool, part: Part, offset: int) -> list[Part]:
@@ -62,15 +64,18 @@ class Moves:
         """Whether a block was moved; until then every part goes where it was planned."""
         return bool(self._heads)
 
-    def send(self, parts: Iterable[Part]) -> None:
-        """Parts go where they were planned, because no block was moved."""
-        self._sent.update([(part.holder, part.seq, part.last) for part in parts])
+    def send(self, parts: Sequence[Part], start: int, end: int) -> None:
+        """Parts ``start`` to ``end`` go where they were planned, because no block was moved."""
+        self._planned.append((parts, start, end))
 
     def follow(self, part: Part) -> list[Part]:
         """The part, or several in its place where some of its blocks were moved.
 
         A part that was sent once goes where it went then: Redis may have applied it.
         """
+        for parts, start, end in self._planned:
+            self._sent.update([(part.holder, part.seq, part.last) for part in parts[start:end]])
+        self._planned.clear()
         name = (part.holder, part.seq, part.last)
         is_sent = name in self._sent
         self._sent.add(name)

@@ -7,10 +7,11 @@ its copies are so many. So a part may be written again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Self, TypeAlias, cast
 
+from waymark import native
 from waymark.domain.keys import KEY_BYTES, pack, unpack
 from waymark.domain.rows import DEPTHS, SLOT_CHARS, Place, keys_of
 
@@ -110,9 +111,73 @@ class Commit:
     """16 hex digits of the payload at the watermark."""
 
 
-def blocks_of(parts: Iterable[Part]) -> int:
+class PackedParts(Sequence[Part]):
+    """Parts in arrays, as the C module has them. This class says what its type ``Parts`` does, and is never made.
+
+    A ``Part`` of them is an object of its own, made when it is asked for.
+    """
+
+    blocks: int
     """How many blocks the parts name."""
-    return sum([len(part.packed_hashes) for part in parts]) // KEY_BYTES
+    stored: int
+    """How many of these are stored."""
+    singles: int
+    """How many parts are at places of blocks of unknown depth."""
+
+    def __iadd__(self, others: PackedParts) -> Self: ...  # type: ignore[empty-body]
+
+    def end(self, start: int, parts_max: int, blocks_max: int) -> int:  # type: ignore[empty-body]
+        """The end of the parts from ``start`` on that are within both bounds, but of one at least."""
+
+    def cut(self, start: int, end: int) -> PackedParts:  # type: ignore[empty-body]
+        """Parts ``start`` to ``end``."""
+
+    def pack(  # type: ignore[empty-body]
+        self, start: int, end: int, prefix: bytes
+    ) -> tuple[int, list[int], list[bytes], list[int], list[bytes]]:
+        """What a call with these parts sends: how many blocks, holders, keys of rows, seqs, and the parts."""
+
+
+Parts: TypeAlias = list[Part] | PackedParts
+
+
+def packed(parts: Sequence[Part]) -> PackedParts | None:
+    """The parts as those of the C module, if they are."""
+    return None if isinstance(parts, list | tuple) else cast("PackedParts", parts)
+
+
+def joined(parts: Parts, others: Parts) -> Parts:
+    """Both, one after the other. The first ones change where they are of the same kind."""
+    if not parts:
+        return others
+    some, more = packed(parts), packed(others)
+    if some is None or more is None:
+        return [*parts, *others]
+    some += more
+    return some
+
+
+def blocks_of(parts: Sequence[Part]) -> int:
+    """How many blocks the parts name."""
+    some = packed(parts)
+    return sum([len(part.packed_hashes) for part in parts]) // KEY_BYTES if some is None else some.blocks
+
+
+def stored_of(parts: Sequence[Part]) -> int:
+    """How many of these are stored."""
+    some = packed(parts)
+    return blocks_of([part for part in parts if part.kind == "+"]) if some is None else some.stored
+
+
+def has_singles(parts: Sequence[Part]) -> bool:
+    """Whether a part is at a place of blocks of unknown depth."""
+    some = packed(parts)
+    return any(part.place.is_single for part in parts) if some is None else some.singles > 0
+
+
+def new_part_list(seq: int) -> PartList:
+    """For the parts of one batch; in the C module where that is selected."""
+    return PartList(seq) if native.selected is None else _PackedPartList(seq, native.selected.Parts(Part, Place, seq))
 
 
 class PartList:
@@ -120,7 +185,11 @@ class PartList:
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
-        self.parts: list[Part] = []
+        self._parts: list[Part] = []
+
+    @property
+    def parts(self) -> Parts:
+        return self._parts
 
     def add(
         self,
@@ -166,7 +235,7 @@ class PartList:
         go on from its last block, because a branch row that they may have to begin must hold a chain.
         """
         count = len(hashes) // KEY_BYTES
-        last = self.parts[-1] if self.parts else None
+        last = self._parts[-1] if self._parts else None
         if (
             last is None
             or waits
@@ -184,7 +253,7 @@ class PartList:
             last.waits = waits
             if copies != UNCHANGED:
                 last.copies = [copies] * count
-            self.parts.append(last)
+            self._parts.append(last)
             return
         if copies != UNCHANGED or last.copies:
             last.copies += [UNCHANGED] * (last.count - len(last.copies))
@@ -192,6 +261,35 @@ class PartList:
         last.last += STEP * count
         last.slots += slots
         last.packed_hashes += hashes
+
+
+class _PackedPartList(PartList):
+    def __init__(self, seq: int, loop: Any) -> None:
+        super().__init__(seq)
+        self._loop = loop
+
+    @property
+    def parts(self) -> PackedParts:
+        return cast("PackedParts", self._loop)
+
+    def add_packed(
+        self,
+        kind: Kind,
+        holder: int,
+        position: int,
+        place: Place,
+        namespace: int,
+        slots: bytes,
+        hashes: bytes,
+        is_known: bool = False,
+        is_identity: bool = False,
+        parent: int | None = None,
+        copies: bytes = UNCHANGED,
+        waits: bool = False,
+    ) -> None:
+        self._loop.add(
+            kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, waits
+        )
 
 
 def _has_slot(slots: bytes, key: bytes) -> bool:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from waymark.domain.events import PlainEvents
 from waymark.domain.held import HeldBlocks, Left, Spot
-from waymark.domain.parts import STEP, Kind, Mode, PartList
+from waymark.domain.known import Ran
+from waymark.domain.parts import STEP, Kind, Mode, PartList, new_part_list, packed
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
 from waymark.domain.waves import Waves
 
@@ -45,7 +47,7 @@ class Placer:
     def begin_batch(self, seq: int) -> PartList:
         if self._counted and all(seq > counted for counted, _ in self._counted.values()):
             self._counted = {}
-        return PartList(seq)
+        return new_part_list(seq)
 
     def chain(
         self,
@@ -232,6 +234,39 @@ class Placer:
             parts.add_packed("-", holder, at, place, namespace, slots, some, is_known=True, waits=waits)
             position += len(slots) // SLOT_CHARS
         return True
+
+    def run(
+        self,
+        parts: PartList,
+        holder: int,
+        events: PlainEvents,
+        at: int,
+        position: int,
+        *,
+        seed: int,
+        namespace: int,
+        may_store: bool,
+        may_remove: bool,
+    ) -> Ran | None:
+        """Store and remove the blocks of plain events, from the one with number ``at`` on; how far that went.
+
+        None where it is not possible. See ``KnownBlocks.run``.
+        """
+        some = packed(parts.parts)
+        if some is None or self._counted or self._waves.is_needed:
+            return None
+        return self.memory.run(
+            holder,
+            events,
+            at,
+            position,
+            some,
+            seed=seed,
+            namespace=namespace,
+            piece_blocks=self._piece_blocks,
+            may_store=may_store,
+            may_remove=may_remove,
+        )
 
     def _leave(self, parts: PartList, holder: int, position: int, engine_hash: int, mode: Mode) -> None:
         left = self.memory.leave(holder, engine_hash, counts=mode != "set")

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from waymark.domain import chunks
 from waymark.domain.chunks import CHUNK
-from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.events import Batch, Cleared, Envelope, Event, PlainEvents, Removed, Stored
 from waymark.domain.generations import Generations
 from waymark.domain.media import UNNAMED
 from waymark.domain.names import GROUP, Holder, HolderName, Registration, Unit
@@ -116,6 +116,8 @@ class Planner:
         before = (frozenset(self.flags), self.main_group)
         seen = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids}
         for i, batch in enumerate(batches):
+            if isinstance(batch.events, PlainEvents):
+                continue  # there is no clear among them
             for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
                 self._find_clears(plan, i, batch, start, seen)
                 if len(batch.events) > _EVENTS_AT_ONCE:
@@ -126,10 +128,14 @@ class Planner:
         if self._generations:
             self._generations.begin_fold(lambda name: blocks_of(holders[name]) if name in kept else 0)
         for i, batch in enumerate(batches):
-            for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
-                self._find_holders(plan, i, batch, start, kept, names)
-                if len(batch.events) > _EVENTS_AT_ONCE:
-                    yield
+            if isinstance(batch.events, PlainEvents):
+                if batch.events.store is not None:
+                    self._find_holder(plan, i, 0, batch, batch.events.store, batch.events.blocks, kept, names)
+            else:
+                for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
+                    self._find_holders(plan, i, batch, start, kept, names)
+                    if len(batch.events) > _EVENTS_AT_ONCE:
+                        yield
             if self._generations:
                 plan.epochs.append(dict(self._generations.epochs))
                 self._generations.end_batch()
@@ -155,22 +161,37 @@ class Planner:
     ) -> None:
         """Learn facts, and name the holders that there are not yet; ``kept`` are there, under the lasting ``names``."""
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
-            if isinstance(event, Removed) or self._skip_reason_of(batch, event):
-                continue
-            if isinstance(event, Stored):
-                self._learn(event)
-            elif event.envelope is None:
-                continue  # a standard stream's holder begins again at once: it keeps the event_id
-            if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
-                continue
-            if self._generations:
-                blocks = self._blocks(event) if isinstance(event, Stored) else 0
-                self._generations.store(self._lasting_name(batch, event), blocks)
-                self.epochs = self._generations.epochs
-            name = self.name(batch, event)
-            if name not in kept and name not in plan.begun and _has_room(name, names):
-                names.add(name.lasting)
-                plan.begun[name] = self._holder(batch, event)
+            if not isinstance(event, Removed):
+                self._find_holder(plan, i, j, batch, event, None, kept, names)
+
+    def _find_holder(
+        self,
+        plan: Plan,
+        i: int,
+        j: int,
+        batch: Batch,
+        event: Stored | Cleared,
+        hashes: int | None,
+        kept: set[HolderName],
+        names: set[HolderName],
+    ) -> None:
+        """The same of one event. Where it stands for several that are alike, ``hashes`` are those of all of them."""
+        if self._skip_reason_of(batch, event):
+            return
+        if isinstance(event, Stored):
+            self._learn(event)
+        elif event.envelope is None:
+            return  # a standard stream's holder begins again at once: it keeps the event_id
+        if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
+            return
+        if self._generations:
+            count = self._blocks(event, hashes) if isinstance(event, Stored) else 0
+            self._generations.store(self._lasting_name(batch, event), count)
+            self.epochs = self._generations.epochs
+        name = self.name(batch, event)
+        if name not in kept and name not in plan.begun and _has_room(name, names):
+            names.add(name.lasting)
+            plan.begun[name] = self._holder(batch, event)
 
     def _learn(self, event: Stored) -> None:
         if event.is_main_attention is False:
@@ -198,9 +219,9 @@ class Planner:
             self.flags.add(f"{CHUNK}{blocks}")
             self.chunk_blocks = blocks
 
-    def _blocks(self, event: Stored) -> int:
-        """How many blocks it stores."""
-        size, hashes = self._registration.block_size, len(event.engine_hashes)
+    def _blocks(self, event: Stored, hashes: int | None) -> int:
+        """How many blocks it stores; of several events like it, which have so many ``hashes``, all of them."""
+        size, hashes = self._registration.block_size, len(event.engine_hashes) if hashes is None else hashes
         return hashes if event.block_size <= size else hashes * chunks.blocks_of(event, size)
 
     # ---- what an event belongs to ------------------------------------------------------------------

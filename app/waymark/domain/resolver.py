@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from waymark.domain import chunks
 from waymark.domain.chunks import CHUNK_BLOCKS_MAX
-from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
+from waymark.domain.events import Batch, Cleared, Event, PlainEvents, Removed, Stored
 from waymark.domain.generations import Bounds, Generations, Reason
 from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks, Spot
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
 from waymark.domain.objects import EARLY_MAX, WaitingObjects
-from waymark.domain.parts import STEP, Mode, Part, PartList
+from waymark.domain.parts import STEP, Mode, PartList, Parts
 from waymark.domain.placing import Placer
 from waymark.domain.plan import EXTRA_KEYS, UNTRUSTED, Plan, Planner
 from waymark.domain.rows import Place
@@ -35,6 +35,19 @@ __all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
 
 _Placed: TypeAlias = list[tuple[int, Sequence[int]]]
 """Ranks with engine hashes that have a place now; somebody may wait for one."""
+
+
+class _PlainRun(NamedTuple):
+    """Plain events of a batch, and what those of them that can be resolved together share."""
+
+    events: PlainEvents
+    holder: int
+    dp_rank: int
+    namespace: int
+    may_store: bool
+    may_remove: bool
+    is_unsalted: bool
+    """The stores are of a release whose events have no place for a salt or an image."""
 
 
 _UNBOUNDED = Bounds()
@@ -220,7 +233,7 @@ class Resolver:
 
     # ---- a batch -----------------------------------------------------------------------------------
 
-    def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> Slices[list[Part]]:
+    def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> Slices[Parts]:
         """The parts of one batch of the fold, ``index`` its place in it."""
         parts = self.placer.begin_batch(seq)
         self._planner.epochs = plan.epochs[index] if plan.epochs else {}
@@ -229,7 +242,15 @@ class Resolver:
         placed: _Placed = []
         windows = self._planner.windows
         late: list[tuple[int, Stored | Removed]] = []
-        for j, event in enumerate(batch.events):
+        plain = self._plain_run(plan, index, batch)
+        j = -1
+        while j + 1 < len(batch.events):
+            j += 1
+            if plain is not None:
+                j, position = yield from self._run(parts, plain, j, position, placed)
+                if j == len(batch.events):
+                    break
+            event = batch.events[j]
             if windows and not isinstance(event, Cleared) and self._planner.window_of(event) is not None:
                 late.append((j, event))
                 continue
@@ -290,6 +311,72 @@ class Resolver:
             self.placer.crowded = 0
         return parts.parts
 
+    def _plain_run(self, plan: Plan, index: int, batch: Batch) -> _PlainRun | None:
+        """What plain events of a batch share, if any of them can be resolved together with others."""
+        events, planner = batch.events, self._planner
+        if not isinstance(events, PlainEvents) or self.memory.blocks + events.blocks > self._blocks_max:
+            return None
+        store, removal, namespace = events.store, events.removal, 0
+        holders: list[int] = []
+        may_store = store is not None and self._may_run(plan, index, batch, store)
+        if may_store:
+            assert store is not None
+            may_store = store.block_size == self.registration.block_size and self._is_plain(store)
+            namespace = planner.spaces.at_root(store)
+            holders += filter(None, [self.holders.get(planner.name(batch, store))])
+        may_remove = removal is not None and removal.medium in DEVICE and self._may_run(plan, index, batch, removal)
+        if may_remove and self.registration.scope != "shared":
+            assert removal is not None
+            holders += self._holders_of.get(planner.name(batch, removal).lasting, ())
+        else:
+            may_remove = False
+        # Each kind has one holder, which has no other generation: a block of it may be there.
+        if not (may_store or may_remove) or len(holders) != may_store + may_remove or len(set(holders)) > 1:
+            return None
+        holder = holders[0]
+        if self.placer.others.get(holder):
+            return None
+        is_unsalted = store is not None and not store.tells_salts and self._traits.has_saltless_releases
+        first = store or removal
+        assert first is not None
+        rank = planner.rank(batch, first)
+        return _PlainRun(events, holder, rank, namespace, may_store, may_remove, is_unsalted)
+
+    def _may_run(self, plan: Plan, index: int, batch: Batch, event: Stored | Removed) -> bool:
+        """Whether the event, and all that are like it, are of main attention, and nothing says that they do not
+        count."""
+        planner = self._planner
+        if planner.windows and planner.window_of(event) is not None:
+            return False
+        return planner.skip_reason(plan, batch, event, index, 0) is None
+
+    def _run(
+        self, parts: PartList, plain: _PlainRun, at: int, position: int, placed: _Placed
+    ) -> Slices[tuple[int, int]]:
+        """Resolve plain events together, up to the first that needs a rule of its own: its number and position."""
+        end = len(plain.events)
+        while at < end:
+            ran = self.placer.run(
+                parts,
+                plain.holder,
+                plain.events,
+                at,
+                position,
+                seed=self._seed,
+                namespace=plain.namespace,
+                may_store=plain.may_store,
+                may_remove=plain.may_remove and not self.waiting.blocks,
+            )
+            if ran is None or ran.at == at:
+                break
+            self.unsalted += ran.stores * plain.is_unsalted
+            if self.waiting.blocks and ran.stores:
+                placed.append((plain.dp_rank, plain.events.loop.hashes(at, ran.at)))
+            at, position = ran.at, ran.position
+            if at < end and (ran.stored + ran.removed) > SLICE_UNITS:
+                yield
+        return at, position
+
     @property
     def _first_position(self) -> int:
         return 1 + (EARLY_MAX if self.registration.scope == "shared" else 0)
@@ -305,7 +392,7 @@ class Resolver:
         self._early = max(positions, default=0)
         return bool(positions)
 
-    def resolve_waiting(self, seq: int) -> list[Part]:
+    def resolve_waiting(self, seq: int) -> Parts:
         """The parts of objects that have waited, and whose blocks an engine has reported meanwhile.
 
         ``seq`` is that of the batch that has not come yet, of which they are the beginning.

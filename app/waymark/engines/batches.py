@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import msgpack
 
-from waymark.domain.events import Batch, Cleared, Event
+from waymark.domain.events import Batch, Cleared, Event, PlainEvents
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices, finish
 from waymark.engines.ceilings import Ceilings, frame_too_large, too_many_events, too_many_hashes
 from waymark.engines.long import UNREADABLE, WINDOW_BYTES, LongPayload
@@ -141,15 +141,18 @@ class _Events:
         self._ceilings = ceilings
         self._rejected = 0
 
-    def batch(self, ts: Any, rank: Any) -> Batch:
-        """All of them; ``ts`` and ``rank`` are as the payload has them."""
+    def batch(self, ts: Any, rank: Any, events: PlainEvents | None = None) -> Batch:
+        """All of them, or ``events``; ``ts`` and ``rank`` are as the payload has them."""
         if rank is not None and not is_u32(rank):
             rank = None
             self.ignored[Ignored.BAD_RANK.value] += 1
-        return Batch(_clock(ts), tuple(self.events), rank, self.rejected, self.ignored, self.samples)
+        found = tuple(self.events) if events is None else events
+        return Batch(_clock(ts), found, rank, self.rejected, self.ignored, self.samples)
 
     def plain(self, plain: PlainBatch) -> Batch:
         """A batch of which every event is plain."""
+        if isinstance(plain.events, PlainEvents):
+            return self.batch(plain.ts, plain.rank, plain.events)
         self.events = [event for event in plain.events if not isinstance(event, tuple)]
         return self.batch(plain.ts, plain.rank)
 

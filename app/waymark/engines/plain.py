@@ -6,11 +6,11 @@ words of a rejection are in Python alone. Most events of most engines are plain.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from waymark import native
-from waymark.domain.events import Cleared, Event, Removed, Stored
+from waymark.domain.events import Cleared, Event, PlainEvents, Removed, Stored
 from waymark.domain.media import normal_medium
 
 _CLEARED = Cleared()
@@ -20,7 +20,7 @@ class PlainBatch(NamedTuple):
     """A batch whose form is plain."""
 
     ts: Any
-    events: list[Event | tuple[int, int]]
+    events: Sequence[Event | tuple[int, int]]
     """For an event that is not plain, where it stands in the payload: start and end."""
     rank: Any
     others: int
@@ -37,4 +37,7 @@ def read(payload: bytes, events_max: int) -> PlainBatch | None:
     if loops is None:
         return None
     found = loops.read_batch(payload, events_max, Stored, Removed, _CLEARED, normal_medium)
-    return None if found is None else PlainBatch(*found)
+    if found is None:
+        return None
+    ts, events, rank, others = found
+    return PlainBatch(ts, events if isinstance(events, list) else PlainEvents(events), rank, others)

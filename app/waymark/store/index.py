@@ -7,28 +7,24 @@ atomically and that may be repeated.
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from waymark.domain.moves import Moves
-from waymark.domain.parts import Commit, Part, blocks_of
-from waymark.domain.rows import ROW_SLOTS, Place
+from waymark.domain.parts import Commit, Part
+from waymark.domain.rows import ROW_SLOTS
 from waymark.domain.waves import waves_of
 from waymark.store import keys
+from waymark.store.calls import Call, Calls
 from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
 from waymark.store.pacing import Pacer
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 
-#: Ceilings of one call: with any of them Redis takes about 2 ms, and every reader waits meanwhile.
-CALL_PARTS = 128
-CALL_BLOCKS = 2048
+#: How many bytes of rows a call reads, at most: Redis then takes about 2 ms, and every reader waits meanwhile.
 CALL_BYTES = 65_536
 #: A part in a row of its own costs as much as so many blocks in a long part.
 _PART_COST = 8
-#: Of a packed part: kind, holder, batch, position of its last block, row, branch row, blocks, flags.
-_HEADER = struct.Struct(">cHHIHHBB")
 
 
 Hold = Callable[[], Awaitable[None]]
@@ -128,10 +124,10 @@ class Index:
         events: Sequence[Arg] = (),
         hold: Hold | None = None,
     ) -> Verdict:
-        waiting = list(parts)
+        calls = Calls(parts, moves, keys.block_prefix(grant.group_id, shard))
         while True:
-            call, waiting = _next_call(waiting, moves)
-            is_last = not waiting
+            call = calls.next()
+            is_last = not calls.are_left
             outcome = await self._call(grant, shard, call, commit if is_last else None, events if is_last else (), hold)
             verdict = outcome.verdict
             if verdict in (Verdict.FENCED, Verdict.LOST):
@@ -140,33 +136,27 @@ class Index:
             if verdict is Verdict.STALE:
                 return verdict
             done, offset, _ = outcome.numbers
-            rest = call[done:]
+            calls.done(done)
             if verdict is not Verdict.APPLIED:
-                rest = [*moves.refused(verdict is Verdict.ROW, rest[0], offset), *rest[1:]]
-            waiting = rest + waiting
-            if not waiting:
+                calls.refused(offset, is_row=verdict is Verdict.ROW)
+            if not calls.are_left:
                 return Verdict.APPLIED
 
     async def _call(
         self,
         grant: Grant,
         shard: int,
-        parts: Sequence[Part],
+        sent: Call,
         commit: Commit | None,
         events: Sequence[Arg],
         hold: Hold | None,
     ) -> Outcome:
         prefix = keys.block_prefix(grant.group_id, shard)
-        holders = {holder: i for i, holder in enumerate(dict.fromkeys(part.holder for part in parts), 1)}
-        seqs = {seq: i for i, seq in enumerate(dict.fromkeys(part.seq for part in parts), 1)}
-        rows = {place: i for i, place in enumerate(dict.fromkeys(part.place for part in parts if part.kind != "*"), 1)}
-        for place in [place for place in rows if place.branch is not None]:
-            rows.setdefault(Place(place.head), len(rows) + 1)
         call = partial(
             self._scripts.apply_rows,
             keys.fence(grant.group_id, shard),
-            [keys.engine(grant.group_id, shard, holder) for holder in holders],
-            [prefix + place.name for place in rows],
+            [keys.engine(grant.group_id, shard, holder) for holder in sent.holders],
+            sent.rows,
             keys.branches(grant.group_id, shard),
             grant.record if shard == 0 else None,
             grant.publisher,
@@ -175,14 +165,14 @@ class Index:
             grant.calls.get(shard, 0),
             self._row_slots,
             self._call_bytes,
-            list(holders),
+            sent.holders,
             events,
-            list(seqs),
-            [_packed(part, holders[part.holder], seqs[part.seq], rows) for part in parts],
+            sent.seqs,
+            sent.words,
         )
         if hold is None:
             return await call()
-        blocks = blocks_of(parts) + _PART_COST * len(parts)
+        blocks = sent.blocks + _PART_COST * len(sent.words)
         async with self._pacer.admit(self._client.place(prefix), blocks, hold):
             return await call()
 
@@ -212,35 +202,3 @@ def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:
         return "", "", "", ""
     ts, newest = commit.ts, commit.newest_ts
     return commit.watermark, "" if ts is None else repr(ts), "" if newest is None else repr(newest), commit.digest
-
-
-def _next_call(waiting: Sequence[Part], moves: Moves) -> tuple[list[Part], list[Part]]:
-    """Split ``waiting`` into the parts of the next call, at their present places, and the rest."""
-    call: list[Part] = []
-    blocks, are_moved = 0, moves.are_any
-    end = len(waiting)
-    for i, part in enumerate(waiting):
-        some = moves.follow(part) if are_moved else (part,)
-        count = part.count
-        if call and (len(call) + len(some) > CALL_PARTS or blocks + count > CALL_BLOCKS):
-            end = i
-            break
-        call += some
-        blocks += count
-    if not are_moved:
-        moves.send(call)
-    return call, list(waiting[end:])
-
-
-def _packed(part: Part, holder: int, batch: int, rows: Mapping[Place, int]) -> bytes:
-    """A part as the script reads it."""
-    place = part.place
-    row = branch = 0
-    if part.kind != "*":
-        row = rows[place] if place.branch is None else rows[Place(place.head)]
-        branch = 0 if place.branch is None else rows[place]
-    hashes = part.packed_hashes if part.kind == "+" and not part.is_identity else b""
-    flags = (1 if hashes else 0) + (2 if part.namespace else 0)
-    header = _HEADER.pack(part.kind.encode(), holder, batch, part.last, row, branch, part.count, flags)
-    namespace = b"%016x" % part.namespace if part.namespace else b""
-    return b"".join((header, namespace, part.slots, hashes, b";".join(part.copies)))

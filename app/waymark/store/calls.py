@@ -1,0 +1,121 @@
+"""Cuts parts into calls of the apply script, and packs each of them as the script reads it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from waymark.domain.moves import Moves
+from waymark.domain.parts import PackedParts, Part, blocks_of, packed
+from waymark.domain.rows import Place
+
+#: Ceilings of one call: with any of them Redis takes about 2 ms, and every reader waits meanwhile.
+CALL_PARTS = 128
+CALL_BLOCKS = 2048
+#: Of a packed part: kind, holder, batch, position of its last block, row, branch row, blocks, flags.
+_HEADER = struct.Struct(">cHHIHHBB")
+
+
+class Call(NamedTuple):
+    """What one call sends of its parts."""
+
+    blocks: int
+    """How many the parts name."""
+    holders: list[int]
+    """In the order in which the parts name them first; parts have their numbers, from 1."""
+    rows: list[bytes]
+    """Keys of rows, branch rows and singles, in the same way; rows that only a branch row needs come last."""
+    seqs: list[int]
+    """Of the batches, in the same way."""
+    words: list[bytes]
+    """The parts."""
+
+
+class Calls:
+    """The calls for parts of one shard, one after the other; a refusal changes those that follow."""
+
+    def __init__(self, parts: Sequence[Part], moves: Moves, prefix: bytes) -> None:
+        self._moves = moves
+        self._prefix = prefix
+        self._packed: PackedParts | None = None if moves.are_any else packed(parts)
+        """Parts of the C module, all of which go where they were planned."""
+        self._done = 0
+        """Of these."""
+        self._under_way: list[Part] = []
+        """Of the present call; without ``_packed``."""
+        self._waiting: list[Part] = [] if self._packed is not None else list(parts)
+        self._end = 0
+
+    @property
+    def are_left(self) -> bool:
+        """Parts are left behind the present call."""
+        return bool(self._waiting) if self._packed is None else self._end < len(self._packed)
+
+    def next(self) -> Call:
+        """The next call; it may be without parts, and ``done`` follows each."""
+        if self._packed is not None:
+            start, end = self._done, self._packed.end(self._done, CALL_PARTS, CALL_BLOCKS)
+            self._moves.send(self._packed, start, end)
+            self._end = end
+            return Call(*self._packed.pack(start, end, self._prefix))
+        self._under_way, self._waiting = _next_parts(self._waiting, self._moves)
+        return pack(self._under_way, self._prefix)
+
+    def done(self, count: int) -> None:
+        """The first ``count`` parts of the present call are done; the others come again."""
+        if self._packed is not None:
+            self._done += count
+            self._end = self._done
+        else:
+            self._waiting = self._under_way[count:] + self._waiting
+
+    def refused(self, offset: int, *, is_row: bool) -> None:
+        """The next part has no slot for its block ``offset`` where it was sent; see ``Moves.refused``."""
+        if self._packed is not None:
+            self._waiting, self._packed = list(self._packed[self._done :]), None
+        first, *rest = self._waiting
+        self._waiting = [*self._moves.refused(is_row, first, offset), *rest]
+
+
+def pack(parts: Sequence[Part], prefix: bytes) -> Call:
+    """A call with these parts; ``prefix`` is that of the keys of its shard."""
+    holders = {holder: i for i, holder in enumerate(dict.fromkeys(part.holder for part in parts), 1)}
+    seqs = {seq: i for i, seq in enumerate(dict.fromkeys(part.seq for part in parts), 1)}
+    rows = {place: i for i, place in enumerate(dict.fromkeys(part.place for part in parts if part.kind != "*"), 1)}
+    for place in [place for place in rows if place.branch is not None]:
+        rows.setdefault(Place(place.head), len(rows) + 1)
+    words = [_packed(part, holders[part.holder], seqs[part.seq], rows) for part in parts]
+    return Call(blocks_of(parts), list(holders), [prefix + place.name for place in rows], list(seqs), words)
+
+
+def _next_parts(waiting: list[Part], moves: Moves) -> tuple[list[Part], list[Part]]:
+    """Split ``waiting`` into the parts of the next call, at their present places, and the rest."""
+    call: list[Part] = []
+    blocks, are_moved = 0, moves.are_any
+    end = len(waiting)
+    for i, part in enumerate(waiting):
+        some = moves.follow(part) if are_moved else (part,)
+        count = part.count
+        if call and (len(call) + len(some) > CALL_PARTS or blocks + count > CALL_BLOCKS):
+            end = i
+            break
+        call += some
+        blocks += count
+    if not are_moved:
+        moves.send(call, 0, len(call))
+    return call, waiting[end:]
+
+
+def _packed(part: Part, holder: int, batch: int, rows: Mapping[Place, int]) -> bytes:
+    """A part as the script reads it."""
+    place = part.place
+    row = branch = 0
+    if part.kind != "*":
+        row = rows[place] if place.branch is None else rows[Place(place.head)]
+        branch = 0 if place.branch is None else rows[place]
+    hashes = part.packed_hashes if part.kind == "+" and not part.is_identity else b""
+    flags = (1 if hashes else 0) + (2 if part.namespace else 0)
+    header = _HEADER.pack(part.kind.encode(), holder, batch, part.last, row, branch, part.count, flags)
+    namespace = b"%016x" % part.namespace if part.namespace else b""
+    return b"".join((header, namespace, part.slots, hashes, b";".join(part.copies)))

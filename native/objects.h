@@ -1,0 +1,50 @@
+/* Objects of Python types whose __init__ takes longer than all the rest. */
+
+#ifndef WAYMARK_OBJECTS_H
+#define WAYMARK_OBJECTS_H
+
+#include "native.h"
+
+/* An object of `type` with these attributes, built without its __init__. NULL with an exception. */
+static inline PyObject *build_object(PyTypeObject *type, PyObject *const *names, PyObject *const *values, int count)
+{
+    PyObject *object = PyType_GenericAlloc(type, 0);
+    for (int i = 0; object != NULL && i < count; i++)
+        if (PyObject_GenericSetAttr(object, names[i], values[i]) < 0)
+            Py_CLEAR(object);
+    return object;
+}
+
+/* An object of a NamedTuple, without its __new__ in Python; takes `fields` over. NULL with an exception. */
+static inline PyObject *build_named(PyObject *type, PyObject *fields)
+{
+    static newfunc make_tuple;
+    if (make_tuple == NULL)
+        make_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
+    PyObject *arguments = fields == NULL ? NULL : PyTuple_Pack(1, fields);
+    PyObject *made = arguments == NULL ? NULL : make_tuple((PyTypeObject *)type, arguments, NULL);
+    Py_XDECREF(fields);
+    Py_XDECREF(arguments);
+    return made;
+}
+
+/* Names of attributes, interned once. 0 with an exception. */
+static inline int intern_names(const char *const *names, PyObject **attributes, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (attributes[i] == NULL && (attributes[i] = PyUnicode_InternFromString(names[i])) == NULL)
+            return 0;
+    return 1;
+}
+
+/* An object of a type that was made from a spec holds a reference to its type. */
+static inline void free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+#define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))function, flags, doc}
+
+#endif

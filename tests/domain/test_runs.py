@@ -1,0 +1,394 @@
+"""Plain events of a batch are resolved and packed together by the C module: it comes to what one by one comes to.
+
+Random histories of payloads go through three streams: events of the C module that stay together, the same events as
+objects, and everything in Python. All three have to agree on each part, on the bytes that Redis is sent, on what is
+counted, and on what is remembered.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgpack
+import pytest
+
+from tests.domain.index import Index
+from tests.factories import BLOCK_SIZE, registration
+from tests.unit import seeds
+from waymark import native
+from waymark.domain.engines import EngineKind
+from waymark.domain.events import Batch, PlainEvents, Removed, Stored
+from waymark.domain.moves import Moves
+from waymark.domain.parts import Part, PartList, blocks_of, has_singles, joined, new_part_list, packed, stored_of
+from waymark.domain.rows import SAME_HASH, Place
+from waymark.domain.slices import finish
+from waymark.engines import Decoder, decoder
+from waymark.store import calls as calls_module
+from waymark.store.calls import Call, Calls
+
+pytestmark = [
+    pytest.mark.usefixtures("implementation_kept"),
+    pytest.mark.skipif(not native.is_built, reason="built without the C part"),
+]
+
+HASHES: Final = 60
+GROUPS: Final[tuple[list[int], ...]] = ([], [], [], [0], [0], [1])
+
+
+class Stream:
+    """An index in one process, and a decoder; ``is_whole``: plain events stay together."""
+
+    def __init__(self, *, is_native: bool, is_whole: bool, **options: Any) -> None:
+        self.is_native, self.is_whole = is_native, is_whole
+        self.runs = 0
+        native.select(is_native)
+        self.index = Index(options.pop("of", None), **options)
+        self._decode: Decoder = decoder(self.index.registration.kind, seed=1337)
+
+    def fold(self, payloads: Sequence[bytes]) -> None:
+        native.select(self.is_native)
+        batches = [self._decode(payload) for payload in payloads]
+        self.runs += sum(isinstance(batch.events, PlainEvents) for batch in batches)
+        self.index.fold(*(batches if self.is_whole else [replace(each, events=tuple(each.events)) for each in batches]))
+
+    def sent(self, prefix: bytes = b"wm:{1}:") -> list[Call]:
+        """The calls of the last fold."""
+        native.select(self.is_native)
+        parts = new_part_list(0).parts
+        for part in self.index.parts:
+            one = new_part_list(part.seq)
+            _add(one, part)
+            parts = joined(parts, one.parts)
+        return all_calls(parts, self.index, prefix)
+
+    @property
+    def state(self) -> Any:
+        resolver = self.index.resolver
+        memory = resolver.memory
+        found = [
+            (memory.find(holder, h), memory.held(holder, h), memory.gone(holder, h))
+            for holder in resolver.holders.values()
+            for h in range(1, HASHES)
+        ]
+        counted = resolver.ignored, resolver.unresolved, resolver.missing, resolver.unsalted, resolver.waiting.blocks
+        full = list(memory.full.places)
+        return found, counted, full, memory.blocks, memory.places, len(memory), resolver.flags, resolver.main_group
+
+
+def _add(to: PartList, part: Part) -> None:
+    """One part as it is."""
+    first, text = part.first, part.copies[0] if part.copies else b""
+    to.add_packed(
+        part.kind,
+        part.holder,
+        first,
+        part.place,
+        part.namespace,
+        part.slots,
+        part.packed_hashes,
+        part.is_known,
+        part.is_identity,
+        part.parent,
+        text,
+        part.waits,
+    )
+
+
+def all_calls(parts: Sequence[Part], index: Index, prefix: bytes) -> list[Call]:
+    calls = Calls(parts, Moves(index.resolver.memory), prefix)
+    sent = [calls.next()]
+    calls.done(len(sent[-1].words))
+    while calls.are_left:
+        sent.append(calls.next())
+        calls.done(len(sent[-1].words))
+    return sent
+
+
+# ---- what an engine publishes ------------------------------------------------------------------------
+
+
+class Engine:
+    """Payloads of a publisher that is mostly ordinary."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.chains: list[list[int]] = []
+
+    def payload(self) -> bytes:
+        chance = self.chance
+        medium = chance.choice([None, "GPU", "GPU", "GPU", "CPU"])
+        group = chance.choice(GROUPS)
+        adapter = chance.choice([None, None, None, "art"])
+        events: list[Any] = [
+            self.store(medium, group, adapter) if chance.random() < 0.7 else self.removal(medium, group)
+            for _ in range(chance.choice([1, 2, 5, 16]))
+        ]
+        if chance.random() < 0.1:
+            events.insert(chance.randrange(len(events) + 1), self.unusual())
+        packed_batch: bytes = msgpack.packb([1.5, events, chance.choice([None, 0, 0, 1])])
+        return packed_batch
+
+    def store(self, medium: str | None, group: list[int], adapter: str | None) -> Any:
+        chance = self.chance
+        parent: int | None = None
+        if self.chains and chance.random() < 0.75:
+            chain = chance.choice(self.chains)
+            parent = chance.choice([chain[-1], chain[-1], chance.choice(chain)])
+        hashes = chance.sample(range(1, HASHES), chance.choice([1, 1, 1, 2, 5, 40]))
+        if parent in hashes:
+            hashes.remove(parent)
+        hashes = hashes or [HASHES]
+        if chance.random() < 0.02:
+            hashes[0] = SAME_HASH
+        self.chains = [*self.chains[-8:], hashes]
+        tokens = [chance.randrange(3) for _ in range(BLOCK_SIZE * len(hashes) - chance.choice([0] * 20 + [1]))]
+        event = {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": parent,
+            "token_ids": tokens,
+            "block_size": chance.choice([BLOCK_SIZE] * 20 + [2 * BLOCK_SIZE]),
+            "medium": medium,
+            "lora_name": adapter,
+        }
+        event |= {"group_idx": group[0]} if group else {}
+        if chance.random() < 0.5:
+            return event
+        return ["BlockStored", *list(event.values())[1:5], None, medium, adapter, None, *group]
+
+    def removal(self, medium: str | None, group: list[int]) -> Any:
+        chance = self.chance
+        hashes = (
+            chance.choice(self.chains)[:] if self.chains and chance.random() < 0.8 else [chance.randrange(1, HASHES)]
+        )
+        if chance.random() < 0.5:
+            hashes = hashes[: chance.randint(1, len(hashes))]
+        if chance.random() < 0.5:
+            hashes.reverse()
+        return ["BlockRemoved", hashes, medium, *group]
+
+    def unusual(self) -> Any:
+        return self.chance.choice(
+            [
+                ["AllBlocksCleared"],
+                ["BlockRemoved", [1, 1]],
+                ["BlockStored", [50], None, [1] * BLOCK_SIZE, BLOCK_SIZE, None, "GPU", None, [["salt"]]],
+                ["BlockStored", [51], 3, [], 0, None, "CPU"],
+                7,
+            ]
+        )
+
+
+def history(chance: random.Random, kind: EngineKind, steps: int) -> int:
+    """A random history in all three ways; how many batches were plain."""
+    options = {"of": registration(kind), "blocks_max": chance.choice([30, 100_000]), "waiting_blocks": 20}
+    ways = ((True, True), (True, False), (False, False))
+    streams = [Stream(is_native=is_native, is_whole=is_whole, **options) for is_native, is_whole in ways]
+    engine = Engine(chance)
+    for _ in range(steps):
+        payloads = [engine.payload() for _ in range(chance.choice([1, 1, 3]))]
+        for stream in streams:
+            stream.fold(payloads)
+        whole, single, pure = (list(stream.index.parts) for stream in streams)
+        assert whole == single == pure
+        sent = [stream.sent() for stream in streams]
+        assert sent[0] == sent[1] == sent[2]
+        state = [stream.state for stream in streams]
+        assert state[0] == state[1] == state[2]
+        if whole and chance.random() < 0.1:
+            place = chance.choice(whole).place
+            for stream in streams:
+                stream.index.resolver.memory.full.add(place)
+        if chance.random() < 0.03:
+            for stream in streams:
+                native.select(stream.is_native)
+                stream.index.take_over()
+    return streams[0].runs
+
+
+@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
+@pytest.mark.parametrize("seed", seeds(20))
+def test_random_histories_come_to_the_same_in_all_ways(seed: int, kind: EngineKind) -> None:
+    assert history(random.Random(seed), kind, 40) > 5
+
+
+# ---- what stays together -------------------------------------------------------------------------------
+
+
+def batch_of(*events: Any) -> Batch:
+    native.select(True)
+    return decoder(EngineKind.VLLM, seed=1337)(msgpack.packb([1.0, list(events), 0]))
+
+
+def store(hashes: list[int], parent: int | None = None, **fields: Any) -> dict[str, Any]:
+    token_ids = [each % 7 for each in hashes for _ in range(BLOCK_SIZE)]
+    event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": token_ids}
+    return event | {"block_size": BLOCK_SIZE, "medium": "GPU"} | fields
+
+
+REMOVAL = {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        store([9], medium="CPU"),
+        store([9], lora_name="a"),
+        store([9], group_idx=1),
+        store([9], token_ids=[]),
+        store([9], token_ids=[1]),
+        store([9], block_size=2),
+        store([9], kv_cache_spec_kind="full_attention"),
+        store([9], extra_keys=[["salt"]]),
+        ["BlockStored", [9], None, [1] * BLOCK_SIZE, BLOCK_SIZE, None, "GPU"],
+        {"type": "AllBlocksCleared"},
+        {"type": "Else"},
+        REMOVAL | {"medium": "CPU"},
+    ],
+    ids=lambda other: str(other)[:60],
+)
+def test_events_that_differ_in_more_than_their_blocks_are_objects(other: Any) -> None:
+    alike = [store([1, 2]), store([3], 2), REMOVAL]
+    assert isinstance(batch_of(*alike).events, PlainEvents)
+    assert not isinstance(batch_of(*alike, other).events, PlainEvents)
+
+
+def test_events_that_stay_together_are_a_sequence() -> None:
+    events = batch_of(store([1, 2]), REMOVAL, store([3], 2)).events
+    first, gone, last = (batch_of(each, {"type": "Else"}).events[0] for each in (store([1, 2]), REMOVAL, store([3], 2)))
+    assert isinstance(events, PlainEvents)
+    assert (events.stores, events.blocks, events.removals) == (2, 3, 1)
+    assert (events.store, events.removal) == (first, gone)
+    assert events == (first, gone, last)
+    assert (len(events), events[1], events[-1], list(events[1:])) == (3, gone, last, [gone, last])
+    assert isinstance(first, Stored)
+    assert isinstance(gone, Removed)
+    with pytest.raises(IndexError):
+        events[3]
+
+
+def test_an_event_that_is_not_plain_interrupts_a_run() -> None:
+    """Its positions, and those behind it, are the same whoever resolves the batch."""
+    streams = [Stream(is_native=is_native, is_whole=is_native) for is_native in (True, False)]
+    events = [store([1, 2, 3]), store([4], 9), store([5], 3), REMOVAL | {"block_hashes": [5, 8]}, store([6], 3)]
+    for stream in streams:
+        stream.fold([msgpack.packb([1.0, events, 0])])
+    assert streams[0].runs == 1
+    assert [(part.kind, part.first, part.hashes) for part in streams[0].index.parts] == [
+        ("+", 3, [1, 2, 3]),
+        ("+", 11, [5]),
+        ("-", 13, [5]),
+        ("+", 17, [6]),
+    ]
+    assert streams[0].index.parts == streams[1].index.parts
+
+
+def test_a_long_run_gives_the_loop_back() -> None:
+    stream = Stream(is_native=True, is_whole=True)
+    events = [store(list(range(i, i + 100))) for i in range(1, 6_000, 100)]
+    native.select(True)
+    batch = decoder(EngineKind.VLLM, seed=1337)(msgpack.packb([1.0, events, 0]))
+    resolver = stream.index.resolver
+    plan = finish(resolver.plan([batch]))
+    resolver.begin(list(plan.begun), [1])
+    slices = resolver.resolve(plan, 0, 1, batch)
+    pauses = sum(1 for _ in slices)
+    assert pauses >= 2
+    assert resolver.memory.blocks > 0
+
+
+# ---- parts -----------------------------------------------------------------------------------------------
+
+
+def random_parts(chance: random.Random) -> Callable[[PartList], None]:
+    """What to add, to several lists."""
+    added: list[Any] = []
+    position, key = 1, 0
+    for _ in range(chance.randrange(1, 300)):
+        place = Place(chance.choice([1, 2, 2**64 - 1]))
+        place = chance.choice(
+            [place, place, place._replace(branch=chance.choice([3, 4])), place._replace(is_single=True)]
+        )
+        count = chance.choice([1, 1, 2, 30])
+        keys = [chance.choice([key + 1 + i, chance.getrandbits(64)]) for i in range(count)]
+        is_new = chance.random() < 0.8
+        parent = chance.choice([key, key, None, 5]) if is_new else None
+        added.append(
+            (
+                chance.choice(["+", "+", "+", "-", "*"]),
+                chance.choice([7, 7, 7, 9_007_199_254_740_991]),
+                position,
+                place,
+                chance.choice([0, 0, 0, 11]),
+                b"".join([b"%016x%c" % (each, chance.choice(b"0av")) for each in keys]),
+                chance.randbytes(8 * count),
+                not is_new,
+                chance.random() < 0.1,
+                parent,
+                chance.choice([b""] * 6 + [b"2", b"0", b"3 %016x" % 5]),
+                chance.random() < 0.05,
+            )
+        )
+        position += 2 * count + chance.choice([0, 0, 0, 2])
+        key = keys[-1]
+
+    def add(parts: PartList) -> None:
+        for each in added:
+            parts.add_packed(*each)
+
+    return add
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+def test_parts_of_the_c_module_are_those_of_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    batches = [random_parts(chance) for _ in range(3)]
+    found = []
+    for is_native in (True, False):
+        native.select(is_native)
+        parts: Any = []
+        for seq, add in enumerate(batches, 1):
+            batch_parts = new_part_list(seq)
+            add(batch_parts)
+            parts = joined(parts, batch_parts.parts)
+        found.append(parts)
+    ours, theirs = found
+    assert packed(ours) is not None
+    assert packed(theirs) is None
+    assert list(ours) == theirs
+    assert ours[2:-3:2] == theirs[2:-3:2]
+    assert ours[-1] == theirs[-1]
+    for of in (blocks_of, stored_of, has_singles, len):
+        assert of(ours) == of(theirs)
+    index = Index()
+    assert all_calls(ours, index, b"wm:{1}:") == all_calls(theirs, index, b"wm:{1}:")
+    monkeypatch.setattr(calls_module, "CALL_PARTS", 3)
+    monkeypatch.setattr(calls_module, "CALL_BLOCKS", 7)
+    assert all_calls(ours, index, b"wm:{1.5}:") == all_calls(theirs, index, b"wm:{1.5}:")
+    start, end = sorted(chance.randrange(len(theirs) + 1) for _ in range(2))
+    assert list(ours.cut(start, end)) == theirs[start:end]
+
+
+def test_parts_refuse_what_they_are_not_made_for() -> None:
+    native.select(True)
+    parts = new_part_list(1)
+    good = ["+", 1, 1, Place(1), 0, b"%016x0" % 1, bytes(8), False, False, None, b"", False]
+    for at, bad in ((0, "++"), (1, -1), (2, "x"), (3, (1, 2)), (4, 2**64), (5, b"x" * 17), (5, b""), (6, bytes(9))):
+        with pytest.raises((ValueError, OverflowError, TypeError)):
+            parts.add_packed(*[*good[:at], bad, *good[at + 1 :]])  # type: ignore[arg-type]
+    parts.add_packed(*good)  # type: ignore[arg-type]
+    some = packed(parts.parts)
+    assert some is not None
+    assert len(some) == 1
+    for start, end in ((0, 2), (1, 0)):
+        with pytest.raises(IndexError):
+            some.cut(start, end)
+        with pytest.raises(IndexError):
+            some.pack(start, end, b"")
+    with pytest.raises(IndexError):
+        some[1]
+    with pytest.raises(TypeError):
+        some += [1]  # type: ignore[arg-type]
