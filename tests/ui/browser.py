@@ -63,5 +63,5 @@ async def tab(url: str, fragment: str = "", **options: Any) -> AsyncIterator[Tab
         made.watch()
         await page.goto(f"{url}/ui{fragment}")
         yield made
-        assert made.errors == []
-        assert made.elsewhere == []
+        assert not made.errors, made.errors
+        assert not made.elsewhere, made.elsewhere

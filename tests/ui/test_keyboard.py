@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, expect
 
-from tests.live import Live
 from tests.live import start as start_live
 from tests.patience import patient
 from tests.ui.browser import tab
-from waymark.domain.hashing import extend, token_bytes
+from tests.ui.views import TOKEN, VIEWS, log_in, register, show_contract
 
 pytestmark = pytest.mark.outside
 
-TOKENS = list(range(100, 132))
-TOKEN = "secret"
 #: What a person who does not see the page asks for by its name.
 NAMED = {
     *("button", "checkbox", "combobox", "link", "radio", "searchbox", "slider", "spinbutton", "textbox"),
@@ -85,63 +81,6 @@ async def unreachable(page: Page) -> list[str]:
     ]
 
 
-async def show_engines(page: Page) -> None:
-    await page.click('nav a[href="#engines"]')
-    await expect(page.locator("#groups button")).to_have_count(2)
-
-
-async def show_no_engine(page: Page) -> None:
-    await page.fill("#filter", "nothing fits")
-    await expect(page.locator("#groups")).to_have_text("None fits the filter.")
-
-
-async def show_drain(page: Page) -> None:
-    await page.fill("#filter", "")
-    await page.click("text=Drain >> nth=0")
-    await expect(page.locator("#drain")).to_be_visible()
-
-
-async def show_resume(page: Page) -> None:
-    await page.click("#drain-yes")
-    await page.click("text=Resume")
-    await expect(page.locator("#drain-weight")).to_be_visible()
-
-
-async def show_prompt(page: Page) -> None:
-    await page.keyboard.press("Escape")
-    await page.click('nav a[href="#prompt"]')
-    await expect(page.locator("#model")).to_have_value("m")
-
-
-async def show_answer(page: Page) -> None:
-    await page.fill("#text", " ".join(map(str, TOKENS)))
-    await page.click("#ask button")
-    await expect(page.locator("#answer .line")).to_have_count(2)
-    await expect(page.locator("#targets")).to_be_visible()
-
-
-async def show_refusal(page: Page) -> None:
-    await page.fill("#text", "no numbers")
-    await page.click("#ask button")
-    await expect(page.locator("#ask-error")).not_to_be_empty()
-
-
-async def show_activity(page: Page) -> None:
-    await page.click('nav a[href="#activity"]')
-    await expect(page.locator("#events tr").first).to_be_visible()
-
-
-async def show_contract(page: Page) -> None:
-    await page.set_extra_http_headers({"Authorization": f"Bearer {TOKEN}"})  # a link sends none
-    await page.click('nav a[href="docs"]')
-    await expect(page.locator("h1")).to_contain_text("Waymark")
-
-
-VIEWS: list[Callable[[Page], Awaitable[None]]] = [
-    show_engines, show_no_engine, show_drain, show_resume, show_prompt, show_answer, show_refusal, show_activity,
-]  # fmt: skip
-
-
 async def test_each_view_has_names_and_is_reached_by_tab(tmp_path: Path) -> None:
     problems = {}
     async with start_live("serve", "memory://", tmp_path / "log", api_token=TOKEN, protect_reads=True) as live:
@@ -150,24 +89,10 @@ async def test_each_view_has_names_and_is_reached_by_tab(tmp_path: Path) -> None
             page = looking.page
             await expect(page.locator("#login")).to_be_visible()
             problems["login"] = await nameless(page) + await unreachable(page)
-            await page.fill("#token", TOKEN)
-            await page.keyboard.press("Enter")
+            await log_in(page)
             for view in VIEWS:
                 await view(page)
                 problems[view.__name__] = await nameless(page) + await unreachable(page)
-            await show_contract(page)  # plain HTML, with hundreds of links
+            await show_contract(page)  # hundreds of links
             problems["contract"] = await nameless(page)
     assert {name: found for name, found in problems.items() if found} == {}
-
-
-async def register(live: Live) -> None:
-    """Two engines, of which ``a`` has the whole prompt and ``b`` a half."""
-    async with live.client() as client:
-        for name, blocks in (("a", 8), ("b", 4)):
-            body = {"type": "standard", "modelname": "m", "instance_id": name, "block_size": 4}
-            assert (await client.post("/register", json=body | {"address": f"http://{name}:1"})).status_code == 200
-            hashes = list(extend(None, token_bytes(TOKENS), 4))[:blocks]
-            event = {"event_id": 1, "event_type": "stored", "backend_id": name, "model_name": "m", "block_size": 4}
-            event |= {"token_ids": TOKENS[: 4 * blocks], "seq_hashes": hashes, "base_block_idx": 0, "timestamp": 1.0}
-            answer = await client.post("/events", json=event | {"medium": "gpu", "dp_rank": 0})
-            assert answer.json().get("applied") == 1, answer.text

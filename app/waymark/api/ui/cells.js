@@ -7,6 +7,8 @@ const CELL_MIN = 4;
 const CELL_MAX = 14;
 const CELL_HEIGHT = 14;
 const MISSING = { top: 6, height: 2 };
+// What a pool has for an engine that does not have it itself.
+const POOLED = { top: 4, height: 6 };
 // A canvas has a largest width; what is beyond it can be asked for by its hashes.
 const CANVAS_MAX = 16000;
 const COLOURS = { GPU: "gpu", CPU: "cpu", DISK: "disk" };
@@ -21,17 +23,41 @@ const inSight = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting, boundingClientRect } of entries) if (isIntersecting) draw(target, boundingClientRect.width);
 }, { rootMargin: "400px" });
 
+// A line for a holder of an instance, or for an instance without one, which shows what pools have for it.
 export function place(instance, holder, found) {
-  const count = holder.runs.reduce((sum, [, length]) => sum + length, 0);
-  const label = `rank ${holder.dp_rank} ${holder.medium}: ${count} of ${found.total_blocks} blocks`;
+  const pooled = instance.is_pool ? [] : pools(found);
+  const count = lengthOf(holder.runs);
+  const label = holder.medium
+    ? `rank ${holder.dp_rank} ${holder.medium}: ${count} of ${found.total_blocks} blocks`
+    : `no block of its own; in pools: ${lengthOf(union(pooled))} of ${found.total_blocks} blocks`;
   const why = holder.not_counted ? `, ${plain(holder.not_counted)}` : "";
   const line = element("div", {
     class: "line", tabindex: "0", role: "slider", "aria-label": plain(`${instance.instance_id}, ${label}${why}`),
     "aria-valuemin": 0, "aria-valuemax": Math.max(0, found.total_blocks - 1), "aria-valuenow": 0, "aria-valuetext": "no block chosen",
   }, element("div", { class: "soft" }, label, why), element("div", { class: "cells scroll", tabindex: "-1" }));
   const match = instance.is_pool ? found.longest_matched : instance.longest_matched;
-  lines.set(line, { instance, holder, found, counted: holder.not_counted ? 0 : match / found.block_size, at: -1, width: 0 });
+  lines.set(line, { instance, holder, found, pooled, counted: holder.not_counted ? 0 : match / found.block_size, at: -1, width: 0 });
   return line;
+}
+
+// What pools have of a prompt, which counts for every engine.
+export function pools(found) {
+  return found.instances.filter((each) => each.is_pool).flatMap((each) => each.holders).filter((each) => !each.not_counted).flatMap((each) => each.runs);
+}
+
+function lengthOf(runs) {
+  return runs.reduce((sum, [, length]) => sum + length, 0);
+}
+
+// Runs that are apart from each other, of runs that may overlap.
+function union(runs) {
+  const apart = [];
+  for (const [first, length] of [...runs].sort((a, b) => a[0] - b[0])) {
+    const last = apart.at(-1);
+    if (last && first <= last[0] + last[1]) last[1] = Math.max(last[1], first + length - last[0]);
+    else apart.push([first, length]);
+  }
+  return apart;
 }
 
 // Forget the lines of the answer before.
@@ -61,27 +87,29 @@ function draw(line, room) {
 }
 
 // One rectangle for each run, and then the gaps between all cells at once.
-function paint({ holder, counted, context, width, cells }) {
+function paint(state) {
+  const { holder, pooled, context, width, cells } = state;
   const all = [cells * width, CELL_HEIGHT];
   context.clearRect(0, 0, ...all);
-  context.fillStyle = painted("line");
+  context.fillStyle = painted("behind");
   context.fillRect(0, MISSING.top, all[0], MISSING.height);
-  for (const [first, length] of holder.runs) {
-    const end = Math.min(first + length, cells);
-    const middle = Math.min(Math.max(first, counted), end);
-    run(context, first * width, middle * width, COLOURS[holder.medium] || "other");
-    run(context, middle * width, end * width, "behind");
-  }
+  for (const run of union(pooled)) fill(state, run, "pool", POOLED);
+  for (const run of holder.runs) fill(state, run, COLOURS[holder.medium] || "other", { top: 0, height: CELL_HEIGHT });
   context.globalCompositeOperation = "destination-out";
   context.fillStyle = gap(context, width);
   context.fillRect(0, 0, ...all);
   context.globalCompositeOperation = "source-over";
 }
 
-function run(context, from, to, colour) {
-  if (to <= from) return;
-  context.fillStyle = painted(colour);
-  context.fillRect(from, 0, to - from, CELL_HEIGHT);
+// A run in its colour, and in another one from where the match ends.
+function fill({ counted, context, width, cells }, [first, length], colour, { top, height }) {
+  const end = Math.min(first + length, cells);
+  const middle = Math.min(Math.max(first, counted), end);
+  for (const [from, to, name] of [[first, middle, colour], [middle, end, "behind"]]) {
+    if (to <= from) continue;
+    context.fillStyle = painted(name);
+    context.fillRect(from * width, top, (to - from) * width, height);
+  }
 }
 
 function gap(context, width) {
@@ -103,8 +131,10 @@ function show(line, at) {
   const key = found.keys[at];
   const has = (one) => one.runs.some(([first, length]) => first <= at && at < first + length);
   const others = found.instances.flatMap((each) =>
-    each.holders.filter(has).map((one) => `${plain(each.instance_id)} rank ${one.dp_rank} ${one.medium}`));
-  const said = `${plain(instance.instance_id)} rank ${holder.dp_rank} ${has(holder) ? "has" : "does not have"} it on ${plain(holder.medium)}. `;
+    each.holders.filter(has).map((one) => `${plain(each.instance_id)}${each.is_pool ? " (pool)" : ""} rank ${one.dp_rank} ${one.medium}`));
+  const said = holder.medium
+    ? `${plain(instance.instance_id)} rank ${holder.dp_rank} ${has(holder) ? "has" : "does not have"} it on ${plain(holder.medium)}. `
+    : `${plain(instance.instance_id)} has no block of its own. `;
   const holders = `Holders: ${others.join(", ") || "none"}. `;
   byId("cell").replaceChildren(
     element("strong", {}, `Block ${at}`), `: ${said}`, holders,

@@ -6,12 +6,13 @@ import { startDrain } from "./drain.js";
 import { showEngines } from "./engines.js";
 import { startPrompt, showShared } from "./prompt.js";
 import { startActivity } from "./activity.js";
+import { showContract } from "./contract.js";
 
 const EVERY_MS = 2000;
-const VIEWS = ["engines", "prompt", "activity"];
+const VIEWS = ["engines", "prompt", "activity", "api"];
 
 function route() {
-  const [name] = location.hash.slice(1).split("?");
+  const [name, words = ""] = location.hash.slice(1).split("?");
   const view = VIEWS.includes(name) ? name : "engines";
   for (const each of VIEWS) {
     byId(`${each}-view`).hidden = each !== view;
@@ -20,6 +21,7 @@ function route() {
     else link.removeAttribute("aria-current");
   }
   if (view === "prompt") showShared();
+  if (view === "api") showContract(words);
 }
 
 let next = 0;

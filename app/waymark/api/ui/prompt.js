@@ -1,9 +1,11 @@
 // A prompt over the fleet: which block is where, why nobody has it, and which target it would be sent to.
 
-import { drawLines, forget, listen, place } from "./cells.js";
+import { drawLines, forget, listen, place, pools } from "./cells.js";
 import { post } from "./service.js";
 import { byId, element, setText } from "./shown.js";
 
+// Of an engine without a block of its own, for which pools have some.
+const NO_HOLDER = { medium: "", runs: [], not_counted: null };
 let shared = "";
 let asked = 0;
 
@@ -56,7 +58,7 @@ async function ask(body) {
   clear(body.problem || "", body.problem ? "" : "asking");
   if (body.problem) return;
   try {
-    const found = await post("inspect/prompt", { ...body, top: 100 });
+    const found = await post("inspect/prompt", { ...body, top: 1000 });
     const scores = body.seq_hashes ? null : await scored(body);
     if (own !== asked) return; // another prompt has been given meanwhile
     share(found);
@@ -108,14 +110,15 @@ function parts(found, scores) {
 
 function legend() {
   const mark = (name, text) => element("span", {}, element("i", { class: `of-${name}` }), text);
-  return element("p", { class: "legend" }, mark("gpu", "device"), mark("cpu", "host"), mark("disk", "disk"), mark("other", "other medium"), mark("behind", "behind the match: no query counts it"), mark("none", "not held"));
+  return element("p", { class: "legend" }, mark("gpu", "device"), mark("cpu", "host"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "behind the match: no query counts it"), mark("none", "not held"));
 }
 
 function instance(each, found) {
   const of = each.is_pool ? "a pool: its blocks count for every engine" : `${each.longest_matched} tokens`;
   const made = element("section", {}, element("h3", {}, each.instance_id, ": ", of));
   if (each.note) made.append(element("p", { class: "reason" }, each.note));
-  for (const holder of each.holders) made.append(place(each, holder, found));
+  const isEmpty = !each.holders.length && !each.is_pool && pools(found).length;
+  for (const holder of isEmpty ? [NO_HOLDER] : each.holders) made.append(place(each, holder, found));
   return made;
 }
 
