@@ -143,6 +143,28 @@ def test_a_misspelt_word_gets_the_nearest_one(words: list[str], near: str, capsy
     assert f"usage: waymark {command}" in error
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("resume", "drain NAME --resume"),
+        ("undrain", "drain NAME --resume"),
+        ("engines", "publishers"),
+        ("ls", "publishers"),
+    ],
+)
+def test_a_word_of_others_leads_to_the_command(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([word, "vllm-0"])
+    assert f"there is no '{word}'; use 'waymark {meant}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["rest", "resett", "rset"])
+def test_what_deletes_everything_is_never_suggested(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([word])
+    assert "did you mean 'reset'" not in capsys.readouterr().err
+
+
 def test_a_word_like_no_other_gets_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["zzzzzz"])

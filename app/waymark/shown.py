@@ -43,3 +43,8 @@ def kind(value: object) -> str:
 def _quoted(text: str) -> str:
     # Half of a surrogate pair has no UTF-8, so it is written in ASCII.
     return json.dumps(text, ensure_ascii=any("\ud800" <= char <= "\udfff" for char in text))
+
+
+def several(count: int, name: str) -> str:
+    """``1 request``, ``2 requests``."""
+    return f"{count} {name}{'' if count == 1 else 's'}"

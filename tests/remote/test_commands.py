@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -89,6 +90,7 @@ async def test_ask_shows_how_much_each_engine_has(live: Live) -> None:
     assert "block 4 is next, and" in " ".join(found["b"][6:])
     assert "one character is 1 block: G on GPU" in output
     assert "\x1b" not in output
+    assert (await run(live, "ask", "--tokens", f"{TOKENS[0]}-{TOKENS[-1]}"))[1] == output
     answer = await json_of(live, "ask", "--model", "m", "--tokens", "-", stdin=" ".join(map(str, TOKENS)))
     assert {name: row["longest_matched"] for name, row in answer["instances"].items()} == {"a": 32, "b": 16}
 
@@ -127,7 +129,7 @@ async def test_select_shows_the_target_and_the_parts_of_its_score(live: Live) ->
     code, output, _ = await run(live, "select", "--tokens", ",".join(map(str, TOKENS)))
     assert code == cli.EXIT_OK
     assert output.startswith("a rank 0 at http://10.0.0.1:8008\n")
-    assert set(rows(output, "TARGET")) >= {"a", "b"}
+    assert set(rows(output, "ENGINE")) >= {"a", "b"}
     answer = await json_of(live, "select", "--tokens", ",".join(map(str, TOKENS)))
     assert answer["selected"]["target"]["instance_id"] == "a"
     assert answer["selected"]["reservation"] is None
@@ -152,7 +154,15 @@ async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregiste
         code, output, error = await run(live, "drain", "a", "--wait-seconds", "0")
         assert code == cli.EXIT_FAILED
         assert output == "a gets no new requests\n"
-        assert "a has 1 requests under way after 0 s" in error
+        assert "a has 1 request under way after 0 s" in error
+        assert "'waymark drain a --resume'" in error
+        assert (await json_of(live, "publishers", "--status", "draining"))["publishers"][0]["instance_id"] == "a"
+        assert ", draining" in (await run(live, "publishers"))[1]
+        assert ", draining" in (await run(live, "top", "--seconds", "0.1"))[1]
+        doctor = (await run(live, "doctor"))[1]
+        assert "engine \"a\" rank 0: draining: it gets no new requests; 'waymark drain a --resume'" in doctor
+        chosen = (await run(live, "select", "--tokens", ",".join(map(str, TOKENS))))[1]
+        assert "not considered: a (draining)" in chosen
         after = (await client.get("/services")).json()["services"]
         assert after == [each | ({"Weight": 0.0} if each["InstanceID"] == "a" else {}) for each in before]
         assert (await client.post("/select", json=prompt)).json()["target"]["instance_id"] == "b"
@@ -167,6 +177,39 @@ async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregiste
         assert code == cli.EXIT_OK
         assert output.splitlines()[-1] == "unregistered a|default|0"
         assert [each["InstanceID"] for each in (await client.get("/services")).json()["services"]] == ["b"]
+
+
+async def test_a_drain_that_is_interrupted_says_in_which_state_the_engine_is(live: Live) -> None:
+    async with live.client() as client:
+        assert (await client.post("/select", json={"model": "m", "token_ids": TOKENS})).status_code == 200
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "waymark", "drain", "a", "--url", live.url, "--api-token", TOKEN,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    async with within(60):
+        lines = [await process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        output, error = await process.communicate()
+    assert lines[0] == b"a gets no new requests\n"
+    assert lines[1].startswith(b"1 request under way, ")
+    assert output == b"a stays drained, 1 request under way; 'waymark drain a --resume' gives it requests again\n"
+    assert (process.returncode, error) == (cli.EXIT_INTERRUPTED, b"")
+
+
+async def test_a_model_that_is_not_registered_is_a_failure_with_one_sentence(live: Live) -> None:
+    code, output, error = await run(live, "ask", "--tokens", "1-8", "--model", "nope")
+    assert (code, output) == (cli.EXIT_FAILED, "")
+    assert error == "waymark ask: model 'nope' is not registered; tenant 'default' has 'm'\n"
+
+
+async def test_status_and_inspect_ask_the_waymark_that_the_environment_names(live: Live) -> None:
+    for words in (("status",), ("inspect", "prompt", "--model", "m", "--tokens", "100 101 102 103")):
+        code, output, error = await run(live, *words)
+        assert code == cli.EXIT_OK, error
+        assert "a" in output
+    code, _, error = await run(live, "status", WAYMARK_REDIS_URL=f"redis://127.0.0.1:{unused_port()}")
+    assert code == cli.EXIT_NO_REDIS, "a Redis that is named is what is looked at"
 
 
 async def test_an_engine_that_is_not_registered_cannot_be_drained(live: Live) -> None:
@@ -236,6 +279,8 @@ def test_what_is_no_url_is_a_wrong_argument(url: str, capsys: pytest.CaptureFixt
         (("--tokens", "1,x"), "'x' at 1 is no token id"),
         (("--tokens", "4294967296"), "'4294967296' at 0 is no token id"),
         (("--tokens", ","), "there are none"),
+        (("--tokens", "7,5-4"), "the range '5-4' at 1 has not 1 to 2097152 token ids"),
+        (("--tokens", "0-4294967295"), "the range '0-4294967295' at 0 has not 1 to 2097152 token ids"),
         (("--file", "/nowhere"), "--file: '/nowhere' cannot be read"),
         (("--messages", "/dev/null"), "--messages: the file has no JSON"),
     ],

@@ -18,7 +18,17 @@ from waymark.remote.service import Service
 
 
 def publisher(**values: Any) -> dict[str, Any]:
-    well = {"instance_id": "a", "dp_rank": 0, "status": "active", "complaint": None, "endpoint": None}
+    well = {
+        "instance_id": "a",
+        "dp_rank": 0,
+        "tenant_id": "default",
+        "scope": "instance",
+        "weight": 1.0,
+        "load": {"requests": 0},
+        "status": "active",
+        "complaint": None,
+        "endpoint": None,
+    }
     return well | values
 
 

@@ -32,6 +32,8 @@ def publisher(name: str, **values: Any) -> dict[str, Any]:
         "instance_id": name,
         "tenant_id": "default",
         "dp_rank": 0,
+        "scope": "instance",
+        "weight": 1.0,
         "model_name": "m",
         "status": "active",
         "blocks": {"GPU": 1},
@@ -112,7 +114,7 @@ def test_a_long_complaint_is_cut_to_one_line_and_leaves_out_no_column_that_fits(
     assert "no connection to" in row
     assert row.endswith("…") == (width < 200)
     assert lines[lines.index(row) + 1].startswith("b ")
-    assert "LOAD" in lines[1]
+    assert "REQUESTS" in lines[1]
     assert max(map(len, lines)) <= width
     view.key("c")
     whole = " ".join(drawn(view, answer, width))

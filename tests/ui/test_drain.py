@@ -67,7 +67,7 @@ async def test_an_engine_is_drained_after_a_question_and_gets_requests_again(liv
         await button.focus()
         await page.keyboard.press("Enter")
         await expect(question).to_contain_text("Drain a?")
-        await expect(question).to_contain_text("All 2 ranks will get no new requests")
+        await expect(question).to_contain_text("All 2 ranks will get no new requests from Waymark")
         await expect(question).to_contain_text("Under way: 1 request, ")
         await expect(page.locator("#drain-weight")).to_be_hidden()
         await question.get_by_text("Cancel").click()
@@ -75,11 +75,16 @@ async def test_an_engine_is_drained_after_a_question_and_gets_requests_again(liv
         assert await weights(client) == [1.0, 1.0]
         await page.keyboard.press("Enter")
         await page.click("#drain-yes")
-        await expect(page.locator("#groups")).to_contain_text("0, drains")
-        await expect(page.locator("#groups")).to_contain_text("0, drained")
+        await expect(page.locator("#groups")).to_contain_text("pending, draining")
+        await expect(page.locator("#groups")).to_contain_text("pending, drained")
         assert await weights(client) == [0.0, 0.0]
         # The row is the same element: it keeps the focus while what it shows changes.
-        await expect(page.get_by_role("button", name="Resume a").first).to_be_focused()
+        resume = page.get_by_role("button", name="Resume a")
+        await expect(resume.first).to_be_focused()
+        await page.fill("#filter", "drain")
+        await expect(resume).to_have_count(2)
+        await page.fill("#filter", "")
+        await resume.first.focus()
         await page.keyboard.press("Enter")
         await page.fill("#drain-weight", "2")
         await page.keyboard.press("Enter")

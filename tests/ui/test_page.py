@@ -71,11 +71,17 @@ async def test_an_engine_that_dies_while_it_is_looked_at_is_shown_as_lost(
         await expect(row.locator("td.lost")).to_have_text("lost")
         await page.select_option("#sort", "status")
         await expect(names.first).to_have_text("dies")
-        await expect(page.locator("#groups td.said:visible")).to_contain_text("no connection to tcp://")
+        await expect(row).to_contain_text("GPU 6 (not counted)")
+        said = page.locator("#groups td.said:visible span")
+        await expect(said).to_contain_text("no connection to tcp://")
+        await can_be_read_in_a_narrow_window(page)
+        await page.set_viewport_size({"width": 1280, "height": 700})
         await page.fill("#filter", "nothing fits")
         await expect(page.locator("#groups")).to_have_text("None fits the filter.")
         await page.click('nav a[href="#activity"]')
-        await expect(page.locator("#events tr", has_text="lost").first).to_contain_text("dies")
+        lost = page.locator("#events tr", has_text="lost").first
+        await expect(lost).to_contain_text("dies")
+        await expect(lost).to_contain_text("no connection to tcp://")
         await expect(page.locator("#engines-view")).to_be_hidden()
 
 
@@ -102,7 +108,7 @@ async def test_a_prompt_over_the_fleet_shows_blocks_reasons_targets_and_a_link(
         await expect(answer.locator("#targets")).to_contain_text("new")
         line = answer.locator(".line").first
         await line.focus()
-        await expect(page.locator("#cell")).to_contain_text("Block 0: whole rank 0 has it on GPU")
+        await expect(page.locator("#cell")).to_contain_text("Block 0 (tokens 0 to 3): whole rank 0 has it on GPU")
         await expect(page.locator("#cell code").first).to_have_text(f"{first_key(page.url)}")
         await expect(page.locator("#cell")).to_contain_text("Holders: whole rank 0 GPU, half rank 0 GPU")
         await expect(page.locator("#cell")).to_contain_text("redis-cli GET 'wm:")
@@ -121,11 +127,42 @@ async def test_a_prompt_over_the_fleet_shows_blocks_reasons_targets_and_a_link(
             await page.click("#ask button")
             await expect(page.locator("#summary")).to_contain_text("6 blocks of 4 tokens, 0 of them held")
             await page.fill(field, "")
-        await page.fill("#text", "no numbers")
+        for text, problem in (
+            ("1, no", '"no" at 1 is no token id'),
+            ("4294967296", '"4294967296" at 0 is no token id'),
+            ("5-4", '"5-4" at 0 is no token id'),
+        ):
+            await page.fill("#text", text)
+            await page.click("#ask button")
+            await expect(page.locator("#ask-error")).to_contain_text(problem)
+        await page.fill("#text", f"{CHAT[0]}-{CHAT[-1]}")
         await page.click("#ask button")
-        await expect(page.locator("#ask-error")).not_to_be_empty()
+        await expect(page.locator("#summary")).to_have_text(held)
+        await page.fill("#text", "1 2 3")
+        await page.click("#ask button")
+        await expect(answer.locator(".reason")).to_contain_text("less than one block of 4")
+        await expect(answer.locator("section, #targets")).to_have_count(0)
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            assert (await client.post("/weight", json={"instance_id": "half", "weight": 0})).status_code == 200
+        await expect(page.locator("#groups")).to_contain_text("active, drained")
+        await page.fill("#text", f"{CHAT[0]}-{CHAT[-1]}")
+        await page.click("#ask button")
+        await expect(answer).to_contain_text("Not considered: half (active, drained).")
     async with tab(url, "#" + shared.partition("#")[2]) as looking:
         await expect(looking.page.locator("#answer section").first).to_contain_text("whole: 24 tokens")
+        await expect(looking.page.locator("#answer")).to_contain_text("A link has only the hashes of a prompt.")
+
+
+async def can_be_read_in_a_narrow_window(page: Page) -> None:
+    """The complaint is seen whole, and the names stay where they are while the table scrolls."""
+    await page.set_viewport_size({"width": 390, "height": 700})
+    for left in (0, 500):
+        await page.locator("#groups .scroll").evaluate("(box, left) => box.scrollTo({ left })", left)
+        for part in ("td.said:visible span", "tbody th.name"):
+            box = await page.locator(f"#groups {part}").first.bounding_box()
+            assert box is not None
+            assert box["x"] >= 0, part
+            assert box["x"] + box["width"] <= 390, part
 
 
 def first_key(url: str) -> str:

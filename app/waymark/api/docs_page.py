@@ -57,6 +57,9 @@ def page(document: dict[str, Any]) -> str:
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>Waymark {escape(document['info']['version'])}</h1>",
         '<p>This page shows what <a href="openapi.json">openapi.json</a> contains. Fields marked * are required.</p>',
+        "<p>Waymark reports which inference engine has how much of a prompt in its KV cache. "
+        "<code>POST /register</code> names an engine, <code>POST /query</code> says what "
+        "each engine has, and <code>POST /select</code> decides which one a prompt goes to.</p>",
         '<nav aria-label="Contents">',
     ]
     for title, operations in groups.items():

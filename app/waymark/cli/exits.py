@@ -18,5 +18,5 @@ MEANINGS = {
     EXIT_NO_PORT: "the port could not be opened",
     EXIT_NO_REDIS: "Redis cannot be reached, does not answer in time, or refuses the command",
     EXIT_NO_SERVICE: "no Waymark answers at the URL",
-    EXIT_INTERRUPTED: "Ctrl-C ended the command before it had a result",
+    EXIT_INTERRUPTED: "Ctrl-C ended the command",
 }

@@ -19,6 +19,12 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    import os
+
+    # A running Waymark is asked where one is named, and no Redis.
+    is_redis_named = getattr(arguments, "redis_url", None) or os.environ.get("WAYMARK_REDIS_URL")
+    if hasattr(arguments, "url") and not arguments.url and not is_redis_named:
+        arguments.url = os.environ.get("WAYMARK_URL")
     return _over_http(arguments) if getattr(arguments, "url", None) else _through_redis(arguments)
 
 

@@ -15,6 +15,16 @@ _CHOICE = re.compile(r"(?P<head>.*)invalid choice: '(?P<word>[^']*)' \(choose fr
 _FLAG = re.compile(r"(?P<head>)unrecognized arguments: (?P<word>--[\w-]+)")
 
 
+#: Words that others use for what a command does.
+MEANT = {
+    **dict.fromkeys(("resume", "undrain"), "drain NAME --resume"),
+    **dict.fromkeys(("engines", "instances", "list", "ls", "ps", "services", "workers"), "publishers"),
+    **dict.fromkeys(("prompt", "who"), "ask"),
+}
+#: What is not suggested: a slip must not lead to it.
+NEVER_MEANT = frozenset({"reset"})
+
+
 class Parser(argparse.ArgumentParser):
     """A parser, also of each command, that suggests a word where one is misspelt."""
 
@@ -38,8 +48,10 @@ def _with_nearest(message: str, text: str) -> str:
     misspelt = choice or _FLAG.match(message)
     if misspelt is None:
         return message
+    if "COMMAND" in misspelt["head"] and misspelt["word"] in MEANT:
+        return f"{misspelt['head']}there is no '{misspelt['word']}'; use 'waymark {MEANT[misspelt['word']]}'"
     known = re.findall(r"[\w-]+", choice["known"]) if choice else re.findall(r"(?<!\S)--[a-z][\w-]*", text)
-    near = get_close_matches(misspelt["word"], known, n=1)
+    near = [each for each in get_close_matches(misspelt["word"], known, n=2) if each not in NEVER_MEANT][:1]
     return f"{misspelt['head']}there is no '{misspelt['word']}'; did you mean '{near[0]}'?" if near else message
 
 

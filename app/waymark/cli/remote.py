@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from waymark.console.screen import Screen
     from waymark.remote.service import Service
 
-_STATUSES = ("pending", "active", "replaying", "degraded", "lost", "failed")
+_STATUSES = ("pending", "active", "replaying", "degraded", "lost", "failed", "draining", "drained")
 
 _EXAMPLES = {
     "ask": """\
@@ -118,11 +118,18 @@ def _look(service: Service, arguments: argparse.Namespace, screen: Screen) -> in
 
 
 def _drain(service: Service, arguments: argparse.Namespace) -> int:
-    from waymark.remote.drain import NotDrained, drain
+    from waymark.remote.drain import NotDrained, drain, left_as
+
+    def say(line: str) -> None:
+        print(json.dumps({"message": line}) if arguments.json else line, flush=True)
 
     try:
         for line in drain(service, arguments):
-            print(json.dumps({"message": line}) if arguments.json else line, flush=True)
+            say(line)
+    except KeyboardInterrupt:
+        if line := left_as(service, arguments):
+            say(line)
+        raise
     except NotDrained as exc:
         print(f"waymark drain: {exc}", file=sys.stderr)
         return EXIT_FAILED

@@ -197,7 +197,8 @@ class Life:
         # Written first: after a crash in between, the worker that takes over marks it found again.
         await self.applier.write({"status": StreamStatus.LOST}, {})
         await self.applier.set_lost(is_lost=True)
-        self.applier.happened(Kind.LOST)
+        endpoint = self.applier.grant.claim.registration.endpoint
+        self.applier.happened(Kind.LOST, f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT")
         log.warning("publisher lost", extra=fields(stream=self.name))
 
     # ---- what a replay has to show -----------------------------------------------------------------

@@ -19,7 +19,7 @@ from waymark.domain.status import StreamStatus
 from waymark.domain.table import HolderTable
 from waymark.inspection.asked import Asked
 from waymark.inspection.complaint import complaint
-from waymark.inspection.holding import Holding
+from waymark.inspection.holding import Holding, not_counted
 from waymark.inspection.look import Group, Look
 from waymark.store import keys
 from waymark.store.records import PublisherState
@@ -50,11 +50,17 @@ def unknown_group(wanted: GroupName, groups: Sequence[Group]) -> str:
 def of_instances(holding: Holding, states: Sequence[PublisherState]) -> dict[str, str]:
     """For each instance without a match: what its own streams say about that, if anything."""
     reasons: dict[str, str] = {}
+    if not holding.keys:  # which is the reason, for every instance
+        return reasons
     for lines in holding.instances:
         if not lines.match:
             own = [state for state in states if state.registration.instance_id == lines.instance_id]
             held = sum(sum(state.blocks.values()) for state in own)
-            reason = f"its {held} blocks belong to other prompts" if own else ""
+            reason = (
+                f"its {held} blocks belong to other prompts, or to this one under another salt or adapter"
+                if own
+                else ""
+            )
             reason = next(filter(None, (_of_stream(state, holding.block_size) for state in own)), reason)
             if lines.blocks and not any(line.not_counted for line in lines.holders):
                 reason = f"though it has {lines.blocks} of the blocks: the first one is missing"
@@ -70,7 +76,9 @@ def ends(holding: Holding) -> dict[str, str]:
         if lines.is_pool or not 0 < block < len(holding.keys):
             continue
         others = [other.instance_id for other in holding.instances if other.counts(block)]
-        who = f"{_names(others)} {'has' if len(others) == 1 else 'have'} it" if others else "nobody has it"
+        uncounted = [each.instance_id for each in holding.instances if any(block in line.has for line in each.holders)]
+        nobody = f"nobody has it but {_names(uncounted)}, not counted" if uncounted else "nobody has it"
+        who = f"{_names(others)} {'has' if len(others) == 1 else 'have'} it" if others else nobody
         behind = sum(at + n - max(at, block) for at, n in lines.runs if at + n > block)
         more = f"; {behind} of its blocks are behind the missing one and do not count" if behind else ""
         said[lines.instance_id] = f"block {block} is next, and {who}{more}"
@@ -87,7 +95,8 @@ def _of_stream(state: PublisherState, block_size: int) -> str:
         return f"its stream is {state.status}{said}"
     # What comes by HTTP has no watermark.
     if state.watermark is None and not any(n for name, n in state.counters.items() if name.startswith("events.")):
-        return f"it has sent no event, status {state.status}{said}"
+        why = said or (": it had no request, or its KV events are off" if state.status is StreamStatus.ACTIVE else "")
+        return f"it has sent no event, status {state.status}{why}"
     return "" if any(state.blocks.values()) else f"it has sent events and holds no blocks{said}"
 
 
@@ -118,7 +127,7 @@ async def of_other_readings(look: Look, asked: Asked, holding: Holding, groups: 
         table = await look.table(group) if first else None
         if table is not None:
             (holders,) = await look.holders(group, first, has_singles=table.has_singles)
-            live = table.holders.keys() & holders
+            live = {each for each in table.holders.keys() & holders if not not_counted(table, table.holders[each])}
             if live:
                 owners = _names(sorted({table.holders[holder].instance_id for holder in live}))
                 found.append(f"{sentence} it is held by {owners}")

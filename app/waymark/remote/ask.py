@@ -8,8 +8,10 @@ from typing import Any
 
 from waymark.console.screen import Grid, Part, Text, joined, text
 from waymark.domain.media import IN_EVERY_ANSWER, order_of
+from waymark.errors import NotFound
 from waymark.remote.prompts import fields_of, group_of, token_ids
 from waymark.remote.service import Service
+from waymark.shown import shown
 
 #: How wide a picture is at most.
 _CELLS_MAX = 32
@@ -32,6 +34,8 @@ def ask(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
     answer = service.post("/query", body)
     inspected = service.post("/inspect/prompt", body | {"top": _ENGINES_MAX})
     rows = answer.get(group["tenant_id"] or "default", {})
+    if not rows:
+        raise NotFound("; ".join(inspected["reasons"]) or f"no engine is registered for {shown(group['model'])}")
     lines = {each["instance_id"]: each for each in inspected["instances"]}
     pools = [holder for each in inspected["instances"] if each["is_pool"] for holder in each["holders"]]
     for name, row in rows.items():
@@ -68,8 +72,6 @@ def parts(found: dict[str, Any]) -> list[Part]:
     total, rows = found["tokens"], found["instances"]
     drawn: list[Part] = [joined(text(found["model"], "bold"), f": a prompt of {total} tokens")]
     drawn += [text(reason, "yellow") for reason in found["reasons"]]
-    if not rows:
-        return [*drawn, text("no engine is registered for this model", "yellow")]
     media = [name for row in rows.values() for name in row if name not in ("longest_matched", "DP", "blocks", "note")]
     media = list(dict.fromkeys(media))
     scale = max(1, -(-max(len(row["blocks"]) for row in rows.values()) // _CELLS_MAX))

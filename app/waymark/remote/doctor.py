@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from waymark import __version__
 from waymark.console.screen import Part, joined, text
 from waymark.errors import SettingsError
-from waymark.remote.publishers import complaint
+from waymark.remote.publishers import complaint, drains
 from waymark.remote.service import Service
 from waymark.settings import Settings
 from waymark.shown import shown
@@ -122,6 +123,11 @@ def _publishers(view: dict[str, Any]) -> Iterator[Finding]:
         verdict: Verdict = "failed" if each["status"] in ("lost", "failed") else "warning"
         said = complaint(each) or "docs/troubleshooting.md says what the status means"
         yield Finding(verdict, f"engine {_name(each)}", f"{each['status']}: {said}")
+    for each, drain in zip(view["publishers"], drains(view["publishers"]), strict=True):
+        if drain:
+            name = shlex.quote(each["instance_id"])
+            sentence = f"{drain}: it gets no new requests; 'waymark drain {name} --resume' gives it requests again"
+            yield Finding("warning", f"engine {_name(each)}", sentence)
     well = len(view["publishers"]) - len(unwell)
     if well:
         yield Finding("ok", "engines", f"{well} of {len(view['publishers'])} streams are active")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from waymark.errors import NotFound, WaymarkError
+from waymark.remote.publishers import drains
 from waymark.remote.service import Service
-from waymark.shown import shown
+from waymark.shown import several, shown
 
 _PAUSE_SECONDS = 0.5
 
@@ -32,18 +34,39 @@ def drain(service: Service, arguments: argparse.Namespace) -> Iterator[str]:
         return
     service.post("/weight", engine | {"weight": 0})
     yield f"{name} gets no new requests"
-    deadline = time.monotonic() + arguments.wait_seconds
-    while requests := sum(each["load"]["requests"] for each in _ranks(service, name, tenant)):
-        if time.monotonic() > deadline:
+    deadline, said = time.monotonic() + arguments.wait_seconds, 0
+    while requests := _requests(_ranks(service, name, tenant)):
+        left = deadline - time.monotonic()
+        if left < 0:
             raise NotDrained(
-                f"{name} has {requests} requests under way after {arguments.wait_seconds:g} s. It gets no new ones; "
-                "run the command again, or 'waymark drain --resume' to give it requests again"
+                f"{name} has {several(requests, 'request')} under way after {arguments.wait_seconds:g} s. "
+                f"It gets no new ones; run the command again to wait on, or {_resume(name)}"
             )
+        if requests != said:
+            said = requests
+            yield f"{several(requests, 'request')} under way, {left:.0f} s left"
         time.sleep(_PAUSE_SECONDS)
-    yield f"{name} has no request under way"
+    yield f"{name} is drained: it has no request under way"
     if arguments.unregister:
         removed = service.post("/unregister", engine)["removed_instances"]
         yield from (f"unregistered {each}" for each in removed)
+
+
+def left_as(service: Service, arguments: argparse.Namespace) -> str:
+    """In which state an engine is whose drain was interrupted; empty where it gets requests."""
+    ranks = _ranks(service, arguments.engine, arguments.tenant_id or "default")
+    if not any(drains(ranks)):
+        return ""
+    under_way = several(_requests(ranks), "request")
+    return f"{arguments.engine} stays drained, {under_way} under way; {_resume(arguments.engine)}"
+
+
+def _resume(name: str) -> str:
+    return f"'waymark drain {shlex.quote(name)} --resume' gives it requests again"
+
+
+def _requests(ranks: list[dict[str, Any]]) -> int:
+    return sum(each["load"]["requests"] for each in ranks)
 
 
 def _ranks(service: Service, name: str, tenant: str) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from waymark.remote.service import Service
 from waymark.shown import shown
 
 _FROM_INPUT = "-"
+#: Token ids of one range: as many as a prompt may have by default.
+_RANGE_MAX = 1 << 21
 
 
 def group_of(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -52,12 +54,21 @@ def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _ids(text: str) -> list[int]:
     words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
+    found: list[int] = []
     for place, word in enumerate(words):
-        if not (word.isascii() and word.isdigit() and int(word) <= U32_MAX):
-            raise InvalidValue(f"--tokens: {word!r} at {place} is no token id; they are integers of 0..{U32_MAX}")
-    if not words:
-        raise InvalidValue("--tokens: there are none; give token ids such as 1,2,3")
-    return list(map(int, words))
+        first, _, last = word.partition("-")
+        ends = (first, last or first)
+        if not all(each.isascii() and each.isdigit() and int(each) <= U32_MAX for each in ends):
+            raise InvalidValue(
+                f"--tokens: {word!r} at {place} is no token id; they are integers of 0..{U32_MAX}, or ranges as 100-163"
+            )
+        least, most = map(int, ends)
+        if not 0 <= most - least < _RANGE_MAX:
+            raise InvalidValue(f"--tokens: the range {word!r} at {place} has not 1 to {_RANGE_MAX} token ids")
+        found += range(least, most + 1)
+    if not found:
+        raise InvalidValue("--tokens: there are none; give token ids such as 1,2,3 or 100-163")
+    return found
 
 
 def _read(path: str, flag: str) -> str:

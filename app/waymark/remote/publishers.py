@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waymark.console.screen import Grid, Part, text
+from waymark.console.screen import Grid, Part, Text, joined, text
+from waymark.domain.media import order_of
 from waymark.remote.service import Service
 
 STYLES = {
@@ -22,12 +23,13 @@ STYLES = {
 def publishers(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
     """The answer of ``/workers``, with the wanted publishers only, and with the warnings of ``/ready``."""
     answer = service.get("/workers")
+    drained = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
     wanted = [
         each
         for each in answer["publishers"]
         if arguments.tenant_id in (None, each["tenant_id"])
         and arguments.model in (None, each["model_name"])
-        and (not arguments.status or each["status"] in arguments.status)
+        and (not arguments.status or {each["status"], drained[id(each)]} & {*arguments.status})
     ]
     return dict(answer) | {"publishers": wanted, "warnings": warnings(service)}
 
@@ -43,6 +45,28 @@ def warnings(service: Service) -> list[str]:
     return found
 
 
+def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each publisher: ``draining`` or ``drained`` if it is a target with weight 0, else nothing.
+
+    Of a rank with several sockets the first is the target; a pool is none.
+    """
+    ranks: set[tuple[str, str, int]] = set()
+    found = []
+    for each in publishers:
+        rank = (each["tenant_id"], each["instance_id"], each["dp_rank"])
+        is_target = each["scope"] != "shared" and rank not in ranks
+        ranks.add(rank)
+        is_drained = is_target and not each["weight"]
+        found.append("" if not is_drained else "draining" if each["load"]["requests"] else "drained")
+    return found
+
+
+def state(publisher: Mapping[str, Any], drain: str) -> Text:
+    """Its status, and whether it is drained."""
+    style = STYLES.get(publisher["status"], "")
+    return joined(text(publisher["status"], style), text(f", {drain}" if drain else "", "yellow"))
+
+
 def complaint(publisher: Mapping[str, Any]) -> str:
     """What is wrong with a publisher, in words; empty where nothing is."""
     return publisher["complaint"] or ""
@@ -55,20 +79,26 @@ def parts(found: dict[str, Any]) -> list[Part]:
         drawn.append(text("no ingest worker is alive: no event is applied until one runs", "bold red"))
     if not found["publishers"]:
         return [*drawn, text("no such publisher is registered")]
-    columns = ("TENANT", "MODEL", "INSTANCE", "RANK", "STATUS", "LAG", "BLOCKS", "WEIGHT", "REQUESTS", "COMPLAINT")
+    columns = ("TENANT", "MODEL", "ENGINE", "RANK", "STATUS", "LAG", "BLOCKS", "WEIGHT", "REQUESTS", "COMPLAINT")
     rows = [
         (
             text(each["tenant_id"]),
             text(each["model_name"]),
             text(each["instance_id"] + (" (pool)" if each["scope"] == "shared" else "")),
             text(each["dp_rank"]),
-            text(each["status"], STYLES.get(each["status"], "")),
+            state(each, drain),
             text("" if each["lag_seconds"] is None else f"{each['lag_seconds']:.1f}s"),
-            text(", ".join(f"{medium} {count}" for medium, count in sorted(each["blocks"].items())) or "none"),
+            text(_blocks(each) or "none"),
             text(f"{each['weight']:g}"),
             text(each["load"]["requests"]),
             text(complaint(each), "yellow"),
         )
-        for each in found["publishers"]
+        for each, drain in zip(found["publishers"], drains(found["publishers"]), strict=True)
     ]
     return [*drawn, Grid(columns, rows, frozenset({"RANK", "LAG", "WEIGHT", "REQUESTS"}), ("TENANT", "WEIGHT"))]
+
+
+def _blocks(publisher: Mapping[str, Any]) -> str:
+    """How many are on which medium, the fastest first."""
+    media = sorted(publisher["blocks"], key=lambda name: (order_of(name), name))
+    return ", ".join(f"{name} {publisher['blocks'][name]}" for name in media)

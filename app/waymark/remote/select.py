@@ -7,6 +7,7 @@ from typing import Any
 
 from waymark.console.screen import Grid, Part, joined, text
 from waymark.remote.prompts import fields_of, group_of, token_ids
+from waymark.remote.publishers import drains
 from waymark.remote.service import Service
 
 
@@ -17,7 +18,21 @@ def select(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
     body = group | fields_of(arguments) | prompt
     scores = service.post("/score", body | {"explain": True})
     selected = service.post("/select", body | {"reserve": arguments.reserve})
-    return {"selected": selected, "scores": scores["scores"], "total_tokens": scores["total_tokens"]}
+    found = {"selected": selected, "scores": scores["scores"], "total_tokens": scores["total_tokens"]}
+    return found | {"not_considered": _others(service, group, found["scores"])}
+
+
+def _others(service: Service, group: dict[str, Any], scores: list[dict[str, Any]]) -> dict[str, str]:
+    """The engines of the model that are no target now, and why as far as ``/workers`` shows it."""
+    publishers = service.get("/workers")["publishers"]
+    scored = {row["instance_id"] for row in scores}
+    return {
+        each["instance_id"]: drain or (each["status"] if each["status"] in ("lost", "failed") else "no target")
+        for each, drain in zip(publishers, drains(publishers), strict=True)
+        if (each["tenant_id"], each["model_name"]) == (group["tenant_id"] or "default", group["model"])
+        and each["scope"] != "shared"
+        and each["instance_id"] not in scored
+    }
 
 
 def parts(found: dict[str, Any]) -> list[Part]:
@@ -35,24 +50,31 @@ def parts(found: dict[str, Any]) -> list[Part]:
     ]
     if selected["reservation"] is not None:
         drawn.append(text(f"reservation {selected['reservation']}; end it with POST /release"))
-    columns = ("TARGET", "RANK", "SCORE", "HAS", "COMPUTES", "WAITS", "REQUESTS", "PARTS")
+    is_cost = any(row["cost"] is not None for row in found["scores"])
+    columns = ("ENGINE", "RANK", "COST" if is_cost else "SCORE", "HAS", "COMPUTES", "WAITS", "REQUESTS", "PARTS")
     rows = [
         (
             text(row["instance_id"]),
             text(row["dp_rank"]),
-            text(f"{row['score'] if row['cost'] is None else row['cost']:.4g}"),
+            text(_number(row["score"] if row["cost"] is None else row["cost"])),
             text(row["device_tokens"] + row["host_tokens"] + row["disk_tokens"]),
             text(row["new_tokens"]),
             text(row["wait_tokens"]),
             text(row["active_requests"]),
-            text(" ".join(f"{name}={value:.4g}" for name, value in row.get("parts", {}).items())),
+            text(" ".join(f"{name}={_number(value)}" for name, value in row.get("parts", {}).items())),
         )
         for row in found["scores"]
     ]
-    is_cost = any(row["cost"] is not None for row in found["scores"])
+    left_out = ", ".join(f"{name} ({why})" for name, why in found["not_considered"].items())
     return [
         *drawn,
         text(""),
         Grid(columns, rows, frozenset(columns[1:-1])),
-        text("less is better" if is_cost else "greater is better", "dim"),
+        text(f"{'less' if is_cost else 'greater'} is better; HAS, COMPUTES and WAITS are in tokens", "dim"),
+        *([text(f"not considered: {left_out}", "yellow")] if left_out else []),
     ]
+
+
+def _number(value: float) -> str:
+    """Without an exponent, and with four digits where it is small."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -18,15 +18,16 @@ from typing import Any, TypeAlias
 from waymark.console.screen import Grid, Part, Screen, text
 from waymark.domain.media import IN_EVERY_ANSWER
 from waymark.errors import ServiceUnreachable
-from waymark.remote.publishers import STYLES, complaint
+from waymark.remote.publishers import STYLES, complaint, drains, state
 from waymark.remote.service import Service
+from waymark.shown import several
 
 Publisher: TypeAlias = Mapping[str, Any]
 
 #: The media that have a column.
 _MEDIA = IN_EVERY_ANSWER
 _HELP = "q quit   s sort   r reverse   / filter   j k scroll   c complaints"
-_SPARE = (*reversed(_MEDIA[1:]), "LAG", "LOAD")
+_SPARE = (*reversed(_MEDIA[1:]), "LAG", "RANK", "COMPLAINT", _MEDIA[0], "STORED/S")
 _WORST = tuple(reversed(STYLES))
 #: Lines of the screen that are no publisher: an error, the head, the table's head, the help, and one to spare.
 _OTHER_LINES = 5
@@ -38,8 +39,8 @@ def _blocks(publisher: Publisher) -> int:
 
 #: What rows can be sorted by; the greatest first.
 SORTS: dict[str, Callable[[Publisher, float], Any]] = {
-    "rate": lambda each, rate: rate,
-    "load": lambda each, rate: each["load"]["requests"],
+    "stored/s": lambda each, rate: rate,
+    "requests": lambda each, rate: each["load"]["requests"],
     "blocks": lambda each, rate: _blocks(each),
     "status": lambda each, rate: -_WORST.index(each["status"]),
     "lag": lambda each, rate: each["lag_seconds"] or 0.0,
@@ -50,7 +51,7 @@ SORTS: dict[str, Callable[[Publisher, float], Any]] = {
 class View:
     """What is shown of the answers of ``/workers``."""
 
-    sort: str = "rate"
+    sort: str = "stored/s"
     is_reversed: bool = False
     filter: str = ""
     is_typing: bool = False
@@ -59,6 +60,7 @@ class View:
     """The complaints are shown whole, in the place of the table."""
     first: int = 0
     is_over: bool = False
+    _looks: int = 0
     _stored: dict[tuple[str, str, int], tuple[float, int]] = field(default_factory=dict)
     _rates: dict[tuple[str, str, int], float] = field(default_factory=dict)
 
@@ -71,6 +73,7 @@ class View:
             stored[name] = (now, count)
             rates[name] = max(0, count - counted) / (now - then) if now > then else 0.0
         self._stored, self._rates = stored, rates
+        self._looks += 1
 
     def key(self, key: str) -> None:
         """What a key changes."""
@@ -117,12 +120,13 @@ class View:
         count = len(answer["publishers"])
         filtered = f", filter {self.filter}{'_' if self.is_typing else ''}" if self.filter or self.is_typing else ""
         head = text(
-            f"{count} streams, {len(answer['workers'])} ingest workers; sorted by {self.sort}"
+            f"{several(count, 'stream')}, {several(len(answer['workers']), 'ingest worker')}; sorted by {self.sort}"
             f"{' (reversed)' if self.is_reversed else ''}{filtered}",
             "bold",
         )
-        columns = ("INSTANCE", "RANK", "STATUS", "STORED/S", *_MEDIA, "LOAD", "LAG", "COMPLAINT")
-        shown = [self._row(each) for each in rows[self.first : self.first + room]]
+        columns = ("ENGINE", "RANK", "STATUS", "STORED/S", *_MEDIA, "REQUESTS", "LAG", "COMPLAINT")
+        drain = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
+        shown = [self._row(each, drain[id(each)]) for each in rows[self.first : self.first + room]]
         left = len(rows) - self.first - len(shown)
         below = text(f"{_HELP}{f'   {left} more below' if left > 0 else ''}", "dim")
         if self.is_complaints:  # which may need several lines each
@@ -132,13 +136,13 @@ class View:
             return [head, below, *(sentences[self.first :] or [text("no engine has a complaint", "green")])]
         return [head, Grid(columns, shown, frozenset(columns[3:-1]) | {"RANK"}, _SPARE, columns[-1]), below]
 
-    def _row(self, each: Publisher) -> tuple[Any, ...]:
+    def _row(self, each: Publisher, drain: str) -> tuple[Any, ...]:
         blocks = each["blocks"]
         return (
             text(each["instance_id"]),
             text(each["dp_rank"]),
-            text(each["status"], STYLES.get(each["status"], "")),
-            text(f"{self._rates.get(_name(each), 0.0):.0f}"),
+            state(each, drain),
+            text("" if self._looks < 2 else f"{self._rates.get(_name(each), 0.0):.0f}"),
             *(text(blocks.get(medium, 0)) for medium in _MEDIA),
             text(each["load"]["requests"]),
             text("" if each["lag_seconds"] is None else f"{each['lag_seconds']:.1f}s"),

@@ -30,6 +30,11 @@ async function read(reader) {
   }
 }
 
+// The day is said where it is not today.
+function when(date) {
+  return date.toDateString() === new Date().toDateString() ? date.toLocaleTimeString() : date.toLocaleString();
+}
+
 function take(event) {
   const fields = Object.fromEntries(event.split("\n").map((line) => line.split(/: (.*)/s, 2)));
   if (!fields.data) return;
@@ -39,7 +44,7 @@ function take(event) {
   byId("no-events").hidden = true;
   rows.prepend(element(
     "tr", {},
-    element("td", {}, new Date(at * 1000).toLocaleTimeString()),
+    element("td", { title: new Date(at * 1000).toISOString() }, when(new Date(at * 1000))),
     element("td", { class: kind === "lost" ? "lost" : "" }, kind),
     element("td", { class: "name" }, rank ? `${name} rank ${rank}` : name),
     element("td", { class: "name" }, model),

@@ -129,18 +129,19 @@ function show(line, at) {
   if (!(at >= 0 && at < found.total_blocks) || (state.at === at && mark.parentNode === line.lastElementChild)) return;
   state.at = at;
   const key = found.keys[at];
+  const size = found.block_size;
   const has = (one) => one.runs.some(([first, length]) => first <= at && at < first + length);
   const others = found.instances.flatMap((each) =>
-    each.holders.filter(has).map((one) => `${plain(each.instance_id)}${each.is_pool ? " (pool)" : ""} rank ${one.dp_rank} ${one.medium}`));
+    each.holders.filter(has).map((one) => `${plain(each.instance_id)}${each.is_pool ? " (pool)" : ""} rank ${one.dp_rank} ${one.medium}${one.not_counted ? " (not counted)" : ""}`));
   const said = holder.medium
     ? `${plain(instance.instance_id)} rank ${holder.dp_rank} ${has(holder) ? "has" : "does not have"} it on ${plain(holder.medium)}. `
     : `${plain(instance.instance_id)} has no block of its own. `;
   const holders = `Holders: ${others.join(", ") || "none"}. `;
   byId("cell").replaceChildren(
-    element("strong", {}, `Block ${at}`), `: ${said}`, holders,
-    "Key ", element("code", {}, key), ". ", element("code", {}, `waymark inspect block ${key}`),
+    element("div", {}, element("strong", {}, `Block ${at}`), ` (tokens ${at * size} to ${(at + 1) * size - 1}): ${said}`, holders, "Key ", element("code", {}, key), "."),
+    element("div", {}, "With waymark: ", element("code", {}, `waymark inspect block ${key} --url ${location.origin}`)),
     // A row has 32 blocks, and what is not in it stands by itself.
-    " ", element("code", {}, `redis-cli GET '${plain(found.rows[Math.floor(at / ROW_BLOCKS)])}'`),
+    element("div", {}, `In Redis, the row of its ${ROW_BLOCKS} blocks: `, element("code", {}, `redis-cli GET '${plain(found.rows[Math.floor(at / ROW_BLOCKS)])}'`)),
   );
   setAttribute(line, "aria-valuenow", at);
   setAttribute(line, "aria-valuetext", `block ${at}: ${said}${holders}Key ${key}`);

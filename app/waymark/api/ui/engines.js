@@ -9,13 +9,21 @@ const WORST_FIRST = ["failed", "lost", "degraded", "pending", "replaying", "acti
 const SORTS = {
   name: () => 0,
   status: (each) => -WORST_FIRST.indexOf(each.status),
-  stored: (each) => ratesOf(each, "stored").at(-1) || 0,
+  stored: (each) => rateOf(each, "stored"),
   load: (each) => each.load.requests,
   blocks: (each) => Object.values(each.blocks).reduce((sum, count) => sum + count, 0),
   lag: (each) => each.lag_seconds || 0,
 };
-const COLUMNS = ["Engine", "Rank", "Status", "Blocks", "Lag", "Stored", "Removed", "Requests", "Weight", "Change"];
-const NUMBERS = ["Rank", "Lag", "Requests", "Weight"];
+// The columns, and what they show.
+const COLUMNS = {
+  Engine: "its instance_id", Rank: "the data-parallel rank", Status: "of its stream of events, and whether it is drained",
+  Blocks: "how many it has on which medium", "Last event": "how long ago the newest batch that is applied was sent",
+  Stored: "blocks stored a second", Removed: "blocks removed a second", Requests: "requests under way, and their tokens to compute",
+  Weight: "its share of requests; 0 is none", Change: "drain it, or give it requests again",
+};
+const NUMBERS = ["Rank", "Last event", "Requests", "Weight"];
+// The looks that a rate is the mean of: one look has a batch or none.
+const RATE_LOOKS = 5;
 const CURVE_HEIGHT = 18;
 
 // Of each stream: how many blocks were stored and removed, look by look.
@@ -71,7 +79,7 @@ function fillModels(publishers) {
 function draw() {
   const wanted = byId("filter").value.toLowerCase();
   const shown = answer.publishers.filter((each) =>
-    [each.instance_id, each.model_name, each.tenant_id, each.status].some((text) => text.toLowerCase().includes(wanted)),
+    [each.instance_id, each.model_name, each.tenant_id, statusOf(each)].some((text) => text.toLowerCase().includes(wanted)),
   );
   setText(byId("workers"), answer.workers.length
     ? `${several(answer.publishers.length, "stream")}, ${several(answer.workers.length, "ingest worker")}`
@@ -98,7 +106,7 @@ function table(title, publishers, top) {
 }
 
 function newTable(title) {
-  const head = element("tr", {}, ...COLUMNS.map((name) => element("th", { scope: "col", class: NUMBERS.includes(name) ? "number" : "" }, name)));
+  const head = element("tr", {}, ...Object.entries(COLUMNS).map(([name, title]) => element("th", { scope: "col", title, class: classOf(name) }, name)));
   const body = element("tbody");
   const made = element("table", { "aria-label": `Engines of ${title}` }, element("thead", {}, head), body);
   const box = { class: "scroll", tabindex: "0", role: "region", "aria-label": `Engines of ${title}, which may be wider than the window` };
@@ -111,16 +119,17 @@ function row(each, top) {
   const { made, said, cells, curves, button } = rows.get(name);
   const blocks = Object.entries(each.blocks).map(([medium, count]) => `${medium} ${count}`).join(", ");
   const { requests, tokens } = each.load;
-  const drained = each.weight ? "" : requests ? ", drains" : ", drained";
-  setText(cells.Status, each.status);
+  const isCounted = !["lost", "failed"].includes(each.status);
+  setText(cells.Status, statusOf(each));
   setAttribute(cells.Status, "class", each.status);
-  setText(cells.Blocks, blocks || "none");
-  setText(cells.Lag, seconds(each.lag_seconds));
+  setText(cells.Blocks, blocks ? `${blocks}${isCounted ? "" : " (not counted)"}` : "none");
+  setAttribute(cells.Blocks, "class", isCounted ? "" : "soft");
+  setText(cells["Last event"], each.lag_seconds === null ? "none" : `${seconds(each.lag_seconds)} ago`);
   setText(cells.Requests, tokens ? `${requests} (${tokens} tokens)` : requests);
-  setText(cells.Weight, targets.has(each) ? `${each.weight}${drained}` : "");
-  setText(said.firstChild, each.complaint || "");
+  setText(cells.Weight, targets.has(each) ? each.weight : "");
+  setText(said.firstChild.firstChild, each.complaint || "");
   if (said.hidden === Boolean(each.complaint)) said.hidden = !each.complaint;
-  for (const what of ["stored", "removed"]) curve(curves[what], ratesOf(each, what), top);
+  for (const what of ["stored", "removed"]) curve(curves[what], ratesOf(each, what), rateOf(each, what), top);
   if (button) {
     const verb = isDrained(ranksOf(each)) ? "Resume" : "Drain";
     setText(button, verb);
@@ -131,8 +140,7 @@ function row(each, top) {
 
 // The row of an engine, and below it one for its complaint, as wide as the table.
 function newRow(each) {
-  const cells = Object.fromEntries(COLUMNS.slice(1).map((name) => [name, element("td")]));
-  for (const name of NUMBERS) cells[name].className = "number";
+  const cells = Object.fromEntries(Object.keys(COLUMNS).slice(1).map((name) => [name, element("td", { class: classOf(name) })]));
   cells.Rank.textContent = each.dp_rank;
   const curves = { stored: newCurve(cells.Stored, "gpu"), removed: newCurve(cells.Removed, "cpu") };
   const button = targets.has(each) ? element("button", { type: "button" }) : null;
@@ -142,8 +150,29 @@ function newRow(each) {
   }
   const name = each.scope === "shared" ? `${plain(each.instance_id)} (pool)` : each.instance_id;
   const made = element("tr", {}, element("th", { scope: "row", class: "name" }, name), ...Object.values(cells));
-  const said = element("tr", { hidden: "" }, element("td", { class: "said", colspan: COLUMNS.length }));
+  const said = element("tr", { hidden: "" }, element("td", { class: "said", colspan: Object.keys(COLUMNS).length }, element("span")));
   return { made, said, cells, curves, button };
+}
+
+function classOf(name) {
+  return [NUMBERS.includes(name) ? "number" : "", ["Rank", "Removed"].includes(name) ? "spare" : ""].join(" ").trim();
+}
+
+// The status of its stream, and whether it is drained.
+function statusOf(each) {
+  if (!targets.has(each) || each.weight) return each.status;
+  return `${each.status}, ${each.load.requests ? "draining" : "drained"}`;
+}
+
+// The engines of a prompt's model that are no targets now, and why as far as it is seen.
+export function leftOut(found, scores) {
+  const scored = new Set(scores.map((row) => row.instance_id));
+  const others = found.instances.filter((each) => !each.is_pool && !scored.has(each.instance_id));
+  const states = others.map(({ instance_id: name }) => {
+    const own = [...targets].find((each) => each.instance_id === name && each.tenant_id === found.tenant_id);
+    return `${plain(name)} (${own ? statusOf(own) : "no target"})`;
+  });
+  return states.length ? [states.join(", ")] : [];
 }
 
 function ranksOf({ instance_id: name, tenant_id: tenant }) {
@@ -155,6 +184,11 @@ function ratesOf(each, what) {
   return points.slice(1).map((point, i) => Math.max(0, (point[what] - points[i][what]) / (point.at - points[i].at || 1)));
 }
 
+function rateOf(each, what) {
+  const rates = ratesOf(each, what).slice(-RATE_LOOKS);
+  return rates.length ? rates.reduce((sum, rate) => sum + rate, 0) / rates.length : 0;
+}
+
 function newCurve(cell, colour) {
   const [drawn, context] = canvas(POINTS_MAX, CURVE_HEIGHT);
   const number = element("span", { class: "soft" });
@@ -163,8 +197,8 @@ function newCurve(cell, colour) {
 }
 
 // All curves have the same height for the same rate. What is drawn already is not drawn again.
-function curve(made, rates, top) {
-  setText(made.number, `${(rates.at(-1) || 0).toFixed(0)}/s`);
+function curve(made, rates, rate, top) {
+  setText(made.number, `${rate.toFixed(0)}/s`);
   const what = rates.some(Boolean) ? `${top} ${painted(made.colour)} ${rates}` : "";
   if (made.last === what) return;
   made.last = what;

@@ -2,10 +2,13 @@
 
 import { drawLines, forget, listen, place, pools } from "./cells.js";
 import { post } from "./service.js";
-import { byId, element, setText } from "./shown.js";
+import { byId, element, plain, setText, several } from "./shown.js";
+import { leftOut } from "./engines.js";
 
 // Of an engine without a block of its own, for which pools have some.
 const NO_HOLDER = { medium: "", runs: [], not_counted: null };
+const ID_MAX = 2 ** 32 - 1;
+const RANGE_MAX = 2 ** 21;
 let shared = "";
 let asked = 0;
 
@@ -41,7 +44,7 @@ function given() {
 
 function read(form, text) {
   const words = text.split(/[\s,[\]]+/).filter(Boolean);
-  if (form === "token_ids") return { token_ids: words.map(Number) };
+  if (form === "token_ids") return readIds(words);
   // As decimal texts: a hash is larger than a number of this language.
   if (form === "seq_hashes") return { seq_hashes: words.map((word) => (/^[0-9a-f]{16}$/i.test(word) ? BigInt(`0x${word}`).toString() : word)) };
   if (form === "prompt") return { prompt: text };
@@ -51,6 +54,20 @@ function read(form, text) {
   } catch (error) {
     return { problem: `The messages are no JSON: ${error.message}` };
   }
+}
+
+// Token ids, and ranges of them such as 100-163.
+function readIds(words) {
+  const ids = [];
+  for (const [place, word] of words.entries()) {
+    const [, first, last = first] = /^(\d{1,10})(?:-(\d{1,10}))?$/.exec(word) || [];
+    const count = last - first + 1;
+    if (!(count >= 1 && count <= RANGE_MAX && last <= ID_MAX)) {
+      return { problem: `"${plain(word)}" at ${place} is no token id; they are integers of 0..${ID_MAX}, or ranges as 100-163` };
+    }
+    for (let id = Number(first); id <= Number(last); id++) ids.push(id);
+  }
+  return { token_ids: ids };
 }
 
 async function ask(body) {
@@ -78,7 +95,7 @@ function clear(problem, summary) {
 }
 
 function summary({ block_size: size, total_blocks: all, blocks_held: held, longest_matched: most }) {
-  return size ? `${all} blocks of ${size} tokens, ${held} of them held; the longest match has ${most} tokens.` : "Nothing was looked up.";
+  return size ? `${several(all, "block")} of ${size} tokens, ${held} of them held; the longest match has ${most} tokens.` : "Nothing was looked up.";
 }
 
 // Without a target there is nothing to show of them, and the prompt is worth showing all the same.
@@ -98,19 +115,20 @@ function share(found) {
 }
 
 function parts(found, scores) {
-  const made = [];
+  const made = found.reasons.map((reason) => element("p", { class: "reason" }, reason));
+  if (!found.total_blocks) return made; // the reason is that of every engine
   if (scores) made.push(picked(scores));
-  made.push(...found.reasons.map((reason) => element("p", { class: "reason" }, reason)));
+  else made.push(element("p", { class: "soft" }, "A link has only the hashes of a prompt. Give the prompt itself to see which target POST /select would pick."));
   if (found.instances.length) made.push(legend(), element("p", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
   made.push(...found.instances.map((each) => instance(each, found)));
   if (found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
-  if (scores) made.push(...targets(scores));
+  if (scores) made.push(...targets(scores, found));
   return made;
 }
 
 function legend() {
   const mark = (name, text) => element("span", {}, element("i", { class: `of-${name}` }), text);
-  return element("p", { class: "legend" }, mark("gpu", "device"), mark("cpu", "host"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "behind the match: no query counts it"), mark("none", "not held"));
+  return element("p", { class: "legend" }, mark("gpu", "GPU, the device"), mark("cpu", "CPU, the host"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "not counted: behind a gap, or of an engine that is lost"), mark("none", "not held"));
 }
 
 function instance(each, found) {
@@ -132,24 +150,31 @@ function picked(scores) {
   return element("p", {}, "POST /select would pick ", element("strong", {}, first.instance_id), ` rank ${first.dp_rank} (${why}); the scores of all targets are below.`);
 }
 
-function targets(scores) {
+// Without an exponent, and with four digits where it is small.
+function number(value) {
+  return Math.abs(value) >= 1000 ? value.toFixed(0) : String(Number(value.toPrecision(4)));
+}
+
+function targets(scores, found) {
   if (scores.problem || !scores.scores.length) return [];
   const isCost = scores.scores[0].cost !== null;
-  const head = ["Target", "Rank", isCost ? "Cost" : "Score", "Computes", "Waits", "Requests", "Parts"];
+  const head = ["Engine", "Rank", isCost ? "Cost" : "Score", "Has, tokens", "Computes, tokens", "Waits, tokens", "Requests", "Parts"];
   const rows = scores.scores.map((row, i) => element(
     "tr", {},
     element("th", { scope: "row", class: "name" }, i ? row.instance_id : element("strong", {}, row.instance_id)),
     element("td", { class: "number" }, row.dp_rank),
-    element("td", { class: "number" }, (isCost ? row.cost : row.score).toPrecision(4)),
+    element("td", { class: "number" }, number(isCost ? row.cost : row.score)),
+    element("td", { class: "number" }, row.device_tokens + row.host_tokens + row.disk_tokens),
     element("td", { class: "number" }, row.new_tokens),
     element("td", { class: "number" }, row.wait_tokens),
     element("td", { class: "number" }, row.active_requests),
-    element("td", {}, Object.entries(row.parts).map(([name, value]) => `${name} ${value.toPrecision(4)}`).join(", ")),
+    element("td", { class: "parts" }, Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ")),
   ));
   const table = element("table", { id: "targets", "aria-label": "Scores of the targets" }, element("thead", {}, element("tr", {}, ...head.map((name) => element("th", { scope: "col" }, name)))), element("tbody", {}, ...rows));
   return [
     element("h3", {}, "Targets"),
     element("p", {}, `The policy ${scores.policy} puts the first one first; ${isCost ? "less" : "greater"} is better.`),
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Scores of the targets, which may be wider than the window" }, table),
+    ...leftOut(found, scores.scores).map((text) => element("p", { class: "reason" }, `Not considered: ${text}.`)),
   ];
 }
