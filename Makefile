@@ -3,6 +3,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Python keeps what it has compiled, whatever the environment says: else every process compiles all of it again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo check coverage matrix wheel test chaos sanitize fuzz conformance bench lint publishable redis-server nginx chromium screenshots clean
 

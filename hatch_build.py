@@ -12,6 +12,7 @@ failure of the compiler one of the build, as for wheels that are published.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -102,6 +103,12 @@ class NativeBuildHook(BuildHookInterface[Any]):
             directory.cleanup()
 
 
+def _digest(source: Path) -> str:
+    """The digest that ``waymark.native`` compares with that of the files in a checkout; see ``digest_of`` there."""
+    files = sorted(path for path in source.iterdir() if path.suffix in (".c", ".h"))
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:16]
+
+
 def _compile(source: Path, target: Path) -> str:
     """Why it cannot be built; empty where it was."""
     link = sysconfig.get_config_var("LDSHARED")
@@ -111,6 +118,7 @@ def _compile(source: Path, target: Path) -> str:
     paths = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
     command = [*shlex.split(os.environ.get("LDSHARED") or link), *shlex.split(flags), "-O3", "-fvisibility=hidden"]
     command += [f"-DPy_LIMITED_API={_API}"] if _HAS_LIMITED_API else []
+    command += [f'-DWAYMARK_SOURCES="{_digest(source)}"']
     command += [*shlex.split(os.environ.get("CFLAGS", "")), *(f"-I{path}" for path in sorted(paths))]
     command += [*(str(path) for path in sorted(source.glob("*.c"))), "-o", str(target)]
     try:

@@ -19,6 +19,11 @@
 
 #include "native.h"
 
+/* The digest of the files that the module is built from: app/waymark/native.py refuses a module of other files. */
+#ifndef WAYMARK_SOURCES
+#error "define WAYMARK_SOURCES, as hatch_build.py does"
+#endif
+
 /* The arguments stand in the docstring, where Python finds a signature. */
 #define ENTRY(name, arguments, doc)                                                                                    \
     {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, #name "($module, " arguments ", /)\n--\n\n" doc}
@@ -41,7 +46,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, m
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *created = PyModule_Create(&module);
-    if (created != NULL && (add_known(created) < 0 || add_parts(created) < 0 || add_events(created) < 0))
+    if (created != NULL && (add_known(created) < 0 || add_parts(created) < 0 || add_events(created) < 0 ||
+                            PyModule_AddStringConstant(created, "sources", WAYMARK_SOURCES) < 0))
         Py_CLEAR(created);
     return created;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -67,6 +68,37 @@ def test_with_a_compiler_the_module_is_in_the_wheel_and_the_checkout_is_as_befor
     assert wheel.name.endswith("-py3-none-any.whl") != has_module
     if has_module and HAS_LIMITED_API:
         assert "-cp311-abi3-" in wheel.name, "one wheel for every CPython from 3.11 on"
+
+
+def test_a_checkout_refuses_a_module_of_other_sources(tmp_path: Path) -> None:
+    """What a checkout is after a pull that changed the C: newer sources beside the module that was built before."""
+    _, (wheel,) = build(tmp_path)
+    if MODULE not in zipfile.ZipFile(wheel).namelist():
+        pytest.skip("built without the C part")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "app")
+    shutil.copytree(ROOT / "native", tmp_path / "native")
+    command = [sys.executable, "-m", "waymark", "--version"]
+    environ = os.environ | {"PYTHONPATH": str(tmp_path / "app")}
+
+    def said() -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=patient(60))
+        return done.stdout + done.stderr
+
+    assert said().startswith("waymark ")
+    with (tmp_path / "native" / "rows.c").open("a") as source:
+        source.write("/* newer */\n")
+    (sentence,) = said().splitlines()
+    assert "was built from other files than those in" in sentence
+    assert "pip install --editable" in sentence
+
+
+def test_make_lets_python_keep_what_it_has_compiled() -> None:
+    command = ["make", "--no-print-directory", "--eval=shown: ; @env", "shown"]
+    environ = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=patient(60), check=True
+    )
+    assert "PYTHONDONTWRITEBYTECODE=" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("stamp", [".installed", ".installed-dev"])

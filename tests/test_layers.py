@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ PARTS: dict[str, set[str]] = {
     "endpoints": {"errors", "shown"},
     "asker": {"endpoints", "errors", "settings", "shown"},
     "watched_file": {"errors", "logs"},
-    "native": {"_native"},
+    "native": {"_native", "errors"},
     "domain": {"errors", "native"},
     "store": LEAVES | {"domain"},
     "apply": LEAVES | {"domain", "store"},
@@ -92,46 +94,87 @@ LIBRARIES: dict[str, set[str]] = {
 }
 
 
-def read(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every statement; expressions, which are most of a module, have no import."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield node
+            yield from statements(node)
 
 
-def imported(module: str, nodes: list[ast.AST]) -> set[str]:
+def imported(module: str, tree: ast.AST) -> set[str]:
     names: set[str] = set()
-    for node in nodes:
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}, line {node.lineno}: imports here are absolute"
             # `from waymark import logs` means waymark.logs, `from waymark import __version__` does not.
-            names |= (
-                {f"waymark.{alias.name}" for alias in node.names} if node.module == "waymark" else {str(node.module)}
-            )
+            is_ours = str(node.module).partition(".")[0] == "waymark"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if is_ours else {str(node.module)}
     return names - {"waymark", "waymark.__version__"}
 
 
 @pytest.fixture(scope="module")
-def modules() -> dict[str, list[ast.AST]]:
-    """The nodes of each module, by its name without ``waymark``."""
+def sources() -> dict[str, str]:
+    """The text of each module, by its name without ``waymark``."""
     root = ROOT / "app" / "waymark"
-    return {".".join(path.relative_to(root).with_suffix("").parts): read(path) for path in sorted(root.rglob("*.py"))}
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts): path.read_text(encoding="utf-8")
+        for path in sorted(root.rglob("*.py"))
+    }
 
 
-def test_only_where_the_wire_is_does_a_module_write_its_lines(modules: dict[str, list[ast.AST]]) -> None:
+@pytest.fixture(scope="module")
+def imports(sources: dict[str, str]) -> dict[str, set[str]]:
+    """What each module imports, also in functions and for types only."""
+    return {module: imported(module, ast.parse(text)) for module, text in sources.items()}
+
+
+def written(text: str) -> list[object]:
+    """The constants with a line of a protocol."""
+    if r"\r\n" not in text:
+        return []
+    constants = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+    return [value for value in constants if r"\r\n" in repr(value)]
+
+
+def test_only_where_the_wire_is_does_a_module_write_its_lines(sources: dict[str, str]) -> None:
     """RESP is the store's, HTTP is that of those who speak it."""
-    lines = {
-        module: [node.value for node in nodes if isinstance(node, ast.Constant) and r"\r\n" in repr(node.value)]
-        for module, nodes in modules.items()
-        if module.partition(".")[0] not in ON_THE_WIRE
-    }
+    lines = {module: written(text) for module, text in sources.items() if module.partition(".")[0] not in ON_THE_WIRE}
     assert {module: found for module, found in lines.items() if found} == {}
+    assert any(written(text) for text in sources.values()), "the lines of those that speak a protocol are found"
 
 
-def test_a_module_imports_only_what_its_place_allows(modules: dict[str, list[ast.AST]]) -> None:
-    wrong = {
-        module: [name for name in imported(module, nodes) if not may(module, name)] for module, nodes in modules.items()
-    }
+def test_a_module_imports_only_what_its_place_allows(imports: dict[str, set[str]]) -> None:
+    wrong = {module: [name for name in names if not may(module, name)] for module, names in imports.items()}
     assert {f"waymark.{module} may not import": sorted(names) for module, names in wrong.items() if names} == {}
+
+
+def test_no_module_imports_itself_by_way_of_others(imports: dict[str, set[str]]) -> None:
+    """In types neither: two modules that name each other's types are one."""
+    modules = {f"waymark.{module.removesuffix('.__init__')}": names for module, names in imports.items()}
+
+    def module_of(name: str) -> str | None:
+        return next((each for each in (name, name.rpartition(".")[0]) if each in modules), None)
+
+    graph = {module: {found for name in names if (found := module_of(name))} for module, names in modules.items()}
+    assert sum(map(len, graph.values())) > len(graph), "modules import each other"
+    assert circle(graph) == []
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """The modules of a circle, the first one again at the end; empty if there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert sorted(set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}))) == ["a", "b", "c"]
 
 
 def may(module: str, name: str) -> bool:
@@ -144,7 +187,7 @@ def may(module: str, name: str) -> bool:
 
 
 def test_an_import_out_of_place_is_found() -> None:
-    nodes = list(ast.walk(ast.parse("import redis.asyncio\nfrom waymark import api\nfrom waymark.store import keys\n")))
-    assert sorted(imported("domain.names", nodes)) == ["redis.asyncio", "waymark.api", "waymark.store"]
-    assert not any(may("domain.names", name) for name in imported("domain.names", nodes))
+    tree = ast.parse("import redis.asyncio\nfrom waymark import api\nif True:\n    from waymark.store import keys\n")
+    assert sorted(imported("domain.names", tree)) == ["redis.asyncio", "waymark.api", "waymark.store.keys"]
+    assert not any(may("domain.names", name) for name in imported("domain.names", tree))
     assert all(may("store.client", name) for name in ("redis.asyncio", "waymark.store.keys", "waymark.domain.names"))

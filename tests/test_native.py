@@ -6,6 +6,8 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.sanitize.batches import BATCHES
 from waymark import native
 from waymark.domain.events import Cleared, Removed, Stored
 from waymark.domain.media import normal_medium
+from waymark.errors import StaleBuild
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
@@ -32,6 +35,25 @@ def test_the_implementation_is_the_one_that_was_selected() -> None:
     assert native.select(False) == native.implementation() == "pure"
     assert native.selected is None
     assert native.select(True) == native.implementation() == ("native" if native.is_built else "pure")
+
+
+def test_a_module_of_other_sources_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "module.c").write_text("one")
+    (tmp_path / "rows.h").write_text("two")
+    built = SimpleNamespace(sources=native.digest_of(tmp_path), __file__="the module")
+    native.check_built_from(tmp_path, built)
+    for stale in (SimpleNamespace(sources="f" * 16), SimpleNamespace()):
+        with pytest.raises(StaleBuild, match=r"built from other files than those in .*; run 'pip install"):
+            native.check_built_from(tmp_path, stale)
+        native.check_built_from(tmp_path / "none", stale)
+    for name, text in (("rows.h", "two, too"), ("more.c", "")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(StaleBuild, match="the module was built"):
+            native.check_built_from(tmp_path, built)
+
+
+def test_the_module_is_that_of_its_sources(loops: native.Loops) -> None:
+    assert loops.sources == native.digest_of(Path(__file__).parents[1] / "native")
 
 
 def test_the_module_has_the_functions_that_are_declared(loops: native.Loops) -> None:

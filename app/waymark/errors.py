@@ -14,6 +14,7 @@
       Unanswered          an engine that was asked over HTTP gave no answer that can be used
       Undecodable         a payload that is no batch of events
       SettingsError       the process cannot start with these settings
+      StaleBuild          the C module of this checkout was built from other sources
       PortUnavailable     the process cannot listen on its port
       ServiceUnreachable  a command gets no answer of the Waymark that it asks
       ServiceRefused      a command was answered with an error
@@ -140,6 +141,10 @@ class Undecodable(WaymarkError):
         super().__init__(sentence)
         self.kind = kind
         self.sentence = sentence
+
+
+class StaleBuild(WaymarkError):
+    """The C module was built from other sources than those in the checkout; the sentence says how to build it again."""
 
 
 class PortUnavailable(WaymarkError):

@@ -5,13 +5,19 @@ implementations behind one function: block keys in ``domain.hashing``, rows in `
 in ``domain.known``, parts in ``domain.parts`` and ``store.calls``, lists in ``api.lists``, events in
 ``engines.plain``. Both give the same for every input, and the
 same tests run over both.
+
+In a checkout, where ``native/`` may change without a new build, a module of other sources than these is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
+
+from waymark.errors import StaleBuild
 
 Implementation: TypeAlias = Literal["native", "pure"]
 
@@ -21,6 +27,8 @@ Number: TypeAlias = float | int | None
 class Loops(Protocol):
     """The functions and types of the C module. The files of ``native/`` describe them."""
 
+    sources: str
+    """The digest of the files that it was built from; see ``digest_of``."""
     Places: Callable[[type, type], Any]
     KnownBlocks: Callable[[Any, bool], Any]
     Parts: Callable[[type, type, int], Any]
@@ -53,11 +61,28 @@ class Loops(Protocol):
     def piece_runs(self, keys: bytes, values: list[bytes | None], /) -> tuple[list[tuple[bytes, int]], int, int]: ...
 
 
+def digest_of(sources: Path) -> str:
+    """The digest of the module's source files; ``hatch_build.py`` puts it into the module."""
+    files = sorted(path for path in sources.iterdir() if path.suffix in (".c", ".h"))
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def check_built_from(sources: Path, module: object) -> None:
+    """Raise StaleBuild if a module was built from other files than these. An installed package has no such files."""
+    if (sources / "module.c").is_file() and getattr(module, "sources", "") != digest_of(sources):
+        raise StaleBuild(
+            f"{getattr(module, '__file__', module)} was built from other files than those in {sources}; "
+            "run 'pip install --editable .' in that checkout"
+        )
+
+
 _built: Loops | None
 try:
     from waymark import _native as _built  # type: ignore[attr-defined, no-redef]  # a stub would repeat ``Loops``
 except ImportError:
     _built = None
+else:
+    check_built_from(Path(__file__).parents[2] / "native", _built)
 
 is_built = _built is not None
 

@@ -44,11 +44,14 @@ class Variant(Enum):
 
 def build(variant: Variant) -> Path:
     """Compile the module; ``SystemExit`` with what is missing, or what the compiler says."""
+    from waymark.native import digest_of  # here only: a Python that preloads a module must not load another one before
+
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     target = DIRECTORY / f"{variant.value}.so"
     headers = sorted({sysconfig.get_path("include"), sysconfig.get_path("platinclude")})
     sources = [*sorted((ROOT / "native").glob("*.c")), Path(__file__).with_name("coverage.c")]
     command = [*_compiler(), *FLAGS, *(f"-I{path}" for path in headers)]
+    command += [f'-DWAYMARK_SOURCES="{digest_of(ROOT / "native")}"']
     command += ["-U__SSE2__"] if variant is Variant.PORTABLE else []
     # What is counted is the module's blocks, not those of the counter.
     for source in sources:

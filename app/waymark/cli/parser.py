@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from waymark import __version__, native
+from waymark import __version__
 from waymark.cli.commands import COMMANDS, ending, listed
 
 _CHOICE = re.compile(r"(?P<head>.*)invalid choice: '(?P<word>[^']*)' \(choose from (?P<known>.*)\)", re.DOTALL)
@@ -43,6 +43,14 @@ class Parser(argparse.ArgumentParser):
         super().error(_with_nearest(message, self.format_help()))
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from waymark import native  # only here: a C module that cannot be used is then an error of the command
+
+        print(f"waymark {__version__} ({native.implementation()})")
+        parser.exit()
+
+
 def _with_nearest(message: str, text: str) -> str:
     choice = _CHOICE.match(message)
     misspelt = choice or _FLAG.match(message)
@@ -68,7 +76,7 @@ def parser_of(command: str) -> Parser:
         description=f"Waymark reports which inference engine already holds the KV cache of a prompt.\n\n{listed()}",
         epilog=ending(),
     )
-    parser.add_argument("--version", action="version", version=f"waymark {__version__} ({native.implementation()})")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="waymark", help=argparse.SUPPRESS
     )

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from waymark.domain.media import DEVICE, HOST
+from waymark.domain.reuse import reusable
 from waymark.domain.table import Presence, View
-from waymark.domain.windows import reusable
 
 _NOWHERE: frozenset[str] = frozenset()
 

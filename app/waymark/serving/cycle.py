@@ -11,13 +11,10 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from waymark.logs import failure, fields
-from waymark.serving.limits import FAULT
-
-if TYPE_CHECKING:
-    from waymark.serving.connection import HttpConnection
+from waymark.serving.limits import FAULT, Connections
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +31,39 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status} {status.phrase}\r\n".encode()
 _WITHOUT_BODY = frozenset({204, 304})
 #: Lines of a head as RFC 9110 (5.1, 5.5) has them.
 _ARE_LINES = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+: [\t\x20-\x7e\x80-\xff]*\r\n)*").fullmatch
+
+
+class Carrier(Protocol):
+    """The connection that a request arrived on, as the request uses it."""
+
+    @property
+    def all(self) -> Connections: ...
+
+    @property
+    def is_full(self) -> bool: ...
+
+    @property
+    def default_lines(self) -> bytes:
+        """The lines of every answer."""
+        ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def write(self, piece: bytes) -> None: ...
+
+    async def drain(self) -> None:
+        """Until the client has taken enough of what was written."""
+
+    def answered(self, cycle: RequestCycle) -> None:
+        """The whole answer of the first request has been written."""
+
+    def ended(self, cycle: RequestCycle) -> None:
+        """The application is done with the request."""
+
+    def close(self) -> None:
+        """Close; what has been written is still sent."""
 
 
 class RequestCycle:
@@ -58,9 +88,7 @@ class RequestCycle:
         "task",
     )
 
-    def __init__(
-        self, connection: HttpConnection, scope: Scope, *, keep_alive: bool, expects_continue: bool = False
-    ) -> None:
+    def __init__(self, connection: Carrier, scope: Scope, *, keep_alive: bool, expects_continue: bool = False) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
         self.is_whole = False

@@ -16,15 +16,12 @@ import math
 import resource
 from collections.abc import Callable
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import orjson
 
 from waymark.logs import fields
 from waymark.metrics import Metrics
-
-if TYPE_CHECKING:
-    from waymark.serving.connection import HttpConnection
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +116,26 @@ BODIES = _busy(
 )
 
 
+class Connection(Protocol):
+    """A connection, as its bounds use it."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def is_holding(self) -> bool:
+        """It has bytes of a body that is not whole."""
+        ...
+
+    def reject(self, rejection: Rejection) -> None:
+        """Answer with the reason, and close."""
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None:
+        """Close, and drop what has been written and not been sent."""
+
+
 class Connections:
     """All connections of one server, by what each is waiting for. The dictionaries are in order of time."""
 
@@ -128,16 +145,16 @@ class Connections:
         self.keep_alive_seconds = math.inf
         """uvicorn's setting, known with the first connection."""
         self.bodies_bytes = 0
-        self.arriving: dict[HttpConnection, float] = {}
+        self.arriving: dict[Connection, float] = {}
         """A request is due or has begun, is not whole, and no other is being answered."""
-        self.idle: dict[HttpConnection, float] = {}
+        self.idle: dict[Connection, float] = {}
         """Answered, and kept for a next request."""
-        self.unread: dict[HttpConnection, float] = {}
+        self.unread: dict[Connection, float] = {}
         """More was written than the client has taken, or the end of it has been written."""
-        self.lingering: dict[HttpConnection, float] = {}
+        self.lingering: dict[Connection, float] = {}
         """The last bytes have been written; what still arrives is dropped."""
         self._waits = (self.arriving, self.idle, self.unread, self.lingering)
-        self._open: set[HttpConnection] = set()
+        self._open: set[Connection] = set()
         self._defaults: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
         self._metrics = metrics
         self._metrics.http_bodies_bytes.set_function(lambda: self.bodies_bytes)
@@ -145,7 +162,7 @@ class Connections:
 
     # ---- where a connection stands ---------------------------------------------------------------------
 
-    def opened(self, connection: HttpConnection) -> None:
+    def opened(self, connection: Connection) -> None:
         self._open.add(connection)
         self._metrics.http_connections.set(len(self._open))
         self.arriving[connection] = connection.loop.time()
@@ -155,28 +172,28 @@ class Connections:
             self._is_polling = True
             self._poll_later(connection.loop)
 
-    def closed(self, connection: HttpConnection) -> None:
+    def closed(self, connection: Connection) -> None:
         self._open.discard(connection)
         self._metrics.http_connections.set(len(self._open))
         self._forget(connection)
 
-    def linger(self, connection: HttpConnection) -> None:
+    def linger(self, connection: Connection) -> None:
         """The last word has been written, and the client may still be sending."""
         self._forget(connection)
         self.lingering[connection] = connection.loop.time()
 
-    def closing(self, connection: HttpConnection) -> None:
+    def closing(self, connection: Connection) -> None:
         """The transport closes; if the client does not take the last bytes, the connection is dropped."""
         self._forget(connection)
         self.unread[connection] = connection.loop.time()
 
-    def _forget(self, connection: HttpConnection) -> None:
+    def _forget(self, connection: Connection) -> None:
         for waiting in self._waits:
             waiting.pop(connection, None)
 
     # ---- ceilings --------------------------------------------------------------------------------------
 
-    def take_body(self, connection: HttpConnection, length: int) -> None:
+    def take_body(self, connection: Connection, length: int) -> None:
         """Count bytes of a body that have arrived; bodies that have been arriving longest make room for them."""
         self.bodies_bytes += length
         if self.bodies_bytes <= self.bounds.bodies_max_bytes:
@@ -230,7 +247,7 @@ class Connections:
         self._metrics.http_trailer_fields_dropped.inc()
 
 
-def _until(waiting: dict[HttpConnection, float], moment: float) -> list[HttpConnection]:
+def _until(waiting: dict[Connection, float], moment: float) -> list[Connection]:
     late = []
     for connection, since in waiting.items():
         if since > moment:
