@@ -60,9 +60,9 @@ async def test_by_the_index_when_the_last_block_appears_at_its_target(
     replica = await make_client(store, metrics=metrics)
     first = await select(replica, only=["pod-1"])
     assert await load(store, first) == (41, 1)
+    second = await select(replica, only=["pod-2"])
     await hold("pod-2", PROMPT)
     await hold("pod-1", PROMPT, blocks=range(19))
-    second = await select(replica, only=["pod-2"])
     await is_given_back(store, second)
     assert await load(store, first) == (41, 1), "its last block is not there yet"
     await hold("pod-1", PROMPT, medium="CPU", blocks=[19])
@@ -84,10 +84,30 @@ async def test_what_the_decision_has_found_is_not_looked_up_again(
     monkeypatch.setattr(store.reader, "last_holders", looked_up)
     await register("pod-1")
     replica = await make_client(store, metrics=metrics)
-    await hold("pod-1", PROMPT)
+    await hold("pod-1", PROMPT, medium="CPU")
     found = await select(replica)
+    assert await load(store, found) == (11, 1), "a token on the host counts for three quarters"
     await is_given_back(store, found)
     await wait_until(lambda: counted(metrics) == {"index": 1}, "the index has told")
+
+
+@pytest.mark.parametrize("policy", ["least-work", "longest", "lmetric"])
+async def test_of_a_prompt_that_a_target_has_whole_no_prefill_is_reserved(
+    store: Store, make_client: MakeClient, register: Any, hold: Hold, metrics: Metrics, policy: str
+) -> None:
+    await register("pod-1")
+    await register("pod-2")
+    replica = await make_client(store, metrics=metrics)
+    await hold("pod-1", PROMPT)
+    found = await select(replica, policy=policy)
+    assert (found["target"]["instance_id"], found["target"]["new_tokens"]) == ("pod-1", 1)
+    assert await load(store, found) == (0, 1)
+    await replica.post("/release", json={"reservation": found["reservation"], "ttft_ms": 20})
+    assert await load(store, found) == (0, 0)
+    assert counted(metrics) == {}, "nobody has to give back what was not reserved"
+    # The rest of a block is no more than that: a shorter match is reserved.
+    other = await select(replica, policy=policy, only=["pod-2"])
+    assert await load(store, other) == (41, 1)
 
 
 async def test_by_the_caller_who_is_believed_first(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -242,6 +243,14 @@ async def test_what_waited_before_counts_as_work(store: Store, fleet: Fleet) -> 
     assert (await fleet.redis.pttl(keys.first_tokens(fleet.group_id, fleet.publishers[0]))) > 0
 
 
+async def test_a_prompt_that_was_cached_tells_how_long_the_target_takes_without_work(
+    store: Store, fleet: Fleet
+) -> None:
+    await fleet.reservations.release([await fleet.taken(0)], Part.PREFILL, ttft_ms=8)
+
+    assert await first_tokens(store, fleet) == FirstTokens(1, 0, 8, 0, 0)
+
+
 async def test_a_time_to_the_first_token_counts_once(store: Store, fleet: Fleet) -> None:
     taken = await fleet.taken(100, request_id="0" * 16)
     # The index was faster than the caller.
@@ -266,7 +275,7 @@ async def test_a_timed_reservation_runs_out_as_any_other(fleet: Fleet) -> None:
 
 
 async def test_nobody_learns_from_prefill_that_was_computed_elsewhere(store: Store, fleet: Fleet) -> None:
-    await fleet.reservations.release([await fleet.taken(0)], Part.OK, ttft_ms=50)
+    await fleet.reservations.release([replace(await fleet.taken(0), waited=None)], Part.OK, ttft_ms=50)
     unknown = Reservation(fleet.group_id, fleet.publishers[0], 5, 5, "0" * 16, 7)
     await fleet.reservations.release([unknown], Part.OK, ttft_ms=50)
 

@@ -203,6 +203,7 @@ _PRESETS = (
             Constant("active_weight", 512.0, "Tokens that a request under way counts for.", most=1e9),
         ),
         linear=lambda values: Linear(values.number("new_weight"), values.number("active_weight")),
+        is_sum=True,
     ),
     Preset(
         "composite",

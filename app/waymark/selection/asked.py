@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
 
 from waymark.domain.gauges import Gauges
+from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.targets import host_and_port
@@ -25,6 +26,18 @@ class Prompt(NamedTuple):
     tokens: int
     keys: bytes
     """The packed keys of its complete blocks."""
+
+
+class PackedKeys:
+    """The keys of a prompt that are all there, a piece at a time."""
+
+    def __init__(self, keys: bytes) -> None:
+        self._keys = keys
+        self._at = 0
+
+    def __call__(self, count: int) -> bytes:
+        start, self._at = self._at, self._at + KEY_BYTES * count
+        return self._keys[start : self._at]
 
 
 PromptOf = Callable[[int], Prompt]

@@ -210,7 +210,13 @@ class Fleet:
         if members is None:
             members = self.members
         if given is None and not (seen.prefixes or seen.gauges or seen.first_tokens):
-            return [_candidate(each, seen, block_size) for each in members]
+            rows, loads, expected = seen.rows, seen.loads, seen.expected
+            return [
+                candidate_of(
+                    each, rows.get(each.name), loads.get(each.publisher), expected.get(each.publisher, 0), block_size
+                )
+                for each in members
+            ]
         found = []
         rows, prefixes, loads, expected, gauges = seen.rows, seen.prefixes, seen.loads, seen.expected, seen.gauges
         for publisher, name, target, _, _, _ in members:
@@ -248,11 +254,8 @@ class Fleet:
         return found
 
 
-def _candidate(member: Member, seen: Seen, block_size: int) -> Candidate:
-    """A candidate of which nothing is known but rows, its load and its speculative entry."""
-    publisher = member.publisher
-    row, load = seen.rows.get(member.name), seen.loads.get(publisher)
-    expected = seen.expected.get(publisher, 0) if seen.expected else 0
+def candidate_of(member: Member, row: TargetRow | None, load: Load | None, expected: int, block_size: int) -> Candidate:
+    """A candidate of which nothing is known but its row, its load and the blocks that it will have soon."""
     if row is None:
         if load is None and not expected:
             return member.idle

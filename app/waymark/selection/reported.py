@@ -17,9 +17,9 @@ from waymark.domain.match import target_rows
 from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
+from waymark.selection.asked import PackedKeys
 from waymark.selection.fleet import Fleet, Member
 from waymark.selection.requests import RequestSelector
-from waymark.selection.selector import PackedKeys
 from waymark.selection.served import ServedModel
 from waymark.settings import Settings
 from waymark.store.directory import GroupEntry

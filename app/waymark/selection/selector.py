@@ -28,10 +28,11 @@ from waymark.metrics import Metrics
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
 from waymark.routing.target import Candidate, Request
-from waymark.selection.asked import Asked, Chosen, Prompt, Ranked, Selected, Taking
+from waymark.selection.asked import Asked, Chosen, PackedKeys, Prompt, Ranked, Selected, Taking
 from waymark.selection.degraded import Degraded
 from waymark.selection.fleet import Fleet, Member, OpaquePrefix, Seen
 from waymark.selection.loads import Loads
+from waymark.selection.offers import SumOffers
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress
 from waymark.selection.ranking import Stages, rank, stages
@@ -159,7 +160,7 @@ class Selector:
             if look is None:
                 break
             began = perf_counter()
-            of = self._stages(asked, taking, look)
+            of = self._sums(asked, taking, look) or self._stages(asked, taking, look)
             self._observe_policy(perf_counter() - began)
             if of is None:
                 raise NoTarget(_none_allowed(asked, taking, look.fleet))
@@ -172,6 +173,19 @@ class Selector:
             f"no target is registered for model {asked.group.model_name!r} of tenant {asked.group.tenant_id!r}; "
             "register one with POST /register"
         )
+
+    def _sums(self, asked: Asked, taking: Taking, look: _Look) -> SumOffers | None:
+        """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
+        preset, seen = asked.policy.preset, look.seen
+        if preset is None or not preset.is_sum or asked.session is not None or taking.profile == "disagg":
+            return None
+        if seen.prefixes or seen.gauges or seen.first_tokens:
+            return None
+        members = self._members(asked, taking, look)
+        if not members:
+            return None
+        blocks = len(look.looked.keys) // KEY_BYTES
+        return SumOffers(members, seen, asked.policy, look.request, blocks, self._random)
 
     def _stages(self, asked: Asked, taking: Taking, look: _Look) -> Stages | None:
         members = self._members(asked, taking, look)
@@ -461,18 +475,6 @@ class Selector:
             prefix_key,
             asked.is_multimodal,
         )
-
-
-class PackedKeys:
-    """The keys of a prompt that are all there, a piece at a time."""
-
-    def __init__(self, keys: bytes) -> None:
-        self._keys = keys
-        self._at = 0
-
-    def __call__(self, count: int) -> bytes:
-        start, self._at = self._at, self._at + KEY_BYTES * count
-        return self._keys[start : self._at]
 
 
 def _none_allowed(asked: Asked, taking: Taking, fleet: Fleet) -> str:

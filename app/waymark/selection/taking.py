@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,25 +16,20 @@ from waymark.domain.row_runs import last_piece
 from waymark.domain.targets import host_and_port
 from waymark.errors import Saturated
 from waymark.metrics import Metrics
-from waymark.routing.constants import read_constants
-from waymark.routing.policy import CREDITS, Decision, Linear, Scored, count_new
+from waymark.routing.policy import Decision, Scored
 from waymark.routing.target import Candidate, Request
-from waymark.selection.asked import Asked, Chosen, Selected, Taking
+from waymark.selection.asked import Asked, Selected, Taking
 from waymark.selection.fleet import Fleet, Seen
 from waymark.selection.loads import Loads
+from waymark.selection.offers import Offers, ScoredOffers, SumOffers
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress, Watched
 from waymark.selection.ranking import Stages
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
-from waymark.store.reservations import CANDIDATES_MAX, Load, Offer, Part, Reservation, Reservations, Reserved, Terms
+from waymark.store.reservations import NO_LOAD, Offer, Part, Reservation, Reservations, Reserved, Terms
 from waymark.store.scripts import Verdict
 from waymark.store.speculative import depths
-
-#: Where Redis cannot compute an order again, a place in it outweighs any load.
-_PLACE = 2.0**44
-_BY_PLACE = Linear(0.0, 0.0)
-_CREDITS = read_constants(CREDITS, {}, "overrides")
 
 
 class Looked(NamedTuple):
@@ -50,10 +44,9 @@ class Looked(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """One stage of a request, and who could take it, best first."""
+    """One stage of a request, and who could take it."""
 
-    scored: Sequence[Scored]
-    linear: Linear
+    offers: Offers
     looked: Looked
     asked: Asked
     taking: Taking
@@ -78,39 +71,55 @@ class Taker:
         self._metrics = metrics
         self._observe = metrics.decision_duration_seconds.labels(part="reserve").observe
 
-    async def take(self, of: Stages, looked: Looked, asked: Asked, taking: Taking) -> Selected | None:
+    async def take(self, of: Stages | SumOffers, looked: Looked, asked: Asked, taking: Taking) -> Selected | None:
         """Reserve the best, of each stage that the request goes through; None where all of them are gone.
 
         Raises Saturated; nothing stays reserved then.
         """
-        taken, prefill = of.decode[0], of.prefill[0] if of.prefill else None
+        offers: Offers
+        encode: Sequence[Scored]
+        if isinstance(of, SumOffers):
+            offers, before, encode, decision = of, None, (), Decision.KV_AWARE
+        else:
+            blocks = len(looked.keys) // KEY_BYTES
+            # Redis could find another target cheaper than the session's.
+            is_by_place = of.decision is Decision.SESSION
+            offers = ScoredOffers(
+                of.decode,
+                asked.policy,
+                looked.request,
+                blocks,
+                is_by_place=is_by_place,
+                is_prefill_elsewhere=bool(of.prefill),
+            )
+            before = ScoredOffers(of.prefill, asked.policy, looked.request, blocks) if of.prefill else None
+            encode, decision = of.encode, of.decision
+        at, before_at = 0, 0
         made: list[Reservation] = []
         if taking.is_reserved:
-            # Redis could find another target cheaper than the session's.
-            linear = _BY_PLACE if of.decision is Decision.SESSION else _linear(asked.policy)
-            first = await self._one(_Stage(of.decode, linear, looked, asked, taking, bool(of.prefill)))
+            first = await self._one(_Stage(offers, looked, asked, taking, before is not None))
             if first is None:
                 return None
-            taken = first[0]
+            at = first[0]
             made.append(first[1])
-            if of.prefill:
-                second = await self._second(of, looked, asked, taking, made)
+            if before is not None:
+                second = await self._second(before, looked, asked, taking, made)
                 if second is None:
                     return None
-                prefill = second
-        others = [each.candidate for each in of.decode if each is not taken][: taking.count - 1]
-        self._metrics.decisions.labels(policy=asked.policy.name, decision=of.decision).inc()
+                before_at = second
+        taken, prefill = offers.scored(at), None if before is None else before.scored(before_at)
+        self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
         self._metrics.speculative_tokens.inc(max(0, taken.candidate.expected - taken.candidate.matched))
-        headers = _headers(taken.candidate, prefill and prefill.candidate, [each.candidate for each in of.encode])
+        headers = _headers(taken.candidate, prefill and prefill.candidate, [each.candidate for each in encode])
         return Selected(
             taken,
-            others,
+            offers.others(at, taking.count - 1),
             asked.policy,
-            of.decision,
+            decision,
             looked.request.tokens,
             looked.request.prefix_key,
             prefill,
-            of.encode,
+            encode,
             made,
             group_id=looked.entry.group_id,
             block_size=looked.request.block_size,
@@ -119,15 +128,14 @@ class Taker:
         )
 
     async def _second(
-        self, of: Stages, looked: Looked, asked: Asked, taking: Taking, made: list[Reservation]
-    ) -> Scored | None:
+        self, offers: Offers, looked: Looked, asked: Asked, taking: Taking, made: list[Reservation]
+    ) -> int | None:
         """The prefill stage's target, too, or neither."""
         other = taking
         if taking.request_id is not None:
             other = replace(taking, request_id=f"{text_hash(taking.request_id + ' prefill'):016x}")
         try:
-            linear = _linear(asked.policy)
-            second = await self._one(_Stage(of.prefill, linear, looked, asked, other))
+            second = await self._one(_Stage(offers, looked, asked, other))
         except BaseException:
             await asyncio.shield(self._reservations.release(made, Part.OK))
             raise
@@ -137,76 +145,62 @@ class Taker:
         made.append(second[1])
         return second[0]
 
-    async def _one(self, stage: _Stage) -> tuple[Scored, Reservation] | None:
-        scored, linear, looked, asked, taking, is_prefill_elsewhere = stage
+    async def _one(self, stage: _Stage) -> tuple[int, Reservation] | None:
+        """The place of the target that was taken."""
+        of, looked, asked, taking, is_prefill_elsewhere = stage
         began = perf_counter()
-        first = scored[:CANDIDATES_MAX]
-        offers = self._offers(first, linear, looked, asked, is_prefill_elsewhere=is_prefill_elsewhere)
-        offers, spec_keys = self._with_entries(first, offers, looked, taking)
+        offers, spec_keys = self._with_entries(of, looked, taking)
         terms = Terms(
             context=looked.request.tokens,
-            weight_new=linear.new,
-            weight_active=linear.active,
+            weight_new=of.linear.new,
+            weight_active=of.linear.active,
             milliseconds=taking.milliseconds,
             limit=self._options.target_requests_max,
             reservations_max=self._options.reservations_max,
-            is_cold=not any(each.candidate.matched or each.candidate.expected for each in scored),
+            is_cold=of.is_cold,
             spec_keys=spec_keys,
             request_id=taking.request_id,
         )
         found = await self._reservations.reserve(looked.entry.group_id, offers, terms)
         self._observe(perf_counter() - began)
         self._metrics.reservations_expired.inc(found.overdue)
-        if found.verdict is Verdict.REPEATED and found.reservation is not None:
-            return await self._repeated(found.reservation, stage)
-        if found.reservation is None:
+        reservation = found.reservation
+        if reservation is None:
             self._refuse(found, asked)
             return None
-        which = next(at for at, offer in enumerate(offers) if offer.publisher == found.reservation.publisher)
-        self._follow(found, found.reservation, first[which].candidate, looked, asked, taking)
-        return first[which], found.reservation
+        if is_prefill_elsewhere:
+            # The time to the first token is that of another target.
+            reservation = replace(reservation, waited=None)
+        at = of.find(reservation.publisher)
+        if found.verdict is not Verdict.REPEATED:
+            self._follow(found, reservation, looked, asked, taking)
+        elif at is None:  # the target that the same request got before is gone
+            return await self._one(stage._replace(taking=replace(taking, request_id=None)))
+        assert at is not None
+        return at, reservation
 
-    def _offers(
-        self, scored: Sequence[Scored], linear: Linear, looked: Looked, asked: Asked, *, is_prefill_elsewhere: bool
-    ) -> list[Offer]:
-        """What Redis ranks them by again: a cost in the linear form, or else their places."""
-        values = asked.policy.values
-        if values is None or not _has_credits(asked.policy):
-            values = _CREDITS
-        new_of, offers = count_new(looked.request, values), []
-        for place, (candidate, value, _) in enumerate(scored):
-            new = 0 if is_prefill_elsewhere else math.ceil(new_of(candidate))
-            if linear is _BY_PLACE:
-                offers.append(Offer(candidate.publisher, new, place * _PLACE))
-            else:
-                # What the cost has beside load and new tokens, a rounded token among it.
-                beside = value - candidate.queue - linear.active * candidate.requests - linear.new * new
-                offers.append(Offer(candidate.publisher, new, beside, candidate.weight))
-        return offers
-
-    def _with_entries(
-        self, scored: Sequence[Scored], offers: list[Offer], looked: Looked, taking: Taking
-    ) -> tuple[list[Offer], Sequence[str]]:
+    def _with_entries(self, of: Offers, looked: Looked, taking: Taking) -> tuple[list[Offer], Sequence[str]]:
         """The offers with the speculative entries that each would get, and the keys of all of these."""
+        offers = of.offers()
         is_expected = self._options.is_speculative if taking.expects is None else taking.expects
         if not (is_expected or looked.fleet.has_silent):
             return offers, ()
-        matched = [_matched_blocks(each.candidate, looked) for each in scored]
+        matched = of.matched_blocks()
         least = min(matched)
         at = [depth for depth in depths(len(looked.keys) // KEY_BYTES) if depth > least]
         offers = [
             offer._replace(
                 spec_from=bisect_right(at, has),
-                spec_milliseconds=self._spec_milliseconds(each.candidate, looked, is_expected, taking),
+                spec_milliseconds=self._spec_milliseconds(offer.publisher, looked, is_expected, taking),
             )
-            for offer, each, has in zip(offers, scored, matched, strict=True)
+            for offer, has in zip(offers, matched, strict=True)
         ]
         if not any(offer.spec_milliseconds for offer in offers):
             return offers, ()
         return offers, [keys.spec(looked.entry.group_id, _key(looked.keys, depth)) for depth in at]
 
-    def _spec_milliseconds(self, candidate: Candidate, looked: Looked, is_expected: bool, taking: Taking) -> int:
-        if looked.fleet.by_publisher[candidate.publisher].tells_events:
+    def _spec_milliseconds(self, publisher: int, looked: Looked, is_expected: bool, taking: Taking) -> int:
+        if looked.fleet.by_publisher[publisher].tells_events:
             return self._options.speculative_milliseconds if is_expected else 0
         # Its entries are all that is known of it.
         return 0 if taking.expects is False else self._options.approximate_milliseconds
@@ -224,63 +218,30 @@ class Taker:
                 "under way; try again in a moment, or raise WAYMARK_TARGET_REQUESTS_MAX"
             )
 
-    async def _repeated(self, reservation: Reservation, stage: _Stage) -> tuple[Scored, Reservation] | None:
-        """The target that the same request got before; another one where that one is gone."""
-        for each in stage.scored:
-            if each.candidate.publisher == reservation.publisher:
-                return each, reservation
-        return await self._one(stage._replace(taking=replace(stage.taking, request_id=None)))
-
-    def _follow(
-        self,
-        found: Reserved,
-        reservation: Reservation,
-        candidate: Candidate,
-        looked: Looked,
-        asked: Asked,
-        taking: Taking,
-    ) -> None:
+    def _follow(self, found: Reserved, reservation: Reservation, looked: Looked, asked: Asked, taking: Taking) -> None:
         """Remember what the decision has changed, and watch for the end of its prefill."""
-        group_id, tokens = looked.entry.group_id, reservation.tokens
-        before = looked.seen.loads.get(candidate.publisher, Load())
+        tokens, publisher = reservation.tokens, reservation.publisher
+        before = looked.seen.loads.get(publisher, NO_LOAD)
         after = before._replace(
             tokens=found.tokens + tokens, requests=found.requests + 1, context=before.context + reservation.context
         )
-        self._loads.saw(group_id, candidate.publisher, after)
+        self._loads.saw(looked.entry.group_id, publisher, after)
         if not tokens:
             return
         now = asyncio.get_running_loop().time()
-        tells_events = looked.fleet.by_publisher[candidate.publisher].tells_events
+        member = looked.fleet.by_publisher[publisher]
         ends_at = now + taking.milliseconds / 1000
         piece, done_at, by = None, None, "estimate"
-        if looked.keys and tells_events:
-            if _has_last_block(candidate, looked):
-                done_at, by = now, "index"
+        if looked.keys and member.tells_events:
+            row = looked.seen.rows.get(member.name)
+            if row is not None and not row.shared and row.blocks == len(looked.keys) // KEY_BYTES:
+                done_at, by = now, "index"  # below the device, so that it counts as tokens to be computed
             else:
                 piece = last_piece(looked.keys)
         elif self._options.prefill_tokens_per_second:
-            seconds = (found.tokens + tokens) / candidate.weight / self._options.prefill_tokens_per_second
+            seconds = (found.tokens + tokens) / member.target.weight / self._options.prefill_tokens_per_second
             done_at = now + seconds
         self._progress.watch(Watched(reservation, asked.group, looked.entry, piece, done_at, ends_at, by))
-
-
-def _linear(policy: Chosen) -> Linear:
-    if policy.preset is None or policy.preset.linear is None or policy.values is None:
-        return _BY_PLACE
-    return policy.preset.linear(policy.values)
-
-
-def _has_credits(policy: Chosen) -> bool:
-    return policy.preset is not None and CREDITS[0] in policy.preset.constants
-
-
-def _matched_blocks(candidate: Candidate, looked: Looked) -> int:
-    return candidate.matched // looked.request.block_size
-
-
-def _has_last_block(candidate: Candidate, looked: Looked) -> bool:
-    """Whether the look has found the prompt's last block at the target itself, not in a pool."""
-    return not candidate.shared and _matched_blocks(candidate, looked) == len(looked.keys) // KEY_BYTES
 
 
 def _key(packed: bytes, depth: int) -> int:

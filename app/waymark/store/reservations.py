@@ -55,7 +55,7 @@ class Reservation:
     context: int
     nonce: str
     waited: int | None = None
-    """Prefill tokens that its target had to compute before its own; None where that is not known."""
+    """Prefill tokens that its target had to compute before its own; None where that is not known, or of no meaning."""
 
     def __str__(self) -> str:
         text = f"{self.group_id}.{self.publisher}.{self.tokens}.{self.context}.{self.nonce}"
@@ -238,7 +238,7 @@ class Reservations:
         minute = int(time.time() // 60)
         timed = None
         if ttft_ms is not None:
-            timed = next((each for each in reservations if each.tokens and each.waited is not None), None)
+            timed = next((each for each in reservations if each.waited is not None), None)
 
         async def one(reservation: Reservation) -> bool:
             outcome = await self._scripts.release(
