@@ -18,6 +18,7 @@ from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Target
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
+from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
 from waymark.store.leases import Grant, Leases
 
@@ -393,6 +394,37 @@ async def test_a_stream_that_cannot_run_says_why_once(bench: Bench, caplog: pyte
     await wait_until(lambda: hand.metric("leases_taken_total") >= 3, "it was tried again", PATIENCE_SECONDS)
     said = [record.message for record in caplog.records]
     assert said == ["stream stopped, will be restarted"]
+
+
+async def test_a_round_that_fails_ends_neither_the_worker_nor_its_streams(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "waymark.ingest.polling")
+    hand = await bench.worker(options=WITHOUT_PROBES)
+    pod, later = await bench.pod("pod-1"), await bench.pod("pod-2", is_registered=False)
+    await pod.caught_up()
+    directory, rounds = hand.worker.poller._store.directory, 0
+
+    async def fails() -> list[Claim]:
+        nonlocal rounds
+        rounds += 1
+        raise ValueError("a defect")
+
+    def are_three() -> bool:
+        hand.worker.poller.hint.set()
+        return rounds >= 3 or hand.task.done()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "claims", fails)
+        await wait_until(are_three, "rounds fail", PATIENCE_SECONDS)
+        assert not hand.task.done()
+        await pod.work(2)
+        await pod.agrees()
+        assert not hand.worker.poller.is_away, "it is not Redis that fails"
+    await later.register()
+    await later.caught_up()
+    said = [record.message for record in caplog.records]
+    assert said.count("polling for streams failed") == said.count("polling for streams resumed") == 1
 
 
 # ---- publishers that stand in a file, and an empty Redis -------------------------------------------
