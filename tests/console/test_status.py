@@ -91,7 +91,7 @@ async def test_the_plain_table_tells_what_the_records_say(streams: list[Stream],
     ]
     away = "no connection to tcp://10.0.0.3:5557 for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
     assert [[row[name] for name in names] for row in rows] == [
-        ["default", "m", "pod-1", "0", "vLLM", "active", "worker-1", "41", "CPU 2, GPU 5", "2", "4", "1", "0",
+        ["default", "m", "pod-1", "0", "vLLM", "active", "worker-1", "41", "GPU 5, CPU 2", "2", "4", "1", "0",
          WITHOUT_REPLAY],
         ["default", "m", "pod-2", "3", "vLLM", "degraded", "worker-1", "none", "none", "0", "0", "0", "7",
          "batches_lost: batches were lost"],
@@ -133,9 +133,10 @@ async def test_json_has_every_publisher_and_worker(streams: list[Stream], waymar
     assert first.pop("lag_seconds") > 0
     assert first == {
         "tenant_id": "default", "model_name": "m", "group": 1, "publisher": 1, "instance_id": "pod-1", "dp_rank": 0,
-        "type": "vLLM", "block_size": 16, "scope": "instance", "endpoint": "tcp://10.0.0.1:5557", "status": "active",
-        "worker": "worker-1", "has_live_worker": True, "watermark": 41, "blocks": {"GPU": 5, "CPU": 2}, "known": 1.0,
-        "prefixes": {}, "gaps": 2, "replays": 4, "restarts": 1, "batches_lost": 0, "last_error": None,
+        "type": "vLLM", "block_size": 16, "scope": "instance", "endpoint": "tcp://10.0.0.1:5557", "weight": 1.0,
+        "status": "active", "worker": "worker-1", "has_live_worker": True, "watermark": 41,
+        "blocks": {"GPU": 5, "CPU": 2}, "known": 1.0, "prefixes": {}, "gaps": 2, "replays": 4, "restarts": 1,
+        "batches_lost": 0, "last_error": None,
         "complaint": WITHOUT_REPLAY,
         "counters": {"gaps": 2, "replays.complete": 3, "replays.silent": 1, "restarts": 1},
     }  # fmt: skip

@@ -25,7 +25,9 @@ class RegisterAnswer(BaseModel):
     block_size: int | None = Field(None, description="with url: the tokens per block")
     adapters: list[str] | None = Field(None, description="with url: the adapters that the engine has loaded")
     ranks: list[RegisteredRank] | None = Field(None, description="with url: the ranks that were registered")
-    warnings: list[str] = Field(default=[], description="what cannot be repaired after a loss; absent if there is none")
+    warnings: list[str] = Field(
+        default=[], description="what Waymark could not recover if events were lost; absent if nothing"
+    )
 
 
 class RegisteredRank(BaseModel):
@@ -90,7 +92,7 @@ class InspectedInstance(BaseModel):
 
 
 class Explanation(BaseModel):
-    """What the instances have of a prompt, and why no more. Where ``block_size`` is null nothing was looked up."""
+    """What the instances have of a prompt, and why no more. If ``block_size`` is null, nothing was looked up."""
 
     tenant_id: str | None = None
     model: str | None = None
@@ -98,7 +100,9 @@ class Explanation(BaseModel):
     total_tokens: int = Field(0, description="of the prompt; 0 where only hashes are known")
     total_blocks: int = Field(0, description="complete blocks of the prompt")
     longest_matched: int = Field(0, description="tokens of the longest match of any instance")
-    blocks_held: int = Field(0, description="how many of the blocks at least one counted instance or pool has")
+    blocks_held: int = Field(
+        0, description="how many of these blocks are held by an instance or a pool that queries count"
+    )
     reasons: list[str] = Field(description="sentences that say why no instance has a match; empty if one has")
     instances: list[InspectedInstance] = Field(description="the longest match first; pools last")
     instances_left_out: int = Field(0, description="how many more there are")
@@ -120,11 +124,11 @@ class TierMatches(BaseModel):
 
 
 class TieredInstance(BaseModel):
-    """What one instance has, in tokens, in the newer form of the API: as ``/dynamo/query`` counts it."""
+    """What one instance has, in tokens, counted as by ``/dynamo/query``."""
 
     longest_matched: int
     gpu: int
-    dp: dict[str, int] = Field(description="by rank, as gpu")
+    dp: dict[str, int] = Field(description="the same as gpu, for each rank")
     cpu: int
     disk: int
     rank_matches: dict[str, TierMatches]
@@ -138,9 +142,9 @@ class QueryAnswer(BaseModel):
     __pydantic_extra__: dict[str, dict[str, InstanceRow]]
 
     instances: dict[str, TieredInstance] | None = Field(
-        None, description="the newer form of the API: in msgpack, or as WAYMARK_CONDUCTOR_SHAPE has it"
+        None, description="Conductor's newer form: always in msgpack, in JSON if WAYMARK_CONDUCTOR_SHAPE says so"
     )
-    explanation: Explanation | None = Field(None, description="with explain: why each instance has no more")
+    explanation: Explanation | None = Field(None, description="with explain: why no instance has more")
 
 
 class EventsAnswer(BaseModel):

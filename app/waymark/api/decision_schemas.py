@@ -83,7 +83,7 @@ class DecisionRequest(Named, PromptFields):
     block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     policy: str | None = Field(
         default=None,
-        description=f"one of {', '.join(PRESETS)}; absent is that of WAYMARK_POLICY or WAYMARK_PICKER_CONFIG",
+        description=f"one of {', '.join(PRESETS)}; the default is that of WAYMARK_POLICY or WAYMARK_PICKER_CONFIG",
     )
     overrides: dict[str, Any] = Field(default={}, description="an object: constants of the policy by name")
     explain: bool = Field(
@@ -92,7 +92,7 @@ class DecisionRequest(Named, PromptFields):
     by: By = Field(default="instance", description="instance or address")
     session_token: OptionalName = Field(
         default=None,
-        description=f"{OPTIONAL_NAME}: an instance_id in base64, as x-session-token has it; its target comes first",
+        description=f"{OPTIONAL_NAME}: an instance_id in base64, which comes first, as in x-session-token",
     )
 
 
@@ -102,28 +102,28 @@ class ScoreRequest(DecisionRequest):
     candidates: Candidates | None = Field(
         default=None,
         description=f"a list of at most {NAMES_MAX} objects with instance_id, dp_rank, and perhaps requests, tokens, "
-        "waiting, running, kv_usage, health; absent is all targets",
+        "waiting, running, kv_usage, health; the default is all targets",
     )
 
 
 class SelectRequest(DecisionRequest):
     """A prompt whose target is picked; its reservation lasts until its release, or until it expires."""
 
-    only: Names | None = Field(default=None, description=f"{_NAMES}; absent is all")
+    only: Names | None = Field(default=None, description=f"{_NAMES}; the default is all")
     exclude: Names = Field(default=[], description=_NAMES)
     profile: Literal["single", "disagg"] | None = Field(default=None, description="single or disagg")
     count: Annotated[int, Field(ge=1, le=_COUNT_MAX)] = Field(
         default=1,
-        description=f"an integer of 1..{_COUNT_MAX}: how many targets are named, the one that is taken among them",
+        description=f"an integer of 1..{_COUNT_MAX}: how many targets the answer names, including the chosen one",
     )
     reserve: bool = Field(default=True, description="true or false: whether the target's load counts the request")
     expect: bool | None = Field(
         default=None,
-        description="true or false: whether the target counts as having the prompt from now on; absent is as "
-        "WAYMARK_SPECULATIVE says",
+        description="true or false: whether the target counts as having the prompt from now on; the default is "
+        "that of WAYMARK_SPECULATIVE",
     )
     timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
-        default=120.0, description="a number of 1 to 3600: after how long a reservation is over that nobody releases"
+        default=120.0, description="a number of 1 to 3600: after how many seconds an unreleased reservation expires"
     )
     request_id: OptionalName = Field(
         default=None, description=f"{OPTIONAL_NAME}; the same one again gets the same target and reservation"
@@ -170,15 +170,17 @@ class ScoreRow(BaseModel):
     disk_tokens: int
     shared_tokens: int
     expected_tokens: int = Field(description="what it will have soon, because the prompt was sent there")
-    new_tokens: int = Field(description="what it would have to compute, if what it has counts in full")
-    wait_tokens: int = Field(description="prompt tokens that it has still to compute")
+    new_tokens: int = Field(
+        description="the prompt tokens that it would still compute if every block that it has is used"
+    )
+    wait_tokens: int = Field(description="the prompt tokens of earlier requests that it has not computed yet")
     active_requests: int
     health: float = Field(description="the share of requests that succeeded")
     parts: dict[str, float | None] | None = Field(default=None, description="of the score; with explain")
     gauges: GaugesRow | None = Field(
         default=None,
-        description="what the score goes by of what the engine reports; null where it reports nothing, or nothing that "
-        "is fresh; with explain",
+        description="the engine's own numbers that the score uses; null if the engine reports none, or only old ones; "
+        "with explain",
     )
 
 

@@ -47,6 +47,7 @@ class StreamState(BaseModel):
     block_size: int
     scope: Scope
     endpoint: str | None
+    weight: float = Field(description="0: it gets no new requests")
     status: StreamStatus
     worker: str | None = Field(description="the id of the ingest worker that applies the stream, or was the last to")
     has_live_worker: bool = Field(description="false if the publisher has a socket and no worker that is alive")

@@ -17,7 +17,7 @@ _TEXT, _HTML = "text/plain", "text/html"
 
 _PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
 _OF_QUERY = _PARTIAL | {
-    "X-Waymark-Note": "why every number is zero, where the model or the block size has no engine; else absent"
+    "X-Waymark-Note": "why every number is zero, if no engine has this model or block size; else absent"
 }
 _NOTE = {"X-Waymark-Note": "the reason why a replica needs neither a dump nor peers to recover"}
 

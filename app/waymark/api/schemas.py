@@ -153,12 +153,12 @@ class _PublisherFields(Request):
     medium_endpoints: MediumEndpoints | None = Field(
         default=None,
         description=f"an object of at most {_MEDIA_MAX} endpoints by medium, such as npu, cpu or disk: the sockets of "
-        "a rank that has several; the same socket may be there under several media",
+        "a rank that has several; one socket may be listed under several media",
     )
     store_backend: OptionalName = Field(
         default=None,
-        description=f"{OPTIONAL_NAME}, the store behind the engines; with endpoint and without medium_endpoints it is "
-        "the store itself that is registered, a pool",
+        description=f"{OPTIONAL_NAME}, the store behind the engines; with endpoint and without medium_endpoints, "
+        "the registration is of the store itself, as a pool",
     )
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
@@ -183,8 +183,8 @@ class _PublisherFields(Request):
     )
     shards: Annotated[int, Field(ge=1, le=SHARDS_MAX)] | None = Field(
         default=None,
-        description=f"an integer of 1..{SHARDS_MAX}: of a pool, how many objects make up a block; "
-        "the default is as many as different ones stood in its keys so far",
+        description=f"an integer of 1..{SHARDS_MAX}: for a pool, the number of objects that make up one "
+        "block; the default is the number of different shards seen in the keys of its objects",
     )
     address: Url = Field(default=None, description=f"{URL}: the address that requests are sent to")
     role: ARole = Field(default=Role.BOTH, description=f"one of {', '.join(Role)}")
@@ -197,11 +197,12 @@ class _PublisherFields(Request):
     )
     metrics_url: Url = Field(default=None, description=f"{URL}; the default is /metrics of the address")
     storage_offloading: bool = Field(
-        default=DEFAULT.storage_offloading, description=f"true or false: {_OPAQUE}, whether there is a warm tier"
+        default=DEFAULT.storage_offloading,
+        description=f"true or false: {_OPAQUE}, whether the engine offloads prefixes to storage",
     )
     treat_eviction_as_offload: bool = Field(
         default=DEFAULT.treat_eviction_as_offload,
-        description=f"true or false: {_OPAQUE}, whether an evicted prefix is in the warm tier",
+        description=f"true or false: {_OPAQUE}, whether an evicted prefix is in that storage",
     )
     reconnect_interval_ms: Annotated[int, Field(ge=1, le=RECONNECT_MILLISECONDS_MAX)] | None = Field(
         default=None,
@@ -227,8 +228,8 @@ class RegisterRequest(_PublisherFields):
     dp_rank: Rank = Field(default=0, description=RANK)
     topic: OptionalName = Field(
         default=None,
-        description=f"{OPTIONAL_NAME}, the topic of its frames on a socket with one counter for several publishers; "
-        "the blocks are those of the instance beside its own socket, or with scope shared those of a pool",
+        description=f"{OPTIONAL_NAME}, the topic of this publisher's frames, if several publishers share a socket and "
+        "its counter. Its blocks are added to those of the instance's own socket, or with scope shared to a pool",
     )
 
     def registrations(self) -> list[Registration]:
@@ -323,7 +324,7 @@ class RegisterRequest(_PublisherFields):
 
 
 class RegisterByUrlRequest(_PublisherFields):
-    """The HTTP API of an engine, which says the rest itself. A field that is given is not taken from the engine."""
+    """The URL of an engine. Waymark asks the engine for each field that the request leaves out."""
 
     url: Annotated[str, BeforeValidator(_url)] = Field(description=f"{URL}: the HTTP API of the engine")
     type: Kind | None = Field(default=None, description=_TYPE)
@@ -458,7 +459,7 @@ class InspectRequest(QueryRequest):
 
 
 class StandardEvent(BaseModel):
-    """One event of the KV Events envelope, as ``engines.standard`` reads it; this model is its documentation."""
+    """One event of the KV Events envelope."""
 
     event_id: EventId = Field(description="the number of the event in its stream, which rises by one with each event")
     event_type: Literal["stored", "removed", "cleared"]
@@ -475,7 +476,8 @@ class StandardEvent(BaseModel):
     additional_salt: str | None = Field(None, description="empty means none")
     seq_hashes: Hashes | None = Field(
         None,
-        description="rolling hashes, or with token_ids engine hashes; stored and removed events need at least one",
+        description="rolling hashes; or, with token_ids, the engine's own hashes. "
+        "Stored and removed events need at least one",
     )
     base_block_idx: Rank | None = Field(
         None,
@@ -485,7 +487,7 @@ class StandardEvent(BaseModel):
     token_ids: TokenIds | None = Field(
         None, description="the tokens of the blocks; absent if the hashes are rolling hashes"
     )
-    timestamp: Any = Field(None, description="milliseconds; Waymark does not use it")
+    timestamp: Any = Field(None, description="the time of the event, in any unit; Waymark does not use it")
 
 
 class EventsRequest(RootModel[StandardEvent | list[StandardEvent]]):

@@ -54,7 +54,7 @@ class TextFields(Request):
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default=None,
-        description="left or right: where ids are left out; the default is left, behind the special tokens",
+        description="left or right: at which end ids are cut; the default is the left end, after the special tokens",
     )
 
     @property

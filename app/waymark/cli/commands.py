@@ -38,7 +38,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "register": Command("registrations", "register an engine by its URL, and show its streams"),
         "unregister": Command("registrations", "unregister an engine by its name or URL"),
         "publishers": Command("remote", "list the registered engines with their state"),
-        "drain": Command("remote", "send an engine no new requests, and wait until it has none"),
+        "drain": Command("remote", "stop new requests to an engine, and wait for those under way"),
     },
     "prompts and a running Waymark": {
         "ask": Command("remote", "show how much of a prompt each engine has"),
@@ -51,7 +51,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "inspect": Command("looking", "show which instances have the blocks of a prompt, and what Redis contains"),
     },
     "change a Redis": {
-        "reset": Command("reset", "delete everything of Waymark in a Redis, when no role runs"),
+        "reset": Command("reset", "delete everything of Waymark in a Redis; stop all roles first"),
     },
     "try and measure": {
         "demo": Command("demo", "run the whole service with simulated engines and show a table", extra="demo"),
@@ -59,7 +59,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bench": Command("bench", "run the benchmarks in a checkout; 'waymark bench --help' lists them"),
     },
     "your shell": {
-        "completion": Command("completion", "print what makes a shell complete the words of waymark"),
+        "completion": Command("completion", "print the completion script for a shell"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -81,7 +81,7 @@ examples:
   # watch the whole service work
   $ waymark demo
 
-  # look at a running installation through its Redis
+  # look at a running Waymark through its Redis
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark status
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark inspect prompt --model llama --tokens "1 2 3 4 5 6 7 8"
 

@@ -13,7 +13,7 @@ EXIT_INTERRUPTED = 130
 
 MEANINGS = {
     EXIT_OK: "the command succeeded",
-    EXIT_FAILED: "the command failed, or what it looked for does not exist",
+    EXIT_FAILED: "the command failed, or found nothing",
     EXIT_USAGE: "an argument or a setting is wrong, and nothing was started",
     EXIT_NO_PORT: "the port could not be opened",
     EXIT_NO_REDIS: "Redis cannot be reached, does not answer in time, or refuses the command",

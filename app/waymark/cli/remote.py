@@ -37,8 +37,8 @@ examples:
     "drain": """\
 examples:
   $ waymark drain vllm-0                   no new requests; waits until those under way have ended
-  $ waymark drain vllm-0 --unregister      and unregisters it then
-  $ waymark drain vllm-0 --resume          requests again
+  $ waymark drain vllm-0 --unregister      the same, and then unregisters it
+  $ waymark drain vllm-0 --resume          sends it requests again
 """,
     "top": """\
 examples:

@@ -24,7 +24,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
         "--tokens", help="token ids or ranges such as 100-163, separated by commas or blanks; - reads standard input"
     )
     given.add_argument("--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input")
-    given.add_argument("--file", help="a file with such a text; - reads standard input")
+    given.add_argument("--file", help="a file with the text of the prompt; - reads standard input")
     given.add_argument(
         "--messages", metavar="FILE", help="a JSON file with the messages of a chat; - for standard input"
     )

@@ -121,7 +121,10 @@ def _add_redis(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="the URL of a running Waymark, which is asked in place of Redis")
+    parser.add_argument(
+        "--url",
+        help="the URL of a running Waymark, asked in place of Redis; the default is WAYMARK_URL, if no Redis is named",
+    )
     parser.add_argument("--api-token", help="the bearer token for it; the default is WAYMARK_API_TOKEN")
 
 

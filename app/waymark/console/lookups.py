@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from waymark.console.screen import Grid, Part, joined, text
-from waymark.console.status_view import STATUS_STYLE, seconds_text
+from waymark.console.status_view import STATUS_STYLE
+from waymark.console.units import seconds_text
 from waymark.domain.hashing import namespace
 from waymark.domain.names import Adapter, GroupName
 from waymark.inspection.blocks import BlockHolder, ListedBlock

@@ -8,6 +8,7 @@ from itertools import groupby
 from rich.text import Text
 
 from waymark.console.screen import Grid, Part, joined, text
+from waymark.console.units import bytes_text, held_text, seconds_text
 from waymark.domain.status import StreamStatus
 from waymark.inspection.look import shown
 from waymark.inspection.status import Server, Status, count, replays
@@ -37,7 +38,6 @@ _SPARE = ("TYPE", "REPLAYS", "WATERMARK", "WORKER", "RESTARTS", "GAPS", "LOST", 
 _KNOWN_MIN = 0.9
 _NAMES_MAX = 5
 _UNREADABLE_MAX = 10
-_KIB = 1024
 
 
 def parts(status: Status, *, is_plain: bool) -> list[Part]:
@@ -145,7 +145,7 @@ def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
         text(of.instance_id + (" (pool)" if of.scope == "shared" else "")),
         text(of.dp_rank),
         text(of.kind),
-        text(state.status, STATUS_STYLE.get(state.status, "")),
+        text(state.status + ("" if of.target.weight else ", weight 0"), STATUS_STYLE.get(state.status, "")),
         worker,
         text("none" if state.watermark is None else state.watermark),
         text("" if state.lag_seconds is None else seconds_text(state.lag_seconds)),
@@ -167,24 +167,4 @@ def _held(state: PublisherState) -> str:
     """Blocks by medium; of a source of opaque prefixes its prefixes."""
     if state.registration.kind.traits.is_opaque:
         return ", ".join(f"{medium} {n} prefixes" for medium, n in sorted(state.prefixes.items())) or "none"
-    return ", ".join(f"{medium} {n}" for medium, n in sorted(state.blocks.items())) or "none"
-
-
-def seconds_text(seconds: float) -> str:
-    """A span, at most four characters or so: 0.4s, 12s, 5m, 3h, 2d."""
-    if seconds < 10:
-        return f"{seconds:.1f}s"
-    for unit, size, limit in (("s", 1, 120), ("m", 60, 7200), ("h", 3600, 172_800)):
-        if seconds < limit:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{seconds / 86_400:.0f}d"
-
-
-def bytes_text(number: int) -> str:
-    """A size in binary units."""
-    size, unit = float(number), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < _KIB or unit == "TiB":
-            break
-        size /= _KIB
-    return f"{number} B" if unit == "B" else f"{size:.1f} {unit}"
+    return held_text(state.blocks)

@@ -51,7 +51,7 @@ class Target:
 PLAIN = Target()
 """The target of a registration without target fields."""
 
-URL = "a URL of scheme http or https with a host, perhaps a port and a path, of at most 2048 characters"
+URL = "an http or https URL of at most 2048 characters"
 """What ``is_url`` asks for, in an error's words."""
 _HOST_AND_PORT = r"(?P<place>(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?)"
 _ADDRESS = re.compile(rf"(?P<scheme>https?)://{_HOST_AND_PORT}(?:/[!-~]*)?", re.ASCII)

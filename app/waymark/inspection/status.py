@@ -14,6 +14,7 @@ from typing import Any
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import Registration
 from waymark.domain.status import StreamStatus
+from waymark.domain.targets import Target
 from waymark.errors import StoreUnavailable
 from waymark.inspection.complaint import Complaints
 from waymark.inspection.look import Look
@@ -222,6 +223,7 @@ def as_json(status: Status) -> dict[str, Any]:
                 "block_size": state.registration.block_size,
                 "scope": state.registration.scope,
                 "endpoint": state.registration.endpoint,
+                "weight": state.registration.target.weight,
                 "status": state.status,
                 "worker": state.worker,
                 "has_live_worker": not status.complaints.is_orphan(state),
@@ -272,6 +274,7 @@ def _state(row: Mapping[str, Any]) -> PublisherState:
         additional_salt=None,
         copies="set",
         sequence="publisher",
+        target=Target(weight=row["weight"]),
         **{
             name: row[name]
             for name in ("instance_id", "tenant_id", "dp_rank", "model_name", "block_size", "endpoint", "scope")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from waymark.console.screen import Grid, Part, Text, joined, text
-from waymark.domain.media import order_of
+from waymark.console.units import held_text, seconds_text
 from waymark.remote.service import Service
 
 STYLES = {
@@ -87,8 +87,8 @@ def parts(found: dict[str, Any]) -> list[Part]:
             text(each["instance_id"] + (" (pool)" if each["scope"] == "shared" else "")),
             text(each["dp_rank"]),
             state(each, drain),
-            text("" if each["lag_seconds"] is None else f"{each['lag_seconds']:.1f}s"),
-            text(_blocks(each) or "none"),
+            text("" if each["lag_seconds"] is None else seconds_text(each["lag_seconds"])),
+            text(held_text(each["blocks"])),
             text(f"{each['weight']:g}"),
             text(each["load"]["requests"]),
             text(complaint(each), "yellow"),
@@ -96,9 +96,3 @@ def parts(found: dict[str, Any]) -> list[Part]:
         for each, drain in zip(found["publishers"], drains(found["publishers"]), strict=True)
     ]
     return [*drawn, Grid(columns, rows, frozenset({"RANK", "LAG", "WEIGHT", "REQUESTS"}), ("TENANT", "WEIGHT"))]
-
-
-def _blocks(publisher: Mapping[str, Any]) -> str:
-    """How many are on which medium, the fastest first."""
-    media = sorted(publisher["blocks"], key=lambda name: (order_of(name), name))
-    return ", ".join(f"{name} {publisher['blocks'][name]}" for name in media)

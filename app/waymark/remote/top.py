@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from waymark.console.screen import Grid, Part, Screen, text
+from waymark.console.units import seconds_text
 from waymark.domain.media import IN_EVERY_ANSWER
 from waymark.errors import ServiceUnreachable
 from waymark.remote.publishers import STYLES, complaint, drains, state
@@ -145,7 +146,7 @@ class View:
             text("" if self._looks < 2 else f"{self._rates.get(_name(each), 0.0):.0f}"),
             *(text(blocks.get(medium, 0)) for medium in _MEDIA),
             text(each["load"]["requests"]),
-            text("" if each["lag_seconds"] is None else f"{each['lag_seconds']:.1f}s"),
+            text("" if each["lag_seconds"] is None else seconds_text(each["lag_seconds"])),
             text(complaint(each), "yellow"),
         )
 

@@ -14,7 +14,7 @@ from waymark.routing.target import Candidate, Request
 
 
 class Decision(StrEnum):
-    """By what a target was found."""
+    """How the target was chosen."""
 
     KV_AWARE = "kv_aware"
     FALLBACK = "fallback"

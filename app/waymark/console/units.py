@@ -1,0 +1,35 @@
+"""How numbers look on the command line: spans of time, sizes, and blocks by medium."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from waymark.domain.media import order_of
+
+_KIB = 1024
+
+
+def seconds_text(seconds: float) -> str:
+    """A span, at most four characters or so: 0.4s, 12s, 5m, 3h, 2d."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    for unit, size, limit in (("s", 1, 120), ("m", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < limit:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds / 86_400:.0f}d"
+
+
+def bytes_text(number: int) -> str:
+    """A size in binary units."""
+    size, unit = float(number), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < _KIB or unit == "TiB":
+            break
+        size /= _KIB
+    return f"{number} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def held_text(blocks: Mapping[str, int]) -> str:
+    """Blocks by medium, the fastest first."""
+    ordered = sorted(blocks.items(), key=lambda item: (order_of(item[0]), item[0]))
+    return ", ".join(f"{medium} {count}" for medium, count in ordered) or "none"
