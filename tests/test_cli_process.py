@@ -88,6 +88,23 @@ def test_a_command_imports_what_it_needs(words: str, needless: set[str]) -> None
     assert imported(*words.split(), *redis) & needless == set()
 
 
+#: A replica answers its first query when all of this is imported, or needs none of it.
+OF_OTHERS = {
+    "aiohttp", "bson", "fakeredis", "grpc", "httpx", "minijinja", "prometheus_client", "pydantic_settings", "pymongo",
+    "rich", "tokenizers", "yaml", "zmq",
+}  # fmt: skip
+PARTS_OF_OTHERS = {"console", "epp", "gateway", "ingest", "publishers_file", "remote", "simulator"}
+
+
+def test_a_query_replica_imports_nothing_of_other_roles() -> None:
+    """Without a Redis that others reach it ends when everything is imported."""
+    modules = imported("query", "--redis-url", "memory://")
+    assert "waymark.runtime" in modules
+    assert modules & OF_OTHERS == set()
+    assert {name for part in PARTS_OF_OTHERS for name in modules if name.startswith(f"waymark.{part}")} == set()
+    assert len(modules) <= 740
+
+
 @pytest.mark.parametrize(
     "words",
     [("--help",), ("inspect", "namespace", "--lora", "sql"), ("simulate", "--prompts", "1", "--base-port", "0")],

@@ -92,9 +92,9 @@ def _sentences(tree: ast.Module) -> set[int]:
         if not isinstance(node, ast.ClassDef):
             continue
         bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
-        if bases & {"BaseSettings", "Options"}:
+        if node.name == "Settings" or "Options" in bases:
             body = node.body[1:]
-        elif bases & {"BaseModel", "Request", "_Prompt", "_Grouped"}:
+        elif bases & {"Model", "Request", "_Prompt", "_Grouped"}:
             body = node.body[:1]
         else:
             continue

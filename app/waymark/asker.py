@@ -2,6 +2,8 @@
 
 An engine is not trusted. A call has a bound of time and of bytes, goes to an allowed place only, and follows no
 redirect. The key of the engines and the certificates that are trusted are the same for all calls.
+
+aiohttp is imported with the first call: most query replicas ask no engine, and it is an eighth of what they import.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import aiohttp
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, Unanswered
 from waymark.settings import Settings
 from waymark.shown import shown
+
+if TYPE_CHECKING:
+    import aiohttp
 
 #: Connections to all engines together; further calls wait within their time.
 _CONNECTIONS_MAX = 256
@@ -84,6 +87,8 @@ class Asker:
         self, url: str, *, seconds: float, json: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer while it arrives, ``seconds`` in all. The caller bounds what it reads. Raises as ``ask``."""
+        import aiohttp
+
         self._allowed.check(url, "url")
         headers = dict(headers or {}) | ({} if json is None else {"Content-Type": "application/json"})
         if self._session is None:
@@ -110,6 +115,8 @@ class Asker:
 
         It has a connection of its own, beside the bounded number of the other calls.
         """
+        import aiohttp
+
         self._allowed.check(url, "url")
         if self._streams is None:
             self._streams = self._open(0)
@@ -133,6 +140,8 @@ class Asker:
                 await session.close()
 
     def _open(self, connections_max: int) -> aiohttp.ClientSession:
+        import aiohttp
+
         context: ssl.SSLContext | bool = True
         if self._ca_file is not None:
             try:
@@ -160,6 +169,8 @@ def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
 
 
 async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    import aiohttp
+
     try:
         async for piece in response.content.iter_any():
             yield piece
@@ -172,6 +183,8 @@ def _unanswered(error: Exception) -> Unanswered:
 
 
 def _reason(error: Exception) -> str:
+    import aiohttp
+
     if not isinstance(error, aiohttp.ClientConnectorError) or isinstance(error, aiohttp.ClientSSLError):
         return str(error)
     # The text of aiohttp is about its own options for TLS, also where there is none.

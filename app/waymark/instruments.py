@@ -1,21 +1,15 @@
-"""Counters, gauges and histograms, and how Prometheus reads them.
+"""Counters, gauges and histograms.
 
 A class with the decorator ``table`` is a table of metrics: each attribute is a ``Row``, and its name is the metric's.
-Numbers are only added up here, by the loop's thread and without a lock; ``Exposition`` hands them to the Prometheus
+Numbers are only added up here, by the loop's thread and without a lock; ``exposition`` hands them to the Prometheus
 library when it is asked.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 PREFIX = "waymark_"
 _ROWS = "__rows__"
@@ -181,29 +175,6 @@ class Row(Generic[T_co]):
         make = kinds.get(self.kind) or (lambda: Histogram(self.buckets))
         return cast(T_co, Labelled(self.labels, make) if self.labels else make())
 
-    def family(self, instrument: Instrument | None = None) -> Metric:
-        """What Prometheus reads: without an instrument, no samples."""
-        name, found = PREFIX + self.name, dict(_series(instrument))
-        if self.kind == "histogram":
-            histograms = HistogramMetricFamily(name, self.help, labels=self.labels)
-            bounds = [*map(floatToGoString, self.buckets), "+Inf"]
-            for values, series in found.items():
-                counted = list(zip(bounds, accumulate(series.seen), strict=True))
-                histograms.add_metric(values, counted, series.sum)
-            return histograms
-        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        family = kind(name, self.help, labels=self.labels)
-        for values, series in found.items():
-            family.add_metric(values, series.value)
-        return family
-
-
-def _series(instrument: Instrument | None) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(instrument, Labelled):
-        yield from list(instrument.read().items())
-    elif instrument is not None:
-        yield (), instrument
-
 
 @overload
 def counter(help: str, /) -> Row[Counter]: ...
@@ -251,23 +222,3 @@ def rows(table: type[object]) -> tuple[Row[Any], ...]:
     """The lines of a table, in their order."""
     found: tuple[Row[Any], ...] = getattr(table, _ROWS)
     return found
-
-
-class Exposition(Collector):
-    """What the Prometheus library asks for the numbers of one table."""
-
-    def __init__(self, table: object) -> None:
-        self._table = table
-
-    def collect(self) -> Iterable[Metric]:
-        for row in rows(type(self._table)):
-            yield row.family(getattr(self._table, row.name))
-
-    def describe(self) -> Iterable[Metric]:
-        return _described(rows(type(self._table)))
-
-
-@cache
-def _described(table: tuple[Row[Any], ...]) -> tuple[Metric, ...]:
-    """The families of a table, without samples; a table does not change."""
-    return tuple(row.family() for row in table)

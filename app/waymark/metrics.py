@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
-
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from waymark import __version__
-from waymark.instruments import Exposition, counter, gauge, histogram, rows, table
+from waymark.instruments import counter, gauge, histogram, rows, table
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 # In seconds. Literals: 100 * 1e-6 would be exported as 9.999999999999999e-05.
 _REQUEST_BUCKETS = (
@@ -280,9 +283,6 @@ class Metrics:
         self._models: set[str] = set()
         self._backends: set[str] = set()
         self._models_max = models_max
-        self.registry = CollectorRegistry()
-        self.registry.register(Exposition(self))
-        ProcessCollector(registry=self.registry)
         self.build_info.labels(
             version=__version__, python=platform.python_version(), role=role, native=str(is_native).lower()
         ).set(1)
@@ -319,6 +319,15 @@ class Metrics:
             lines.append(f"| `{row.full_name}` | {labels} | {row.over} | {row.help} |")
         return "\n".join(lines)
 
+    @cached_property
+    def registry(self) -> CollectorRegistry:
+        """What the Prometheus library reads."""
+        from waymark import exposition
+
+        return exposition.registry(self)
+
     def render(self) -> tuple[bytes, str]:
         """The metrics as Prometheus text, and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        from waymark import exposition
+
+        return exposition.render(self.registry)

@@ -7,27 +7,31 @@ with a sentence for each such variable. Passwords and the token are in no ``repr
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import json
 import os
 import re
 import secrets
 import socket
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     SecretStr,
     ValidationError,
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from waymark.errors import SettingsError
 
@@ -132,24 +136,12 @@ _Ttl = Annotated[int, Field(ge=1, le=365 * _DAY)]
 # ---- the settings ----------------------------------------------------------------------------------
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All of them, frozen. ``Settings(port=1)`` reads no environment; ``Settings.from_env()`` does."""
 
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, allow_inf_nan=False
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
     )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # The environment is read in ``from_env``, where an unknown variable is an error too.
-        return (init_settings,)
 
     redis_url: _Url = "memory://"
     """The URL of the Redis that holds the index; `memory://` is an emulated Redis inside this process, for a trial."""
@@ -557,11 +549,26 @@ class Described(NamedTuple):
 
 def describe() -> list[Described]:
     """Every setting in the order of declaration, for people."""
+    sentences = _sentences()
     return [
-        Described(variable, _type_text(field), _default_text(field), field.description or "")
+        Described(variable, _type_text(field), _default_text(field), sentences[name])
         for variable, name in _FIELDS.items()
         for field in (Settings.model_fields[name],)
     ]
+
+
+def _sentences() -> dict[str, str]:
+    """The docstring of each field. Read out of the source here, as pydantic would read it at each start."""
+    (declared,) = ast.parse(inspect.getsource(Settings)).body
+    assert isinstance(declared, ast.ClassDef)
+    found: dict[str, str] = {}
+    for node, below in pairwise(declared.body):
+        match node, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(sentence))):
+                found[name] = inspect.cleandoc(sentence)
+            case _:
+                continue
+    return found
 
 
 def markdown_table() -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from waymark.api.fields import Request
+from waymark.api.models import Model
 
 
 class ClearRequest(Request):
@@ -23,7 +24,7 @@ class InvalidateRequest(Request):
     clear_all: Literal[True] = Field(description="true: all answers are cleared")
 
 
-class InvalidateAnswer(BaseModel):
+class InvalidateAnswer(Model):
     """What was cleared."""
 
     success: bool
@@ -31,7 +32,7 @@ class InvalidateAnswer(BaseModel):
     cleared_entries: int
 
 
-class ClearAnswer(BaseModel):
+class ClearAnswer(Model):
     """What was cleared."""
 
     success: bool
@@ -39,14 +40,14 @@ class ClearAnswer(BaseModel):
     cleared_entries: int = Field(description="how many of them are cleared")
 
 
-class PrefixRoutingConfig(BaseModel):
+class PrefixRoutingConfig(Model):
     max_prefix_length: int
     load_factor_epsilon: float
     virtual_nodes: int
     anthropic_cache_control_injection: bool
 
 
-class PrefixRoutingDecisions(BaseModel):
+class PrefixRoutingDecisions(Model):
     total: int
     prefix_hash: int
     overflow: int
@@ -54,12 +55,12 @@ class PrefixRoutingDecisions(BaseModel):
     overflow_rate: str = Field(description="a number of 0 to 1 with four digits")
 
 
-class BackendLoad(BaseModel):
+class BackendLoad(Model):
     backend: str = Field(description="the instance_id")
     in_flight_requests: int
 
 
-class PrefixRoutingStats(BaseModel):
+class PrefixRoutingStats(Model):
     """Decisions of policy sticky."""
 
     enabled: bool
@@ -69,14 +70,14 @@ class PrefixRoutingStats(BaseModel):
     unique_prefixes: int = Field(description="the approximate number of different prefix keys")
 
 
-class IndexScoring(BaseModel):
+class IndexScoring(Model):
     overlap_weight: float
     load_weight: float
     health_weight: float
     min_overlap_threshold: float
 
 
-class IndexConfig(BaseModel):
+class IndexConfig(Model):
     backend: str
     max_entries: int
     entry_ttl_seconds: int
@@ -84,14 +85,14 @@ class IndexConfig(BaseModel):
     scoring: IndexScoring
 
 
-class IndexContents(BaseModel):
+class IndexContents(Model):
     prefix_count: int = Field(description="the opaque prefixes")
     entry_count: int = Field(description="blocks and opaque prefixes, each counted once for every holder")
     total_hits: int
     total_evictions: int
 
 
-class EventSourceState(BaseModel):
+class EventSourceState(Model):
     backend_name: str
     connected: bool
     events_received: int
@@ -100,13 +101,13 @@ class EventSourceState(BaseModel):
     reconnect_count: int
 
 
-class IndexDecisions(BaseModel):
+class IndexDecisions(Model):
     kv_aware: int
     fallback: int
     total: int
 
 
-class IndexStats(BaseModel):
+class IndexStats(Model):
     """What the index holds, and the decisions by it."""
 
     enabled: bool
@@ -118,26 +119,26 @@ class IndexStats(BaseModel):
     overlap_score_count: int
 
 
-class BackendConnection(BaseModel):
+class BackendConnection(Model):
     connected: bool
     reconnect_count: int
     last_event_at: str | None
 
 
-class BackendEvents(BaseModel):
+class BackendEvents(Model):
     received: int
     dropped: int
     index_created: int
     index_evicted: int
 
 
-class BackendState(BaseModel):
+class BackendState(Model):
     backend_name: str
     connection: BackendConnection
     events: BackendEvents
 
 
-class IndexBackends(BaseModel):
+class IndexBackends(Model):
     """The events of each publisher."""
 
     enabled: bool

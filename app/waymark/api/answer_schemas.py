@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from waymark.api.models import Model
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.media import IN_EVERY_ANSWER, MEDIA
 from waymark.domain.names import OriginKind
@@ -15,7 +16,7 @@ from waymark.domain.targets import Role
 from waymark.store.parsing import RecordKind
 
 
-class RegisterAnswer(BaseModel):
+class RegisterAnswer(Model):
     """The publisher is registered. Waymark connects to it as soon as it runs."""
 
     status: Literal["registered successfully"]
@@ -30,7 +31,7 @@ class RegisterAnswer(BaseModel):
     )
 
 
-class RegisteredRank(BaseModel):
+class RegisteredRank(Model):
     """A rank of an engine, and its sockets."""
 
     dp_rank: int
@@ -38,14 +39,14 @@ class RegisteredRank(BaseModel):
     replay_endpoint: str | None
 
 
-class UnregisterAnswer(BaseModel):
+class UnregisterAnswer(Model):
     """The publishers that were removed, as ``instance|tenant|rank``."""
 
     status: Literal["unregistered successfully"]
     removed_instances: list[str]
 
 
-class WeightAnswer(BaseModel):
+class WeightAnswer(Model):
     """The publishers that have another weight now, as ``instance|tenant|rank``."""
 
     status: Literal["weight changed"]
@@ -61,7 +62,7 @@ def _media(schema: dict[str, Any]) -> None:
     schema["required"] += IN_EVERY_ANSWER
 
 
-class InstanceRow(BaseModel):
+class InstanceRow(Model):
     """What one instance has, in tokens. Any other medium has a field under its upper-case name."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_media)
@@ -72,7 +73,7 @@ class InstanceRow(BaseModel):
     DP: dict[str, int] = Field(description="the matched tokens that each rank has, over all media")
 
 
-class HolderRuns(BaseModel):
+class HolderRuns(Model):
     """What one rank holds of a prompt on one medium."""
 
     dp_rank: int
@@ -81,7 +82,7 @@ class HolderRuns(BaseModel):
     runs: list[tuple[int, int]] = Field(description="runs of blocks, each as its first block and its length in blocks")
 
 
-class InspectedInstance(BaseModel):
+class InspectedInstance(Model):
     """What one instance, or a pool, has of a prompt."""
 
     instance_id: str
@@ -91,7 +92,7 @@ class InspectedInstance(BaseModel):
     holders: list[HolderRuns]
 
 
-class Explanation(BaseModel):
+class Explanation(Model):
     """What the instances have of a prompt, and why no more. If ``block_size`` is null, nothing was looked up."""
 
     tenant_id: str | None = None
@@ -115,7 +116,7 @@ class InspectAnswer(Explanation):
     rows: list[str] = Field(description=f"the key in Redis of each row of {PIECE_BLOCKS} blocks; GET shows it")
 
 
-class TierMatches(BaseModel):
+class TierMatches(Model):
     """Unbroken prefixes of one rank, in tokens; each goes on from the one before."""
 
     gpu: int
@@ -123,7 +124,7 @@ class TierMatches(BaseModel):
     disk: int
 
 
-class TieredInstance(BaseModel):
+class TieredInstance(Model):
     """What one instance has, in tokens, counted as by ``/dynamo/query``."""
 
     longest_matched: int
@@ -134,7 +135,7 @@ class TieredInstance(BaseModel):
     rank_matches: dict[str, TierMatches]
 
 
-class QueryAnswer(BaseModel):
+class QueryAnswer(Model):
     """The instances of the tenant, under its name. The object is empty if the tenant is not known."""
 
     model_config = ConfigDict(extra="allow")
@@ -147,14 +148,14 @@ class QueryAnswer(BaseModel):
     explanation: Explanation | None = Field(None, description="with explain: why no instance has more")
 
 
-class EventsAnswer(BaseModel):
+class EventsAnswer(Model):
     """The number of events that were applied, and of those that had been applied before."""
 
     applied: int
     stale: int
 
 
-class Service(BaseModel):
+class Service(Model):
     """One registration. A field that was not registered is empty."""
 
     Endpoint: str
@@ -177,21 +178,21 @@ class Service(BaseModel):
     Source: OriginKind
 
 
-class ServicesAnswer(BaseModel):
+class ServicesAnswer(Model):
     """Every registration, in order of registration."""
 
     count: int
     services: list[Service]
 
 
-class PublisherLoad(BaseModel):
+class PublisherLoad(Model):
     """What a target has to do, by the reservations that nobody has released."""
 
     requests: int = Field(description="requests under way")
     tokens: int = Field(description="prompt tokens still to be computed")
 
 
-class Publisher(BaseModel):
+class Publisher(Model):
     """One registered publisher and the state of its stream."""
 
     instance_id: str
@@ -233,7 +234,7 @@ class Publisher(BaseModel):
     )
 
 
-class IngestWorker(BaseModel):
+class IngestWorker(Model):
     """One ingest worker that is alive."""
 
     id: str
@@ -241,7 +242,7 @@ class IngestWorker(BaseModel):
     streams_max: int | None = Field(description="the limit of streams of this worker; null if it has none")
 
 
-class UnreadableRecord(BaseModel):
+class UnreadableRecord(Model):
     """A record in Redis that cannot be read."""
 
     kind: RecordKind
@@ -250,7 +251,7 @@ class UnreadableRecord(BaseModel):
     reason: str
 
 
-class Discovery(BaseModel):
+class Discovery(Model):
     """What the worker that looks for engines has found."""
 
     worker: str
@@ -259,7 +260,7 @@ class Discovery(BaseModel):
     problems: list[str] = Field(description="the first reasons, as sentences")
 
 
-class WorkersAnswer(BaseModel):
+class WorkersAnswer(Model):
     """Publishers in order of registration, ingest workers, and unreadable records."""
 
     publishers: list[Publisher]
@@ -272,7 +273,7 @@ class WorkersAnswer(BaseModel):
     )
 
 
-class Context(BaseModel):
+class Context(Model):
     """Publishers that agree on model, tenant, block size, adapter and salt."""
 
     model_name: str
@@ -287,20 +288,20 @@ class Context(BaseModel):
     pools: dict[str, dict[str, int]] = Field(description="the blocks in shared pools, by pool and medium")
 
 
-class GlobalViewAnswer(BaseModel):
+class GlobalViewAnswer(Model):
     """Every context, with its instances."""
 
     count: int
     contexts: list[Context]
 
 
-class HealthAnswer(BaseModel):
+class HealthAnswer(Model):
     """The process is alive."""
 
     status: Literal["ok"]
 
 
-class ReadyAnswer(BaseModel):
+class ReadyAnswer(Model):
     """The process can answer queries."""
 
     status: Literal["ready"]

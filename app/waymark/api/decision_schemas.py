@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from waymark.api.answer_schemas import Explanation
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
+from waymark.api.models import Model
 from waymark.api.schemas import OPTIONAL_BLOCK_SIZE, RANK, BlockSize, Named, PromptFields, Rank
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
@@ -67,10 +68,16 @@ class GivenCandidate(Request):
     health: Share | None = Field(default=None, description=f"{_SHARE}: requests that went well")
 
 
+class _CandidatesSchema:
+    """What ``Candidates`` are in the published contract."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(_: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "array", "items": GivenCandidate.model_json_schema()}
+
+
 # Each is validated by itself, so that an error names its place.
-Candidates = Annotated[
-    list[dict[str, Any]], WithJsonSchema({"type": "array", "items": GivenCandidate.model_json_schema()})
-]
+Candidates = Annotated[list[dict[str, Any]], _CandidatesSchema]
 
 
 class DecisionRequest(Named, PromptFields):
@@ -149,7 +156,7 @@ class ReleaseRequest(Request):
     )
 
 
-class GaugesRow(BaseModel):
+class GaugesRow(Model):
     """What an engine reports of itself."""
 
     waiting: int
@@ -157,7 +164,7 @@ class GaugesRow(BaseModel):
     kv_usage: float
 
 
-class ScoreRow(BaseModel):
+class ScoreRow(Model):
     """One target, in tokens."""
 
     instance_id: str
@@ -184,7 +191,7 @@ class ScoreRow(BaseModel):
     )
 
 
-class ScoreAnswer(BaseModel):
+class ScoreAnswer(Model):
     """Best first; no scores where the model is not known."""
 
     policy: str
@@ -197,7 +204,7 @@ class ScoreAnswer(BaseModel):
     explanation: Explanation | None = Field(None, description="with explain: why each instance has no more")
 
 
-class SelectAnswer(BaseModel):
+class SelectAnswer(Model):
     """Where the request goes."""
 
     target: ScoreRow
@@ -215,7 +222,7 @@ class SelectAnswer(BaseModel):
     explanation: Explanation | None = Field(None, description="with explain: why each instance has no more")
 
 
-class ReleaseAnswer(BaseModel):
+class ReleaseAnswer(Model):
     """How many were there; one that was not is no error."""
 
     released: int

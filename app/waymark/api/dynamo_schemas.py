@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BaseModel, Field, RootModel
+from pydantic import AliasChoices, Field
 
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.models import Model, Root
 from waymark.api.schemas import Hashes, Rank
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U32_MAX, U64_MASK
 
@@ -66,7 +67,7 @@ class DynamoQueryByHashRequest(_Grouped):
     )
 
 
-class DynamoWorkerRank(BaseModel):
+class DynamoWorkerRank(Model):
     """One rank of a worker."""
 
     worker_id: InstanceId
@@ -76,27 +77,27 @@ class DynamoWorkerRank(BaseModel):
 RankBlocks = tuple[DynamoWorkerRank, int]
 
 
-class DynamoDeviceBlocks(BaseModel):
+class DynamoDeviceBlocks(Model):
     """Blocks of the unbroken prefix on the device, by rank."""
 
     scores: list[RankBlocks]
     frequencies: list[int]
 
 
-class DynamoTierBlocks(BaseModel):
+class DynamoTierBlocks(Model):
     """Blocks that a tier adds to those of the tiers above it, by rank."""
 
     hits: list[RankBlocks]
 
 
-class DynamoTiers(BaseModel):
+class DynamoTiers(Model):
     """The device, and the tiers below it that have blocks."""
 
     device: DynamoDeviceBlocks
     lower_tier: list[tuple[Literal["host_pinned", "disk", "external"], DynamoTierBlocks]]
 
 
-class DynamoTieredAnswer(BaseModel):
+class DynamoTieredAnswer(Model):
     """What each worker has of a prompt, in blocks."""
 
     block_size: int
@@ -109,13 +110,13 @@ class PeerRequest(Request):
     url: Annotated[str, Field(max_length=4096)] = Field(description="a text of at most 4096 characters")
 
 
-class DynamoStatus(BaseModel):
+class DynamoStatus(Model):
     """The request succeeded."""
 
     status: str
 
 
-class DynamoInstance(BaseModel):
+class DynamoInstance(Model):
     """The unbroken prefixes of one worker, in tokens: the maximum over its ranks."""
 
     longest_matched: int = Field(description="the same as disk")
@@ -125,7 +126,7 @@ class DynamoInstance(BaseModel):
     disk: int = Field(description="the unbroken prefix on any medium")
 
 
-class DynamoQueryAnswer(BaseModel):
+class DynamoQueryAnswer(Model):
     """The workers that have a match."""
 
     scores: dict[str, dict[str, int]] = Field(
@@ -135,7 +136,7 @@ class DynamoQueryAnswer(BaseModel):
     instances: dict[str, DynamoInstance]
 
 
-class DynamoListener(BaseModel):
+class DynamoListener(Model):
     """The subscription to one rank."""
 
     endpoint: str
@@ -143,7 +144,7 @@ class DynamoListener(BaseModel):
     last_error: str | None = Field(default=None, description="absent if there was no error")
 
 
-class DynamoWorker(BaseModel):
+class DynamoWorker(Model):
     """One worker of one model and group."""
 
     instance_id: InstanceId
@@ -156,26 +157,26 @@ class DynamoWorker(BaseModel):
     listeners: dict[str, DynamoListener] = Field(description="subscriptions by rank")
 
 
-class DynamoWorkers(RootModel[list[DynamoWorker]]):
+class DynamoWorkers(Root[list[DynamoWorker]]):
     """Workers whose instance_id is a decimal number, in order of registration."""
 
 
-class DynamoDumpedGroup(BaseModel):
+class DynamoDumpedGroup(Model):
     """One model and group."""
 
     block_size: int
     events: list[int] = Field(max_length=0, description="always empty")
 
 
-class DynamoDump(RootModel[dict[str, DynamoDumpedGroup]]):
+class DynamoDump(Root[dict[str, DynamoDumpedGroup]]):
     """The groups, by ``model:group``."""
 
 
-class DynamoPeers(RootModel[list[str]]):
+class DynamoPeers(Root[list[str]]):
     """The base URLs of the peers, as they were registered."""
 
 
-class DynamoErrorBody(BaseModel):
+class DynamoErrorBody(Model):
     """The body of every answer in the Dynamo dialect that is not a 2xx."""
 
     error: str

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, Field, RootModel, WithJsonSchema
+from pydantic import AliasChoices, Field, WithJsonSchema
 
 from waymark.api.dynamo_schemas import InstanceId
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.models import Model, Root
 from waymark.api.schemas import Hashes
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX
 
@@ -104,7 +105,7 @@ class OutputBlockRequest(Request):
     decay_fraction: float | None = Field(default=None, description="a number of 0 to 1; it is not used")
 
 
-class DynamoLoad(BaseModel):
+class DynamoLoad(Model):
     """The load of one rank of a worker."""
 
     worker_id: InstanceId
@@ -114,7 +115,7 @@ class DynamoLoad(BaseModel):
     active_requests: int
 
 
-class DynamoGroupLoads(BaseModel):
+class DynamoGroupLoads(Model):
     """The loads of one model and group."""
 
     model_name: str
@@ -124,9 +125,9 @@ class DynamoGroupLoads(BaseModel):
     pending_isl_tokens: int = Field(description="always 0")
 
 
-class DynamoAllLoads(RootModel[list[DynamoGroupLoads]]):
+class DynamoAllLoads(Root[list[DynamoGroupLoads]]):
     """The models that have a worker, with their loads."""
 
 
-class DynamoLoads(RootModel[list[DynamoLoad]]):
+class DynamoLoads(Root[list[DynamoLoad]]):
     """One entry for each rank of each worker."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from waymark.api.models import Model
 from waymark.errors import (
     Conflict,
     InvalidValue,
@@ -34,7 +35,7 @@ _STATUS_OF_REASON = {"too_large": 413, "unsupported_content_type": 415}
 _SHAPE_ERRORS = frozenset({"missing", "invalid_type", "invalid_value", "out_of_range"})
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(Model):
     """The body of every answer outside the Dynamo dialect that is not a 2xx."""
 
     error: str = Field(description="a sentence with the problem, the value and the remedy")

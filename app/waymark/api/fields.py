@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import (
     AfterValidator,
     AliasChoices,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     ValidationError,
@@ -21,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from waymark.api.errors import Unfit, unfit
+from waymark.api.models import Model
 from waymark.domain.names import U32_MAX
 
 NAME = "a text of 1 to 4096 bytes"
@@ -59,7 +59,7 @@ TokenIds = Annotated[
 ]
 
 
-class Request(BaseModel):
+class Request(Model):
     """A request body. Unknown fields are ignored, null is absent, nothing is converted."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from waymark.api.answer_schemas import Discovery, UnreadableRecord
 from waymark.api.fields import OPTIONAL_NAME, OptionalName, Request
+from waymark.api.models import Model
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.status import StreamStatus
 
 
-class RedisState(BaseModel):
+class RedisState(Model):
     """What Redis reports of itself, over all primaries."""
 
     version: str
@@ -24,7 +25,7 @@ class RedisState(BaseModel):
     keys: int
 
 
-class WorkerStatus(BaseModel):
+class WorkerStatus(Model):
     """One ingest worker, alive or silent."""
 
     id: str
@@ -34,7 +35,7 @@ class WorkerStatus(BaseModel):
     alive: bool
 
 
-class StreamState(BaseModel):
+class StreamState(Model):
     """One publisher and its stream."""
 
     tenant_id: str
@@ -65,7 +66,7 @@ class StreamState(BaseModel):
     complaint: str | None = Field(description="what is wrong with the stream, and the way out")
 
 
-class StatusAnswer(BaseModel):
+class StatusAnswer(Model):
     """What ``waymark status --json`` prints."""
 
     redis: RedisState | None = Field(description="null if Redis does not answer INFO")
@@ -105,7 +106,7 @@ class InspectHolderRequest(InspectKeysRequest):
     )
 
 
-class LiveBlockHolder(BaseModel):
+class LiveBlockHolder(Model):
     """What the id of a holder stands for."""
 
     instance_id: str
@@ -116,7 +117,7 @@ class LiveBlockHolder(BaseModel):
     not_counted: str | None = Field(description="why queries do not count it; null if they do")
 
 
-class BlockHolderRow(BaseModel):
+class BlockHolderRow(Model):
     """One holder of a block."""
 
     id: int
@@ -124,7 +125,7 @@ class BlockHolderRow(BaseModel):
     live: LiveBlockHolder | None = Field(description="null if its life has ended and the sweep will remove it")
 
 
-class BlockRow(BaseModel):
+class BlockRow(Model):
     """A row that lists the block."""
 
     tenant_id: str
@@ -135,13 +136,13 @@ class BlockRow(BaseModel):
     holders: list[BlockHolderRow]
 
 
-class BlockAnswer(BaseModel):
+class BlockAnswer(Model):
     """What ``waymark inspect block`` draws."""
 
     rows: list[BlockRow]
 
 
-class PublisherOfHolder(BaseModel):
+class PublisherOfHolder(Model):
     """The publisher of a holder."""
 
     id: int
@@ -154,7 +155,7 @@ class PublisherOfHolder(BaseModel):
     last_error: str | None
 
 
-class RecordOfHolder(BaseModel):
+class RecordOfHolder(Model):
     """A holder whose life goes on."""
 
     instance_id: str
@@ -167,7 +168,7 @@ class RecordOfHolder(BaseModel):
     publishers: list[PublisherOfHolder] = Field(description="one, or none if it is not registered any more")
 
 
-class HoldingsOfShard(BaseModel):
+class HoldingsOfShard(Model):
     """What a holder has in one shard."""
 
     key: str = Field(description="the name of its engine hash in Redis")
@@ -179,7 +180,7 @@ class HoldingsOfShard(BaseModel):
     ops: str = Field(description="how many operations of that frame are applied")
 
 
-class RowOfHolder(BaseModel):
+class RowOfHolder(Model):
     """One of the first rows of a holder."""
 
     row: str = Field(description="the name of its key in Redis")
@@ -189,7 +190,7 @@ class RowOfHolder(BaseModel):
     is_bad: bool = Field(description="the value is gone, or cannot be read")
 
 
-class HoldingsAnswer(BaseModel):
+class HoldingsAnswer(Model):
     """What a holder has."""
 
     shards: list[HoldingsOfShard]
@@ -198,7 +199,7 @@ class HoldingsAnswer(BaseModel):
     more_rows: int = Field(description="how many rows are not shown")
 
 
-class HolderRow(BaseModel):
+class HolderRow(Model):
     """A holder, in a group that knows its id."""
 
     id: int
@@ -209,13 +210,13 @@ class HolderRow(BaseModel):
     holdings: HoldingsAnswer
 
 
-class HolderAnswer(BaseModel):
+class HolderAnswer(Model):
     """What ``waymark inspect holder`` draws."""
 
     holders: list[HolderRow]
 
 
-class KeysAnswer(BaseModel):
+class KeysAnswer(Model):
     """What ``waymark inspect keys`` prints."""
 
     notes: list[str] = Field(description="comments about all commands")

@@ -8,16 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     AliasChoices,
-    BaseModel,
     BeforeValidator,
     Field,
-    RootModel,
     WithJsonSchema,
 )
 from pydantic_core import PydanticCustomError
 
 from waymark.api.errors import Unfit
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.models import Model, Root
 from waymark.api.text_schemas import TextFields
 from waymark.domain.engines import TRAITS, Copies, EngineKind, Scope, kinds_where
 from waymark.domain.media import UNNAMED, normal_medium, order_of
@@ -344,7 +343,7 @@ class RegisterByUrlRequest(_PublisherFields):
         return given
 
 
-class AnyRegisterRequest(RootModel[RegisterRequest | RegisterByUrlRequest]):
+class AnyRegisterRequest(Root[RegisterRequest | RegisterByUrlRequest]):
     """A publisher, or the URL of an engine that says the rest itself."""
 
 
@@ -458,7 +457,7 @@ class InspectRequest(QueryRequest):
     )
 
 
-class StandardEvent(BaseModel):
+class StandardEvent(Model):
     """One event of the KV Events envelope."""
 
     event_id: EventId = Field(description="the number of the event in its stream, which rises by one with each event")
@@ -490,5 +489,5 @@ class StandardEvent(BaseModel):
     timestamp: Any = Field(None, description="the time of the event, in any unit; Waymark does not use it")
 
 
-class EventsRequest(RootModel[StandardEvent | list[StandardEvent]]):
+class EventsRequest(Root[StandardEvent | list[StandardEvent]]):
     """One event, or a list of them."""

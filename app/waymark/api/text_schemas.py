@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.models import Model
 from waymark.chat.truncation import Truncation
 from waymark.domain.names import DEFAULT_TENANT, GroupName
 
@@ -78,7 +79,7 @@ class TokenizeRequest(OfModel, TextFields):
     """A text or messages, as vLLM accepts them."""
 
 
-class TokenizeAnswer(BaseModel):
+class TokenizeAnswer(Model):
     """The token ids, as vLLM answers them."""
 
     count: int
@@ -96,7 +97,7 @@ class DetokenizeRequest(OfModel):
     )
 
 
-class DetokenizeAnswer(BaseModel):
+class DetokenizeAnswer(Model):
     """The text of the token ids."""
 
     prompt: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 
 from waymark import __version__
@@ -56,6 +57,14 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    gc.disable()  # until ``runtime.freeze_heap``
+    try:
+        return _run(arguments)
+    finally:
+        gc.enable()
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from waymark import logs, runtime
     from waymark.cli import loop
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import yaml
-
 from waymark.errors import InvalidValue
 from waymark.routing import deciders, filters
 from waymark.routing.constants import nearest, read_constants
@@ -52,6 +50,8 @@ class Declared:
 
 def read_picker_config(text: str) -> PickerConfig:
     """What the file says; ``InvalidValue`` names the first thing that is wrong and the way out."""
+    import yaml  # here, since a replica without such a file does without it
+
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as exc:

@@ -1,0 +1,55 @@
+"""What only a gateway has. ``runtime`` imports it for one."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from waymark.api.application import create_gateway_admin
+from waymark.api.registrations import registration_of
+from waymark.asker import Asker
+from waymark.discovery.describe import Describer
+from waymark.discovery.engines import EngineRegistrations
+from waymark.endpoints import AllowedEndpoints
+from waymark.gateway.application import Gateway
+from waymark.gateway.engines import GivenEngines
+from waymark.gateway.mongo import MongoArchive
+from waymark.gateway.response_cache import ResponseCache
+from waymark.gateway.responses import Responses
+from waymark.gateway.shapes import body_of_rejection
+from waymark.metrics import Metrics
+from waymark.settings import Settings
+from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
+
+__all__ = ["GatewayRole", "body_of_rejection"]
+
+
+class GatewayRole:
+    """The application of a gateway, and the tasks that it needs."""
+
+    def __init__(
+        self, store: Store, settings: Settings, metrics: Metrics, tokenizers: Tokenizers, asker: Asker
+    ) -> None:
+        self._archive = MongoArchive.of(settings, metrics, store)
+        cache = ResponseCache.of(settings, metrics, store)
+        others = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
+        responses = Responses.of(settings, metrics, store, self._archive)
+        self.app = Gateway(store, settings, metrics, tokenizers, others, cache, responses)
+        self._engines = _given_engines(store, settings, asker) if settings.gateway_engines else None
+
+    def tasks(self) -> list[Coroutine[Any, Any, None]]:
+        """Each runs until the process ends."""
+        return [each.run() for each in (self._archive, self._engines) if each is not None]
+
+    async def close(self) -> None:
+        await self.app.close()
+        if self._archive is not None:
+            self._archive.close()
+
+
+def _given_engines(store: Store, settings: Settings, asker: Asker) -> GivenEngines:
+    allowed = AllowedEndpoints(settings.allowed_endpoints)
+    engines = EngineRegistrations(Describer(asker, allowed), partial(registration_of, allowed=allowed))
+    return GivenEngines(store, engines, settings.gateway_engines)

@@ -1,0 +1,123 @@
+"""What only a process with an ingest worker has: the worker itself, and the discovery of engines.
+
+``runtime`` imports it when there is one, since a query replica starts sooner without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from waymark.api.registrations import registration_of
+from waymark.apply.options import ApplyOptions
+from waymark.asker import Asker
+from waymark.discovery.describe import Describer
+from waymark.discovery.kubernetes import ApiServer
+from waymark.discovery.pods import PodPorts
+from waymark.discovery.run import Discovery, DiscoveryOptions
+from waymark.domain.targets import URL, is_url
+from waymark.endpoints import AllowedEndpoints
+from waymark.errors import SettingsError
+from waymark.ingest.descriptors import room_for
+from waymark.ingest.options import WorkerOptions
+from waymark.ingest.stream import StreamOptions
+from waymark.ingest.worker import Worker
+from waymark.metrics import Metrics
+from waymark.publishers_file import read_publishers, read_wanted
+from waymark.settings import Settings, hide_password
+from waymark.store.store import Store
+
+#: Where a pod has the token and the CA of its ServiceAccount.
+_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+def worker(store: Store, settings: Settings, metrics: Metrics, options: WorkerOptions) -> Worker:
+    """The worker of a process; it connects when it runs."""
+    return Worker(store, metrics, options, Asker.of(settings))
+
+
+def checked_options(settings: Settings) -> WorkerOptions:
+    """As ``worker_options``, after a look at what discovery needs. Raises ``SettingsError``."""
+    options = worker_options(settings)
+    discovery_options(settings, os.environ)
+    return options
+
+
+def within_files(options: WorkerOptions, *, is_alone: bool) -> tuple[WorkerOptions, int]:
+    """The options with as many streams as the limit of open files allows, and how many files they take.
+
+    Where a process has HTTP connections too, those get the other half.
+    """
+    room = room_for(options.streams_max, options.replays_max, part=1.0 if is_alone else 0.5)
+    return replace(options, streams_max=room.streams, replays_max=room.replays), room.files
+
+
+def worker_options(settings: Settings) -> WorkerOptions:
+    """What a worker needs of the settings, and of the file they name."""
+    file = settings.publishers_file
+    return WorkerOptions(
+        worker_id=settings.worker_id,
+        apply=ApplyOptions.of(settings),
+        replays_max=settings.replays_max,
+        sweep_blocks_per_second=settings.sweep_blocks_per_second,
+        gauges_seconds=settings.gauges_seconds,
+        allowed_endpoints=settings.allowed_endpoints,
+        publishers=read_publishers(file, settings.allowed_endpoints) if file else (),
+        stream=StreamOptions(
+            on_gap=settings.on_gap,
+            probe_seconds=settings.probe_seconds,
+            replay_idle_seconds=settings.replay_idle_seconds,
+            replay_seconds=settings.replay_seconds,
+            replay_bytes_per_second_min=settings.replay_bytes_per_second_min,
+            publisher_timeout=settings.publisher_timeout,
+            lease_seconds=settings.lease_seconds,
+            stream_buffer_bytes=settings.stream_buffer_bytes,
+            stream_buffer_frames=settings.stream_buffer_frames,
+            fold_batches=settings.fold_batches,
+            message_bytes_max=4 * settings.frame_bytes_max,
+        ),
+    )
+
+
+def discovery_options(settings: Settings, environ: Mapping[str, str]) -> DiscoveryOptions:
+    """What discovery needs of the settings and of a pod's environment; ``SettingsError`` if that is too little."""
+    ports = PodPorts(settings.discovery_api_port, settings.discovery_port, settings.discovery_replay_port)
+    path = settings.publishers_file
+    usual = (ports.events, ports.replay, 1)
+    return DiscoveryOptions(
+        worker_id=settings.worker_id,
+        again_seconds=settings.discovery_seconds,
+        api_server=_api_server(settings, environ) if settings.discovery == "kubernetes" else None,
+        ports=ports,
+        file=path or "",
+        read_file=partial(read_wanted, path, settings.allowed_endpoints, usual) if path else None,
+    )
+
+
+def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
+    url, token_file, ca_file = settings.discovery_url, settings.discovery_token_file, settings.discovery_ca_file
+    if url is not None and not is_url(url):
+        raise SettingsError(f"WAYMARK_DISCOVERY_URL is {hide_password(url)!r}: it must be {URL}")
+    if url is None:
+        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host:
+            raise SettingsError(
+                "WAYMARK_DISCOVERY is kubernetes, and this process runs in no pod: set WAYMARK_DISCOVERY_URL to the "
+                "API server, or leave WAYMARK_DISCOVERY out"
+            )
+        url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+        token_file, ca_file = token_file or f"{_ACCOUNT}/token", ca_file or f"{_ACCOUNT}/ca.crt"
+    return ApiServer(url, token_file, ca_file, settings.discovery_namespace or "", settings.discovery_selector)
+
+
+def discovery(store: Store, settings: Settings, metrics: Metrics, asker: Asker) -> Discovery:
+    allowed = AllowedEndpoints(settings.allowed_endpoints)
+    return Discovery(
+        store,
+        metrics,
+        discovery_options(settings, os.environ),
+        Describer(asker, allowed),
+        partial(registration_of, allowed=allowed),
+    )
