@@ -72,6 +72,20 @@ local seen = redis.call('HMGET', fence, publisher, 'holder', 'calls:' .. publish
 if seen[1] ~= token then return {'fenced', 0} end
 local calls = tonumber(seen[3] or 0) or 0
 
+-- `branches` and the record are the last two keys, or the record is absent.
+local record = sub(KEYS[#KEYS], -9) ~= ':branches' and KEYS[#KEYS] or nil
+local branches = record and KEYS[#KEYS - 1] or KEYS[#KEYS]
+local prefix = #branches - 7 -- a key's name begins there
+
+local watermark = nil
+if record then
+  local state = redis.call('HMGET', record, 'token', 'watermark')
+  if state[1] ~= token then return {'fenced', 0} end
+  watermark = tonumber(state[2] or '')
+end
+if calls < tonumber(ARGV[7]) then return {record and 'fenced' or 'lost', 0} end
+if commit ~= '' and watermark and watermark >= tonumber(commit) then return {'stale', watermark, calls} end
+
 local seqs = {}
 for at = first_seq, first_part - 1 do seqs[at - first_seq + 1] = tonumber(ARGV[at]) end
 
@@ -92,85 +106,86 @@ for at = first_part, #ARGV do
   parts[at - first_part + 1] = {
     kind = kind, holder = 256 * h1 + h0, seq = seqs[256 * s1 + s0], last = 16777216 * l3 + 65536 * l2 + 256 * l1 + l0,
     row = row, branch = branch, place = place, namespace = namespace, slots = sub(word, slots, slots + 17 * n - 1),
-    hashes = hashes, copies = rest > #word and '' or sub(word, rest), n = n, field = false, is_done = false,
+    hashes = hashes, copies = rest > #word and '' or sub(word, rest), n = n, field = false,
   }
-end
-
--- `branches` and the record are the last two keys, or the record is absent.
-local record = KEYS[#KEYS]:sub(-9) ~= ':branches' and KEYS[#KEYS] or nil
-local branches = record and KEYS[#KEYS - 1] or KEYS[#KEYS]
-local prefix = #branches - 7 -- a key's name begins there
-
-local watermark = nil
-if record then
-  local state = redis.call('HMGET', record, 'token', 'watermark')
-  if state[1] ~= token then return {'fenced', 0} end
-  watermark = tonumber(state[2] or '')
-end
-if calls < tonumber(ARGV[7]) then return {record and 'fenced' or 'lost', 0} end
-if commit ~= '' and watermark and watermark >= tonumber(commit) then return {'stale', watermark, calls} end
-
-local marks, highest = {}, tonumber(seen[2] or 0) or 0
-for h = 1, holders do
-  local applied = redis.call('HGET', KEYS[1 + h], 'applied')
-  local seq, position = (applied or '-1 0'):match('^(-?%d+) (%d+)$')
-  if not seq then return {'lost', 0} end
-  marks[h] = {seq = tonumber(seq), position = tonumber(position)}
-  local id = tonumber(ARGV[10 + h])
-  if not applied and id > highest then highest = id end
 end
 
 -- ---- read --------------------------------------------------------------------------------------------
 
--- Rows in growing portions: where they are long, the call stops after few of them.
-local values, bytes_read, rows_read, portion = {}, 0, 0, 4
+-- A row as far as byte `last`; false where there is none. What is no string is not ours; the next write takes its place.
+local function beginning(i, last)
+  local key = KEYS[first_row + i]
+  return redis.call('TYPE', key).ok == 'string' and redis.call('GETRANGE', key, 0, last)
+end
+
+-- Rows in growing portions: where they are long, the call stops after few of them. If the first one is long, the others
+-- mostly are, and of those only the beginning is read, which has the slots.
+local values, bytes_read, rows_read, portion = {}, 0, 0, 1
+local is_cut_off = {}
 while rows_read < last_row and bytes_read <= bytes_max do
   local to = math.min(rows_read + portion, last_row)
-  for i, value in ipairs(redis.call('MGET', unpack(KEYS, first_row + rows_read + 1, first_row + to))) do
-    values[rows_read + i] = value
-    bytes_read = bytes_read + (value and #value or 0)
+  if #(values[1] or '') > LONG then
+    to = rows_read + 1
+    values[to] = beginning(to, LONG)
+    is_cut_off[to] = #(values[to] or '') > LONG
+    bytes_read = bytes_read + #(values[to] or '')
+  else
+    for i, value in ipairs(redis.call('MGET', unpack(KEYS, first_row + rows_read + 1, first_row + to))) do
+      values[rows_read + i] = value
+      bytes_read = bytes_read + (value and #value or 0)
+    end
+    portion = bytes_read < 1024 * to and 4 * portion or 4
   end
-  portion = bytes_read < 1024 * to and 2 * portion or 4
   rows_read = to
 end
 
 local fields, asked = {}, {} -- of each engine hash: name to value, false where there is none
-for h = 1, holders do fields[h], asked[h] = {}, {} end
+for h = 1, holders do fields[h], asked[h] = {}, {'applied'} end
 
--- The field of an entry: the row's name, and before that of a branch row the head.
-local function field_of(part)
-  local name = KEYS[first_row + part.place]:sub(prefix)
-  if part.branch > 0 then name = KEYS[first_row + part.row]:sub(prefix) .. ':' .. name:sub(1, 16) end
-  return name
-end
-
-local is_news = commit ~= '' or first_event < first_seq - 1
 for _, part in ipairs(parts) do
-  local mark = marks[part.holder]
-  part.is_done = watermark and part.seq <= watermark
-    or part.seq < mark.seq
-    or part.seq == mark.seq and part.last <= mark.position
-  is_news = is_news or not part.is_done
-  if part.kind ~= WRITE_COPIES and not part.is_done then
-    part.field = field_of(part)
-    if values[part.place] and fields[part.holder][part.field] == nil then
-      fields[part.holder][part.field] = false
-      asked[part.holder][#asked[part.holder] + 1] = part.field
+  if part.kind ~= WRITE_COPIES then
+    -- The field of an entry: the row's name, and before that of a branch row the head.
+    local name, known = sub(KEYS[first_row + part.place], prefix), fields[part.holder]
+    if part.branch > 0 then name = sub(KEYS[first_row + part.row], prefix) .. ':' .. sub(name, 1, 16) end
+    part.field = name
+    if values[part.place] and known[name] == nil then
+      known[name] = false
+      local names = asked[part.holder]
+      names[#names + 1] = name
     end
   end
 end
-if not is_news then return {'applied', #parts, 0, calls} end -- the call came late, after others
+
+local marks, highest = {}, nil
 for h = 1, holders do
-  if #asked[h] > 0 then
-    for i, entry in ipairs(redis.call('HMGET', KEYS[1 + h], unpack(asked[h]))) do fields[h][asked[h][i]] = entry end
+  local found = redis.call('HMGET', KEYS[1 + h], unpack(asked[h]))
+  for i = 2, #asked[h] do fields[h][asked[h][i]] = found[i] end
+  local seq, position = match(found[1] or '-1 0', '^(-?%d+) (%d+)$')
+  if not seq then return {'lost', 0} end
+  marks[h] = {seq = tonumber(seq), position = tonumber(position)}
+  if not found[1] then -- maybe the highest that this shard has seen
+    local id = tonumber(ARGV[10 + h])
+    if id > (highest or tonumber(seen[2] or 0) or 0) then highest = id end
   end
 end
 
--- ---- rows --------------------------------------------------------------------------------------------
+-- ---- the short way -----------------------------------------------------------------------------------
 
-local POWER = {}
-for i = 0, 32 do POWER[i] = 2 ^ i end
-local function has_bit(word, at) return word % POWER[at + 1] >= POWER[at] end
+-- Most parts are slots in a run: new ones at the end of a row, or such as the row has in this order. What changes for
+-- a holder is noted beside the row's value, and the new value is made once. For other parts the row is cut up.
+
+local notes, written, appended = {}, {}, {} -- what is noted; which values are new; the holders that a long row gets
+local rows = {} -- those that are cut up
+
+local changed = {} -- of each engine hash: the fields that are written
+for h = 1, holders do changed[h] = {} end
+
+local function set_field(h, name, value)
+  if fields[h][name] ~= value then
+    fields[h][name] = value
+    changed[h][name] = true
+  end
+end
 
 -- A bitmap is two words of 32 bits.
 local function text_of(id, low, high)
@@ -183,284 +198,11 @@ local function words_of(hex)
   return tonumber(sub(hex, -8), 16) or 0, tonumber(sub(hex, -16, -9), 16) or 0
 end
 
--- A row while the parts are decided: its slots, its mark, the holders in `text` from `at` on, those that came in
--- `tail`. A value that nothing of ours can have written is no row.
-local function cut(value)
-  local row = {slots = '', mark = '', text = '', at = 1, tail = '', is_there = false}
-  if not value then return row end
-  local slots = (value:find(' ', 1, true) or #value + 1) - 1
-  local mark = value:byte(slots) == 43 and '+' or ''
-  slots = slots - #mark
-  if slots % 17 == 0 and slots > 0 and slots <= 17 * slots_max then
-    row.slots, row.mark, row.text, row.at, row.is_there = value:sub(1, slots), mark, value, slots + #mark + 1, true
-  end
-  return row
-end
-
-local rows, notes = {}, {}
-local settle -- below: of a row in notes
-
-local function open(i)
-  if notes[i] then settle(i) end
-  if not rows[i] then rows[i] = cut(values[i]) end
-  return rows[i]
-end
-
--- The row of a branch row's piece. Of a long one only the slots are read, unless the row is to be changed.
-local heads = {}
-local function open_piece(i, is_whole)
-  if rows[i] or i <= rows_read then return open(i) end
-  if not is_whole then
-    if not heads[i] then
-      local key = KEYS[first_row + i]
-      -- What is no string is not ours; the next write takes its place.
-      heads[i] = cut(redis.call('TYPE', key).ok == 'string' and redis.call('GETRANGE', key, 0, 17 * slots_max))
-    end
-    if heads[i].mark ~= '' then return heads[i] end
-  end
-  values[i] = redis.call('MGET', KEYS[first_row + i])[1]
-  return open(i)
-end
-
-local function is_empty(row) return row.tail == '' and #row.text < row.at end
-
-local function delete(row)
-  row.slots, row.mark, row.text, row.at, row.tail, row.index = '', '', '', 1, '', nil
-  row.is_there, row.is_changed, row.has_new_head = false, true, true
-end
-
--- The slot of a block, from 0. Keys are compared where slots begin: digits across two slots may be the same.
-local function slot_of(row, key)
-  if row.index then return row.index[key] end
-  local at = find(row.slots, key, 1, true)
-  while at and at % 17 ~= 1 do at = find(row.slots, key, at + 1, true) end
-  return at and (at - 1) / 17
-end
-
-local function make_index(row)
-  if row.index then return end
-  local index, at = {}, 0
-  for key in row.slots:gmatch('(................).') do
-    index[key] = at
-    at = at + 1
-  end
-  row.index = index
-end
-
--- The place of a holder in the text of a row, and its bitmap as two words of 32 bits.
-local function bits_of(row, id, entry)
-  if row.tail == '' and #row.text > LONG and not entry then return nil, nil, 0, 0 end
-  local name = ' ' .. id .. ':'
-  local first, last = find(row.text, name, row.at, true)
-  if not first and row.tail:find(name, 1, true) then
-    row.text, row.at, row.tail, row.has_new_head = row.text:sub(row.at) .. row.tail, 1, '', true
-    first, last = row.text:find(name, 1, true)
-  end
-  if not first then return nil, nil, 0, 0 end
-  local hex = match(row.text, '^%x*', last + 1)
-  return first, last + #hex, words_of(hex)
-end
-
-local function write_bits(row, id, first, last, low, high)
-  local bits = text_of(id, low, high)
-  if first then
-    row.text, row.at = row.text:sub(row.at, first - 1) .. bits .. row.text:sub(last + 1), 1
-    row.has_new_head = true
-  else
-    row.tail = row.tail .. bits
-  end
-  row.is_changed = true
-end
-
--- Slots that no holder has and that are not among those `taken`, the lowest last. The first slot names the value, and
--- is never given away.
-local function dead_slots(row, taken)
-  local dead, used, count = {}, {}, #row.slots / 17
-  if #row.text - row.at + #row.tail > DEAD then return dead end
-  for _, slot in ipairs(taken) do used[slot] = true end
-  for hex in (row.text:sub(row.at) .. row.tail):gmatch(':(%x+)') do
-    local low, high = words_of(hex)
-    for slot = 0, count - 1 do
-      if slot < 32 and has_bit(low, slot) or slot > 31 and has_bit(high, slot - 32) then used[slot] = true end
-    end
-  end
-  for slot = count - 1, 1, -1 do
-    if not used[slot] then dead[#dead + 1] = slot end
-  end
-  return dead
-end
-
-local function has_room(row)
-  return row.mark == '' and (#row.slots < 17 * slots_max or #dead_slots(row, {}) > 0)
-end
-
-local function key_at(part, i) return sub(part.slots, 17 * i - 16, 17 * i - 1) end
-
--- The next blocks of a part, from the i-th on, get slots at the end of the row: those of them that have none, as far as
--- there is room. Returns how many.
-local function append(row, part, i, found)
-  local from = #row.slots / 17
-  local n = math.min(part.n - i + 1, slots_max - from)
-  if row.slots ~= '' then
-    local to = 1
-    while to < n and not slot_of(row, key_at(part, i + to)) do to = to + 1 end
-    n = math.min(n, to)
-  elseif key_at(part, i) ~= sub(KEYS[first_row + part.place], prefix, prefix + 15) then
-    row.slots = sub(KEYS[first_row + part.place], prefix, prefix + 15) .. '0' -- its head, also where nobody has that
-    return append(row, part, i, found)
-  end
-  row.slots = row.slots .. sub(part.slots, 17 * i - 16, 17 * (i + n - 1))
-  for more = 0, n - 1 do
-    found[i + more] = from + more
-    if row.index then row.index[key_at(part, i + more)] = from + more end
-  end
-  row.is_there, row.is_changed, row.has_new_head = true, true, true
-  return n
-end
-
--- A dead slot is given to the i-th block of a part. False where there is none.
-local function give_dead_slot(row, part, i, found)
-  local slot = table.remove(dead_slots(row, found))
-  if not slot then return false end
-  if row.index then
-    row.index[sub(row.slots, 17 * slot + 1, 17 * slot + 16)] = nil
-    row.index[key_at(part, i)] = slot
-  end
-  row.slots = sub(row.slots, 1, 17 * slot) .. sub(part.slots, 17 * i - 16, 17 * i) .. sub(row.slots, 17 * slot + 18)
-  found[i] = slot
-  row.is_there, row.is_changed, row.has_new_head = true, true, true
-  return true
-end
-
--- The slots of a part's blocks. To store, a block that has none gets one, and the list ends at the first that gets
--- none; else it is false.
-local function slots_of(row, part, is_store)
-  local found, i = {}, 1
-  local at = row.slots ~= '' and find(row.slots, part.slots, 1, true)
-  if at and at % 17 == 1 then -- mostly a row has its blocks in their order
-    for block = 1, part.n do found[block] = (at - 1) / 17 + block - 1 end
-    return found
-  end
-  if part.n > 3 and row.slots ~= '' then make_index(row) end
-  while i <= part.n do
-    local slot = slot_of(row, key_at(part, i))
-    if slot or not is_store then
-      found[i] = slot or false
-      i = i + 1
-    elseif row.mark ~= '' then
-      return found
-    elseif #row.slots < 17 * slots_max then
-      i = i + append(row, part, i, found)
-    elseif give_dead_slot(row, part, i, found) then
-      i = i + 1
-    else
-      return found
-    end
-  end
-  return found
-end
-
--- ---- decide ------------------------------------------------------------------------------------------
-
-local UNKNOWN = ('\255'):rep(8) -- in an entry: the engine hash is the seq_hash
-local changed = {} -- of each engine hash: the fields that are written
-for h = 1, holders do changed[h] = {} end
-
-local function set_field(h, name, value)
-  if fields[h][name] ~= value then
-    fields[h][name] = value
-    changed[h][name] = true
-  end
-end
-
--- Most parts of an engine that decodes are one block: a new one at the end of a row that its holder is in, or one that
--- goes. Such a row is not cut up: what changes is noted beside its value, and the new value is made once.
-
--- What is noted of a row, at first nothing; nil where its value is not that simple.
-local function new_note(i, h, name)
-  local value, entry = values[i], fields[h][name]
-  if rows[i] or not value or not entry or #value > LONG then return nil end
-  local space = find(value, ' ', 1, true)
-  if not space or space % 17 ~= 1 or space == 1 or space > 17 * slots_max + 1 then return nil end
-  local first, last = find(value, ' ' .. ARGV[10 + h] .. ':', space, true)
-  if not first then return nil end
-  local hex = match(value, '^%x*', last + 1)
-  local low, high = words_of(hex)
-  local count, length = (space - 1) / 17, #entry % 8 == 1 and #entry - 17 or #entry
-  notes[i] = {
-    holder = h, field = name, space = space, first = first, last = last + #hex, low = low, high = high, count = count,
-    slots = '', hashes = '', is_identity = length == 0, is_whole = length == 0 or length == 8 * count,
-  }
-  return notes[i]
-end
-
--- Whether the block of a part is noted; else nothing has changed.
-local function note(part)
-  if part.n > 1 or part.copies ~= '' then return false end
-  local i, h = part.place, part.holder
-  local noted = notes[i] or new_note(i, h, part.field)
-  if not noted or noted.holder ~= h then return false end
-  local key, low, high = sub(part.slots, 1, 16), noted.low, noted.high
-  local at = find(values[i], key, 1, true)
-  if part.kind == STORE then
-    local slot, hashes = noted.count, part.hashes
-    if at or slot >= slots_max or not noted.is_whole or (hashes == '') ~= noted.is_identity then return false end
-    if noted.slots ~= '' and find(noted.slots, key, 1, true) then return false end
-    noted.slots, noted.hashes, noted.count = noted.slots .. part.slots, noted.hashes .. hashes, slot + 1
-    if slot < 32 then noted.low = low + POWER[slot] else noted.high = high + POWER[slot - 32] end
-    return true
-  end
-  if not at or at % 17 ~= 1 or at > noted.space then return false end
-  local slot = (at - 1) / 17
-  if slot < 32 then
-    if not has_bit(low, slot) then return false end
-    low = low - POWER[slot]
-  else
-    if not has_bit(high, slot - 32) then return false end
-    high = high - POWER[slot - 32]
-  end
-  if low == 0 and high == 0 then return false end -- the holder leaves the row
-  noted.low, noted.high = low, high
-  return true
-end
-
--- What was noted goes into the value and the entry.
-local function finish(i)
-  local noted, value = notes[i], values[i]
-  notes[i] = nil
-  values[i] = sub(value, 1, noted.space - 1) .. noted.slots .. sub(value, noted.space, noted.first - 1)
-    .. text_of(ARGV[10 + noted.holder], noted.low, noted.high) .. sub(value, noted.last + 1)
-  if noted.hashes ~= '' then
-    set_field(noted.holder, noted.field, fields[noted.holder][noted.field] .. noted.hashes)
-  end
-end
-
-function settle(i)
-  finish(i)
-  rows[i] = cut(values[i])
-  rows[i].is_changed, rows[i].has_new_head = true, true
-end
-
--- The entry with the engine hashes of the first n blocks of a part in their slots.
-local function merged(entry, part, found, n)
-  local body = entry or ''
-  if #body % 8 == 1 then body = sub(body, 18) elseif #body % 8 > 1 then body = '' end
-  local i = 1
-  while i <= n and (part.hashes ~= '' or body ~= '') do
-    local from, slot = i, found[i]
-    while i < n and found[i + 1] == found[i] + 1 do i = i + 1 end
-    local hashes = part.hashes ~= '' and sub(part.hashes, 8 * from - 7, 8 * i) or UNKNOWN:rep(i - from + 1)
-    local count = #body / 8
-    if count == slot then
-      body = body .. hashes
-    elseif count < slot then
-      body = body .. UNKNOWN:rep(slot - count) .. hashes
-    else
-      body = sub(body, 1, 8 * slot) .. hashes .. sub(body, 8 * (slot + i - from + 1) + 1)
-    end
-    i = i + 1
-  end
-  return part.namespace == '' and body or part.namespace .. ':' .. body
+-- What a bitmap has in the slots before `to`, from `from` on.
+local function slice(low, high, from, to)
+  if to <= 32 then return low % 2 ^ to - low % 2 ^ from, 0 end
+  if from >= 32 then return 0, high % 2 ^ (to - 32) - high % 2 ^ (from - 32) end
+  return low - low % 2 ^ from, high % 2 ^ (to - 32)
 end
 
 local counts = {} -- head to number of branch rows, where it changes
@@ -469,69 +211,396 @@ local function count_branches(head, change)
   return counts[head]
 end
 
-local function mark_piece(piece, mark)
-  if piece.mark ~= mark then piece.mark, piece.is_changed, piece.has_new_head = mark, true, true end
-  if mark == '' and is_empty(piece) then delete(piece) end
+-- The slots of a row that is only the row of a branch row, and its mark.
+local heads = {}
+local function head_of(i)
+  if heads[i] == nil then heads[i] = beginning(i, 17 * slots_max) end
+  return heads[i]
 end
 
--- nil where the branch row of the part is there or may be made; else the verdict.
-local function refused(part)
-  if part.branch == 0 or open(part.branch).is_there then return nil end
-  local key, piece = part.slots:sub(1, 16), open_piece(part.row)
-  if slot_of(piece, key) or has_room(piece) then return 'row' end
-  local name = KEYS[first_row + part.branch]:sub(prefix)
-  if name:sub(1, 16) ~= key then return 'branch' end
-  count_branches(KEYS[first_row + part.row]:sub(prefix), 1)
-  mark_piece(open_piece(part.row, true), '+')
-  return nil
+-- Whether a part may begin a row: its head's, or a branch row where the row is marked and does not have the block.
+local function begins_row(part, key)
+  local name = part.field
+  if part.branch == 0 then return sub(name, 1, 16) == key end
+  if sub(name, 18) ~= key or rows[part.row] or part.row <= rows_read then return false end
+  local head = head_of(part.row)
+  local mark = head and find(head, '+', 1, true)
+  if not mark or mark % 17 ~= 1 or find(head, key, 1, true) then return false end
+  count_branches(sub(name, 1, 16), 1)
+  return true
 end
 
--- Verdict, and how many blocks of the part are stored.
-local function store(part)
-  local verdict = refused(part)
-  if verdict then return verdict, 0 end
-  local row, id, entry = open(part.place), ARGV[10 + part.holder], fields[part.holder][part.field]
-  local found = slots_of(row, part, true)
-  local n = #found
-  if n > 0 then
-    local first, last, low, high = bits_of(row, id, entry)
-    local low_before, high_before = low, high
-    for i = 1, n do
-      local slot = found[i]
-      if slot < 32 then
-        if low % POWER[slot + 1] < POWER[slot] then low = low + POWER[slot] end
-      elseif not has_bit(high, slot - 32) then
-        high = high + POWER[slot - 32]
+-- What is noted for the holder of a part, at first nothing; nil where the value is not that simple.
+local function new_note(part)
+  local i, h = part.place, part.holder
+  local value, entry = values[i] or '', fields[h][part.field]
+  if rows[i] then return nil end
+  local space = find(value, ' ', 1, true) or #value + 1
+  local is_marked = byte(value, space - 1) == 43
+  local count = (space - (is_marked and 2 or 1)) / 17
+  if count % 1 > 0 or count > slots_max or count == 0 and value ~= '' then return nil end
+  local first, last, low, high = #value + 1, #value, 0, 0
+  if #value > LONG then
+    if entry then return nil end
+  else
+    local from, to = find(value, ' ' .. ARGV[10 + h] .. ':', space, true)
+    if not from ~= not entry then return nil end
+    if from then
+      local hex = match(value, '^%x*', to + 1)
+      first, last, low, high = from, to + #hex, words_of(hex)
+    end
+  end
+  entry = entry or part.namespace == '' and '' or part.namespace .. ':'
+  notes[i] = {
+    holder = h, field = part.field, space = space, first = first, last = last, low = low, high = high, count = count,
+    is_marked = is_marked, slots = '', entry = entry, hashes = '', length = #entry % 8 == 1 and #entry - 17 or #entry,
+    is_changed = false,
+  }
+  return notes[i]
+end
+
+-- What was noted goes into the value and the entry.
+local function finish(i)
+  local noted, value = notes[i], values[i] or ''
+  notes[i] = nil
+  if not noted.is_changed then return end
+  local bits = text_of(ARGV[10 + noted.holder], noted.low, noted.high)
+  set_field(noted.holder, noted.field, bits ~= '' and noted.entry .. noted.hashes)
+  if #value > LONG and not written[i] then
+    appended[i] = (appended[i] or '') .. bits
+    return
+  end
+  value = sub(value, 1, noted.space - 1) .. noted.slots .. sub(value, noted.space, noted.first - 1)
+    .. bits .. sub(value, noted.last + 1)
+  values[i], written[i] = #value >= noted.space and value, true
+end
+
+-- Whether a part is noted; else nothing has changed.
+local function note(part)
+  local i, n, slots, hashes = part.place, part.n, part.slots, part.hashes
+  local noted = notes[i]
+  if noted and (noted.holder ~= part.holder or noted.low + noted.high == 0) then
+    finish(i)
+    noted = nil
+  end
+  noted = noted or new_note(part)
+  if not noted then return false end
+  local value, key = values[i] or '', sub(slots, 1, 16)
+  local at = find(value, key, 1, true)
+  if at then
+    at = find(value, slots, at, true)
+    if not at or at % 17 ~= 1 or at + 17 * n > noted.space then return false end
+  end
+  local from, low, high = noted.count, 0, 0
+  if at then
+    from = (at - 1) / 17
+    low, high = slice(noted.low, noted.high, from, from + n)
+  end
+
+  if part.kind == REMOVE then
+    if not at or noted.low + noted.high == 0 then return false end
+    local is_left = noted.low > low or noted.high > high
+    if not is_left and (noted.is_marked or part.branch > 0) then return false end -- it may be the last holder
+    noted.low, noted.high, noted.is_changed = noted.low - low, noted.high - high, true
+    return true
+  end
+
+  if hashes == '' and noted.length > 0 or hashes ~= '' and noted.length + #noted.hashes ~= 8 * from then return false end
+  if not at then
+    if noted.is_marked or from + n > slots_max or #value > LONG then return false end
+    if from == 0 then
+      if not begins_row(part, key) then return false end
+    else
+      if find(noted.slots, key, 1, true) then return false end
+      for slot = 18, 17 * n, 17 do
+        local next_key = sub(slots, slot, slot + 15)
+        if find(value, next_key, 1, true) or find(noted.slots, next_key, 1, true) then return false end
       end
     end
-    if low ~= low_before or high ~= high_before then write_bits(row, id, first, last, low, high) end
-    set_field(part.holder, part.field, merged(first and entry, part, found, n))
+    noted.slots, noted.count = noted.slots .. slots, from + n
   end
-  return n < part.n and 'branch' or 'applied', n
+  local all_low, all_high = slice(4294967295, 4294967295, from, from + n)
+  noted.low, noted.high = noted.low - low + all_low, noted.high - high + all_high
+  noted.hashes, noted.is_changed = noted.hashes .. hashes, true
+  return true
 end
 
-local function remove(part)
-  local row, id, entry = open(part.place), ARGV[10 + part.holder], fields[part.holder][part.field]
-  local first, last, low, high = bits_of(row, id, entry)
-  if not first then return set_field(part.holder, part.field, false) end
-  for _, slot in ipairs(slots_of(row, part, false)) do
-    if slot and slot < 32 then
-      if has_bit(low, slot) then low = low - POWER[slot] end
-    elseif slot and has_bit(high, slot - 32) then
-      high = high - POWER[slot - 32]
+-- ---- any row -----------------------------------------------------------------------------------------
+
+-- To make a function costs something in each call, so those of this section are made when a part needs them.
+local store, remove
+local whole_read = 0 -- bytes of long rows that were read whole
+local function prepare()
+  local UNKNOWN = ('\255'):rep(8) -- in an entry: the engine hash is the seq_hash
+  local POWER = {}
+  for i = 0, 32 do POWER[i] = 2 ^ i end
+  local function has_bit(word, at) return word % POWER[at + 1] >= POWER[at] end
+
+  -- A row while the parts are decided: its slots, its mark, the holders in `text` from `at` on, those that came in
+  -- `tail`. A value that nothing of ours can have written is no row.
+  local function cut(value)
+    local row = {slots = '', mark = '', text = '', at = 1, tail = '', is_there = false}
+    if not value then return row end
+    local slots = (value:find(' ', 1, true) or #value + 1) - 1
+    local mark = value:byte(slots) == 43 and '+' or ''
+    slots = slots - #mark
+    if slots % 17 == 0 and slots > 0 and slots <= 17 * slots_max then
+      row.slots, row.mark, row.text, row.at, row.is_there = value:sub(1, slots), mark, value, slots + #mark + 1, true
+    end
+    return row
+  end
+
+  -- A row that is cut up. What is left of a long one is read now.
+  local function open(i)
+    if notes[i] then finish(i) end
+    if rows[i] then return rows[i] end
+    if is_cut_off[i] then
+      values[i], is_cut_off[i] = redis.call('MGET', KEYS[first_row + i])[1], false
+      whole_read = whole_read + #values[i]
+    end
+    if appended[i] then values[i], written[i], appended[i] = values[i] .. appended[i], true, nil end
+    rows[i] = cut(values[i])
+    if written[i] then rows[i].is_changed, rows[i].has_new_head, written[i] = true, true, nil end
+    return rows[i]
+  end
+
+  -- The row of a branch row's piece. Only its slots are read, unless the row is to be changed.
+  local function open_piece(i, is_whole)
+    if rows[i] or i <= rows_read then return open(i) end
+    if not is_whole then
+      local head = cut(head_of(i))
+      if head.mark ~= '' then return head end
+    end
+    values[i] = redis.call('MGET', KEYS[first_row + i])[1]
+    return open(i)
+  end
+
+  local function is_empty(row) return row.tail == '' and #row.text < row.at end
+
+  local function delete(row)
+    row.slots, row.mark, row.text, row.at, row.tail, row.index = '', '', '', 1, '', nil
+    row.is_there, row.is_changed, row.has_new_head = false, true, true
+  end
+
+  -- The slot of a block, from 0. Keys are compared where slots begin: digits across two slots may be the same.
+  local function slot_of(row, key)
+    if row.index then return row.index[key] end
+    local at = find(row.slots, key, 1, true)
+    while at and at % 17 ~= 1 do at = find(row.slots, key, at + 1, true) end
+    return at and (at - 1) / 17
+  end
+
+  local function make_index(row)
+    if row.index then return end
+    local index, at = {}, 0
+    for key in row.slots:gmatch('(................).') do
+      index[key] = at
+      at = at + 1
+    end
+    row.index = index
+  end
+
+  -- The place of a holder in the text of a row, and its bitmap as two words of 32 bits.
+  local function bits_of(row, id, entry)
+    if row.tail == '' and #row.text > LONG and not entry then return nil, nil, 0, 0 end
+    local name = ' ' .. id .. ':'
+    local first, last = find(row.text, name, row.at, true)
+    if not first and row.tail:find(name, 1, true) then
+      row.text, row.at, row.tail, row.has_new_head = row.text:sub(row.at) .. row.tail, 1, '', true
+      first, last = row.text:find(name, 1, true)
+    end
+    if not first then return nil, nil, 0, 0 end
+    local hex = match(row.text, '^%x*', last + 1)
+    return first, last + #hex, words_of(hex)
+  end
+
+  local function write_bits(row, id, first, last, low, high)
+    local bits = text_of(id, low, high)
+    if first then
+      row.text, row.at = row.text:sub(row.at, first - 1) .. bits .. row.text:sub(last + 1), 1
+      row.has_new_head = true
+    else
+      row.tail = row.tail .. bits
+    end
+    row.is_changed = true
+  end
+
+  -- Slots that no holder has and that are not among those `taken`, the lowest last. The first slot names the value, and
+  -- is never given away.
+  local function dead_slots(row, taken)
+    local dead, used, count = {}, {}, #row.slots / 17
+    if #row.text - row.at + #row.tail > DEAD then return dead end
+    for _, slot in ipairs(taken) do used[slot] = true end
+    for hex in (row.text:sub(row.at) .. row.tail):gmatch(':(%x+)') do
+      local low, high = words_of(hex)
+      for slot = 0, count - 1 do
+        if slot < 32 and has_bit(low, slot) or slot > 31 and has_bit(high, slot - 32) then used[slot] = true end
+      end
+    end
+    for slot = count - 1, 1, -1 do
+      if not used[slot] then dead[#dead + 1] = slot end
+    end
+    return dead
+  end
+
+  local function has_room(row)
+    return row.mark == '' and (#row.slots < 17 * slots_max or #dead_slots(row, {}) > 0)
+  end
+
+  local function key_at(part, i) return sub(part.slots, 17 * i - 16, 17 * i - 1) end
+
+  -- The next blocks of a part, from the i-th on, get slots at the end of the row: those of them that have none, as far as
+  -- there is room. Returns how many.
+  local function append(row, part, i, found)
+    local from = #row.slots / 17
+    local n = math.min(part.n - i + 1, slots_max - from)
+    if row.slots ~= '' then
+      local to = 1
+      while to < n and not slot_of(row, key_at(part, i + to)) do to = to + 1 end
+      n = math.min(n, to)
+    elseif key_at(part, i) ~= sub(KEYS[first_row + part.place], prefix, prefix + 15) then
+      row.slots = sub(KEYS[first_row + part.place], prefix, prefix + 15) .. '0' -- its head, also where nobody has that
+      return append(row, part, i, found)
+    end
+    row.slots = row.slots .. sub(part.slots, 17 * i - 16, 17 * (i + n - 1))
+    for more = 0, n - 1 do
+      found[i + more] = from + more
+      if row.index then row.index[key_at(part, i + more)] = from + more end
+    end
+    row.is_there, row.is_changed, row.has_new_head = true, true, true
+    return n
+  end
+
+  -- A dead slot is given to the i-th block of a part. False where there is none.
+  local function give_dead_slot(row, part, i, found)
+    local slot = table.remove(dead_slots(row, found))
+    if not slot then return false end
+    if row.index then
+      row.index[sub(row.slots, 17 * slot + 1, 17 * slot + 16)] = nil
+      row.index[key_at(part, i)] = slot
+    end
+    row.slots = sub(row.slots, 1, 17 * slot) .. sub(part.slots, 17 * i - 16, 17 * i) .. sub(row.slots, 17 * slot + 18)
+    found[i] = slot
+    row.is_there, row.is_changed, row.has_new_head = true, true, true
+    return true
+  end
+
+  -- The slots of a part's blocks. To store, a block that has none gets one, and the list ends at the first that gets
+  -- none; else it is false.
+  local function slots_of(row, part, is_store)
+    local found, i = {}, 1
+    local at = row.slots ~= '' and find(row.slots, part.slots, 1, true)
+    if at and at % 17 == 1 then -- mostly a row has its blocks in their order
+      for block = 1, part.n do found[block] = (at - 1) / 17 + block - 1 end
+      return found
+    end
+    if part.n > 3 and row.slots ~= '' then make_index(row) end
+    while i <= part.n do
+      local slot = slot_of(row, key_at(part, i))
+      if slot or not is_store then
+        found[i] = slot or false
+        i = i + 1
+      elseif row.mark ~= '' then
+        return found
+      elseif #row.slots < 17 * slots_max then
+        i = i + append(row, part, i, found)
+      elseif give_dead_slot(row, part, i, found) then
+        i = i + 1
+      else
+        return found
+      end
+    end
+    return found
+  end
+
+  -- The entry with the engine hashes of the first n blocks of a part in their slots.
+  local function merged(entry, part, found, n)
+    local body = entry or ''
+    if #body % 8 == 1 then body = sub(body, 18) elseif #body % 8 > 1 then body = '' end
+    local i = 1
+    while i <= n and (part.hashes ~= '' or body ~= '') do
+      local from, slot = i, found[i]
+      while i < n and found[i + 1] == found[i] + 1 do i = i + 1 end
+      local hashes = part.hashes ~= '' and sub(part.hashes, 8 * from - 7, 8 * i) or UNKNOWN:rep(i - from + 1)
+      local count = #body / 8
+      if count == slot then
+        body = body .. hashes
+      elseif count < slot then
+        body = body .. UNKNOWN:rep(slot - count) .. hashes
+      else
+        body = sub(body, 1, 8 * slot) .. hashes .. sub(body, 8 * (slot + i - from + 1) + 1)
+      end
+      i = i + 1
+    end
+    return part.namespace == '' and body or part.namespace .. ':' .. body
+  end
+
+  local function mark_piece(piece, mark)
+    if piece.mark ~= mark then piece.mark, piece.is_changed, piece.has_new_head = mark, true, true end
+    if mark == '' and is_empty(piece) then delete(piece) end
+  end
+
+  -- nil where the branch row of the part is there or may be made; else the verdict.
+  local function refused(part)
+    if part.branch == 0 or open(part.branch).is_there then return nil end
+    local key, piece = part.slots:sub(1, 16), open_piece(part.row)
+    if slot_of(piece, key) or has_room(piece) then return 'row' end
+    local name = KEYS[first_row + part.branch]:sub(prefix)
+    if name:sub(1, 16) ~= key then return 'branch' end
+    count_branches(KEYS[first_row + part.row]:sub(prefix), 1)
+    mark_piece(open_piece(part.row, true), '+')
+    return nil
+  end
+
+  -- Verdict, and how many blocks of the part are stored.
+  store = function(part)
+    local verdict = refused(part)
+    if verdict then return verdict, 0 end
+    local row, id, entry = open(part.place), ARGV[10 + part.holder], fields[part.holder][part.field]
+    local found = slots_of(row, part, true)
+    local n = #found
+    if n > 0 then
+      local first, last, low, high = bits_of(row, id, entry)
+      local low_before, high_before = low, high
+      for i = 1, n do
+        local slot = found[i]
+        if slot < 32 then
+          if low % POWER[slot + 1] < POWER[slot] then low = low + POWER[slot] end
+        elseif not has_bit(high, slot - 32) then
+          high = high + POWER[slot - 32]
+        end
+      end
+      if low ~= low_before or high ~= high_before then write_bits(row, id, first, last, low, high) end
+      set_field(part.holder, part.field, merged(first and entry, part, found, n))
+    end
+    return n < part.n and 'branch' or 'applied', n
+  end
+
+  remove = function(part)
+    local row, id, entry = open(part.place), ARGV[10 + part.holder], fields[part.holder][part.field]
+    local first, last, low, high = bits_of(row, id, entry)
+    if not first then return set_field(part.holder, part.field, false) end
+    for _, slot in ipairs(slots_of(row, part, false)) do
+      if slot and slot < 32 then
+        if has_bit(low, slot) then low = low - POWER[slot] end
+      elseif slot and has_bit(high, slot - 32) then
+        high = high - POWER[slot - 32]
+      end
+    end
+    write_bits(row, id, first, last, low, high)
+    if low > 0 or high > 0 then return end
+    set_field(part.holder, part.field, false)
+    if not is_empty(row) then return end
+    if part.branch == 0 then
+      if row.mark == '' then delete(row) end
+    else
+      delete(row)
+      if count_branches(KEYS[first_row + part.row]:sub(prefix), -1) == 0 then mark_piece(open_piece(part.row, true), '') end
     end
   end
-  write_bits(row, id, first, last, low, high)
-  if low > 0 or high > 0 then return end
-  set_field(part.holder, part.field, false)
-  if not is_empty(row) then return end
-  if part.branch == 0 then
-    if row.mark == '' then delete(row) end
-  else
-    delete(row)
-    if count_branches(KEYS[first_row + part.row]:sub(prefix), -1) == 0 then mark_piece(open_piece(part.row, true), '') end
-  end
 end
+
+-- ---- decide ------------------------------------------------------------------------------------------
 
 local function write_copies(part, n)
   if part.copies == '' then return end
@@ -540,18 +609,23 @@ local function write_copies(part, n)
     i = i + 1
     if i > n then return end
     if value ~= '' then
-      set_field(part.holder, '*' .. key_at(part, i), value ~= '0' and value)
+      set_field(part.holder, '*' .. sub(part.slots, 17 * i - 16, 17 * i - 1), value ~= '0' and value)
     end
   end
 end
 
 local verdict, done, offset = 'applied', 0, 0
+local is_news = commit ~= '' or first_event < first_seq - 1
 local moved, moved_to = {}, {} -- of each engine hash: the seq and the position of its last block
 for _, part in ipairs(parts) do
-  if not part.is_done then
-    local n = part.n
+  local seq, mark, n = part.seq, marks[part.holder], part.n
+  local is_done = watermark and seq <= watermark or seq < mark.seq or seq == mark.seq and part.last <= mark.position
+  if not is_done then
+    is_news = true
     if part.kind ~= WRITE_COPIES and part.place > rows_read then break end
     if part.kind ~= WRITE_COPIES and not note(part) then
+      if whole_read > 0 and whole_read + bytes_read > bytes_max and is_cut_off[part.place] then break end
+      if not store then prepare() end
       if part.kind == STORE then verdict, n = store(part) else remove(part) end
     end
     write_copies(part, n)
@@ -563,17 +637,16 @@ for _, part in ipairs(parts) do
   end
   done = done + 1
 end
+if not is_news then return {'applied', done, 0, calls} end -- the call came late, after others
 
 -- ---- write -------------------------------------------------------------------------------------------
 
 -- First a write that changes next to nothing: where Redis refuses writes (out of memory, read-only), it refuses this
 -- one, and nothing has been done by halves.
 calls = calls + 1
-if highest > (tonumber(seen[2] or 0) or 0) then
-  redis.call('HSET', fence, 'calls:' .. publisher, format('%.0f', calls), 'holder', format('%.0f', highest))
-else
-  redis.call('HSET', fence, 'calls:' .. publisher, format('%.0f', calls))
-end
+local counted = {'calls:' .. publisher, format('%.0f', calls)}
+if highest then counted[3], counted[4] = 'holder', format('%.0f', highest) end
+redis.call('HSET', fence, unpack(counted))
 
 -- Lists for commands that take many names; a long one goes in several calls.
 local function call_all(command, key, list)
@@ -588,11 +661,16 @@ for head, count in pairs(counts) do
 end
 
 local pairs_, gone = {}, {}
-for i in pairs(notes) do
-  finish(i)
-  pairs_[#pairs_ + 1] = KEYS[first_row + i]
-  pairs_[#pairs_ + 1] = values[i]
+for i in pairs(notes) do finish(i) end
+for i in pairs(written) do
+  if values[i] then
+    pairs_[#pairs_ + 1] = KEYS[first_row + i]
+    pairs_[#pairs_ + 1] = values[i]
+  else
+    gone[#gone + 1] = KEYS[first_row + i]
+  end
 end
+for i, bits in pairs(appended) do redis.call('APPEND', KEYS[first_row + i], bits) end
 for i, row in pairs(rows) do
   local key = KEYS[first_row + i]
   if row.is_changed and not row.is_there then
@@ -630,7 +708,12 @@ if verdict == 'branch' then return {'branch', done, offset, calls} end
 if verdict == 'row' then return {'row', done, 0, calls} end
 if done < #parts then return {'applied', done, 0, calls} end
 if record then
-  for i = first_event, first_seq - 2, 2 do redis.call('HSET', record, 'event:' .. ARGV[i], ARGV[i + 1]) end
+  local moves = {}
+  for i = first_event, first_seq - 2, 2 do
+    moves[#moves + 1] = 'event:' .. ARGV[i]
+    moves[#moves + 1] = ARGV[i + 1]
+  end
+  call_all('HSET', record, moves)
   if commit ~= '' then
     redis.call('HSET', record, 'watermark', commit, 'ts', ARGV[4], 'newest_ts', ARGV[5], 'digest', ARGV[6])
   end

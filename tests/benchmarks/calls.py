@@ -66,18 +66,22 @@ class Engine:
 
     async def store(self, chains: Sequence[Sequence[int]], *, above: int | None = None, rank: int = 0) -> None:
         """Chains that begin at the root, or after a block of this engine."""
-        await self._apply(chains, above, rank, is_store=True)
+        await self._apply([(above, chain) for chain in chains], rank, is_store=True)
+
+    async def go_on(self, tails: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Chains, each after a block of this engine."""
+        await self._apply(tails, 0, is_store=True)
 
     async def remove(self, chains: Sequence[Sequence[int]], rank: int = 0) -> None:
-        await self._apply(chains, None, rank, is_store=False)
+        await self._apply([(None, chain) for chain in chains], rank, is_store=False)
 
-    async def _apply(self, chains: Sequence[Sequence[int]], above: int | None, rank: int, *, is_store: bool) -> None:
+    async def _apply(self, chains: Sequence[tuple[int | None, Sequence[int]]], rank: int, *, is_store: bool) -> None:
         owned, holder = self._owned, self._owned.holders[rank]
         self._seq += 1
         owned.memory.begin(holder, rank)
         placer = Placer(owned.memory, owned.grant.shards)
         parts, position = placer.begin_batch(self._seq), 1
-        for chain in chains:
+        for above, chain in chains:
             if is_store:
                 parent = None if above is None else owned.memory.held_block(holder, above)
                 hashes = [~key & (2**64 - 1) for key in chain]

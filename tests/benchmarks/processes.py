@@ -136,14 +136,17 @@ def running(folder: Path, name: str, *command: str, **environ: str) -> Iterator[
 
 
 @contextmanager
-def redis_server(folder: Path) -> Iterator[RedisServer]:
-    """A fresh redis-server (or valkey-server) on a unix socket, without persistence."""
+def redis_server(folder: Path, *inside: str) -> Iterator[RedisServer]:
+    """A fresh redis-server (or valkey-server) on a unix socket, without persistence; ``inside`` may be valgrind."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         raise SystemExit("no redis-server on PATH")
     path = folder / f"redis-{unused_port()}.sock"
     options = ("--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no", "--dir", str(folder))
-    with running(folder, path.stem, program, *options) as process, redis.Redis(unix_socket_path=str(path)) as client:
+    with (
+        running(folder, path.stem, *inside, program, *options) as process,
+        redis.Redis(unix_socket_path=str(path)) as client,
+    ):
 
         def is_up() -> bool:
             try:

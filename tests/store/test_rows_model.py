@@ -31,25 +31,52 @@ DEFECTS = {
         "local from, slot = i, found[i]",
         "local from, slot = i, i - 1",
     ),
-    "a block that is noted may be there": ("apply_rows", "if at or slot >= slots_max or", "if slot >= slots_max or"),
+    "a block may be noted twice": ("apply_rows", "if find(noted.slots, key, 1, true) then return false end", ""),
+    "a noted run may be across the border of two slots": ("apply_rows", "if not at or at % 17 ~= 1 or", "if not at or"),
     "the engine hash of a noted block is not kept": (
         "apply_rows",
-        "noted.hashes .. hashes, slot",
-        "noted.hashes, slot",
+        "noted.hashes .. hashes, true",
+        "noted.hashes, true",
     ),
-    "a noted removal leaves a holder without blocks": (
+    "a noted engine hash is not at its slot": (
         "apply_rows",
-        "if low == 0 and high == 0 then return false end",
+        "or hashes ~= '' and noted.length + #noted.hashes ~= 8 * from then",
+        "then",
+    ),
+    "a noted removal leaves a mark or a branch row": (
+        "apply_rows",
+        "if not is_left and (noted.is_marked or part.branch > 0) then return false end",
         "",
     ),
-    "a row is cut up without what is noted": ("apply_rows", "if notes[i] then settle(i) end", ""),
+    "a branch row is made of a block that the row has": (
+        "apply_rows",
+        "mark % 17 ~= 1 or find(head, key, 1, true) then",
+        "mark % 17 ~= 1 then",
+    ),
+    "a row is cut up without what is noted": ("apply_rows", "if notes[i] then finish(i) end", ""),
+    "another holder is noted in the note of one": ("apply_rows", "noted.holder ~= part.holder or", ""),
+    "a long row is read again without what it got": (
+        "apply_rows",
+        "if appended[i] then values[i]",
+        "if false then values[i]",
+    ),
     "a mark stays after its branch rows": ("sweep_rows", "if row and row:byte(at) == 43 then", "if false then"),
 }
+
+LONG = "local LONG = 4096", "local LONG = 17 * tonumber(ARGV[8]) + 2"
+"""A row is long as soon as it has more than its slots."""
 
 
 @pytest.fixture(autouse=True)
 def kind(request: pytest.FixtureRequest) -> str:
     return "real" if "real" in request.node.name else "emulated"
+
+
+def change(monkeypatch: pytest.MonkeyPatch, name: str, right: str, wrong: str) -> None:
+    text = SCRIPTS[name].text
+    assert right in text
+    text = text.replace(right, wrong)
+    monkeypatch.setitem(SCRIPTS, name, Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest()))
 
 
 async def test_random_histories_agree_with_the_model(redis: Redis, kind: str) -> None:
@@ -62,18 +89,23 @@ async def test_random_histories_agree_with_the_model(redis: Redis, kind: str) ->
     assert [what for what in happened if not rows_model.seen.get(what)] == []
 
 
+async def test_random_histories_of_long_rows_agree_with_the_model(
+    redis: Redis, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(monkeypatch, "apply_rows", *LONG)
+    await run_histories(redis, range(HISTORIES[kind] // 2))
+
+
 @pytest.mark.parametrize("defect", DEFECTS)
 async def test_a_defect_of_a_script_is_caught(
     redis: Redis, kind: str, monkeypatch: pytest.MonkeyPatch, defect: str
 ) -> None:
     if kind == "emulated":
         pytest.skip("the real Redis is faster, and the scripts are the same")
-    name, right, wrong = DEFECTS[defect]
-    text = SCRIPTS[name].text
-    assert right in text
-    text = text.replace(right, wrong)
     monkeypatch.setattr(moves, "REFUSALS_MAX", 1000)
-    monkeypatch.setitem(SCRIPTS, name, Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest()))
+    change(monkeypatch, *DEFECTS[defect])
+    if "long" in defect:
+        change(monkeypatch, "apply_rows", *LONG)
     with pytest.raises(Exception) as caught:  # noqa: PT011
         await run_histories(redis, range(200))
     assert any(note.startswith("history ") for note in caught.value.__notes__)
