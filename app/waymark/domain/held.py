@@ -21,7 +21,7 @@ from waymark.domain.slices import Slices
 
 __all__ = ["FULL_MAX", "GONE_MAX", "HASHES_MAX", "FullPlaces", "HeldBlocks", "Left", "Spot"]
 
-GONE_MAX = 32_768
+GONE_MAX = 16_384
 """Hashes that are gone, of one rank. At least half as many are remembered: the last ones."""
 FULL_MAX = 8_192
 """Places that are known to be full."""
