@@ -35,8 +35,8 @@ def test_the_page_of_the_source_names_functions_and_metrics_as_they_are() -> Non
     for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", page):
         assert f"class {owner}" in source, owner
         assert f"def {name}(" in source, name
-    (metric,) = re.findall(r"`grep -rn (metrics\.\w+) app/waymark`", page)
-    assert metric in source
+    (metric,) = re.findall(r"`grep -rnw (\w+) app/waymark`", page)
+    assert f"metrics.{metric}" in source
 
 
 def test_the_page_of_capacity_holds_what_was_measured() -> None:

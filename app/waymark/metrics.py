@@ -84,7 +84,11 @@ class Metrics:
     )
     reservations = gauge("How many requests are under way, as this replica sees it.", over="max")
     reservations_expired = counter("How many reservations ran out that nobody had released.")
-    prefill_released = counter("How many reservations had their prefill released, by the event that ended it.", "by")
+    prefill_released = counter(
+        "How many reservations no longer count as prefill in the load of their target, by what showed it: "
+        "`index`, `estimate`, `caller` or `end`.",
+        "by",
+    )
     speculative_tokens = counter("How many tokens were expected at a target of a decision, beyond what it had.")
 
     prefix_routing_requests = counter(

@@ -47,7 +47,7 @@ async def test_a_worker_with_few_descriptors_reads_what_fits_and_leaves_the_rest
 
     await wait_until(has_all_that_fit, "the worker reads as many as fit", 20.0)
     assert (await metrics(few))["waymark_streams_left"] == ENGINES - fit
-    assert "streams wait for an ingest worker with room" in few.log
+    assert "no ingest worker has room for some streams" in few.log
     assert "Too many open files" not in few.log
 
     await start("ingest", redis_url, worker_id="many")

@@ -10,8 +10,8 @@ A fold is a list of consecutive batches that are applied together. An applier is
 - **waiting**: Redis is unavailable, and ``last_error`` says why. A patient applier, which applies a stream, repeats its
   call until Redis answers; Redis may therefore run a call twice. An applier that serves a request raises
   ``StoreUnavailable`` at once instead.
-- **over**: ``Fenced``, ``StoreUnavailable`` or a cancellation has left the applier. It may be ahead of Redis, so it is
-  discarded; the next applier reads the record.
+- **over**: ``Fenced``, ``StoreUnavailable`` or a cancellation has left the applier. The applier may be ahead of Redis.
+  So it is discarded, and the next applier reads the record.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _SHARDS_ASKED = 16
 
 
 class Fenced(Exception):
-    """Another worker has the stream, or Redis has lost writes of it. The state in this process is then invalid."""
+    """Another worker has the stream, or Redis has lost writes to it. In both cases the state here is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ class Applier:
         self._counts = Counts(resolver, counters, metrics)
         self._asked = 0
         self._has_singles = False
-        self._held = time.monotonic()
-        """When the lease was last taken or renewed."""
+        self._lease_at = time.monotonic()
+        """The time at which the lease was last taken or renewed."""
 
     def happened(self, kind: Kind, detail: str = "") -> None:
         """Note what has happened to the publisher, for people."""
@@ -246,7 +246,7 @@ class Applier:
 
     async def renew(self, seconds: float) -> None:
         """Renew the lease for ``seconds``, and check that Redis has lost no writes. Raises Fenced."""
-        self._held = time.monotonic()
+        self._lease_at = time.monotonic()
         if not await self.answered(lambda: self._store.leases.renew(self.grant, seconds)):
             raise Fenced
         others = range(1, self.grant.shards)
@@ -261,10 +261,10 @@ class Applier:
     async def _hold(self) -> None:
         """Renew the lease while a call waits: nothing else renews it during that time."""
         now = time.monotonic()
-        if now - self._held > self.grant.seconds / 4:
+        if now - self._lease_at > self.grant.seconds / 4:
             if not await self._store.leases.renew(self.grant, self.grant.seconds):
                 raise Fenced
-            self._held = now
+            self._lease_at = now
 
     async def _keep_lease(self) -> None:
         """Renew the lease in the middle of a long batch."""
@@ -273,7 +273,10 @@ class Applier:
 
     async def _lost(self) -> None:
         """End the life, because a shard has lost writes. The watermark, on another shard, does not show the loss."""
-        log.warning("redis has lost writes", extra=fields(stream=str(self.grant.claim.registration.name)))
+        log.warning(
+            "redis has lost writes; the stream begins a new life",
+            extra=fields(stream=str(self.grant.claim.registration.name)),
+        )
         await self.new_life()
         raise Fenced
 
@@ -284,7 +287,7 @@ class Applier:
         self.counters[MISSING] = self.resolver.unknown
 
     def miss(self, batches: int) -> None:
-        """Count the blocks of lost batches as missing: as many a batch as other batches of this stream stored."""
+        """Count the blocks of lost batches as missing: for each, the average of what this stream's batches stored."""
         stored, applied = self.counters["blocks_stored"], self.counters["batches"]
         self.resolver.missing += batches * stored // max(1, applied)
 

@@ -1,4 +1,4 @@
-"""Ends the generations of one stream that are over, and counts blocks if the group may have a limited number."""
+"""Ends the old generations of one stream, and counts blocks if the number of blocks in the group is bounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bounding:
         self._noted = 0.0
 
     def begin_fold(self) -> None:
-        """The clock by which a generation is closed goes on between folds only."""
+        """Begin a fold. The clock by which generations are closed stands still until the next one."""
         self._resolver.generations.now = int(1000 * time.time())
 
     async def check(self, *, at_once: bool = False) -> None:

@@ -1,8 +1,8 @@
 """Keeps the block memories of publishers between requests of ``POST /events``.
 
-A request holds the lease of its publisher only while it applies. What it knows at its end is whole only until another
-process takes that lease, so a memory is bound to the lease and the record: the next lease has the next counter, the
-record says what it said, and every shard has had as many calls. Otherwise the request reads the blocks from Redis.
+A request holds the lease of its publisher only while it applies. A memory is valid only while no other process takes
+that lease. It is used again if three things are unchanged: the counter of the lease is the next one, the record has the
+same contents, and every shard has had the same number of calls. Otherwise the request reads the blocks from Redis.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class KeptMemories:
 
 
 def _is_same(before: StreamState, now: StreamState) -> bool:
-    """Whether the record says the same of the blocks; another one has lost writes, or is of another life."""
+    """Whether the record is the one that the memory was made with. Else Redis has lost writes, or a new life began."""
     if before.is_damaged or now.is_damaged:
         return False
     return (before.life, before.holders, before.event_ids, before.flags) == (

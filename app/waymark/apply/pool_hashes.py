@@ -1,7 +1,8 @@
-"""In a group with a pool: the engine hashes by which the pool's events name the blocks of the engines in front of it.
+"""Keeps engine hashes in groups with a pool, because the events of a pool name blocks by the hashes of its engines.
 
-The stream of an engine keeps what its hashes stand for. The stream of a pool looks hashes up, also while the pool sends
-nothing: an object that came before the report of its block is stored when the report is there.
+The stream of an engine keeps which blocks its hashes name. The stream of a pool looks hashes up, also while the pool
+sends nothing. If the pool reports an object before its engine has reported the block, the object is stored later, when
+the block is known.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class PoolHashes:
         self._write = keep
         self._keep_facts = keep_facts
         self._blocks: AsyncIterator[list[Reported]] | None = None
-        """Of those from before the pool was registered, the ones that are still to be kept."""
+        """Blocks from before the pool was registered, whose hashes are still to be kept."""
         self._pause, self._due, self._waited = _PAUSE_SECONDS[0], 0.0, 0
 
     async def find(self, batches: Sequence[Batch]) -> None:
@@ -65,8 +66,8 @@ class PoolHashes:
     async def keep(self, parts: Sequence[Part]) -> None:
         """Keep what the engine hashes of new blocks stand for.
 
-        It is done before the blocks are applied: a worker that takes over sends no block again that Redis has, so it
-        would not keep its hash either.
+        This is done before the blocks are applied. A worker that takes over does not send such blocks again, so it
+        would not keep their hashes.
         """
         if not self.is_wanted:
             return

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgpack
 
-from waymark.domain.media import BEST, MEDIA
+from waymark.domain.media import BEST, IN_EVERY_ANSWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def read_matches(answer: httpx.Response) -> Matches:
 def _of_tiers(row: dict[str, Any]) -> Match:
     """Each token counts at the fastest medium that its prefix reaches without a gap."""
     tiers = (row["gpu"], row["cpu"] - row["gpu"], row["disk"] - row["cpu"])
-    media = dict(zip((medium.name for medium in MEDIA), tiers, strict=True))
+    media = dict(zip(IN_EVERY_ANSWER, tiers, strict=True))
     return Match(row["longest_matched"], media, {int(rank): tokens for rank, tokens in row["dp"].items()})
 
 

@@ -110,7 +110,10 @@ def _result(call: Call[T], answer: httpx.Response) -> T:
         try:
             return call.read(answer)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Unavailable(f"{call.path} was answered by a server that is not Waymark") from error
+            raise Unavailable(
+                f"{call.path} was answered by a server that is not Waymark, or of another version "
+                f"({type(error).__name__}: {error})"
+            ) from error
     try:
         content = content_of(answer)
     except ValueError:

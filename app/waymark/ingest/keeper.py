@@ -44,7 +44,7 @@ class RegistrationKeeper:
         if not is_start:
             wanted = {each.name: each for each in seen} | wanted
             log.warning(
-                "redis has lost its data, publishers are registered again", extra=fields(publishers=len(wanted))
+                "redis has lost its data; publishers are registered again", extra=fields(publishers=len(wanted))
             )
         for name, registration in wanted.items():
             # At the start the file may move a publisher to another address; later, that is old news.
@@ -63,6 +63,6 @@ class RegistrationKeeper:
         except (Conflict, RecordDamaged) as exc:  # it says which of the two it is
             if registration.name not in self._refused:
                 self._refused.add(registration.name)
-                log.error("publisher is registered with other values", extra=fields(error=exc.sentence))
+                log.error("publisher cannot be registered", extra=fields(error=exc.sentence))
         else:
             self._refused.discard(registration.name)

@@ -283,7 +283,9 @@ class Life:
         assert self.order.watermark is not None
         missing = seq - self.order.watermark - 1
         self._passed["batches_lost"] += missing
-        log.warning("batches lost", extra=fields(stream=self.name, missing=missing, on_gap=self._on_gap))
+        log.warning(
+            "batches are lost, no replay has them", extra=fields(stream=self.name, missing=missing, on_gap=self._on_gap)
+        )
         if self._on_gap == "reset":
             await self.begin_anew("batches lost")
         else:
@@ -302,7 +304,9 @@ class Life:
         It never ends the life, whatever is set for gaps: the replay that follows would bring it again.
         """
         assert incoming.batch.lost is not None
-        log.warning("batch lost", extra=fields(stream=self.name, seq=incoming.seq, why=incoming.batch.lost))
+        log.warning(
+            "a batch above a ceiling is lost", extra=fields(stream=self.name, seq=incoming.seq, why=incoming.batch.lost)
+        )
         self._passed["batches_lost"] += 1
         self.reasons |= {BATCHES_LOST, OVER_CEILING}
         self.details[OVER_CEILING] = f"batch {incoming.seq}: {incoming.batch.lost}"
@@ -320,7 +324,7 @@ class Life:
     async def overflowed(self) -> None:
         """Frames were dropped for lack of room, and no replay can recover them."""
         if BUFFER_FULL not in self.reasons:
-            log.warning("frames dropped that no replay can recover", extra=fields(stream=self.name))
+            log.warning("frames were dropped, and no replay can recover them", extra=fields(stream=self.name))
         self.reasons.add(BUFFER_FULL)
         await self.distrust_counts()
 

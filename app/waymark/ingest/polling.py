@@ -181,7 +181,7 @@ class Poller:
         there = {claim.publisher for claim in claims}
         lost = [claim for claim in self._claims if claim.publisher not in there]
         if any(await self._for_each("put_back", lost, self._store.registry.put_back)):
-            log.warning("redis has lost registrations", extra=fields(publishers=len(lost)))
+            log.warning("redis has lost registrations; they are written again", extra=fields(publishers=len(lost)))
             claims = await self._store.directory.claims()
         return claims
 
@@ -251,7 +251,10 @@ class Poller:
         if bool(left) != self._are_some_left:
             self._are_some_left = bool(left)
             if left:
-                log.warning("streams wait for an ingest worker with room", extra=fields(streams=left))
+                log.warning(
+                    "no ingest worker has room for some streams; add ingest workers",
+                    extra=fields(streams=left),
+                )
             else:
                 log.info("every stream has an ingest worker again")
 

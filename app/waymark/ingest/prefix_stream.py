@@ -266,7 +266,7 @@ class PrefixStream:
     async def _report(self, status: StreamStatus) -> None:
         if status != self.status:
             about = fields(stream=self._name, status=status, reasons=sorted(self._reasons), error=self._source.error)
-            log.info("stream status", extra=about)
+            log.info("stream status changed", extra=about)
             self.status = status
         error = self._source.error or "; ".join(f"{reason}: {REASONS[reason]}" for reason in sorted(self._reasons))
         facts: Facts = {"status": status, "last_error": error, "last_event_id": self._last_event_id}

@@ -132,7 +132,9 @@ class StreamRunner:
         claim = running.claim
         applier, state = await self._resumed(grant, running.foreign_ranks)
         if state.watermark is not None and grant.has_lost(state.shard_calls):
-            log.warning("redis has lost writes", extra=fields(stream=str(claim.registration.name)))
+            log.warning(
+                "redis has lost writes; the stream begins a new life", extra=fields(stream=str(claim.registration.name))
+            )
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
         options = self._options

@@ -199,7 +199,8 @@ class Stream:
         self._reported = now
         if status != self.status:
             log.info(
-                "stream status", extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons))
+                "stream status changed",
+                extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons)),
             )
             self.status = status
         await self._reporter.report(status, self._problem)
@@ -314,7 +315,10 @@ class Stream:
         try:
             outcome = await self._replaying.run(endpoint, is_unbroken=lambda: self._is_unbroken, needed_by=needed_by)
         except (InvalidValue, OSError) as exc:
-            log.warning("replay not possible", extra=fields(stream=life.name, error=str(exc)))
+            log.warning(
+                "a replay cannot be requested; missing batches stay missing",
+                extra=fields(stream=life.name, error=str(exc)),
+            )
             outcome = CatchUpResult.SILENT
         is_other_life = life.begun != begun
         if is_other_life and not self._is_unbroken:

@@ -63,7 +63,7 @@ class UnclaimedWatch:
                 if await self._store.unclaimed.end(seat):
                     self._metrics.publishers_unclaimed.inc()
                     about = fields(group=entry.group_id, publisher=seat.publisher)
-                    log.warning("publisher without a registration ended", extra=about)
+                    log.warning("removed a publisher that has no registration", extra=about)
 
     def _next(self, share: Sequence[GroupEntry]) -> GroupEntry | None:
         """The group after the last one; None if there is none."""

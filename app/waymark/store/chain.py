@@ -48,7 +48,7 @@ class _Piece:
 
 
 class Chain:
-    """``ask``, ``take`` and ``settle`` are called in turn, after ``begin``, until the chain is over."""
+    """``ask``, ``take`` and ``settle`` are called in turn, after ``begin``, until the whole chain is looked up."""
 
     def __init__(self, source: KeySource, hot: HotRows) -> None:
         self._source = source
@@ -86,7 +86,7 @@ class Chain:
         return min(PIECE_BLOCKS * len(self._rows), len(self._keys) // KEY_BYTES)
 
     def ask(self, pieces: int, now: float) -> Asked:
-        """What to read next: the branch rows of open blocks, and the rows of so many more pieces, except hot ones."""
+        """What to read: the branch rows of open blocks, and the rows of ``pieces`` more pieces, but no hot rows."""
         self._beside_asked = []
         for piece, blocks in self._open:
             self._ask_beside(piece, blocks)
@@ -121,7 +121,7 @@ class Chain:
                     self._hot.keep(self._entry.group_id, self._head(piece), value, now)
 
     def settle(self) -> tuple[Runs, bool]:
-        """The runs that have become certain since the last call, and whether the chain is over."""
+        """The runs that have become certain since the last call, and whether the whole chain is looked up."""
         certain: Runs = []
         self._open = []
         self._is_at_end = False

@@ -60,9 +60,9 @@ class Claim:
     group_id: int
     shards: int
     is_leaving: bool = False
-    """The publisher is being unregistered or moved. Any process that reads this finishes it, also after a crash."""
+    """The publisher is being unregistered or moved. Any process that reads the claim finishes that."""
     successor: Registration | None = None
-    """Of a publisher that moves: the registration that replaces this one. The name stays taken meanwhile."""
+    """If the publisher moves: the registration that will replace this one. Until then the name stays taken."""
     raw: bytes = b""
     """The bytes in Redis; the claim is replaced only if Redis still has these bytes."""
 
@@ -231,7 +231,7 @@ def encode_holder(holder: Holder) -> bytes:
 
 
 def holders_of(held: Mapping[bytes, bytes], publisher: int) -> list[int]:
-    """The ids of a publisher's holders in a table, without those that cannot be read, which count for nobody."""
+    """The ids of a publisher's holders in a table. Holders that cannot be read are left out."""
     found: list[int] = []
     for name, value in held.items():
         if name.isdigit():

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Packing(AbstractConnection):
-    """A connection that packs commands in C. The loop of redis-py takes as long as the rest of a batch."""
+    """A connection that packs commands in C. To pack a batch in redis-py takes half of the time of the batch."""
 
     def pack_command(self, *args: Any) -> list[bytes]:
         if " " in args[0]:  # SCRIPT LOAD and the like are two words on the wire

@@ -121,7 +121,7 @@ def _entry(value: bytes) -> GroupEntry:
 
 
 def _tenant_of(field: bytes) -> str | None:
-    """The tenant in a publisher's field; None for another field, which is counted when its value is read."""
+    """The tenant in a field that names a publisher; None for any other field, which the parser reports."""
     try:
         tenant_id = names_of(field, (3, 4), "it")[1]
     except Malformed:

@@ -38,7 +38,10 @@ class Entries:
         self._scripts = scripts
 
     async def note(self, grant: Grant, blocks: Mapping[int, int], max_entries: int) -> GroupEntries | None:
-        """Write the blocks of a publisher's holders, and choose a cut if no other worker may. None if fenced."""
+        """Write how many blocks a publisher's holders have. Choose a cut unless another worker is choosing one.
+
+        None if fenced.
+        """
         noted = await self._note(grant, blocks, max_entries)
         if noted is None:
             return None
@@ -76,7 +79,7 @@ class Entries:
 
 
 def _cut(held: Mapping[bytes, bytes], max_entries: int) -> int | None:
-    """The id up to which holders end, so that the group has no more than ``max_entries``; None where it has no more."""
+    """The highest id of the holders that must end, so that ``max_entries`` is met; None if the group is within it."""
     holders: list[tuple[int, int]] = []
     for field, value in held.items():
         if field.isdigit():

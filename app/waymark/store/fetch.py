@@ -45,7 +45,7 @@ class _Command(NamedTuple):
 
 
 class _Replies(Replies):
-    """Reads the replies to commands and checks their form, which differs if a connection is out of step.
+    """Reads the replies to commands and checks their form: another form is a reply to another command.
 
     ``sizes`` has the number of values of each command, 0 for the version's.
     """

@@ -16,7 +16,7 @@ class FirstTokenTimes:
         self._client = client
 
     async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, FirstTokens]:
-        """The sums of those of ``publishers`` that have any, by publisher id."""
+        """By publisher id, the sums of each of ``publishers`` that has some."""
         if not publishers:
             return {}
         names = [keys.first_tokens(group_id, publisher) for publisher in publishers]

@@ -2,7 +2,7 @@
 
 During the move each key is on one of the two nodes, and Redis refuses commands with several keys with TRYAGAIN. A move
 takes minutes if a group has a million blocks. Redis never refuses a GET: the old node has the key, or answers ASK, and
-then the new node has it.
+then the new node has it. Therefore this module reads single keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Pipeline = Callable[[Endpoint, Sequence[Sequence[Any]]], Awaitable[list[Any]]]
 
 
 async def read_singly(pipeline: Pipeline, owner: Endpoint, keys: Sequence[Any]) -> list[bytes | None]:
-    """As MGET: one pipeline to ``owner``, and one to each node that ASK names. Raises the first error."""
+    """Do what MGET does, by one pipeline to ``owner`` and one to each node that ASK names. Raises the first error."""
     values = await pipeline(owner, [("GET", key) for key in keys])
     asked: dict[Endpoint, list[int]] = {}
     for i, value in enumerate(values):

@@ -62,7 +62,7 @@ class Health:
     """The health of Redis, as INFO showed it last."""
 
     is_up: bool = False
-    """Redis answered the last time, and was not loading its data."""
+    """Redis answered when it was last asked, and was not loading its data."""
     primaries: tuple[Primary, ...] = ()
     warnings: Mapping[Reason, str] = field(default_factory=dict)
     """By reason, a sentence with the consequence and the remedy."""

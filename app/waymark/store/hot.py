@@ -1,9 +1,9 @@
 """Hot rows: values that a replica keeps for a short time.
 
 Each row of a long shared system prompt has hundreds of holders, and every query reads these rows. A copy that is a
-moment old is good enough: a holder that has ended since is no longer in the holder table, and a new holder counts a
-moment later. A marked row with few holders is kept, too, but only as a hint: the query reads the row again, and in the
-same request the branch rows of the blocks that the copy did not list.
+moment old is good enough: readers ignore a holder that has ended since, and miss a new holder for that moment only.
+A marked row with few holders is kept, too, but only as a hint. The query reads that row again, and in the same request
+the branch rows of the blocks that the copy did not list.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROW_BYTES = 300
 
 
 def is_crowd(run: tuple[bytes, int]) -> bool:
-    """Whether blocks with these holders are in a hot row."""
+    """Whether so many holders make a row hot."""
     return run[0].count(b" ") >= _HOLDERS_MIN - 1
 
 

@@ -63,14 +63,14 @@ class Grant:
     above: int
     """The highest holder id seen on any shard when the fence was raised."""
     calls: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """By shard, how many calls of the stream it has acknowledged. A shard that has fewer has lost writes."""
+    """By shard, how many calls of the stream it acknowledged. If its own number is smaller, it has lost writes."""
     moved_shards: set[int] = field(default_factory=set, compare=False, repr=False)
     """The shards other than 0 whose number of calls is not in the record yet; the next watermark writes it."""
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
     seconds: float = 0.0
     """How long the lease lasts unless it is renewed."""
     is_forgotten: bool = False
-    """A shard had no token of the publisher. If the publisher has a life, that shard has come back empty."""
+    """A shard had no token of the publisher: the publisher is new, or the shard has come back empty."""
 
     def acknowledged(self, shard: int, calls: int) -> None:
         """Note that a shard has answered a call. Answers to calls that ran at the same time come in any order."""
@@ -202,10 +202,10 @@ class Leases:
             await self._forget(grant.claim)
 
     async def _forget(self, seat: Seat) -> None:
-        """Delete the fences of a publisher without a record; no worker holds a valid token of it.
+        """Delete the fences of a publisher without a record; no worker has a valid token of it.
 
-        A fence remains if the publisher ended after its lease was taken and before the fence was raised, or if a
-        worker stopped in between.
+        There are such fences if the publisher ended, or a worker stopped, between taking the lease and raising the
+        fence.
         """
         await asyncio.gather(
             *(
@@ -219,9 +219,9 @@ class Leases:
         return await self.end_seat(grant.claim, grant.token)
 
     async def end_seat(self, seat: Seat, token: str, *, only_unclaimed: bool = False) -> bool:
-        """End the publisher under a token. False if fenced.
+        """End the publisher under a token.
 
-        With ``only_unclaimed`` False also if its record is not marked ``unclaimed`` (any more).
+        False if fenced. If ``only_unclaimed`` is set, also False if the record is not marked ``unclaimed``.
         """
         outcome = await self._end(seat, token, "unclaimed" if only_unclaimed else "")
         if not outcome.is_applied:

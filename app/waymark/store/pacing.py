@@ -2,8 +2,8 @@
 
 All ingest workers together keep a bounded number of blocks under way at each server, and each worker has an equal
 share. Further calls wait in the worker, in order of arrival, where they delay no query. A worker whose share is smaller
-than one call pauses after each call. The share shrinks while calls take much longer than the fastest recent ones,
-which shows that Redis is busy.
+than one call pauses after each call. The share shrinks while calls take much longer than the fastest recent
+ones, because Redis is busy then.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class ReadConnection(asyncio.Protocol):
             self._look_at(min([self._heard + self._silent_seconds, *untils]))
 
     def _fail_late(self, now: float) -> bool:
-        """Fail the questions that are late. Return whether one of them precedes all that are still waited for."""
+        """Fail the questions that are late. Return whether the oldest open question was late."""
         is_waited_for = is_lost = False
         for question in self._questions:
             if question.answer.done():

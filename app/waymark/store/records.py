@@ -95,7 +95,7 @@ class Facts(TypedDict, total=False):
     """Why the stream is degraded, or has failed; a sentence."""
     flags: str
     """Flags of this life, with blanks between. A flag is written before the batch that raises it is applied, so a
-    worker that takes over applies that batch under the same flag. A flag in excess only makes a stream more careful."""
+    worker that takes over applies that batch under the same flag. A flag that is not needed does no harm."""
     main_groups: str
     """The KV-cache group whose blocks are indexed: the group of the first stored event with tokens."""
     last_event_id: str
@@ -180,7 +180,9 @@ class Records:
         above: int,
         nonce: str | None = None,
     ) -> list[int] | None:
-        """End the holders of ``unit`` ('*', a name, a name's beginning, or '' for none) and begin those of ``begin``.
+        """End the holders that ``unit`` names, and then begin the holders in ``begin``.
+
+        ``unit`` is '*' for all, the name of a holder, the beginning of names, or '' for none.
 
         Returns the ids of the holders that began, in order; None if fenced. With ``is_restart`` the stream has no
         watermark afterwards. A caller that repeats a call whose reply was lost passes the same ``nonce``; the change

@@ -125,7 +125,7 @@ class Registry:
     async def set_weight(self, name: PublisherName, weight: float) -> bool:
         """Change the weight of a target and nothing else; False if the name is not registered.
 
-        Raises Conflict, with the field, if its weight is given elsewhere: there, a change would be undone.
+        Raises Conflict, with the field, if discovery or the file of publishers sets the weight: it would set it again.
         """
         for _ in range(_ATTEMPTS):
             claim = await self._directory.claim(name)
@@ -209,13 +209,17 @@ class Registry:
     async def begin(self, claim: Claim) -> bool:
         """Write the record and the row of a claim, if they are missing.
 
-        False if the claim is not in Redis any more, or has an id that is another claim's: then it gets new ids here.
+        False if the claim is not in Redis any more, or has an id that is another claim's. In the second case the claim
+        gets new ids.
         """
         if await self._is_begun(claim):
             return True
         now = await self._directory.claim(claim.registration.name)
         if now is not None and now.raw == claim.raw and not now.is_leaving:
-            log.warning("a registration gets new ids", extra=fields(stream=str(claim.registration.name)))
+            log.warning(
+                "the ids of a registration are those of another one; it gets new ids",
+                extra=fields(stream=str(claim.registration.name)),
+            )
             await self._end(claim)
             await self._claim_anew(claim.registration, claim)
         return False
@@ -265,9 +269,9 @@ class Registry:
     async def put_back(self, claim: Claim) -> bool:
         """Write a claim again if Redis has lost it; return whether Redis had lost it.
 
-        ``unregister`` deletes the record before the claim. So Redis has lost a claim whose record still exists: with
-        its last writes, or with a primary of a Cluster that came back empty. Without the claim no call would end the
-        publisher, and answers would count its blocks permanently.
+        ``unregister`` deletes the record before the claim. So if a record exists without a claim, Redis has
+        lost the claim: its last writes were lost, or a primary of a Cluster came back empty. Without the claim no call
+        would end the publisher, and answers would count its blocks permanently.
         """
         name = claim.registration.name
         if await self._client.hget(keys.record(claim.group_id, claim.publisher), "name") != keys.publisher_field(name):
@@ -284,8 +288,8 @@ class Registry:
     async def unregister(self, names: Sequence[PublisherName]) -> list[PublisherName]:
         """Remove publishers, and return those that were registered. Answers no longer count their blocks afterwards.
 
-        Redis may have lost the claim of a name that is not registered. ``restore`` does not register such a name any
-        more. Raises Conflict if a registration cannot be read; nothing changes then.
+        A name without a registration is noted, too, because Redis may have lost its claim: ``restore`` then does not
+        register it again. Raises Conflict if a registration cannot be read; nothing changes then.
         """
         found = [(name, await self._directory.claim(name)) for name in names]
         claims = [claim for _, claim in found if claim is not None]
@@ -313,8 +317,8 @@ class Registry:
     async def clear(self, claim: Claim) -> bool:
         """End the life of a publisher: answers count none of its blocks or prefixes any more. False if it is gone.
 
-        The worker that applies its stream loses the lease and takes it again: a stream with a replay endpoint starts
-        over from there, and others go on with what comes.
+        The worker that applies its stream loses the lease and takes it again. With a replay endpoint the stream replays
+        all batches; without one it continues with the next batch.
         """
         grant = await self._leases.take(claim, "clear", 5.0, force=True)
         if grant is None:

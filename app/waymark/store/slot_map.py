@@ -52,7 +52,7 @@ class SlotMap:
         self._read_after = 0.0
 
     def is_usable(self) -> bool:
-        """Whether there is a map, and it is not doubtful or too new to be read again."""
+        """Whether there is a map that is not doubtful, or that was read too recently to be read again."""
         is_new = asyncio.get_running_loop().time() < self._read_after
         return bool(self._shards) and (is_new or not self._is_doubtful)
 

@@ -1,8 +1,8 @@
 """Speculative entries: which target recently got a prompt with this prefix, and will have its blocks soon.
 
 A prompt has a few entries, which are small keys that expire. They are at a few depths, each a third or a half greater
-than the one before, and at the last block of the prompt. ``reserve`` writes them. The depth that an entry shows for two
-prompts is never more than their common prefix and, from eight common blocks on, never less than two thirds of it.
+than the one before, and at the last block of the prompt. ``reserve`` writes them. If two prompts
+share n blocks, and n is at least 8, the deepest entry that both have is at a depth of 2n/3 to n.
 """
 
 from __future__ import annotations

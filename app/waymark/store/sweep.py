@@ -34,7 +34,7 @@ class Sweeper:
         self._metrics = metrics or Metrics()
 
     async def pick(self, entry: GroupEntry) -> int | None:
-        """Any dead holder of the group, or None. A member that is no holder id is deleted; None then, too."""
+        """A dead holder, or None. A member of ``dead`` that is no holder id is deleted, and gives None."""
         key = keys.dead(entry.group_id)
         member = await self._client.srandmember(key)
         if member is None:

@@ -109,7 +109,7 @@ class Takeover:
     ) -> list[_Block]:
         """Remember the blocks of these entries; return those whose engine hash seems to be that of another block.
 
-        An entry is read as a seq_hash until its copies say something else.
+        The engine hash of an entry counts as the seq_hash until the copies of the block show another.
         """
         late: list[_Block] = []
         rows = await self._rows(grant, shard, entries)

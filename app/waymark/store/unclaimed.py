@@ -43,7 +43,7 @@ class UnclaimedPublishers:
     async def end(self, seat: Unclaimed) -> bool:
         """End a publisher if it has no claim; return whether it has ended. Raises StoreUnavailable.
 
-        A registration that comes meanwhile wins. It writes its claim first and then begins, which removes the mark: so
+        A registration that comes meanwhile wins. A registration writes its claim first, and then removes the mark. So
         either this method finds the claim, or the script finds no mark.
         """
         record = keys.record(seat.group_id, seat.publisher)
