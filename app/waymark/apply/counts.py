@@ -69,12 +69,15 @@ class Counts:
         kinds = Counter[type]()
         rejected, ignored = Counter[str](), Counter[str]()
         for batch in batches:
-            if isinstance(batch.events, PlainEvents):
-                kinds.update({Stored: batch.events.stores, Removed: batch.events.removals})
+            if type(batch.events) is PlainEvents:
+                kinds[Stored] += batch.events.stores
+                kinds[Removed] += batch.events.removals
             else:
                 kinds.update(type(event) for event in batch.events if not event.part)
-            rejected.update(batch.rejected)
-            ignored.update(batch.ignored)
+            if batch.rejected:
+                rejected.update(batch.rejected)
+            if batch.ignored:
+                ignored.update(batch.ignored)
         for kind, count in (+kinds).items():
             counters[f"events.{kind.__name__.lower()}"] += count
             metrics.events.labels(type=kind.__name__.lower()).inc(count)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeAlias, cast
+from typing import Any, Final, Literal, Self, TypeAlias, cast
 
 from waymark import native
 from waymark.domain.keys import KEY_BYTES, pack, unpack
@@ -139,11 +139,12 @@ class PackedParts(Sequence[Part]):
 
 
 Parts: TypeAlias = list[Part] | PackedParts
+_IN_PYTHON: Final = (list, tuple)
 
 
 def packed(parts: Sequence[Part]) -> PackedParts | None:
     """The parts as those of the C module, if they are."""
-    return None if isinstance(parts, list | tuple) else cast("PackedParts", parts)
+    return None if isinstance(parts, _IN_PYTHON) else cast("PackedParts", parts)
 
 
 def joined(parts: Parts, others: Parts) -> Parts:

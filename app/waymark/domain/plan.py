@@ -116,7 +116,7 @@ class Planner:
         before = (frozenset(self.flags), self.main_group)
         seen = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids}
         for i, batch in enumerate(batches):
-            if isinstance(batch.events, PlainEvents):
+            if type(batch.events) is PlainEvents:
                 continue  # there is no clear among them
             for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
                 self._find_clears(plan, i, batch, start, seen)
@@ -128,7 +128,7 @@ class Planner:
         if self._generations:
             self._generations.begin_fold(lambda name: blocks_of(holders[name]) if name in kept else 0)
         for i, batch in enumerate(batches):
-            if isinstance(batch.events, PlainEvents):
+            if type(batch.events) is PlainEvents:
                 if batch.events.store is not None:
                     self._find_holder(plan, i, 0, batch, batch.events.store, batch.events.blocks, kept, names)
             else:

@@ -314,7 +314,7 @@ class Resolver:
     def _plain_run(self, plan: Plan, index: int, batch: Batch) -> _PlainRun | None:
         """What plain events of a batch share, if any of them can be resolved together with others."""
         events, planner = batch.events, self._planner
-        if not isinstance(events, PlainEvents) or self.memory.blocks + events.blocks > self._blocks_max:
+        if type(events) is not PlainEvents or self.memory.blocks + events.blocks > self._blocks_max:
             return None
         store, removal, namespace = events.store, events.removal, 0
         holders: list[int] = []

@@ -151,7 +151,7 @@ class _Events:
 
     def plain(self, plain: PlainBatch) -> Batch:
         """A batch of which every event is plain."""
-        if isinstance(plain.events, PlainEvents):
+        if type(plain.events) is PlainEvents:
             return self.batch(plain.ts, plain.rank, plain.events)
         self.events = [event for event in plain.events if not isinstance(event, tuple)]
         return self.batch(plain.ts, plain.rank)
