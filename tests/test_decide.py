@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
+from typing import cast
 
+import httpx
+import msgpack
 import pytest
 
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.decide import Options, simulate
 from tests.benchmarks.decide_books import Fast, Placed, Rules, Turns, as_answered
 from tests.benchmarks.decide_engines import PIECE_TOKENS, Engine, Job
+from tests.benchmarks.decide_live import Live
 from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up
 from tests.benchmarks.decide_run import run
+from tests.benchmarks.simulate_service import Waymark
 from waymark.routing.presets import preset
 
 
@@ -128,6 +134,24 @@ async def test_decisions_made_at_once_come_in_the_order_of_their_answers() -> No
 
     answers[2].set()
     assert await as_answered(map(decided, jobs)) == [(job, 7) for job in jobs[::-1]]
+
+
+@pytest.mark.parametrize("is_as_decided", [False, True])
+async def test_engines_get_requests_in_the_order_of_redis_where_that_is_asked_for(is_as_decided: bool) -> None:
+    waited = cycle([900, 0, 400])
+
+    def selected(request: httpx.Request) -> httpx.Response:
+        reservation = f"1.1.5.5.{'0' * 16}.{next(waited)}"
+        answer = {"target": {"instance_id": "engine-0"}, "reservation": reservation}
+        return httpx.Response(200, content=msgpack.packb(answer))
+
+    jobs = [Job(n, 0.0, 1, 1, ()) for n in range(3)]
+    async with httpx.AsyncClient(transport=httpx.MockTransport(selected), base_url="http://waymark") as client:
+        service = cast("Waymark", None)
+        live = Live(service, [client], "least-work", expects=False, is_as_decided=is_as_decided)
+        placed = await live.decide(0.0, jobs)
+    order = [each.job.number for each in placed]
+    assert order == ([1, 2, 0] if is_as_decided else [0, 1, 2])
 
 
 async def test_with_own_loads_a_replica_knows_nothing_of_the_others() -> None:

@@ -54,6 +54,7 @@ class Options:
     own_loads: bool = False
     together: bool = False
     live: bool = False
+    as_decided: bool = False
     peer: tuple[str, ...] = ()
     dynamo_python: str = sys.executable
 
@@ -117,7 +118,9 @@ async def _ours(options: Options, name: str, replicas: int, seed: int) -> Figure
         label += ", speculative"
     arrivals = options.arrivals(seed)
     if options.live:
-        async with live.ours(name, options.engines, replicas, options.speculative_ms > 0) as decider:
+        async with live.ours(
+            name, options.engines, replicas, options.speculative_ms > 0, is_as_decided=options.as_decided
+        ) as decider:
             return await run(label + ", live", arrivals, options.engines, decider, LAG_SECONDS)
     policy = preset(name)
     rules = Rules(
@@ -201,6 +204,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--own-loads", action="store_true", help="each replica knows its own decisions only")
     parser.add_argument("--together", action="store_true", help="arrivals of one instant are decided at once")
     parser.add_argument("--live", action="store_true", help="decide by replicas over HTTP, on a real Redis")
+    parser.add_argument(
+        "--as-decided",
+        action="store_true",
+        help="with --live, engines get requests in the order of Redis' decisions, not of the answers",
+    )
     parser.add_argument(
         "--peer",
         type=_words,

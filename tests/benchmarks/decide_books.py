@@ -54,8 +54,14 @@ class Decider(Protocol):
 
 
 async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[Placed]:
-    """Decisions that are made at once, in the order of their answers."""
-    return [await each for each in asyncio.as_completed(list(decisions))]
+    """Decisions that are begun in their order and made at once, in the order of their answers."""
+    answered: list[Placed] = []
+
+    async def answer(decision: Coroutine[Any, Any, Placed]) -> None:
+        answered.append(await decision)
+
+    await asyncio.gather(*map(answer, decisions))
+    return answered
 
 
 class Turns:

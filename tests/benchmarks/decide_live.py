@@ -28,6 +28,7 @@ from tests.conformance.services import process, until_up, unused_port
 from waymark.errors import InvalidValue
 from waymark.simulator import Encoder, SimulatedPublisher
 from waymark.simulator.wire import GPU, BlockRemoved, BlockStored, WireEvent
+from waymark.store.reservations import parse_reservations
 
 #: Constants of the peer, by the name of a run.
 KINDS: Mapping[str, Mapping[str, str]] = {
@@ -72,16 +73,30 @@ def packed_tokens(job: Job) -> bytes:
 class Live:
     """The replicas of a Waymark, in turn."""
 
-    def __init__(self, service: Waymark, clients: Sequence[httpx.AsyncClient], policy: str, *, expects: bool) -> None:
+    def __init__(
+        self,
+        service: Waymark,
+        clients: Sequence[httpx.AsyncClient],
+        policy: str,
+        *,
+        expects: bool,
+        is_as_decided: bool = False,
+    ) -> None:
+        """``is_as_decided``: engines get requests in the order of Redis, however long their answers took."""
         self._service = service
         self._clients = clients
         self._turns = cycle(clients)
         self._policy = policy
         self._expects = expects
+        self._is_as_decided = is_as_decided
         self._reservations: dict[int, str] = {}
 
     async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
-        return await as_answered(self._decide(next(self._turns), job) for job in jobs)
+        placed = await as_answered(self._decide(next(self._turns), job) for job in jobs)
+        if self._is_as_decided:
+            # No prefill ends meanwhile, so a reservation names the tokens of all earlier ones of its target.
+            placed.sort(key=lambda each: parse_reservations(self._reservations[each.job.number])[0].waited or 0)
+        return placed
 
     async def hear(self, changes: Sequence[Change]) -> None:
         for engine, events in events_of(changes).items():
@@ -115,7 +130,9 @@ class Live:
 
 
 @asynccontextmanager
-async def ours(policy: str, engines: int, replicas: int, is_speculative: bool) -> AsyncIterator[Live]:
+async def ours(
+    policy: str, engines: int, replicas: int, is_speculative: bool, *, is_as_decided: bool = False
+) -> AsyncIterator[Live]:
     """A Waymark with so many engines and replicas on an empty Redis."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
@@ -123,7 +140,7 @@ async def ours(policy: str, engines: int, replicas: int, is_speculative: bool) -
             started(folder, engines=engines, workers=1, replicas=replicas, environ=SETTINGS)
         )
         clients = [await stack.enter_async_context(_client(url)) for url in service.urls]
-        yield Live(service, clients, policy, expects=is_speculative)
+        yield Live(service, clients, policy, expects=is_speculative, is_as_decided=is_as_decided)
 
 
 class Peer:
