@@ -191,6 +191,27 @@ async def test_an_unregistered_target_gets_nothing_more_and_its_load_is_gone(ser
     assert "pod-1" not in await requests(replicas[1])
 
 
+async def test_a_target_that_has_died_gets_nothing_more_until_it_is_back(
+    redis_url: str, start: Start, engines: Engines
+) -> None:
+    replica, _ = await start("query", redis_url), await start("ingest", redis_url, publisher_timeout=1)
+    dying, _ = [await engines.open(replica, name) for name in ("pod-1", "pod-2")]
+    fields = engines.group | {"token_ids": list(range(40)), "reserve": False}
+    await dying.prefill(Prompt(tuple(range(40))))
+
+    async def is_picked(name: str) -> bool:
+        found: dict[str, Any] = await replica.post("/select", **fields)
+        return bool(found["target"]["instance_id"] == name)
+
+    await wait_until(lambda: is_picked("pod-1"), "the one that has the prompt is picked", 30.0)
+    await dying.publisher.down()
+    await wait_until(lambda: is_picked("pod-2"), "it is lost, so another one is picked", 30.0)
+    scores = (await replica.post("/score", **fields))["scores"]
+    assert [row["instance_id"] for row in scores] == ["pod-2"]
+    await dying.publisher.up()
+    await wait_until(lambda: is_picked("pod-1"), "it is back, and has what it had", 30.0)
+
+
 async def test_an_empty_redis_begins_with_no_load(server: RedisServer, start: Start) -> None:
     replica = await start("query", server.url)
     await register(replica, *PODS)

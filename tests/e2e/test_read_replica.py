@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from httpx import AsyncClient
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
@@ -77,3 +79,36 @@ async def test_what_is_written_to_the_primary_is_answered_from_the_replica(
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert (await client.get("/ready")).status_code == 503
         assert (await client.post("/register", json=body)).status_code == 200, "writing goes on"
+
+
+async def test_loads_and_reservations_are_those_of_the_primary_however_late_the_replica_is(
+    servers: tuple[str, str, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    primary, replica, _ = servers
+    urls: dict[str, str] = {"redis_read_url": replica}
+    async with AsyncExitStack() as stack:
+        first, second = [
+            await stack.enter_async_context(start("query", primary, tmp_path / f"log-{n}", **urls)) for n in range(2)
+        ]
+        client, other = [await stack.enter_async_context(each.client()) for each in (first, second)]
+        for pod in ("pod-1", "pod-2"):
+            body = {"type": "none", "modelname": "m", "instance_id": pod, "block_size": 4}
+            assert (await client.post("/register", json=body)).status_code == 200
+        with Redis.from_url(primary) as redis:
+            assert redis.wait(1, 20_000) == 1, "the replica has the registrations"
+        with Redis.from_url(replica) as redis:
+            redis.replicaof("NO", "ONE")  # from now on it hears of nothing
+
+        async def post(of: AsyncClient, path: str, **fields: Any) -> dict[str, Any]:
+            answer = await of.post(path, json={"model": "m", "token_ids": PROMPT, **fields})
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        taken = await post(client, "/select", expect=False)
+        others = await post(other, "/select", expect=False)
+        assert {each["target"]["instance_id"] for each in (taken, others)} == {"pod-1", "pod-2"}
+        rows = (await post(other, "/score"))["scores"]
+        assert [row["active_requests"] for row in rows] == [1, 1]
+        texts = [taken["reservation"], others["reservation"]]
+        assert await post(client, "/release", reservations=texts) == {"released": 2, "gone": 0}
