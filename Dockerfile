@@ -33,6 +33,7 @@ USER 10001:10001
 WORKDIR /
 EXPOSE 13333
 STOPSIGNAL SIGTERM
+# podman keeps it in an image that is built with --format docker, and drops it otherwise.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 \
     CMD ["python", "-I", "/opt/waymark/healthcheck.py"]
 ENTRYPOINT ["waymark"]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.patience import patient
+from tests import forked
+from tests.patience import patient, wait_for
+from tests.ports import unused_port
 from waymark import cli
 
 pytestmark = pytest.mark.outside
@@ -103,6 +108,32 @@ def test_a_query_replica_imports_nothing_of_other_roles() -> None:
     assert modules & OF_OTHERS == set()
     assert {name for part in PARTS_OF_OTHERS for name in modules if name.startswith(f"waymark.{part}")} == set()
     assert len(modules) <= 740
+
+
+def test_a_trial_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
+    port, log = unused_port(), tmp_path / "log"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+
+    def is_up() -> bool:
+        try:
+            return bool(httpx.get(f"http://127.0.0.1:{port}/health", timeout=patient(5.0), trust_env=False).is_success)
+        except httpx.TransportError:
+            return False
+
+    with log.open("wb") as output:
+        process = forked.start(["serve", "--port", str(port)], environ, output, ROOT)
+    try:
+        wait_for(is_up, lambda: f"it answers:\n{log.read_text()}", 30.0)
+        with pytest.raises(ConnectionRefusedError):  # where a process listens on all addresses, it has this one, too
+            socket.create_connection(("127.0.0.2", port), patient(5.0))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(patient(30.0)) == cli.EXIT_OK, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    first, *lines = log.read_text().splitlines()
+    assert first.endswith(f"Listening on 127.0.0.1, port {port}.")
+    assert [line for line in lines if " INFO " in line and "error" in line.split(" INFO ")[1].split(":")[0]] == []
 
 
 @pytest.mark.parametrize(

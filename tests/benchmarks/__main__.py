@@ -40,6 +40,8 @@ from tests.benchmarks.options import Options
 from tests.benchmarks.processes import redis_server
 from tests.benchmarks.report import Row, beside, table, write_json, write_markdown
 from waymark import __version__, native
+from waymark.console.progress import Progress
+from waymark.shown import several
 
 _EXAMPLES = """\
 examples:
@@ -120,24 +122,27 @@ def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[fl
     rows: list[Row] = []
     failed: list[str] = []
     loops = [_loop_ms() for _ in range(5)]
-    for names, measure in PARTS:
-        if only and not set(names) & set(only):
-            continue
-        part, began = ", ".join(names), time.monotonic()
-        print(f"{part}: measuring, since {time.strftime('%H:%M:%S')}", file=sys.stderr, flush=True)
-        try:
-            for row in measure(options, tuple(rows)):
-                rows.append(row)
-        except KeyboardInterrupt:
-            failed.append(f"{part}: stopped")
-            break
-        except (Exception, SystemExit) as error:
-            if not isinstance(error, SystemExit):  # which has a sentence; of anything else one wants to know where
-                traceback.print_exc()
-            failed.append(f"{part}: {str(error) or type(error).__name__}")
-            print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
-        loops += [_loop_ms() for _ in range(5)]
-        print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    parts = [(names, measure) for names, measure in PARTS if not only or set(names) & set(only)]
+    with Progress("waymark bench") as progress:
+        for number, (names, measure) in enumerate(parts, 1):
+            part, began, before = ", ".join(names), time.monotonic(), len(rows)
+            where = f"{part}: part {number} of {len(parts)}"
+            progress.step(f"{where}, since {time.strftime('%H:%M:%S')}")
+            try:
+                for row in measure(options, tuple(rows)):
+                    rows.append(row)
+                    progress.count(f"{where}, {several(len(rows) - before, 'row')}")
+            except KeyboardInterrupt:
+                failed.append(f"{part}: stopped")
+                break
+            except (Exception, SystemExit) as error:
+                progress.clear()
+                if not isinstance(error, SystemExit):  # which has a sentence; of anything else one wants to know where
+                    traceback.print_exc()
+                failed.append(f"{part}: {str(error) or type(error).__name__}")
+                print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
+            loops += [_loop_ms() for _ in range(5)]
+            progress.step(f"{part}: {several(len(rows) - before, 'row')}, {time.monotonic() - began:.0f} s")
     return rows, loops, failed
 
 

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ import pytest
 
 from tests.chaos.script import FAULTS
 from tests.chaos.session import Options, Outcome, Session
+from waymark.console.progress import Progress
 
 
 def failures(error: BaseException) -> Iterator[str]:
@@ -66,18 +68,21 @@ def main() -> int:
         os.environ["PYTHONPATH"] = arguments.app  # only processes that are started from here on read it
     failed = 0
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        options = Options(
-            seed,
-            arguments.seconds,
-            arguments.rounds,
-            arguments.cluster,
-            tuple(arguments.only),
-            tuple(arguments.without),
-            arguments.batches,
-            is_loud=not arguments.quiet,
-        )
         began = time.monotonic()
-        outcome, found = run(options)
+        with Progress(f"seed {seed}") as progress:
+            options = Options(
+                seed,
+                arguments.seconds,
+                arguments.rounds,
+                arguments.cluster,
+                tuple(arguments.only),
+                tuple(arguments.without),
+                arguments.batches,
+                is_loud=not arguments.quiet,
+                # On a terminal, one line says how far a quiet session is.
+                tell=progress.step if arguments.quiet and sys.stderr.isatty() else None,
+            )
+            outcome, found = run(options)
         failed += bool(found)
         if found:
             print("\n".join(found), flush=True)

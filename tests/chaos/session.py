@@ -7,7 +7,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,8 @@ class Options:
     """No publishers of these instances."""
     batches: int = 160
     is_loud: bool = False
+    tell: Callable[[str], None] | None = None
+    """Gets each line of what happens."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Outcome:
 
 class Session:
     def __init__(self, options: Options) -> None:
-        self.trace = Trace(is_loud=options.is_loud)
+        self.trace = Trace(is_loud=options.is_loud, tell=options.tell)
         self.outcome = Outcome()
         self._options = options
         rng = random.Random(options.seed)

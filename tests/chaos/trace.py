@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from tests.patience import patient
 
@@ -11,16 +12,19 @@ _LINES_KEPT = 40
 
 
 class Trace:
-    """Call it with a line; ``lines`` are the last ones. ``is_loud`` prints every line at once."""
+    """Call it with a line; ``lines`` are the last ones. ``is_loud`` prints every line at once, ``tell`` gets each."""
 
-    def __init__(self, *, is_loud: bool = False) -> None:
+    def __init__(self, *, is_loud: bool = False, tell: Callable[[str], None] | None = None) -> None:
         self.lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._began = time.monotonic()
         self._is_loud = is_loud
+        self._tell = tell
 
     def __call__(self, text: str) -> None:
         line = f"{self.seconds:7.2f} s  {text}"
         self.lines.append(line)
+        if self._tell is not None:
+            self._tell(line)
         if self._is_loud:
             print(line, flush=True)
 

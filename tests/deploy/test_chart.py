@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,33 @@ def test_the_chart_beside_valkey_has_values_of_this_one() -> None:
     assert variables(values["waymark"], "query")["WAYMARK_REDIS_URL"]
     assert values["waymark"]["redis"]["url"] == f"redis://{values['valkey']['fullnameOverride']}:6379/0"
     assert "maxmemory-policy noeviction" in values["valkey"]["valkeyConfig"]
+
+
+def test_the_chart_beside_valkey_is_built_and_rendered_with_this_one(tmp_path: Path) -> None:
+    """Without Valkey's own chart, which comes from its repository."""
+    folder = tmp_path / "deploy" / "with-valkey"
+    shutil.copytree(CHART, tmp_path / "helm")
+    shutil.copytree(CHART.parent / "deploy" / "with-valkey", folder)
+    about = yaml.safe_load((folder / "Chart.yaml").read_text(encoding="utf-8"))
+    about["dependencies"] = [each for each in about["dependencies"] if each["name"] == "waymark"]
+    (folder / "Chart.yaml").write_text(yaml.safe_dump(about), encoding="utf-8")
+    helm_python.dependency_build(folder)
+    assert [path.name for path in (folder / "charts").iterdir()] == [f"waymark-{__version__}.tgz"]
+    rendered = helm_python.Chart.load(folder).render({}, name="wm", namespace=NAMESPACE)
+    (secret,) = [text for path, text in rendered.items() if path.endswith("/secret.yaml")]
+    assert "redis://waymark-valkey:6379/0" in secret
+
+
+def test_an_upgrade_that_keeps_the_values_renders_what_an_installation_does() -> None:
+    """``--reset-then-reuse-values`` lays what was given over the defaults of the new chart."""
+    config = helm_python.Config()
+    try:
+        for name in ALL:
+            installed = config.render(load(), given(name), name="wm", namespace=NAMESPACE, is_install=True)
+            upgraded = config.render(load(), given(name), name="wm", namespace=NAMESPACE, is_upgrade=True, revision=2)
+            assert upgraded == installed
+    finally:
+        config.close()
 
 
 @pytest.mark.parametrize("version", ["inference.networking.k8s.io/v1", "inference.networking.x-k8s.io/v1alpha2"])

@@ -27,6 +27,10 @@ class Progress:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Take the line away, so that something else can be written."""
         if self._is_terminal:
             self._file.write(_CLEAR)
             self._file.flush()

@@ -1,0 +1,153 @@
+"""Commands on a real terminal: what long work shows of itself, where colours are, and that Tab completes in zsh."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.live import start
+from tests.patience import patient
+from waymark import cli
+
+pytestmark = pytest.mark.outside
+
+ROOT = Path(__file__).parents[1]
+#: What moves the cursor back to the beginning of the line and clears it: a line that is rewritten.
+AGAIN = "\r\x1b[K"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*3\d[0-9;]*m")
+
+#: Two parts that measure nothing, as the benchmarks of a checkout.
+BENCH = """
+from tests.benchmarks import __main__ as benchmarks
+from tests.benchmarks.report import Row
+rows = [Row("P1", "one", 1.0, "s"), Row("P1", "two", 1.0, "s")]
+benchmarks.PARTS = [(("P1",), lambda *_: rows), (("P2",), lambda *_: rows)]
+raise SystemExit(benchmarks.main(["--no-peer"]))
+"""
+#: A session of chaos that is over as soon as it has said what it does.
+CHAOS = """
+import sys
+from tests.chaos import __main__ as chaos
+from tests.chaos.session import Session
+async def run(self):
+    self.trace("step 1: 3 prompts in 0.1 s")
+    self.trace("quiet point 1: all answers are right")
+Session.run = run
+sys.argv = ["chaos", "--quiet", "--seed", "1", "--seeds", "2"]
+raise SystemExit(chaos.main())
+"""
+
+
+def on_terminal(
+    command: Sequence[str], environ: Mapping[str, str] | None = None, drive: Callable[[int], None] = lambda _: None
+) -> tuple[int, str]:
+    """The exit code of a command, and all that it has written to its terminal, on both its outputs."""
+    hidden = ("WAYMARK_", "NO_COLOR", "FORCE_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    ours, theirs = pty.openpty()
+    given = kept | {"TERM": "xterm-256color", "COLUMNS": "120"} | dict(environ or {})
+    process = subprocess.Popen(command, cwd=ROOT, env=given, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        drive(ours)
+        written, deadline = b"", time.monotonic() + patient(60)
+        while time.monotonic() < deadline:
+            if not select.select([ours], [], [], 0.2)[0]:
+                continue
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # nobody has the other end any more
+                break
+            if not piece:
+                break
+            written += piece
+        return process.wait(patient(60)), written.decode(errors="replace")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (
+            ["-m", "waymark", "simulate", "--prompts", "40", "--base-port", "0", "--prompts-per-second", "0"],
+            [r"waymark simulate: \d+ of 40 prompts"],
+        ),
+        (["-m", "waymark", "demo"], ["waymark demo: starting Waymark", "waymark demo: waiting until it is ready"]),
+        (["-c", BENCH], [r"P1: part 1 of 2, since \d\d:", r"P1: 2 rows, \d+ s", r"P2: part 2 of 2, since"]),
+        (["-c", CHAOS], [r"seed 1: .*step 1: 3 prompts", "seed 2: .*quiet point 1"]),
+    ],
+    ids=["simulate", "demo", "bench", "chaos"],
+)
+def test_long_work_says_on_a_terminal_how_far_it_is(words: list[str], steps: list[str]) -> None:
+    code, written = on_terminal([sys.executable, *words])
+    assert code == 0, written
+    lines = written.split(AGAIN)
+    assert len(lines) > 2, "one line is rewritten"
+    begin = 0
+    for step in steps:
+        found = [number for number, line in enumerate(lines) if number >= begin and re.search(step, line)]
+        assert found, f"{step} is not in {lines}"
+        begin = found[0]
+
+
+async def test_colours_are_on_a_terminal_only_and_not_where_no_color_is_set(redis_url: str, tmp_path: Path) -> None:
+    async with start("serve", redis_url, tmp_path / "log") as live:
+        async with live.client() as client:
+            body = {"type": "standard", "modelname": "m", "instance_id": "engine-x", "block_size": 4}
+            assert (await client.post("/register", json=body)).status_code == 200
+        for words in (("publishers",), ("doctor", "--no-ports")):
+            command = [sys.executable, "-m", "waymark", *words, "--url", live.url]
+            _, plain = await asyncio.to_thread(on_terminal, command, {"NO_COLOR": "1"})
+            _, coloured = await asyncio.to_thread(on_terminal, command)
+            done = await asyncio.to_thread(
+                subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=patient(60)
+            )
+            assert _COLOUR.search(coloured), coloured
+            assert not _COLOUR.search(plain), plain
+            assert "\x1b" not in done.stdout
+            assert "engine" in plain
+            assert "engine" in done.stdout
+
+
+def test_zsh_completes_a_word_when_tab_is_pressed(tmp_path: Path) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    command = tmp_path / "waymark"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m waymark "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
+    script = tmp_path / "_waymark"
+    script.write_text(subprocess.run([command, "completion", "zsh"], capture_output=True, text=True, check=True).stdout)
+
+    def press(terminal: int) -> None:
+        load = f"autoload -U compinit; compinit -u -d {tmp_path}/dump; source {script}; echo re''ady\n"
+        os.write(terminal, load.encode())
+        until(terminal, b"ready")
+        os.write(terminal, b"waymark inspect nam\t")
+        until(terminal, b"espace")
+        os.write(terminal, b"\x15exit\n")
+
+    home = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    on_terminal(["zsh", "-f", "-i"], home | {"HOME": str(tmp_path)}, press)
+
+
+def until(terminal: int, wanted: bytes) -> None:
+    """Read until something is there."""
+    found, deadline = b"", time.monotonic() + patient(60)
+    while wanted not in found:
+        assert time.monotonic() < deadline, found
+        if select.select([terminal], [], [], 0.2)[0]:
+            found += os.read(terminal, 65536)
