@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from tests.patience import within
 from tests.serving.wire import LAST, answers, ask, post, request, served, wire
+from waymark.serving import cycle
 from waymark.serving.connection import HttpConnection
 
+WHOLE = {"type": cycle.WHOLE, "content_type": b"text/plain", "body": b"ok"}
 LENGTH_2 = (b"content-length", b"2")
 START: dict[str, Any] = {"type": "http.response.start", "status": 200}
 BODY: dict[str, Any] = {"type": "http.response.body", "body": b"ok"}
@@ -48,7 +51,7 @@ BROKEN: dict[str, list[dict[str, Any]]] = {
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    for message in (GOOD | BROKEN)[scope["path"]]:
+    for message in (GOOD | BROKEN | {"/whole": [WHOLE]})[scope["path"]]:
         await send(message)
 
 
@@ -119,6 +122,33 @@ async def test_a_whole_answer_is_one_write(monkeypatch: pytest.MonkeyPatch) -> N
     async with served(app) as port:
         await ask(port, request("/usual"), LAST)
     assert [piece.partition(b"\r\n\r\n")[2] for piece in pieces] == [b"ok", b"ok"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda path: request(path) + LAST,
+        lambda path: request(path, "HEAD") + LAST,
+        lambda path: request(path, "GET", "connection: close"),
+        lambda path: request(path, version="1.0"),
+        lambda path: post(b"body", path=path) + LAST,
+        lambda path: request(path, "POST", "content-length: 4", "expect: 100-continue"),
+    ],
+)
+async def test_one_message_for_a_whole_answer_says_what_two_say(asked: Callable[[str], bytes]) -> None:
+    async with served(app) as port:
+        assert await wire(port, asked("/whole")) == await wire(port, asked("/usual"))
+
+
+async def test_nothing_follows_a_whole_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def twice(_: Scope, __: Receive, send: Send) -> None:
+        await send(WHOLE)
+        await send(WHOLE)
+
+    async with served(twice) as port:
+        (answer,) = await ask(port, LAST)
+    assert (answer.status, answer.body) == (200, b"ok")
+    assert "request failed" in caplog.text
 
 
 async def test_what_follows_an_answer_before_its_request_was_whole() -> None:

@@ -31,6 +31,7 @@ class AccessLog:
         status, length = 499, 0  # until an answer begins, the client has gone away
         request_id = request_id_of(scope["headers"])
         scope["request_id"] = request_id
+        scope.pop("extensions", None)  # what follows reads and changes the messages of every server
 
         async def noted(message: Message) -> None:
             nonlocal status, length

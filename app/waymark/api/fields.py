@@ -93,6 +93,11 @@ class Request(Model):
             raise unfit(exc, cls, spelled) from None
 
     @classmethod
+    def has(cls, name: str) -> bool:
+        """Whether it has that field. ``model_fields`` is slow to ask, and each query asks."""
+        return name in cls._spellings
+
+    @classmethod
     def spellings(cls, name: str) -> tuple[str, ...]:
         """Every name a field may have on the wire, the usual one first."""
         return cls._spellings[name]

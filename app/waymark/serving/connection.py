@@ -14,7 +14,7 @@ import httptools
 import uvicorn
 from uvicorn.server import ServerState
 
-from waymark.serving.cycle import Application, RequestCycle, Scope
+from waymark.serving.cycle import WHOLE, Application, RequestCycle, Scope
 from waymark.serving.heads import HeadCheck, target_of
 from waymark.serving.limits import (
     AHEAD,
@@ -92,6 +92,7 @@ class HttpConnection(asyncio.Protocol):
             "server": _address(transport.get_extra_info("sockname")),
             "client": _address(transport.get_extra_info("peername")),
             "root_path": "",
+            "extensions": {WHOLE: {}},
         }
         self._server.connections.add(self)  # type: ignore[arg-type]  # uvicorn calls shutdown() of each
         self.all.opened(self)

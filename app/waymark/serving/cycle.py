@@ -28,7 +28,12 @@ Application: TypeAlias = Callable[
 _BODY_BYTES_MAX = 65536
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_WHOLE = _STATUS_LINES[200] + b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n%b"
 _WITHOUT_BODY = frozenset({204, 304})
+#: An extension of ASGI, named in the scope: a message of this type is a whole answer with status 200, in place of two
+#: messages. It has a ``content_type``, which is not checked, and a ``body``.
+WHOLE = "waymark.response.whole"
+
 #: Lines of a head as RFC 9110 (5.1, 5.5) has them.
 _ARE_LINES = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+: [\t\x20-\x7e\x80-\xff]*\r\n)*").fullmatch
 
@@ -193,9 +198,21 @@ class RequestCycle:
         if self.is_disconnected:
             return
         if self._head is None:
+            if message["type"] == WHOLE:
+                self._answer(message["content_type"], message["body"])
+                return
             self._start(message)
         else:
             self._go_on(message)
+
+    def _answer(self, content_type: bytes, body: bytes) -> None:
+        if self._expects_continue and not self.is_whole:
+            self.keep_alive = False  # whether the client sends the body now, nobody knows
+        end = b"" if self.keep_alive else b"connection: close\r\n"
+        content = b"" if self.scope["method"] == "HEAD" else body
+        self._head = b""
+        self._write(_WHOLE % (self._connection.default_lines, content_type, len(body), end, content))
+        self._end()
 
     def _start(self, message: Message) -> None:
         if message["type"] != "http.response.start":
