@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from waymark.apply import applier
 from waymark.apply.options import ApplyOptions
+from waymark.domain.status import StreamStatus
 from waymark.settings import Settings
 from waymark.simulator.options import SimulateOptions
 
@@ -29,6 +30,12 @@ WORDS = set(
         """,
     )
 )
+
+
+#: Names that were replaced by words of the field, and those of the standard library.
+RETIRED_NAMES = {"Lender", "Take", "Standing", "Teller", "Turns", "Lanes", "Surroundings", "is_news", "_why_never"} | {
+    *("Sequence", "Path", "Mapping", "Iterable"),
+}
 
 
 @cache
@@ -59,6 +66,31 @@ def test_a_file_has_one_subject_and_few_lines() -> None:
 
 def test_flags_of_simulate_are_fields_of_a_model() -> None:
     assert issubclass(SimulateOptions, BaseModel)
+
+
+def test_a_status_of_a_stream_is_a_member_of_its_enum() -> None:
+    """No other text is compared with a status: a misspelt one would be no error."""
+    words = "|".join(StreamStatus)
+    compared = re.compile(rf"""\bstatus (?:[!=]=|(?:not )?in|is) [({{\["']*(?:{words})\b["']""")
+    assert compared.search('if stream.status == "lost":')
+    assert {name for name, text in sources().items() if compared.search(text)} == set()
+
+
+def test_engines_are_asked_over_http_by_one_client() -> None:
+    """The gateway passes requests on, and bounds them otherwise; the others ask a Waymark."""
+    opened = re.compile(r"\b(?:aiohttp\.ClientSession|httpx\.(?:Async)?Client)\(")
+    assert {name for name, text in sources().items() if opened.search(text)} == {
+        *("asker.py", "gateway/upstream.py"),
+        *("client/asynchronous.py", "client/blocking.py", "remote/service.py"),
+    }
+
+
+def test_names_are_words_of_the_field() -> None:
+    """A metaphor that needs its docstring is no name, and names of the standard library are its own."""
+    defined = re.compile(r"^ *(?:async def|def|class) (\w+)", re.MULTILINE)
+    names = {name for text in sources().values() for name in defined.findall(text)}
+    assert "ReadConnection" in names
+    assert names & RETIRED_NAMES == set()
 
 
 def test_the_glossary_has_each_word_of_the_house() -> None:

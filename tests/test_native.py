@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 
 from tests.sanitize.batches import BATCHES
+from tests.sanitize.targets import TARGETS
 from waymark import native
 from waymark.domain.events import Cleared, Removed, Stored
 from waymark.domain.media import normal_medium
 from waymark.errors import StaleBuild
+
+ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
@@ -53,7 +57,7 @@ def test_a_module_of_other_sources_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_module_is_that_of_its_sources(loops: native.Loops) -> None:
-    assert loops.sources == native.digest_of(Path(__file__).parents[1] / "native")
+    assert loops.sources == native.digest_of(ROOT / "native")
 
 
 def test_the_module_has_the_functions_that_are_declared(loops: native.Loops) -> None:
@@ -102,6 +106,13 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("", 99, Stored, Removed, Cleared(), normal_medium),
     ),
 }
+
+
+def test_every_function_of_the_module_is_fuzzed_with_a_corpus() -> None:
+    entries = set(re.findall(r"^ +ENTRY\((\w+),", (ROOT / "native" / "module.c").read_text("utf-8"), re.MULTILINE))
+    assert entries == set(DECLARED)
+    assert entries <= TARGETS.keys()
+    assert {name for name, target in TARGETS.items() if len(target.seeds) < 2} == set()
 
 
 def test_every_function_is_called_below() -> None:

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 from waymark.client import AsyncClient, Publisher, Refused, Unavailable
+from waymark.domain.status import StreamStatus
 
 _PAUSE_SECONDS = 0.1
 
@@ -68,7 +69,10 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[Line]:
                 if (each.instance_id, each.tenant_id) == (engine.instance_id, tenant_id)
                 and each.dp_rank in engine.endpoints
             ]
-            if all(each.status not in ("pending", "replaying") and _has_blocks(each) for each in found):
+            if all(
+                each.status not in (StreamStatus.PENDING, StreamStatus.REPLAYING) and _has_blocks(each)
+                for each in found
+            ):
                 break
             if monotonic() > deadline:
                 break
@@ -110,7 +114,7 @@ async def _publishers(waymark: AsyncClient) -> list[Publisher]:
 
 
 def _has_blocks(publisher: Publisher) -> bool:
-    return publisher.status != "active" or any(publisher.blocks.values())
+    return publisher.status != StreamStatus.ACTIVE or any(publisher.blocks.values())
 
 
 def _state(publisher: Publisher) -> str:
