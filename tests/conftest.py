@@ -25,7 +25,7 @@ from tests.patience import VARIABLE, patient, wait_for
 from tests.patience import wait_until as wait_until
 from tests.ports import unused_port
 from tests.unit import pytest_addoption as pytest_addoption
-from tests.unit import pytest_collection_finish as pytest_collection_finish
+from tests.unit import pytest_collection as pytest_collection
 from tests.unit import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.unit import pytest_configure as pytest_configure
 from tests.unit import pytest_ignore_collect as pytest_ignore_collect

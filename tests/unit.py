@@ -52,8 +52,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Collecting makes thousands of objects that stay: to look for garbage among them takes a third of the time.
-    gc.disable()
     is_unit = config.getoption("--unit")
     if is_unit:
         sys.addaudithook(_refuse)
@@ -94,10 +92,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collecting makes thousands of objects that stay: to look for garbage among them takes a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def is_outside(item: pytest.Item) -> bool:
