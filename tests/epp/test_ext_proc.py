@@ -282,7 +282,7 @@ async def test_a_whole_answer_is_sent_on_when_all_of_it_is_there(
     assert (await stream.receive()).response_headers == pb.HeadersResponse()
     sent = [(await stream.receive()).response_body.response.body_mutation.streamed_response for _ in range(2)]
     assert [(each.body, each.end_of_stream) for each in sent] == [(b'{"a":', False), (b"1}", True)]
-    assert metrics.epp_bodies_bytes.value == 0
+    await wait_until(lambda: metrics.epp_bodies_bytes.value == 0, "nothing is held any more")
     await stream.close()
     await nothing_under_way(store)
 
