@@ -92,7 +92,7 @@ Dialect: TypeAlias = Literal["conductor", "dynamo"]
 Queue: TypeAlias = Literal["read", "write", "decide"]
 
 _NO_BODY = Body({})
-#: ``serving`` has it. Most answers are one message to such a server, which saves a fifteenth of a short request.
+#: ``serving`` has it. Most answers are one message to such a server, a fifteenth less Python for a short query.
 _WHOLE = "waymark.response.whole"
 _LONG_LISTS = ("token_ids", "tokens", "seq_hashes", "block_hashes")
 
