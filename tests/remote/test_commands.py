@@ -179,12 +179,17 @@ async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregiste
         assert [each["InstanceID"] for each in (await client.get("/services")).json()["services"]] == ["b"]
 
 
+def hears_ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore SIGINT, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 async def test_a_drain_that_is_interrupted_says_in_which_state_the_engine_is(live: Live) -> None:
     async with live.client() as client:
         assert (await client.post("/select", json={"model": "m", "token_ids": TOKENS})).status_code == 200
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "waymark", "drain", "a", "--url", live.url, "--api-token", TOKEN,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": "/usr/bin:/bin"}, preexec_fn=hears_ctrl_c,
     )  # fmt: skip
     assert process.stdout is not None
     async with within(60):

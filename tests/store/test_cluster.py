@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from tests.conftest import wait_until
-from tests.patience import within
+from tests.patience import patient, within
 from tests.store.factories import registration, resolved_of, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Cluster, Server, farm, is_cluster_ok, moving, start_cluster
@@ -168,7 +168,7 @@ async def test_a_key_that_has_gone_ahead_of_its_slot_is_found_there(cluster: Clu
 
 
 async def test_a_primary_that_says_nothing_costs_a_bounded_time_and_no_other_shard(cluster: Cluster) -> None:
-    store = Store.open(cluster.url, shards=SHARDS, timeout_seconds=0.3)
+    store = Store.open(cluster.url, shards=SHARDS, timeout_seconds=patient(0.5))
     await held(store)
     frozen = cluster.primaries[2]
     theirs = next(f"wm:{{{i}}}:x" for i in range(99) if cluster.of(f"wm:{{{i}}}:x") == 2)
@@ -191,7 +191,7 @@ async def test_a_primary_that_says_nothing_costs_a_bounded_time_and_no_other_sha
 async def test_a_replica_takes_over_and_everything_goes_on() -> None:
     with farm() as servers:
         cluster = start_cluster(servers, has_replicas=True)
-        store = Store.open(cluster.url, cluster.url + "?role=replica", shards=SHARDS, timeout_seconds=1.0)
+        store = Store.open(cluster.url, cluster.url + "?role=replica", shards=SHARDS, timeout_seconds=patient(1.0))
         await held(store)
         await wait_until(answers(store, {"pod-1": 600}), "the replicas answer", 20.0)
         assert store._read_client is not None

@@ -32,6 +32,11 @@ DEFECTS = {
         "local from, slot = i, i - 1",
     ),
     "a block may be noted twice": ("apply_rows", "if find(noted.slots, key, 1, true) then return false end", ""),
+    "a later block of a noted run may be there twice": (
+        "apply_rows",
+        " if find(value, next_key, 1, true) or find(noted.slots, next_key, 1, true) then return false end",
+        "",
+    ),
     "a noted run may be across the border of two slots": ("apply_rows", "if not at or at % 17 ~= 1 or", "if not at or"),
     "the engine hash of a noted block is not kept": (
         "apply_rows",
@@ -62,6 +67,9 @@ DEFECTS = {
     ),
     "a mark stays after its branch rows": ("sweep_rows", "if row and row:byte(at) == 43 then", "if false then"),
 }
+
+#: Where the first history that catches a defect is far on.
+FIRST = {"a later block of a noted run may be there twice": 1000}
 
 LONG = "local LONG = 4096", "local LONG = 17 * tonumber(ARGV[8]) + 2"
 """A row is long as soon as it has more than its slots."""
@@ -106,8 +114,9 @@ async def test_a_defect_of_a_script_is_caught(
     change(monkeypatch, *DEFECTS[defect])
     if "long" in defect:
         change(monkeypatch, "apply_rows", *LONG)
+    first = FIRST.get(defect, 0)
     with pytest.raises(Exception) as caught:  # noqa: PT011
-        await run_histories(redis, range(200))
+        await run_histories(redis, range(first, first + 200))
     assert any(note.startswith("history ") for note in caught.value.__notes__)
 
 

@@ -40,7 +40,7 @@ def drain(service: Service, arguments: argparse.Namespace) -> Iterator[str]:
         if left < 0:
             raise NotDrained(
                 f"{name} has {several(requests, 'request')} under way after {arguments.wait_seconds:g} s. "
-                f"It gets no new ones; run the command again to wait on, or {_resume(name)}"
+                f"It gets no new ones; run the command again to wait on, or {_resume(arguments)}"
             )
         if requests != said:
             said = requests
@@ -58,11 +58,13 @@ def left_as(service: Service, arguments: argparse.Namespace) -> str:
     if not any(drains(ranks)):
         return ""
     under_way = several(_requests(ranks), "request")
-    return f"{arguments.engine} stays drained, {under_way} under way; {_resume(arguments.engine)}"
+    return f"{arguments.engine} stays drained, {under_way} under way; {_resume(arguments)}"
 
 
-def _resume(name: str) -> str:
-    return f"'waymark drain {shlex.quote(name)} --resume' gives it requests again"
+def _resume(arguments: argparse.Namespace) -> str:
+    tenant = ("--tenant-id", arguments.tenant_id) if arguments.tenant_id else ()
+    words = shlex.join(["waymark", "drain", arguments.engine, "--resume", *tenant])
+    return f"'{words}' gives it requests again"
 
 
 def _requests(ranks: list[dict[str, Any]]) -> int:
