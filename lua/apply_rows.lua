@@ -305,7 +305,7 @@ local function note(part)
     return true
   end
 
-  if hashes == '' and noted.length > 0 or hashes ~= '' and noted.length + #noted.hashes ~= 8 * from then return false end
+  if hashes == '' and noted.length + #noted.hashes > 0 or hashes ~= '' and noted.length + #noted.hashes ~= 8 * from then return false end
   if not at then
     if noted.is_marked or from + n > slots_max or #value > LONG then return false end
     if from == 0 then

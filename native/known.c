@@ -905,11 +905,12 @@ static int move_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *block
     return 1;
 }
 
-/* The end of the blocks from `start` on that are at one place. */
+/* The end of the blocks from `start` on that are at one place, as many as a part may have. Until Redis says that a row is
+ * full, any number of blocks may be at the place of its piece. */
 static size_t end_of_group(const Block *blocks, size_t start, size_t count)
 {
     size_t end = start + 1;
-    while (end < count && blocks[end].place == blocks[start].place)
+    while (end < count && end - start < PART_BLOCKS && blocks[end].place == blocks[start].place)
         end++;
     return end;
 }
@@ -933,8 +934,8 @@ static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const Block 
 /* take(engine_hashes: Sequence, gone: tuple[KnownBlocks, ...], several: dict[int, object])
  *     -> list[tuple[Place, int, bytes, bytes]] | None
  *
- * Move the blocks of all these engine hashes to the first of `gone`, and take the hashes out of the others. Blocks of
- * one place that follow each other are told together.
+ * Move the blocks of all these engine hashes to the first of `gone`, and take the hashes out of the others. Up to 64
+ * blocks of one place that follow each other are told together.
  * None where one of them is not here, comes twice, or is among `several`; nothing has changed then.
  */
 static PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -1141,7 +1142,7 @@ static PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nar
         !PyDict_Check(run.several) || PyTuple_Size(run.gone) == 0 || !known->has_keys)
         return PyErr_Format(PyExc_ValueError, "run() takes pieces of up to 32 blocks, two dicts, and a place for what is gone");
     size_t width = 2 * KEY; /* of the longest input that is hashed */
-    for (size_t i = 0; i < run.events->count; i++)
+    for (size_t i = 0; run.may_store && i < run.events->count; i++)
         if (sizeof(uint32_t) * run.events->events[i].block_size > width)
             width = sizeof(uint32_t) * run.events->events[i].block_size;
     xxh3_prepare(&run.state, seed, width);

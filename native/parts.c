@@ -13,7 +13,6 @@
 #include "slots.h"
 
 enum {
-    JOINED_MAX = 64,  /* blocks of a part */
     HEADER = 15,      /* bytes of a packed part before its namespace */
     CALL_PARTS = 128, /* of a call, at most; a part needs two rows at most */
     BUCKETS = 1024,   /* more than twice the rows of a call */
@@ -70,7 +69,7 @@ static int does_join(const Parts *parts, const Part *part, int64_t position, con
     const Part *last = parts->count == 0 ? NULL : &parts->parts[parts->count - 1];
     if (last == NULL || part->waits || last->seq != parts->seq || last->last + STEP != position ||
         !is_at_place_of(last, part) || last->kind != part->kind || last->holder != part->holder ||
-        last->is_known != part->is_known || last->is_identity != part->is_identity || last->count + count > JOINED_MAX)
+        last->is_known != part->is_known || last->is_identity != part->is_identity || last->count + count > PART_BLOCKS)
         return 0;
     const PartBlock *own = parts->blocks + last->start;
     if (!part->is_known)
@@ -103,6 +102,10 @@ static int add_copies(Parts *parts, PyObject *text, size_t count)
 int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count,
                  PyObject *copies)
 {
+    if (count > PART_BLOCKS) { /* a call says the number in a byte */
+        PyErr_Format(PyExc_ValueError, "a part has at most %d blocks", PART_BLOCKS);
+        return 0;
+    }
     const int joins = does_join(parts, part, position, blocks, count);
     if (!reserve_blocks(parts, count) || !(joins || reserve_parts(parts, 1)))
         return 0;

@@ -8,8 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* By how much positions go up from one block to the next. */
-enum { STEP = 2 };
+/* By how much positions go up from one block to the next, and how many blocks a part has at most. */
+enum { STEP = 2, PART_BLOCKS = 64 };
 
 /* What a place is; of a free number of a stream's places there is none. */
 typedef enum { FREE, ROW, BRANCH_ROW, SINGLE } PlaceKind;

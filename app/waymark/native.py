@@ -63,7 +63,7 @@ class Loops(Protocol):
 
 def digest_of(sources: Path) -> str:
     """The digest of the module's source files; ``hatch_build.py`` puts it into the module."""
-    files = sorted(path for path in sources.iterdir() if path.suffix in (".c", ".h"))
+    files = sorted(path for path in sources.glob("[!.]*.[ch]") if path.is_file())
     return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:16]
 
 

@@ -134,6 +134,7 @@ async def test_json_has_every_publisher_and_worker(streams: list[Stream], waymar
     assert first == {
         "tenant_id": "default", "model_name": "m", "group": 1, "publisher": 1, "instance_id": "pod-1", "dp_rank": 0,
         "type": "vLLM", "block_size": 16, "scope": "instance", "endpoint": "tcp://10.0.0.1:5557", "weight": 1.0,
+        "is_further": False,
         "status": "active", "worker": "worker-1", "has_live_worker": True, "watermark": 41,
         "blocks": {"GPU": 5, "CPU": 2}, "known": 1.0, "prefixes": {}, "gaps": 2, "replays": 4, "restarts": 1,
         "batches_lost": 0, "last_error": None,

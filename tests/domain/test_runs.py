@@ -300,7 +300,54 @@ def test_a_long_run_gives_the_loop_back() -> None:
     assert resolver.memory.blocks > 0
 
 
+def test_many_short_runs_give_the_loop_back_together() -> None:
+    """A run that ends early counts for the next one, and for those of the next batch."""
+    stream = Stream(is_native=True, is_whole=True)
+    hashes = list(range(1, 10_001))
+    for i in range(0, 10_000, 500):
+        stream.fold([msgpack.packb([1.0, [store(hashes[i : i + 500], i or None)], 0])])
+    native.select(True)
+    unknown = REMOVAL | {"block_hashes": [70_000]}
+    events = [
+        each for i in range(0, 10_000, 500) for each in (REMOVAL | {"block_hashes": hashes[i : i + 500]}, unknown)
+    ]
+    decode = decoder(EngineKind.VLLM, seed=1337)
+    batches = [decode(msgpack.packb([1.0, events[i : i + 4], 0])) for i in range(0, len(events), 4)]
+    resolver = stream.index.resolver
+    plan = finish(resolver.plan(batches))
+    pauses = 0
+    for index, batch in enumerate(batches):
+        assert isinstance(batch.events, PlainEvents)
+        pauses += sum(1 for _ in resolver.resolve(plan, index, 100 + index, batch))
+    assert resolver.memory.blocks == 0
+    assert pauses >= 5
+
+
 # ---- parts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_more_blocks_at_one_place_than_a_part_has_are_several_parts(is_native: bool, shards: int) -> None:
+    """Until Redis says that a row is full, all that branches from a block is at the place of its piece."""
+    stream = Stream(is_native=is_native, is_whole=is_native, shards=shards)
+    stores, hashes = [store([1])], []
+    for i in range(14):
+        some = list(range(1000 + 31 * i, 1031 + 31 * i))
+        stores.append(store(some, 1, token_ids=[each for each in some for _ in range(BLOCK_SIZE)]))
+        hashes += some
+    stream.fold([msgpack.packb([1.0, [*stores, REMOVAL | {"block_hashes": hashes}], 0])])
+    parts = list(stream.index.parts)
+    assert max(part.count for part in parts) <= 64
+    assert [each for part in parts if part.kind == "-" for each in part.hashes] == hashes
+    assert sum(len(call.words) for call in all_calls(parts, stream.index, b"wm:{1}:")) >= len(parts)
+
+
+def test_a_part_of_more_blocks_than_a_call_can_name_is_refused() -> None:
+    native.select(True)
+    parts, keys = new_part_list(1), list(range(1, 66))
+    with pytest.raises(ValueError, match="at most 64 blocks"):
+        parts.add("+", 7, 1, Place(1), 0, keys, [0] * 65, keys)
 
 
 def random_parts(chance: random.Random) -> Callable[[PartList], None]:

@@ -31,10 +31,11 @@ def seen_of(random: Random, fleet: Fleet) -> Seen:
             row = [0, 0, 0, 0]
             row[random.randrange(4)] = random.choice((1, 13, BLOCKS))
             rows[member.name] = TargetRow(*row)
+    is_each_different = random.random() < 0.5  # equal ones are ordered by chance, and not compared
     loads = {
-        member.publisher: Load(random.choice((0, 500, 90_000)), random.randint(0, 5), 100)
-        for member in fleet.members
-        if random.random() < 0.5
+        member.publisher: Load(random.choice((0, 500, 90_000)) + 7 * place, random.randint(0, 5), 100)
+        for place, member in enumerate(fleet.members)
+        if is_each_different or random.random() < 0.5
     }
     expected = {member.publisher: random.randint(1, BLOCKS) for member in fleet.members if random.random() < 0.2}
     return Seen(rows, loads, expected if random.random() < 0.5 else {}, {})

@@ -141,7 +141,8 @@ async def test_a_prompt_over_the_fleet_shows_blocks_reasons_targets_and_a_link(
         await page.fill("#text", "1 2 3")
         await page.click("#ask button")
         await expect(answer.locator(".reason")).to_contain_text("less than one block of 4")
-        await expect(answer.locator("section, #targets")).to_have_count(0)
+        await expect(answer.locator("section")).to_have_count(0)
+        await expect(page.locator("#targets")).to_be_visible()  # a target is picked all the same, by its load
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
             assert (await client.post("/weight", json={"instance_id": "half", "weight": 0})).status_code == 200
         await expect(page.locator("#groups")).to_contain_text("active, drained")

@@ -206,6 +206,7 @@ class Publisher(Model):
     address: str | None = Field(description="the address that requests are sent to")
     role: Role
     weight: float = Field(description="an engine with weight 0 gets no new requests")
+    is_further: bool = Field(description="a further socket of a rank, which is no target and has weight 0")
     labels: dict[str, str]
     metrics_url: str | None
     adapters: list[str] = Field(description="the adapters that the engine has loaded")

@@ -49,6 +49,7 @@ class StreamState(Model):
     scope: Scope
     endpoint: str | None
     weight: float = Field(description="0: it gets no new requests")
+    is_further: bool = Field(description="a further socket of a rank, which is no target and has weight 0")
     status: StreamStatus
     worker: str | None = Field(description="the id of the ingest worker that applies the stream, or was the last to")
     has_live_worker: bool = Field(description="false if the publisher has a socket and no worker that is alive")

@@ -139,6 +139,7 @@ def _publisher(state: PublisherState, loads: Mapping[tuple[int, int], Load]) -> 
         "address": of.target.address,
         "role": of.target.role,
         "weight": of.target.weight,
+        "is_further": of.is_further,
         "labels": dict(of.target.labels),
         "metrics_url": of.target.metrics_url,
         "adapters": list(of.target.adapters),

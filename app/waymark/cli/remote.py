@@ -118,6 +118,7 @@ def _look(service: Service, arguments: argparse.Namespace, screen: Screen) -> in
 
 
 def _drain(service: Service, arguments: argparse.Namespace) -> int:
+    from waymark.errors import WaymarkError
     from waymark.remote.drain import NotDrained, drain, left_as
 
     def say(line: str) -> None:
@@ -127,7 +128,11 @@ def _drain(service: Service, arguments: argparse.Namespace) -> int:
         for line in drain(service, arguments):
             say(line)
     except KeyboardInterrupt:
-        if line := left_as(service, arguments):
+        try:
+            line = left_as(service, arguments)
+        except WaymarkError as exc:
+            line = f"whether {arguments.engine} gets new requests is not known: {exc}"
+        if line:
             say(line)
         raise
     except NotDrained as exc:

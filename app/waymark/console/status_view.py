@@ -145,7 +145,10 @@ def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
         text(of.instance_id + (" (pool)" if of.scope == "shared" else "")),
         text(of.dp_rank),
         text(of.kind),
-        text(state.status + ("" if of.target.weight else ", weight 0"), STATUS_STYLE.get(state.status, "")),
+        text(
+            state.status + ("" if of.target.weight or of.is_further else ", weight 0"),
+            STATUS_STYLE.get(state.status, ""),
+        ),
         worker,
         text("none" if state.watermark is None else state.watermark),
         text("" if state.lag_seconds is None else seconds_text(state.lag_seconds)),

@@ -94,6 +94,8 @@ class Resolver:
         """Stores of releases that cannot name a salt or an image: they may be taken for what they are not."""
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
         self._early = 0
+        self._units = 0
+        """Work since the loop had its turn, of all batches of a fold."""
         """How many of the ``EARLY_MAX`` positions of the next batch are taken."""
         self.reported: Mapping[int, Spot] = {}
         """Of a pool: what the engines of the group have reported of the hashes that were looked up for this fold."""
@@ -222,7 +224,8 @@ class Resolver:
             return []
         hashes = dict.fromkeys(self.objects.some())
         for batch in batches:
-            for event in batch.events:
+            # Plain stores have their tokens.
+            for event in () if type(batch.events) is PlainEvents else batch.events:
                 if isinstance(event, Stored) and _is_reported_elsewhere(event):
                     hashes.update(dict.fromkeys(event.engine_hashes))
         return list(hashes)
@@ -237,7 +240,7 @@ class Resolver:
         """The parts of one batch of the fold, ``index`` its place in it."""
         parts = self.placer.begin_batch(seq)
         self._planner.epochs = plan.epochs[index] if plan.epochs else {}
-        position, units = self._first_position, 0
+        position = self._first_position
         self._early = 0
         placed: _Placed = []
         windows = self._planner.windows
@@ -254,9 +257,9 @@ class Resolver:
             if windows and not isinstance(event, Cleared) and self._planner.window_of(event) is not None:
                 late.append((j, event))
                 continue
-            units += EVENT_UNITS if isinstance(event, Cleared) else EVENT_UNITS + len(event.engine_hashes)
-            if units > SLICE_UNITS:
-                units = 0
+            self._units += EVENT_UNITS if isinstance(event, Cleared) else EVENT_UNITS + len(event.engine_hashes)
+            if self._units > SLICE_UNITS:
+                self._units = 0
                 yield
             reason = self._planner.skip_reason(plan, batch, event, index, j)
             if reason == "block_size_mismatch" and isinstance(event, Stored):
@@ -275,9 +278,9 @@ class Resolver:
             position += self._positions(position, event)
         # Groups with windows name blocks of main attention, which may stand behind them in the batch.
         for j, of_group in late:
-            units += EVENT_UNITS + len(of_group.engine_hashes)
-            if units > SLICE_UNITS:
-                units = 0
+            self._units += EVENT_UNITS + len(of_group.engine_hashes)
+            if self._units > SLICE_UNITS:
+                self._units = 0
                 yield
             if self._planner.skip_reason(plan, batch, of_group, index, j) is None:
                 self._window(parts, position, batch, of_group)
@@ -295,9 +298,9 @@ class Resolver:
                     self._place(parts, position, waiting, parent, placed)
                 # Twice as many: what was removed while it waited is removed after it.
                 position += 2 * len(waiting.event.engine_hashes)
-                units += EVENT_UNITS + len(waiting.event.engine_hashes)
-                if units > SLICE_UNITS:
-                    units = 0
+                self._units += EVENT_UNITS + len(waiting.event.engine_hashes)
+                if self._units > SLICE_UNITS:
+                    self._units = 0
                     yield
         # Objects that waited in a fold before come after the events of this one's first batch.
         for holder, engine_hash in [] if index else self.objects.found(self.holders.values(), self.reported):
@@ -373,7 +376,9 @@ class Resolver:
             if self.waiting.blocks and ran.stores:
                 placed.append((plain.dp_rank, plain.events.loop.hashes(at, ran.at)))
             at, position = ran.at, ran.position
-            if at < end and (ran.stored + ran.removed) > SLICE_UNITS:
+            self._units += EVENT_UNITS + ran.stored + ran.removed
+            if self._units > SLICE_UNITS:
+                self._units = 0
                 yield
         return at, position
 

@@ -224,6 +224,7 @@ def as_json(status: Status) -> dict[str, Any]:
                 "scope": state.registration.scope,
                 "endpoint": state.registration.endpoint,
                 "weight": state.registration.target.weight,
+                "is_further": state.registration.is_further,
                 "status": state.status,
                 "worker": state.worker,
                 "has_live_worker": not status.complaints.is_orphan(state),
@@ -274,7 +275,8 @@ def _state(row: Mapping[str, Any]) -> PublisherState:
         additional_salt=None,
         copies="set",
         sequence="publisher",
-        target=Target(weight=row["weight"]),
+        target=Target(weight=row.get("weight", 1.0)),
+        is_further=row.get("is_further", False),
         **{
             name: row[name]
             for name in ("instance_id", "tenant_id", "dp_rank", "model_name", "block_size", "endpoint", "scope")

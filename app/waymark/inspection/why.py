@@ -71,18 +71,24 @@ def of_instances(holding: Holding, states: Sequence[PublisherState]) -> dict[str
 def ends(holding: Holding) -> dict[str, str]:
     """For each instance whose match ends before the prompt does: which block is next, and who has it."""
     said: dict[str, str] = {}
+    known: dict[int, str] = {}  # by block: many instances may end at the same
     for lines in holding.instances:
         block = lines.match
         if lines.is_pool or not 0 < block < len(holding.keys):
             continue
-        others = [other.instance_id for other in holding.instances if other.counts(block)]
-        uncounted = [each.instance_id for each in holding.instances if any(block in line.has for line in each.holders)]
-        nobody = f"nobody has it but {_names(uncounted)}, not counted" if uncounted else "nobody has it"
-        who = f"{_names(others)} {'has' if len(others) == 1 else 'have'} it" if others else nobody
+        if block not in known:
+            known[block] = _who_has(holding, block)
         behind = sum(at + n - max(at, block) for at, n in lines.runs if at + n > block)
         more = f"; {behind} of its blocks are behind the missing one and do not count" if behind else ""
-        said[lines.instance_id] = f"block {block} is next, and {who}{more}"
+        said[lines.instance_id] = f"block {block} is next, and {known[block]}{more}"
     return said
+
+
+def _who_has(holding: Holding, block: int) -> str:
+    if others := [other.instance_id for other in holding.instances if other.counts(block)]:
+        return f"{_names(others)} {'has' if len(others) == 1 else 'have'} it"
+    uncounted = [each.instance_id for each in holding.instances if any(block in line.has for line in each.holders)]
+    return f"nobody has it but {_names(uncounted)}, not counted" if uncounted else "nobody has it"
 
 
 def _of_stream(state: PublisherState, block_size: int) -> str:

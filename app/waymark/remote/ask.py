@@ -8,6 +8,7 @@ from typing import Any
 
 from waymark.console.screen import Grid, Part, Text, joined, text
 from waymark.domain.media import IN_EVERY_ANSWER, order_of
+from waymark.domain.names import DEFAULT_TENANT
 from waymark.errors import NotFound
 from waymark.remote.prompts import fields_of, group_of, token_ids
 from waymark.remote.service import Service
@@ -33,7 +34,7 @@ def ask(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
     body = group | fields_of(arguments) | {"token_ids": tokens}
     answer = service.post("/query", body)
     inspected = service.post("/inspect/prompt", body | {"top": _ENGINES_MAX})
-    rows = answer.get(group["tenant_id"] or "default", {})
+    rows = _rows(answer, group["tenant_id"] or DEFAULT_TENANT)
     if not rows:
         raise NotFound("; ".join(inspected["reasons"]) or f"no engine is registered for {shown(group['model'])}")
     lines = {each["instance_id"]: each for each in inspected["instances"]}
@@ -48,6 +49,16 @@ def ask(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
         "block_size": inspected["block_size"],
         "instances": dict(best_first),
         "reasons": inspected["reasons"],
+    }
+
+
+def _rows(answer: dict[str, Any], tenant: str) -> dict[str, dict[str, Any]]:
+    """What each instance has, by the name of the medium; a service may answer in Conductor's newer form alone."""
+    if tenant in answer or "instances" not in answer:
+        return dict(answer.get(tenant, {}))
+    names = {"longest_matched": "longest_matched"} | {medium.lower(): medium for medium in IN_EVERY_ANSWER}
+    return {
+        instance: {shown: row[name] for name, shown in names.items()} for instance, row in answer["instances"].items()
     }
 
 

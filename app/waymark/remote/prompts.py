@@ -16,6 +16,7 @@ from waymark.shown import shown
 _FROM_INPUT = "-"
 #: Token ids of one range: as many as a prompt may have by default.
 _RANGE_MAX = 1 << 21
+_IDS_MAX = 1 << 22
 
 
 def group_of(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -56,8 +57,8 @@ def _ids(text: str) -> list[int]:
     words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
     found: list[int] = []
     for place, word in enumerate(words):
-        first, _, last = word.partition("-")
-        ends = (first, last or first)
+        first, dash, last = word.partition("-")
+        ends = (first, last if dash else first)
         if not all(each.isascii() and each.isdigit() and int(each) <= U32_MAX for each in ends):
             raise InvalidValue(
                 f"--tokens: {word!r} at {place} is no token id; they are integers of 0..{U32_MAX}, or ranges as 100-163"
@@ -65,6 +66,8 @@ def _ids(text: str) -> list[int]:
         least, most = map(int, ends)
         if not 0 <= most - least < _RANGE_MAX:
             raise InvalidValue(f"--tokens: the range {word!r} at {place} has not 1 to {_RANGE_MAX} token ids")
+        if len(found) + most - least >= _IDS_MAX:
+            raise InvalidValue(f"--tokens: at {place} there are more than {_IDS_MAX} token ids")
         found += range(least, most + 1)
     if not found:
         raise InvalidValue("--tokens: there are none; give token ids such as 1,2,3 or 100-163")

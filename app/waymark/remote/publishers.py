@@ -48,14 +48,11 @@ def warnings(service: Service) -> list[str]:
 def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each publisher: ``draining`` or ``drained`` if it is a target with weight 0, else nothing.
 
-    Of a rank with several sockets the first is the target; a pool is none.
+    A further socket of a rank is no target, and neither is a pool.
     """
-    ranks: set[tuple[str, str, int]] = set()
     found = []
     for each in publishers:
-        rank = (each["tenant_id"], each["instance_id"], each["dp_rank"])
-        is_target = each["scope"] != "shared" and rank not in ranks
-        ranks.add(rank)
+        is_target = each["scope"] != "shared" and not each.get("is_further", False)
         is_drained = is_target and not each["weight"]
         found.append("" if not is_drained else "draining" if each["load"]["requests"] else "drained")
     return found

@@ -17,9 +17,10 @@ def select(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
     prompt = {"token_ids": token_ids(service, arguments, group), "policy": arguments.policy}
     body = group | fields_of(arguments) | prompt
     scores = service.post("/score", body | {"explain": True})
-    selected = service.post("/select", body | {"reserve": arguments.reserve})
+    others = _others(service, group, scores["scores"])
+    selected = service.post("/select", body | {"reserve": arguments.reserve})  # last: a reservation must be shown
     found = {"selected": selected, "scores": scores["scores"], "total_tokens": scores["total_tokens"]}
-    return found | {"not_considered": _others(service, group, found["scores"])}
+    return found | {"not_considered": others}
 
 
 def _others(service: Service, group: dict[str, Any], scores: list[dict[str, Any]]) -> dict[str, str]:
@@ -31,6 +32,7 @@ def _others(service: Service, group: dict[str, Any], scores: list[dict[str, Any]
         for each, drain in zip(publishers, drains(publishers), strict=True)
         if (each["tenant_id"], each["model_name"]) == (group["tenant_id"] or "default", group["model"])
         and each["scope"] != "shared"
+        and not each.get("is_further", False)
         and each["instance_id"] not in scored
     }
 

@@ -91,7 +91,7 @@ class Registry:
                 f"tenant_id is {shown(registration.tenant_id)}, which is a field of answers; choose another name",
                 field="tenant_id",
             )
-        has_moved = False
+        has_moved, before = False, None
         for _ in range(_ATTEMPTS):
             claim = await self._directory.claim(registration.name)
             if claim is None:
@@ -108,10 +108,12 @@ class Registry:
                     return has_moved
                 changed = replace(claim, registration=registration)
                 if claim.registration != registration and claim.has_stream_of(changed):
+                    if before is None:
+                        before = claim.registration.target.weight
                     kept = await self._replace(registration.name, claim.raw, changed)
                     if kept is not None and await self._is_begun(kept):
                         await self._client.publish(keys.CONTROL, "registered")
-                        self._note_weight(registration, claim.registration.target.weight)
+                        self._note_weight(registration, before)
                         return True
                     continue
                 # A new endpoint begins a new life: the state of the old stream is invalid.
@@ -127,6 +129,7 @@ class Registry:
 
         Raises Conflict, with the field, if discovery or the file of publishers sets the weight: it would set it again.
         """
+        before = None  # of the first attempt: a later one may find its change
         for _ in range(_ATTEMPTS):
             claim = await self._directory.claim(name)
             if claim is None or claim.is_leaving:
@@ -138,12 +141,14 @@ class Registry:
                     "which would undo a change; set it there",
                     field="instance_id",
                 )
+            if before is None:
+                before = registration.target.weight
             target = replace(registration.target, weight=weight)
             changed = replace(claim, registration=replace(registration, target=target))
             kept = await self._replace(name, claim.raw, changed)
             if kept is not None and await self._is_begun(kept):
                 await self._client.publish(keys.CONTROL, "registered")
-                self._note_weight(changed.registration, registration.target.weight)
+                self._note_weight(changed.registration, before)
                 return True
         raise _contended(name)
 

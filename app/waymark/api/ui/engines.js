@@ -49,14 +49,9 @@ function nameOf(each) {
   return JSON.stringify([each.tenant_id, each.instance_id, each.dp_rank, each.endpoint]);
 }
 
-// What requests are sent to: no pool, and of a rank with several sockets the first.
+// What requests are sent to: no pool, and no further socket of a rank.
 function targetsOf(publishers) {
-  const firsts = new Map();
-  for (const each of publishers) {
-    const rank = JSON.stringify([each.tenant_id, each.instance_id, each.dp_rank]);
-    if (each.scope !== "shared" && !firsts.has(rank)) firsts.set(rank, each);
-  }
-  return new Set(firsts.values());
+  return new Set(publishers.filter((each) => each.scope !== "shared" && !each.is_further));
 }
 
 function remember(each) {

@@ -116,12 +116,12 @@ function share(found) {
 
 function parts(found, scores) {
   const made = found.reasons.map((reason) => element("p", { class: "reason" }, reason));
-  if (!found.total_blocks) return made; // the reason is that of every engine
   if (scores) made.push(picked(scores));
   else made.push(element("p", { class: "soft" }, "A link has only the hashes of a prompt. Give the prompt itself to see which target POST /select would pick."));
-  if (found.instances.length) made.push(legend(), element("p", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
-  made.push(...found.instances.map((each) => instance(each, found)));
-  if (found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
+  const rows = found.total_blocks ? found.instances : []; // without a block the reason is that of every engine
+  if (rows.length) made.push(legend(), element("p", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
+  made.push(...rows.map((each) => instance(each, found)));
+  if (rows.length && found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
   if (scores) made.push(...targets(scores, found));
   return made;
 }
