@@ -132,7 +132,8 @@ while rows_read < last_row and bytes_read <= bytes_max do
   else
     for i, value in ipairs(redis.call('MGET', unpack(KEYS, first_row + rows_read + 1, first_row + to))) do
       values[rows_read + i] = value
-      bytes_read = bytes_read + (value and #value or 0)
+      -- A long first row counts as its beginning, as the others do: else a call would end after its part.
+      bytes_read = bytes_read + (value and (rows_read == 0 and math.min(#value, LONG) or #value) or 0)
     end
     portion = bytes_read < 1024 * to and 4 * portion or 4
   end

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from redis.asyncio import Redis
+
 from tests.store.factories import GROUP, registration, removed, resolved_of, stored
 from tests.store.flow import applied, begun, granted
+from tests.store.test_rows_model import LONG, change
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -27,3 +31,25 @@ async def test_a_block_that_is_stored_again_as_its_own_hash_loses_the_engine_has
     assert verdict is Verdict.APPLIED
     memory = (await resolved_of(store, one)).memory
     assert [memory.held(gpu, each) is not None for each in (1, 901, 902)] == [True, False, True]
+
+
+async def test_a_call_goes_on_behind_the_part_of_a_long_first_row(
+    store: Store, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of long rows only the beginning is read, so that a system prompt of many holders takes one call."""
+    change(monkeypatch, "apply_rows", *LONG)
+    monkeypatch.setattr(store.index, "_call_bytes", 3200)
+    for name in ("pod-1", "pod-2"):
+        assert await store.registry.register(registration(name))
+    one, other = await granted(store, "pod-1"), await granted(store, "pod-2")
+    (gpu,), (others,) = await begun(store, one, "0 GPU"), await begun(store, other, "0 GPU")
+    blocks = list(range(1, 129))
+    assert await applied(store, other, stored(others, blocks)) is Verdict.APPLIED
+    rows = [name async for name in redis.scan_iter(match="wm:{1}:????????????????")]
+    assert len(rows) == 4
+    for name in rows:
+        await redis.append(name, b" 9001:ffffffff" * 200)
+    before = sum(one.calls.values())
+    assert await applied(store, one, stored(gpu, blocks)) is Verdict.APPLIED
+    # One is that of the record; a call for each of the four rows would be five.
+    assert sum(one.calls.values()) - before <= 3
