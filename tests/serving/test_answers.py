@@ -196,12 +196,15 @@ async def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         gc.collect()
         gc.disable()
+        left = []
         try:
-            for _ in range(100):
-                writer.write(request("/usual"))
-                async with within(20):
-                    await reader.readuntil(b"ok")
-            assert gc.collect() < 100
+            for _ in range(3):  # what other tests have left may become garbage in one round, and not in each
+                for _ in range(100):
+                    writer.write(request("/usual"))
+                    async with within(20):
+                        await reader.readuntil(b"ok")
+                left.append(gc.collect())
+            assert min(left) < 100, left
         finally:
             gc.enable()
             writer.close()
