@@ -165,6 +165,10 @@ def test_in_range_always_beats_out_of_range(tokens: int, low: int, width: int) -
     assert context_ranges(f"{low}-{low + width}") == [(low, low + width)]
 
 
+def test_sums_too_small_for_a_slope_predict_the_mean() -> None:
+    assert FirstTokens(5.0, 0.0, 10.0, 2.2e-309, 1.0).predict(1000.0) == 2.0
+
+
 @pytest.mark.parametrize("name", SCORERS)
 @given(request=requests, some=candidates)
 def test_every_scorer_gives_each_candidate_null_or_zero_to_one(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 #: Requests from which a prediction counts; less than 5, since older ones count for less.
 _LEAST = 4.5
-#: Requests whose work differs by less than this share of its mean, squared, show nothing about the slope.
+#: Requests whose work differs by less than this share of its mean, or of a token, squared, show nothing of the slope.
 _SPREAD = 1e-4
 
 
@@ -37,6 +37,6 @@ class FirstTokens(NamedTuple):
             return None
         spread = self.requests * self.work_squared - self.work**2
         slope = 0.0
-        if spread > _SPREAD * self.work**2:
+        if spread > _SPREAD * max(self.work**2, 1.0):
             slope = max(0.0, (self.requests * self.work_ms - self.work * self.ms) / spread)
         return max(0.0, self.ms / self.requests + slope * (work - self.work / self.requests))
