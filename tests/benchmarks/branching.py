@@ -26,6 +26,7 @@ from tests.benchmarks import prompts
 from tests.benchmarks.index import Owner, owner
 from tests.benchmarks.processes import RedisServer, redis_server
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL, PIECE_BLOCKS
+from tests.benchmarks.report import aligned
 from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.moves import Moves
 from waymark.domain.names import GroupName
@@ -220,14 +221,7 @@ def table(found: Sequence[Found]) -> str:
         lines.append(
             (each.case, str(each.blocks), f"{each.bytes_a_block:.1f}", *shares, f"{each.redis_us:.0f}", dearest, *trips)
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return aligned(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

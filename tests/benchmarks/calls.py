@@ -24,6 +24,7 @@ from statistics import median
 
 from tests.benchmarks.index import Owner, keys, owner
 from tests.benchmarks.processes import RedisServer, redis_server
+from tests.benchmarks.report import aligned
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
 from waymark.domain.placing import Placer
@@ -242,14 +243,7 @@ def table(timed: Sequence[Timed]) -> str:
     for each in timed:
         holds = "yes" if each.dearest <= BAR_US else f"no, {each.dearest / BAR_US:.1f} times"
         lines.append((each.case, f"{each.calls:.0f}", f"{each.dearest:,}", f"{each.middle:,}", holds))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return aligned(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from tests.benchmarks.decide_books import Fast, Rules, Turns
 from tests.benchmarks.decide_gateways import gateways
 from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up, merged, traced
 from tests.benchmarks.decide_run import HEAD, Figures, run
-from tests.benchmarks.simulate_report import aligned
+from tests.benchmarks.report import aligned
 from waymark.errors import InvalidValue
 from waymark.routing.presets import PRESETS, preset
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -74,12 +74,16 @@ def table(rows: Sequence[Row]) -> str:
     """The rows for people, one line each."""
     head = ("target", "what", "figure", "unit", "against", "", "ratio", "bar", "holds")
     lines = [head, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    right = {2, 4, 6, 7}
+    return aligned(lines, left={0, 1, 3, 5, 8})
+
+
+def aligned(lines: Sequence[Sequence[str]], *, left: Set[int] = frozenset({0})) -> str:
+    """Lines of cells as columns; those that are not ``left`` end at the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )

@@ -26,6 +26,7 @@ from statistics import median
 from tests.benchmarks.calls import Engine
 from tests.benchmarks.index import keys, owner
 from tests.benchmarks.processes import RedisServer, redis_server
+from tests.benchmarks.report import aligned
 from waymark.store.lua import SCRIPTS, Script
 from waymark.store.store import Store
 
@@ -170,14 +171,7 @@ def table(contenders: Sequence[Contender], unit: str) -> str:
             ratio = median(a / b for a, b in zip(found[1:], theirs[1:], strict=True))
             line += [f"{median(theirs[1:]):.1f}", f"{other.commands[case]:.1f}", f"{ratio:.2f}"]
         lines.append(tuple(line))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return aligned(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.report import aligned
 from tests.benchmarks.simulate_index import Kill
 from tests.benchmarks.simulate_run import Course
 
@@ -122,14 +123,3 @@ def write_json(path: Path, found: dict[str, Any]) -> None:
 
 def _percent(ratio: float | None) -> str:
     return "" if ratio is None else f"{100 * ratio:.2f} %"
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )

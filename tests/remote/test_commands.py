@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -20,7 +20,8 @@ from tests.patience import within
 from tests.ports import unused_port
 from waymark import cli
 from waymark.domain.hashing import extend, token_bytes
-from waymark.remote import ask
+from waymark.remote import ask, select
+from waymark.remote.service import Service
 from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
@@ -283,6 +284,8 @@ def test_what_is_no_url_is_a_wrong_argument(url: str, capsys: pytest.CaptureFixt
     [
         (("--tokens", "1,x"), "'x' at 1 is no token id"),
         (("--tokens", "4294967296"), "'4294967296' at 0 is no token id"),
+        (("--tokens", "1,2,3-"), "'3-' at 2 is no token id"),
+        (("--tokens", " ".join(["0-2097151"] * 3)), "there are more than 4194304 token ids"),
         (("--tokens", ","), "there are none"),
         (("--tokens", "7,5-4"), "the range '5-4' at 1 has not 1 to 2097152 token ids"),
         (("--tokens", "0-4294967295"), "the range '0-4294967295' at 0 has not 1 to 2097152 token ids"),
@@ -300,3 +303,69 @@ def test_a_prompt_that_cannot_be_read_is_a_wrong_argument(
 def test_the_url_of_commands_is_no_setting_of_a_process() -> None:
     worker = {"WAYMARK_WORKER_ID": "w"}
     assert Settings.from_env(worker | {"WAYMARK_URL": "http://waymark:13333"}) == Settings.from_env(worker)
+
+
+# ---- what only goes wrong in between -------------------------------------------------------------------
+
+
+async def test_a_further_socket_of_a_rank_is_no_drained_engine(live: Live) -> None:
+    body = {"type": "vLLM", "modelname": "m", "instance_id": "two", "block_size": SIZE}
+    async with live.client() as client:
+        sockets = {"gpu": f"tcp://127.0.0.1:{unused_port()}", "cpu": f"tcp://127.0.0.1:{unused_port()}"}
+        for gpu in (sockets["gpu"], f"tcp://127.0.0.1:{unused_port()}"):  # the target comes after its further socket
+            sent = body | {"medium_endpoints": sockets | {"gpu": gpu}}
+            assert (await client.post("/register", json=sent)).status_code == 200
+        ports = {"gpu": f"tcp://127.0.0.1:{unused_port()}", "cpu": f"tcp://127.0.0.1:{unused_port()}"}
+        sent = body | {"instance_id": "three", "medium_endpoints": ports}  # and here before it
+        assert (await client.post("/register", json=sent)).status_code == 200
+    for words in (("publishers",), ("doctor", "--no-ports"), ("status",)):
+        _, output, _ = await run(live, *words)
+        assert "two" in output
+        assert "drain" not in output
+        assert "weight 0" not in output
+    for name in ("two", "three"):
+        await run(live, "drain", name)
+    found = await json_of(live, "select", "--tokens", "100-131")
+    assert found["not_considered"] == {"two": "drained", "three": "drained"}
+    _, output, _ = await run(live, "status")
+    assert output.count("weight 0") == 2
+
+
+def test_ask_reads_an_answer_in_the_newer_form_alone() -> None:
+    row = {"longest_matched": 8, "gpu": 4, "dp": {"0": 4}, "cpu": 8, "disk": 8, "rank_matches": {}}
+    assert ask._rows({"instances": {"a": row}}, "t") == {"a": {"longest_matched": 8, "GPU": 4, "CPU": 8, "DISK": 8}}
+    assert ask._rows({"t": {"a": {"GPU": 1}}, "instances": {"a": row}}, "t") == {"a": {"GPU": 1}}
+    assert ask._rows({"instances": {}}, "t") == {}
+
+
+def test_an_interrupted_drain_says_so_where_waymark_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drain(*_: object) -> Any:
+        yield "a gets no new requests"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("waymark.remote.drain.drain", drain)
+    url = f"http://127.0.0.1:{unused_port()}"
+    assert cli.main(["drain", "a", "--url", url]) == cli.EXIT_INTERRUPTED
+    begun, left = capsys.readouterr().out.splitlines()
+    assert begun == "a gets no new requests"
+    assert left.startswith(f"whether a gets new requests is not known: no Waymark answers at {url}")
+
+
+def test_a_reservation_is_made_last_so_that_it_is_always_shown() -> None:
+    class Answers:
+        asked: ClassVar[list[str]] = []
+
+        def get(self, path: str) -> Any:
+            self.asked.append(path)
+            return {"publishers": []}
+
+        def post(self, path: str, body: dict[str, Any]) -> Any:
+            self.asked.append(path)
+            return {"scores": [], "total_tokens": 1}
+
+    words = ["select", "--model", "m", "--tokens", "1", "--block-size", "4", "--reserve"]
+    select.select(cast(Service, Answers()), cli.parse(words))
+    assert Answers.asked[-1] == "/select"
+    assert "/workers" in Answers.asked[:-1]
