@@ -162,5 +162,5 @@ def test_a_retired_word_is_found_where_users_read_it() -> None:
     assert found(1, "`away` is a word of this page") == []
     settings = dict(strings(PACKAGE / "settings.py"))
     assert any("The TCP port that the HTTP API listens on." in text for text in settings.values())
-    bodies = dict(strings(PACKAGE / "api" / "schemas.py"))
+    bodies = dict(strings(PACKAGE / "api" / "query_schemas.py"))
     assert any("in msgpack a bin of little-endian u32" in text for text in bodies.values())

@@ -21,8 +21,8 @@ from typing import Any
 import orjson
 import yaml
 
+from waymark.api.registration_schemas import RegisterByUrlRequest
 from waymark.api.registrations import registration_of
-from waymark.api.schemas import RegisterByUrlRequest
 from waymark.discovery.describe import instance_id_of
 from waymark.discovery.pods import role_in
 from waymark.discovery.wanted import Wanted

@@ -18,7 +18,8 @@ from tests.api.conftest import Hold
 from waymark.api import admin_schemas, answer_schemas, dynamo_schemas, dynamo_select_schemas
 from waymark.api.application import create_app
 from waymark.api.inspection_schemas import StatusAnswer
-from waymark.api.schemas import QueryRequest, RegisterRequest
+from waymark.api.query_schemas import QueryRequest
+from waymark.api.registration_schemas import RegisterRequest
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit

@@ -18,8 +18,8 @@ from waymark import native
 from waymark.api.bodies import CONTAINERS_MAX, Format, LongList, decode
 from waymark.api.errors import Unfit
 from waymark.api.prompts import hashes, token_bytes
+from waymark.api.query_schemas import QueryByHashRequest
 from waymark.api.request_cache import RequestCache
-from waymark.api.schemas import QueryByHashRequest
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 

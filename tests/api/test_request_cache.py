@@ -10,8 +10,8 @@ import pytest
 
 from waymark.api.bodies import Body, Format, LongList, decode
 from waymark.api.errors import Unfit
+from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.request_cache import RequestCache
-from waymark.api.schemas import QueryByHashRequest, QueryRequest
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 

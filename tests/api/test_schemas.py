@@ -8,7 +8,8 @@ import pytest
 
 from waymark.api.errors import Unfit
 from waymark.api.fields import NAME_BYTES_MAX
-from waymark.api.schemas import QueryByHashRequest, QueryRequest, RegisterRequest, UnregisterRequest
+from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
+from waymark.api.registration_schemas import RegisterRequest, UnregisterRequest
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName, Registration
 from waymark.domain.prefixes import PrefixSource

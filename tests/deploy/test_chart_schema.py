@@ -28,7 +28,7 @@ from tests.deploy.chart import (
     variables,
 )
 from tests.deploy.values import every_value, given
-from waymark.api.schemas import RegisterRequest
+from waymark.api.registration_schemas import RegisterRequest
 from waymark.publishers_file import read_publishers
 from waymark.settings import Settings, describe
 

@@ -15,7 +15,7 @@ from waymark.api.errors import Unfit
 from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.lookup import KeysOf, Lookup
 from waymark.api.operations import Answer, Paused
-from waymark.api.schemas import QueryByHashRequest, QueryRequest
+from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import ModelPrompt, Texts
 from waymark.domain.block_size import block_size_of
 from waymark.domain.hashing import namespace

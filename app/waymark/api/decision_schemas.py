@@ -8,9 +8,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandle
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from waymark.api.answer_schemas import Explanation
-from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request
+from waymark.api.fields import NAME, OPTIONAL_NAME, RANK, BlockSize, Name, OptionalName, Rank, Request
 from waymark.api.models import Model
-from waymark.api.schemas import OPTIONAL_BLOCK_SIZE, RANK, BlockSize, Named, PromptFields, Rank
+from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
 

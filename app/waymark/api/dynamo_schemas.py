@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field
 
-from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.fields import NAME, OPTIONAL_NAME, Hashes, Name, OptionalName, Rank, Request, TokenIds
 from waymark.api.models import Model, Root
-from waymark.api.schemas import Hashes, Rank
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U32_MAX, U64_MASK
 
 _GROUP = f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'"

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, Field, WithJsonSchema
 
 from waymark.api.dynamo_schemas import InstanceId
-from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.fields import NAME, OPTIONAL_NAME, Hashes, Name, OptionalName, Request, TokenIds
 from waymark.api.models import Model, Root
-from waymark.api.schemas import Hashes
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX
 
 DEFAULT_MODEL = "default"

@@ -16,7 +16,7 @@ from waymark.api.given_prompts import text_of
 from waymark.api.inspection_turns import InspectionTurns
 from waymark.api.operations import Answer, Handler, Paused
 from waymark.api.prompts import hashes, packed_hashes, token_bytes
-from waymark.api.schemas import InspectRequest
+from waymark.api.query_schemas import InspectRequest
 from waymark.api.texts import Texts
 from waymark.domain.block_size import only_block_size
 from waymark.domain.multimodal import check_blocks

@@ -1,4 +1,4 @@
-"""What all request bodies have in common: names of bounded length, null as absent, one value under one name.
+"""What request bodies have in common: names, hashes and sizes; null is absent, and one value has one name.
 
 A model says in each field's ``description`` what the field must be; that sentence is in the published contract
 and in the error of a value that does not fit.
@@ -13,6 +13,7 @@ from pydantic import (
     AliasChoices,
     BeforeValidator,
     ConfigDict,
+    Field,
     ValidationError,
     WithJsonSchema,
 )
@@ -21,10 +22,12 @@ from pydantic_core import PydanticCustomError
 
 from waymark.api.errors import Unfit, unfit
 from waymark.api.models import Model
-from waymark.domain.names import U32_MAX
+from waymark.domain.names import U32_MAX, U64_MASK
 
 NAME = "a text of 1 to 4096 bytes"
 OPTIONAL_NAME = "a text of at most 4096 bytes"
+BLOCK_SIZE = "an integer of 1..65536, tokens per block"
+RANK = f"an integer of 0..{U32_MAX}"
 
 #: Bytes of UTF-8 that a name from a client may have: names are kept in Redis with every registration.
 NAME_BYTES_MAX = 4096
@@ -57,6 +60,17 @@ OptionalName = Annotated[Annotated[str, AfterValidator(_within_bounds)] | None, 
 TokenIds = Annotated[
     Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": U32_MAX}})
 ]
+
+_HASH: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "minimum": -(2**63), "maximum": U64_MASK},
+        {"type": "string", "pattern": "^-?[0-9]{1,20}$"},
+    ]
+}
+Hash = Annotated[Any, WithJsonSchema(_HASH)]
+Hashes = Annotated[Any, WithJsonSchema({"type": "array", "items": _HASH})]
+BlockSize = Annotated[int, Field(ge=1, le=65536)]
+Rank = Annotated[int, Field(ge=0, le=U32_MAX)]
 
 
 class Request(Model):

@@ -10,7 +10,7 @@ from waymark.api.errors import Unfit
 from waymark.api.fields import Request
 from waymark.api.lookup import KeysOf, PromptKeys
 from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
-from waymark.api.schemas import PromptFields
+from waymark.api.query_schemas import PromptFields
 from waymark.api.texts import ModelPrompt, prompt_of
 from waymark.domain.multimodal import Items, check_blocks
 from waymark.domain.names import GroupName

@@ -23,9 +23,9 @@ from waymark.api.admission import AdmissionQueue
 from waymark.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, encode, format_of, read_body
 from waymark.api.errors import body_of, headers_of, status_of
 from waymark.api.fields import Request
+from waymark.api.query_schemas import PromptFields
 from waymark.api.request_cache import RequestCache
 from waymark.api.request_id import request_id_of
-from waymark.api.schemas import PromptFields
 from waymark.api.tokens_file import EVERYONE, Caller
 from waymark.errors import InvalidValue, StoreUnavailable, WaymarkError
 from waymark.logs import failure, fields

@@ -7,8 +7,8 @@ from waymark.api import answer_schemas as answers
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import dynamo_schemas as dynamo_bodies
 from waymark.api import dynamo_select_schemas as select_bodies
+from waymark.api import event_schemas, query_schemas, registration_schemas
 from waymark.api import inspection_schemas as inspections
-from waymark.api import schemas as bodies
 from waymark.api import text_schemas as text_bodies
 from waymark.api.inspections import PARAMETERS
 from waymark.api.operations import Doc
@@ -61,21 +61,21 @@ GLOBAL_VIEW = Doc(
 )
 QUERY = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
-    bodies.QueryRequest,
+    query_schemas.QueryRequest,
     answers.QueryAnswer,
     headers=_OF_QUERY,
     reach="body",
 )
 QUERY_BY_HASH = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
-    bodies.QueryByHashRequest,
+    query_schemas.QueryByHashRequest,
     answers.QueryAnswer,
     headers=_OF_QUERY,
     reach="body",
 )
 INSPECT_PROMPT = Doc(
     "Returns which blocks of a prompt each instance has and where, and why no instance has a match.",
-    bodies.InspectRequest,
+    query_schemas.InspectRequest,
     answers.InspectAnswer,
     reach="body",
 )
@@ -134,28 +134,28 @@ CACHE_CLEAR = Doc(
 )
 REGISTER = Doc(
     "Registers a publisher, or all ranks of an engine by its URL, and subscribes to its events.",
-    bodies.AnyRegisterRequest,
+    registration_schemas.AnyRegisterRequest,
     answers.RegisterAnswer,
     errors=(409,),
     reach="body",
 )
 UNREGISTER = Doc(
     "Removes a publisher and its blocks.",
-    bodies.UnregisterRequest,
+    registration_schemas.UnregisterRequest,
     answers.UnregisterAnswer,
     errors=(404,),
     reach="body",
 )
 WEIGHT = Doc(
     "Changes the weight of an engine; with weight 0 it gets no new requests.",
-    bodies.WeightRequest,
+    registration_schemas.WeightRequest,
     answers.WeightAnswer,
     errors=(404, 409),
     reach="body",
 )
 EVENTS = Doc(
     "Applies events in the standard format; a publisher without a ZMQ socket sends them here.",
-    bodies.EventsRequest,
+    event_schemas.EventsRequest,
     answers.EventsAnswer,
     errors=(404, 409),
     may_be_list=True,

@@ -10,7 +10,7 @@ from typing import Any
 from waymark.api.bodies import Body
 from waymark.api.errors import short
 from waymark.api.operations import Answer, Paused
-from waymark.api.schemas import RegisterByUrlRequest, RegisterRequest, UnregisterRequest, WeightRequest
+from waymark.api.registration_schemas import RegisterByUrlRequest, RegisterRequest, UnregisterRequest, WeightRequest
 from waymark.asker import Asker
 from waymark.discovery.describe import Describer, base_of
 from waymark.discovery.engines import EngineRegistrations

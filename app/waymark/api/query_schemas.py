@@ -1,0 +1,107 @@
+"""Request bodies with a prompt or its hashes: queries, and what decisions and inspections share with them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field
+
+from waymark.api.errors import Unfit
+from waymark.api.fields import BLOCK_SIZE, NAME, OPTIONAL_NAME, BlockSize, Hashes, Name, OptionalName, Request, TokenIds
+from waymark.api.text_schemas import TextFields
+from waymark.domain.multimodal import Items, items_of
+from waymark.domain.names import DEFAULT_TENANT, Adapter, GroupName
+
+
+class Named(Request):
+    """The model, tenant, adapter and salts of the blocks that a request is about."""
+
+    model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
+    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
+    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
+    lora_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
+        default=None,
+        description="an integer of 0..2^63-1, and not together with lora_name; the default is the base model",
+    )
+    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")
+    additional_salt: OptionalName = Field(
+        default=None,
+        validation_alias=AliasChoices("additional_salt", "additionalsalt"),
+        description=f"{OPTIONAL_NAME}; empty means none",
+    )
+
+    @property
+    def group(self) -> GroupName:
+        return GroupName(self.tenant_id or DEFAULT_TENANT, self.model)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter's name or its id; ``Unfit`` where both are given."""
+        if self.lora_name is None:
+            return self.lora_id
+        if self.lora_id is not None:
+            raise Unfit("lora_id and lora_name are both given; send lora_name alone", field="lora_id")
+        return self.lora_name
+
+    @property
+    def salts(self) -> list[str]:
+        return [salt for salt in (self.additional_salt, self.cache_salt) if salt is not None]
+
+
+OPTIONAL_BLOCK_SIZE = f"{BLOCK_SIZE}; the default is that of the model's engines, if they have only one"
+
+
+class _Asked(Named):
+    block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
+    instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
+    by: Literal["instance", "address"] = Field(
+        default="instance", description="instance or address: what the rows of the answer are named by"
+    )
+    explain: bool = Field(
+        default=False, description="true or false: whether the answer says why each instance has no more of the prompt"
+    )
+
+
+class PromptFields(TextFields):
+    """A prompt, given as tokens, hashes, a text or messages."""
+
+    token_ids: TokenIds = Field(
+        default=None,
+        description="a list of token ids, or in msgpack a bin of little-endian u32; a request has one prompt",
+    )
+    seq_hashes: Hashes = Field(
+        default=None,
+        validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
+        description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
+    )
+    features: dict[str, Any] | None = Field(
+        default=None,
+        description="an object with mm_hashes and mm_placeholders, as vLLM's render endpoints answer it: the images "
+        "among token_ids",
+    )
+
+    @property
+    def items(self) -> Items:
+        """The images and other items among the tokens; ``InvalidValue`` if ``features`` does not fit."""
+        return () if self.features is None else items_of(self.features)
+
+
+class QueryRequest(_Asked, PromptFields):
+    """A prompt, given as tokens, hashes, a text or messages."""
+
+
+class QueryByHashRequest(_Asked):
+    """A prompt, given as the rolling hashes of its blocks."""
+
+    seq_hashes: Hashes = Field(
+        validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
+        description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
+    )
+
+
+class InspectRequest(QueryRequest):
+    """A prompt that is looked up for a person, given as a query has it."""
+
+    top: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=20, description="an integer of 1..1000: how many instances are shown, the longest match first"
+    )

@@ -1,0 +1,273 @@
+"""Request bodies that register and unregister publishers, and change their weight.
+
+The models that validate a body are the ones that the contract publishes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field
+
+from waymark.api.errors import Unfit
+from waymark.api.fields import BLOCK_SIZE, NAME, OPTIONAL_NAME, RANK, BlockSize, Name, OptionalName, Rank, Request
+from waymark.api.models import Root
+from waymark.api.publisher_fields import (
+    KINDS,
+    MEDIA_MAX,
+    ARole,
+    Endpoint,
+    Kind,
+    Labels,
+    MediumEndpoints,
+    OptionalUrl,
+    Url,
+    Weight,
+)
+from waymark.domain.engines import Copies, EngineKind, Scope, kinds_where
+from waymark.domain.media import normal_medium, order_of
+from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, Registration, SeqCounter
+from waymark.domain.objects import SHARDS_MAX
+from waymark.domain.prefixes import (
+    DEFAULT,
+    ENTRIES_MAX,
+    ENTRIES_MIN,
+    RECONNECT_MILLISECONDS_MAX,
+    SOURCE,
+    TTL_SECONDS_MAX,
+    PrefixSource,
+    is_source,
+)
+from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, URL, WEIGHT_MAX, Role, Target
+from waymark.shown import shown
+
+_TYPE = f"one of {', '.join(EngineKind)}, in upper or lower case"
+_MODEL_NAMES = AliasChoices("modelname", "model_name", "model")
+_OPAQUE = f"of type {kinds_where('is_opaque', True)}"
+
+
+class _PublisherFields(Request):
+    endpoint: Endpoint = Field(
+        default=None,
+        description=f"{ENDPOINT}; of type {kinds_where('is_opaque', True)} {SOURCE}; only types "
+        f"{kinds_where('needs_endpoint', False)} may leave it out",
+    )
+    replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
+    medium_endpoints: MediumEndpoints | None = Field(
+        default=None,
+        description=f"an object of at most {MEDIA_MAX} endpoints by medium, such as npu, cpu or disk: the sockets of "
+        "a rank that has several; one socket may be listed under several media",
+    )
+    store_backend: OptionalName = Field(
+        default=None,
+        description=f"{OPTIONAL_NAME}, the store behind the engines; with endpoint and without medium_endpoints, "
+        "the registration is of the store itself, as a pool",
+    )
+    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
+    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
+    additionalsalt: OptionalName = Field(
+        default=None,
+        validation_alias=AliasChoices("additionalsalt", "additional_salt"),
+        description=f"{OPTIONAL_NAME}; empty means none",
+    )
+    scope: Scope | None = Field(
+        default=None,
+        description="instance or shared, where shared is a pool that all instances read; "
+        f"the default of {kinds_where('scope', 'shared')} is shared",
+    )
+    copies: Copies | None = Field(
+        default=None,
+        description="count or set, where count is for an engine that may store a block several times; "
+        f"the default of {kinds_where('copies', 'count')} is count",
+    )
+    sequence: SeqCounter = Field(
+        default="publisher",
+        description="publisher if one counter numbers all frames, or rank if each rank has a counter",
+    )
+    shards: Annotated[int, Field(ge=1, le=SHARDS_MAX)] | None = Field(
+        default=None,
+        description=f"an integer of 1..{SHARDS_MAX}: for a pool, the number of objects that make up one "
+        "block; the default is the number of different shards seen in the keys of its objects",
+    )
+    address: OptionalUrl = Field(default=None, description=f"{URL}: the address that requests are sent to")
+    role: ARole = Field(default=Role.BOTH, description=f"one of {', '.join(Role)}")
+    weight: Weight = Field(
+        default=1.0, description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
+    )
+    labels: Labels = Field(
+        default={},
+        description=f"an object of at most {LABELS_MAX} texts by name, each of at most {LABEL_BYTES_MAX} bytes",
+    )
+    metrics_url: OptionalUrl = Field(default=None, description=f"{URL}; the default is /metrics of the address")
+    storage_offloading: bool = Field(
+        default=DEFAULT.storage_offloading,
+        description=f"true or false: {_OPAQUE}, whether the engine offloads prefixes to storage",
+    )
+    treat_eviction_as_offload: bool = Field(
+        default=DEFAULT.treat_eviction_as_offload,
+        description=f"true or false: {_OPAQUE}, whether an evicted prefix is in that storage",
+    )
+    reconnect_interval_ms: Annotated[int, Field(ge=1, le=RECONNECT_MILLISECONDS_MAX)] | None = Field(
+        default=None,
+        description=f"an integer of 1..{RECONNECT_MILLISECONDS_MAX}: {_OPAQUE}, the pause before it reconnects",
+    )
+    entry_ttl_seconds: Annotated[int, Field(ge=1, le=TTL_SECONDS_MAX)] = Field(
+        default=DEFAULT.entry_ttl_seconds,
+        description=f"an integer of 1..{TTL_SECONDS_MAX}: {_OPAQUE}, how long an entry stays",
+    )
+    max_entries: Annotated[int, Field(ge=ENTRIES_MIN, le=ENTRIES_MAX)] = Field(
+        default=DEFAULT.max_entries,
+        description=f"an integer of {ENTRIES_MIN}..{ENTRIES_MAX}: {_OPAQUE}, how many entries it may have",
+    )
+
+
+class RegisterRequest(_PublisherFields):
+    """The publisher of KV events that Waymark subscribes to."""
+
+    type: Kind = Field(description=_TYPE)
+    modelname: Name = Field(validation_alias=_MODEL_NAMES, description=f"{NAME}, the name of the model")
+    instance_id: Name = Field(description=f"{NAME}, the name that a router picks")
+    block_size: BlockSize = Field(description=BLOCK_SIZE)
+    dp_rank: Rank = Field(default=0, description=RANK)
+    topic: OptionalName = Field(
+        default=None,
+        description=f"{OPTIONAL_NAME}, the topic of this publisher's frames, if several publishers share a socket and "
+        "its counter. Its blocks are added to those of the instance's own socket, or with scope shared to a pool",
+    )
+
+    def registrations(self) -> list[Registration]:
+        """One for each socket of the rank, the one that is picked first; ``Unfit`` as ``registration``."""
+        sockets = sorted((self.medium_endpoints or {}).items(), key=lambda item: order_of(normal_medium(item[0]) or ""))
+        endpoints = list(dict.fromkeys(endpoint for _, endpoint in sockets))
+        if not endpoints:
+            return [self.registration()]
+        if self.topic is not None:
+            raise Unfit(
+                f"topic is {shown(self.topic)} beside medium_endpoints; register the socket with a topic by itself",
+                field="topic",
+            )
+        if self.endpoint is not None and self.endpoint not in endpoints:
+            raise Unfit(
+                f"endpoint is {shown(self.endpoint)}, and is none of medium_endpoints; leave it out", field="endpoint"
+            )
+        first = self.model_copy(update={"endpoint": endpoints[0], "store_backend": None}).registration()
+        further = replace(
+            first, replay_endpoint=None, is_further=True, target=replace(first.target, weight=0.0, metrics_url=None)
+        )
+        return [first, *(replace(further, endpoint=endpoint) for endpoint in endpoints[1:])]
+
+    def registration(self) -> Registration:
+        """The registration with its defaults filled in; ``Unfit`` where fields contradict each other."""
+        if self.store_backend is not None and self.endpoint is not None:
+            pool = KINDS.get(self.store_backend.lower(), self.type)
+            kind = pool if pool.traits.scope == "shared" else self.type
+            return self.model_copy(update={"type": kind, "scope": "shared", "store_backend": None}).registration()
+        traits = self.type.traits
+        self._check_endpoints()
+        scope = self.scope or traits.scope
+        is_further = self.topic is not None and scope == "instance"
+        return Registration(
+            kind=self.type,
+            instance_id=self.instance_id,
+            tenant_id=self.tenant_id or DEFAULT_TENANT,
+            dp_rank=self.dp_rank,
+            model_name=self.modelname,
+            block_size=self.block_size,
+            endpoint=self.endpoint,
+            replay_endpoint=self.replay_endpoint,
+            lora_name=self.lora_name,
+            additional_salt=self.additionalsalt,
+            scope=scope,
+            copies=self.copies or traits.copies,
+            sequence=self.sequence,
+            target=Target(weight=0.0)
+            if is_further
+            else Target(self.address, self.role, self.weight, self.labels, self.metrics_url),
+            prefixes=self._prefixes() if traits.is_opaque else DEFAULT,
+            object_shards=self.shards or 0 if scope == "shared" else 0,
+            is_further=is_further,
+            topic=self.topic,
+        )
+
+    def _check_endpoints(self) -> None:
+        """``Unfit`` where the endpoints fit neither each other, nor the type and the topic."""
+        traits = self.type.traits
+        if not traits.tells_events and self.endpoint is not None:
+            raise Unfit(
+                f"endpoint is {shown(self.endpoint)}; an engine of type {self.type} sends no events: "
+                "leave the endpoint out, or choose a type that sends events",
+                field="endpoint",
+            )
+        if self.endpoint is None and traits.needs_endpoint:
+            raise Unfit(
+                f"endpoint is missing; for type {self.type} it must be {ENDPOINT}", reason="missing", field="endpoint"
+            )
+        if self.endpoint is not None and is_source(self.endpoint) != traits.is_opaque:
+            raise Unfit(
+                f"endpoint is {shown(self.endpoint)}; for type {self.type} it must be "
+                f"{SOURCE if traits.is_opaque else ENDPOINT}",
+                field="endpoint",
+            )
+        if traits.is_opaque and self.replay_endpoint is not None:
+            raise Unfit(
+                f"an event source of type {self.type} has no replay_endpoint; leave it out", field="replay_endpoint"
+            )
+        if self.replay_endpoint is not None and self.endpoint is None:
+            raise Unfit("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
+        if self.topic is not None and (self.endpoint is None or traits.is_opaque or self.sequence == "rank"):
+            raise Unfit(
+                f"topic is {shown(self.topic)}; it is for an endpoint of ZeroMQ with one counter for all topics: leave "
+                'it out, or give an endpoint, and no "sequence": "rank"',
+                field="topic",
+            )
+
+    def _prefixes(self) -> PrefixSource:
+        return PrefixSource(
+            self.storage_offloading,
+            self.treat_eviction_as_offload,
+            self.entry_ttl_seconds,
+            self.max_entries,
+            self.reconnect_interval_ms,
+        )
+
+
+class RegisterByUrlRequest(_PublisherFields):
+    """The URL of an engine. Waymark asks the engine for each field that the request leaves out."""
+
+    url: Url = Field(description=f"{URL}: the HTTP API of the engine")
+    type: Kind | None = Field(default=None, description=_TYPE)
+    modelname: OptionalName = Field(
+        default=None, validation_alias=_MODEL_NAMES, description=f"{OPTIONAL_NAME}, a model that the engine serves"
+    )
+    instance_id: OptionalName = Field(
+        default=None, description=f"{OPTIONAL_NAME}, the name that a router picks; the default is host:port of the URL"
+    )
+    block_size: BlockSize | None = Field(default=None, description=BLOCK_SIZE)
+    dp_rank: Rank | None = Field(default=None, description=f"{RANK}; the default is every rank of the engine")
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that the client gave, by their names in ``RegisterRequest``."""
+        given = self.model_dump(exclude_unset=True, exclude_none=True)
+        del given["url"]
+        return given
+
+
+class AnyRegisterRequest(Root[RegisterRequest | RegisterByUrlRequest]):
+    """A publisher, or the URL of an engine that says the rest itself."""
+
+
+class UnregisterRequest(Request):
+    """The publishers to remove: one rank, or without ``dp_rank`` all ranks of the instance."""
+
+    instance_id: Name = Field(description=NAME)
+    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
+    dp_rank: Rank | None = Field(default=None, description=RANK)
+
+
+class WeightRequest(UnregisterRequest):
+    """The engine, or one rank of it, that gets another weight."""
+
+    weight: Weight = Field(
+        description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
+    )
