@@ -106,6 +106,7 @@ class Applier:
             store.hashes,
             store.takeover,
             self.answered,
+            self.slices,
             self._apply_early,
             self._keep_hashes,
             self.keep_facts,

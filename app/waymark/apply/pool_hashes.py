@@ -11,11 +11,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 
+from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
 from waymark.domain.known import Spot
 from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
+from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.store.hashes import Hashes, Reported
 from waymark.store.leases import Grant
 from waymark.store.takeover import Takeover
@@ -40,6 +42,7 @@ class PoolHashes:
         hashes: Hashes,
         takeover: Takeover,
         answered: _Answered,
+        slices: SliceRunner,
         apply: Callable[[Sequence[Part]], Awaitable[None]],
         keep: Callable[[Sequence[Reported]], Awaitable[None]],
         keep_facts: Callable[[], Awaitable[None]],
@@ -52,6 +55,7 @@ class PoolHashes:
         self._hashes = hashes
         self._takeover = takeover
         self._answered = answered
+        self._slices = slices
         self._apply = apply
         self._write = keep
         self._keep_facts = keep_facts
@@ -69,16 +73,8 @@ class PoolHashes:
         This is done before the blocks are applied. A worker that takes over does not send such blocks again, so it
         would not keep their hashes.
         """
-        if not self.is_wanted:
-            return
-        await self._keep(
-            [
-                Reported(engine_hash, Spot(Place(part.place.head), part.namespace, depth, key))
-                for part in parts
-                if part.kind == "+" and not part.is_known and not part.is_identity and not part.place.is_single
-                for key, depth, engine_hash in zip(part.keys, part.depths, part.hashes, strict=True)
-            ]
-        )
+        if self.is_wanted:
+            await self._keep(await self._slices.run(_reported(parts)))
 
     async def tick(self, watermark: int | None) -> None:
         """Do what is due between folds; ``watermark`` is the one that Redis has."""
@@ -134,3 +130,19 @@ class PoolHashes:
     async def _keep(self, blocks: Sequence[Reported]) -> None:
         if blocks:
             await self._write(blocks)
+
+
+def _reported(parts: Sequence[Part]) -> Slices[list[Reported]]:
+    """The new blocks with a known depth, under the engine hashes that name them."""
+    blocks: list[Reported] = []
+    units = 0
+    for part in parts:
+        if part.kind == "+" and not part.is_known and not part.is_identity and not part.place.is_single:
+            place, namespace = Place(part.place.head), part.namespace
+            named = zip(part.keys, part.depths, part.hashes, strict=True)
+            blocks += [Reported(engine_hash, Spot(place, namespace, depth, key)) for key, depth, engine_hash in named]
+        units += EVENT_UNITS + part.count
+        if units > SLICE_UNITS:
+            units = 0
+            yield
+    return blocks
