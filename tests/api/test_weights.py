@@ -12,6 +12,7 @@ from tests.conftest import wait_until
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.targets import Target
 from waymark.store.activity import Kind
+from waymark.store.claim_writer import ClaimWriter
 from waymark.store.store import Store
 
 #: What ``GET /services`` does not list, too.
@@ -52,13 +53,13 @@ async def test_a_change_that_needs_a_second_attempt_is_noted_once(
     """Another one may end the publisher between the claim and the look at its record."""
     client = await make_client(store)
     assert (await client.post("/register", json=PUBLISHER)).status_code == 200
-    is_begun, noted = type(store.registry)._is_begun, []
+    is_begun, noted = ClaimWriter.is_begun, []
     answers = iter([False])
 
     async def begun(self: Any, claim: Any) -> bool:
         return await is_begun(self, claim) and next(answers, True)
 
-    monkeypatch.setattr(type(store.registry), "_is_begun", begun)
+    monkeypatch.setattr(ClaimWriter, "is_begun", begun)
     monkeypatch.setattr(store.registry, "_note", lambda kind, **fields: noted.append((kind, fields["detail"])))
     assert (await client.post("/weight", json={"instance_id": "a", "weight": 0})).status_code == 200
     assert noted == [(Kind.DRAIN, "weight 1, now 0")]

@@ -157,7 +157,7 @@ async def test_an_ended_holder_says_so_and_what_is_left_of_it(streams: list[Stre
 
 @pytest.mark.parametrize("shards", [3])
 async def test_shards_are_looked_at_one_by_one(shards: int, redis: Redis, store: Store, waymark: Run) -> None:
-    store.registry._shards = shards
+    store.claim_writer._shards = shards
     stream = await stream_of(store, redis)
     (gpu,) = await stream.begin("0 GPU")
     await stream.apply(*(stored(gpu, [BLOCK + at], first=at + 1, after=0) for at in range(3)))

@@ -43,11 +43,11 @@ async def test_of_two_registrations_with_one_id_the_later_gets_another(store: St
     (gpu,) = await stream.begin("0 GPU")
     await stream.apply(stored(gpu, BLOCKS))
     other = await of_the_same_id(stream)
-    assert not await store.registry.begin(other), "it is another's"
+    assert not await store.claim_writer.begin(other), "it is another's"
     now = await claim_of(store, other.registration)
     assert now.publisher > other.publisher
-    assert await store.registry.begin(now)
-    assert await store.registry.begin(stream.grant.claim)
+    assert await store.claim_writer.begin(now)
+    assert await store.claim_writer.begin(stream.grant.claim)
     assert await stream.apply(stored(gpu, [41], seq=2)) is Verdict.APPLIED, "nobody has taken its lease"
     assert await asked(store, [*BLOCKS, 41]) == {"pod-1": 41}
 
@@ -97,21 +97,21 @@ async def test_a_publisher_of_a_group_that_has_another_id_now_moves_there(store:
 async def test_a_record_without_a_name_is_of_whoever_has_the_claim(redis: Redis, stream: Stream) -> None:
     """As those that were begun before records had names."""
     await redis.hdel(stream.grant.record, "name")
-    assert await stream.store.registry.begin(stream.grant.claim)
+    assert await stream.store.claim_writer.begin(stream.grant.claim)
 
 
 async def test_a_registration_that_was_lost_is_put_back_once(store: Store, stream: Stream) -> None:
     claim = stream.grant.claim
     await stream.redis.delete(keys.PUBLISHERS)
-    assert await store.registry.put_back(claim)
+    assert await store.claim_writer.put_back(claim)
     assert await store.directory.claims() == [claim]
-    assert await store.registry.put_back(claim), "another worker was faster"
+    assert await store.claim_writer.put_back(claim), "another worker was faster"
     assert await store.directory.claims() == [claim]
 
 
 async def test_a_publisher_that_was_unregistered_is_not_put_back(store: Store, stream: Stream) -> None:
     await store.registry.unregister([registration().name])
-    assert not await store.registry.put_back(stream.grant.claim)
+    assert not await store.claim_writer.put_back(stream.grant.claim)
     assert await store.directory.claims() == []
 
 
@@ -123,6 +123,6 @@ async def test_a_lost_registration_that_was_made_anew_leaves_no_ghost(store: Sto
     anew = await claim_of(store, registration())
     assert anew.publisher != stream.grant.publisher
 
-    assert await store.registry.put_back(stream.grant.claim)
+    assert await store.claim_writer.put_back(stream.grant.claim)
     assert await store.directory.claims() == [anew]
     assert await asked(store, BLOCKS) == {}

@@ -125,7 +125,7 @@ class World:
         assert is_kept or await keep(), "nobody else is there now"
         for claim in await self.stores[3].directory.claims():
             if claim.is_leaving:
-                await self.stores[3].registry.finish(claim)
+                await self.stores[3].claim_writer.finish(claim)
         await self.check(calls, unsure, [Call(each.name, each) for each in file])
 
     async def work(self, store: Store, worker: str) -> None:
@@ -138,9 +138,9 @@ class World:
             claim = self.chance.choice(claims)
             try:
                 if claim.is_leaving:
-                    await store.registry.finish(claim)
+                    await store.claim_writer.finish(claim)
                 else:
-                    await store.registry.begin(claim)
+                    await store.claim_writer.begin(claim)
                     await self._stream(store, claim, worker)
             except StoreUnavailable:
                 continue  # others keep ending it

@@ -240,7 +240,7 @@ async def test_a_worker_that_makes_an_old_claim_good_brings_nothing_back(store: 
     await store.registry.register(POD)
     claim = await claim_of(store, POD)
     await store.registry.unregister([POD.name])
-    assert not await store.registry.begin(claim)
+    assert not await store.claim_writer.begin(claim)
     assert await rows(store) == {}
     assert await records(redis) == set()
 
@@ -294,9 +294,9 @@ async def test_a_move_that_died_keeps_the_name_and_is_finished_by_a_worker(
     is_marked = (script, is_done) != ("claim_publisher", False)
     for claim in await store.directory.claims():
         if claim.is_leaving:
-            await store.registry.finish(claim)
+            await store.claim_writer.finish(claim)
         else:
-            await store.registry.begin(claim)
+            await store.claim_writer.begin(claim)
     with pytest.raises(Conflict):
         await store.registry.register(registration(model_name="other"))
     assert await store.directory.registrations() == [moved if is_marked else POD]

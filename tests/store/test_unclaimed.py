@@ -75,7 +75,7 @@ async def test_a_registration_that_comes_meanwhile_wins(
 
     async def register() -> None:
         if is_put_back:
-            assert await store.registry.put_back(stream.grant.claim)
+            assert await store.claim_writer.put_back(stream.grant.claim)
         else:
             assert await store.registry.register(registration())
 
@@ -132,7 +132,7 @@ async def test_a_record_that_is_made_again_knows_no_holders_and_none_is_left(
     """A worker that finds no record begins the publisher anew. Nobody would end the holders of before."""
     seat = await with_blocks(stream)
     await redis.delete(stream.grant.record)
-    assert await store.registry.begin(stream.grant.claim)
+    assert await store.claim_writer.begin(stream.grant.claim)
     assert await asked(store, BLOCKS) == {}
     assert await store.unclaimed.publishers(seat.group_id) == {seat.publisher}
     assert len(await redis.smembers(keys.dead(seat.group_id))) == 1, "its blocks are swept"

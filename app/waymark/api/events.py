@@ -113,7 +113,7 @@ class Events:
     async def _granted(self, claim: Claim) -> Grant:
         deadline = time.monotonic() + _WAIT_SECONDS
         while True:
-            if not await self._store.registry.begin(claim):
+            if not await self._store.claim_writer.begin(claim):
                 raise StoreUnavailable(
                     f"the registration of publisher {shown(str(claim.registration.name))} is being changed; try again"
                 )

@@ -180,7 +180,7 @@ class Poller:
         claims = await self._store.directory.claims()
         there = {claim.publisher for claim in claims}
         lost = [claim for claim in self._claims if claim.publisher not in there]
-        if any(await self._for_each("put_back", lost, self._store.registry.put_back)):
+        if any(await self._for_each("put_back", lost, self._store.claim_writer.put_back)):
             log.warning("redis has lost registrations; they are written again", extra=fields(publishers=len(lost)))
             claims = await self._store.directory.claims()
         return claims
@@ -191,7 +191,7 @@ class Poller:
         left = [claim for claim in claims if claim.raw in self._leaving]
         self._leaving.clear()
         self._leaving.update(claim.raw for claim in claims)
-        await self._for_each("finish", left, self._store.registry.finish)
+        await self._for_each("finish", left, self._store.claim_writer.finish)
 
     async def _end_over(self, by_http: Sequence[Claim]) -> None:
         """End the generations that are over of publishers whose events come by HTTP, and of which no stream runs."""
@@ -211,7 +211,7 @@ class Poller:
         """Restore groups whose id Redis has lost, because queries do not find them; all that it has, by id."""
         groups = await self._store.directory.groups()
         lost = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
-        await self._for_each("keep_group", lost.values(), self._store.registry.begin)
+        await self._for_each("keep_group", lost.values(), self._store.claim_writer.begin)
         return {entry.group_id: entry for entry in groups.values()}
 
     async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:

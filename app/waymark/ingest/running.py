@@ -91,7 +91,7 @@ class StreamRunner:
         grant: Grant | None = None
         try:
             # What it begins for a claim that is not there any more, nobody else would take back.
-            if not await whole(asyncio.ensure_future(self._store.registry.begin(claim))):
+            if not await whole(asyncio.ensure_future(self._store.claim_writer.begin(claim))):
                 return  # the next poll has what stands there now
             before = await self._store.leases.last_worker(claim)
             grant = await self._take(claim)

@@ -13,6 +13,7 @@ from waymark.metrics import Metrics
 from waymark.store import index_format, keys
 from waymark.store.activity import Activity
 from waymark.store.answers import Answers
+from waymark.store.claim_writer import ClaimWriter
 from waymark.store.client import RedisClient, Subscription
 from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
@@ -74,7 +75,7 @@ class Store:
         self.leases = Leases(client, self.scripts)
         self.directory = Directory(client, self.parser)
         self.activity = Activity(client, self.scripts, metrics, self.begin)
-        self.registry = Registry(
+        self.claim_writer = ClaimWriter(
             client,
             self.scripts,
             self.leases,
@@ -82,6 +83,9 @@ class Store:
             shards=shards,
             hash_seed=hash_seed,
             note=self.activity.note,
+        )
+        self.registry = Registry(
+            client, self.scripts, self.leases, self.directory, self.claim_writer, note=self.activity.note
         )
         self.unclaimed = UnclaimedPublishers(client, self.scripts, self.leases, self.directory)
         self.discovery = DiscoveryLease(client, self.scripts)

@@ -1,0 +1,228 @@
+"""Writes claims, and begins and ends the publishers that they name.
+
+Every step can be repeated. So a worker, or a repeated call, finishes the steps of a claim that a crash has left
+unfinished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from waymark.domain.names import PublisherName, Registration
+from waymark.domain.rows import FORMAT
+from waymark.errors import Conflict, StoreUnavailable
+from waymark.logs import fields
+from waymark.shown import shown
+from waymark.store import keys
+from waymark.store.activity import Kind, about
+from waymark.store.claims import Claim
+from waymark.store.client import RedisClient
+from waymark.store.directory import Directory
+from waymark.store.leases import Leases, random_nonce
+from waymark.store.scripts import Outcome, Scripts, Verdict
+
+log = logging.getLogger(__name__)
+
+#: How often a change is tried against others that change the same publisher at the same time.
+ATTEMPTS = 20
+
+
+class ClaimWriter:
+    def __init__(
+        self,
+        client: RedisClient,
+        scripts: Scripts,
+        leases: Leases,
+        directory: Directory,
+        *,
+        shards: int,
+        hash_seed: int,
+        note: Callable[..., None],
+    ) -> None:
+        """``note`` is that of the activity."""
+        self._client = client
+        self._directory = directory
+        self._scripts = scripts
+        self._leases = leases
+        self._shards = shards
+        self._hash_seed = hash_seed
+        self._note = note
+
+    async def write_new(self, registration: Registration, before: Claim | None, *, is_restored: bool = False) -> bool:
+        """Claim a publisher under new ids, in the place of ``before``; False if Redis has another claim there."""
+        above = publisher_above = 0
+        for _ in range(ATTEMPTS):
+            ids = await self._scripts.new_ids(
+                keys.GROUPS,
+                keys.group_field(registration.group),
+                self._shards,
+                above,
+                publisher_above,
+                self._hash_seed,
+                FORMAT,
+            )
+            if not ids.is_applied:
+                raise Conflict(
+                    f"model {shown(registration.model_name)} of tenant {shown(registration.tenant_id)} has an entry in "
+                    f"{keys.GROUPS} that this release cannot read; register with the release that wrote it",
+                    field="modelname",
+                )
+            group_id, shards, publisher = ids.numbers
+            claim = Claim(registration, publisher, group_id, shards)
+            expected = b"" if before is None else before.raw
+            claimed = await self.replace(registration.name, expected, claim, is_restored=is_restored)
+            if claimed is None:
+                return False
+            clash = await self._clash(claimed)
+            if clash is None and await self._confirm(claimed):
+                await self._client.publish(keys.CONTROL, "registered")
+                self._note(Kind.REGISTERED, **about(registration), detail="put back" if is_restored else "")
+                return True
+            # Another claim has one of its ids, or another caller has changed the claim meanwhile.
+            if clash is None:
+                await self._end(claimed)
+            before = claimed
+            above = group_id if clash == "group" else above
+            publisher_above = publisher
+        raise contended(registration.name)
+
+    async def begin(self, claim: Claim) -> bool:
+        """Write the record and the row of a claim, if they are missing.
+
+        False if the claim is not in Redis any more, or has an id that is another claim's. In the second case the claim
+        gets new ids.
+        """
+        if await self.is_begun(claim):
+            return True
+        now = await self._directory.claim(claim.registration.name)
+        if now is not None and now.raw == claim.raw and not now.is_leaving:
+            log.warning(
+                "the ids of a registration are those of another one; it gets new ids",
+                extra=fields(stream=str(claim.registration.name)),
+            )
+            await self._end(claim)
+            await self.write_new(claim.registration, claim)
+        return False
+
+    async def is_begun(self, claim: Claim) -> bool:
+        return await self._clash(claim) is None and await self._confirm(claim)
+
+    async def _clash(self, claim: Claim) -> Literal["group", "publisher"] | None:
+        """Begin the record. Return which id another claim has, as can happen after a failover, or None."""
+        outcome = await self._begin(claim)
+        if outcome.verdict is Verdict.GONE:
+            await self._leases.end_without_record(claim)
+            outcome = await self._begin(claim)
+        if outcome.verdict is Verdict.OTHER:
+            return "publisher" if outcome.numbers[0] else "group"
+        return None
+
+    async def _begin(self, claim: Claim) -> Outcome:
+        return await self._scripts.begin_publisher(
+            keys.holders(claim.group_id),
+            keys.record(claim.group_id, claim.publisher),
+            claim.publisher,
+            keys.publisher_field(claim.registration.name),
+            claim.row(),
+            keys.group_field(claim.registration.group),
+            random_nonce(),
+            random_nonce(),
+            claim.target(),
+        )
+
+    async def _confirm(self, claim: Claim) -> bool:
+        """Whether a claim that has begun is still in Redis, under the same ids."""
+        group, name = keys.group_field(claim.registration.group), keys.publisher_field(claim.registration.name)
+        raw, entry = await self._client.several([("HGET", keys.PUBLISHERS, name), ("HGET", keys.GROUPS, group)])
+        if raw != claim.raw:
+            now = None if raw is None else self._directory.decode(name, raw)
+            if now is not None and now.has_stream_of(claim):
+                return await self.is_begun(now)  # its target has changed meanwhile: the table must have the newer one
+            await self._end(claim)  # unregistered before it began: no other call would end it
+            return False
+        if entry == b"%d %d" % (claim.group_id, claim.shards):
+            return True
+        # After a failover Redis may not know that the ids are in use. Then queries would not find the group.
+        kept = await self._scripts.keep_ids(keys.GROUPS, group, claim.group_id, claim.shards, claim.publisher, FORMAT)
+        return kept.is_applied
+
+    async def put_back(self, claim: Claim) -> bool:
+        """Write a claim again if Redis has lost it; return whether Redis had lost it.
+
+        ``unregister`` deletes the record before the claim. So if a record exists without a claim, Redis has
+        lost the claim: its last writes were lost, or a primary of a Cluster came back empty. Without the claim no call
+        would end the publisher, and answers would count its blocks permanently.
+        """
+        name = claim.registration.name
+        if await self._client.hget(keys.record(claim.group_id, claim.publisher), "name") != keys.publisher_field(name):
+            return False
+        kept = await self.replace(name, b"", claim, is_restored=True)
+        if kept is not None:
+            await self.is_begun(kept)  # a worker that saw no claim may be about to end it
+        else:
+            other = await self._directory.claim(name)
+            if other is not None and other.publisher != claim.publisher:
+                await self._end(claim)  # registered again meanwhile
+        return True
+
+    async def finish(self, claim: Claim) -> None:
+        """End a publisher whose claim is leaving. Then delete the claim, or write its successor in its place."""
+        await self._end(claim)
+        if claim.successor is not None:
+            await self.write_new(claim.successor, claim)
+        else:
+            if await self._withdraw(claim):
+                self._note(Kind.UNREGISTERED, **about(claim.registration))
+            await self._client.publish(keys.CONTROL, "unregistered")
+
+    async def _end(self, claim: Claim) -> None:
+        """End a publisher, unless its id is another's, as can happen after a failover."""
+        name = await self._client.hget(keys.record(claim.group_id, claim.publisher), "name")
+        if name not in (None, keys.publisher_field(claim.registration.name)):
+            return
+        for attempt in range(ATTEMPTS):
+            grant = await self._leases.take(claim, "unregister", 5.0, force=True)
+            if grant is None:
+                await self._leases.end_without_record(claim)  # in most cases the table has no row of it either
+                return
+            if await self._leases.end(grant):
+                return
+            # Another caller ends it, too. Without a pause, two callers would take the lease from each other endlessly.
+            await asyncio.sleep(random.uniform(0, 0.01 * (attempt + 1)))
+        raise contended(claim.registration.name)
+
+    async def replace(
+        self, name: PublisherName, expected: bytes, claim: Claim, *, is_restored: bool = False
+    ) -> Claim | None:
+        """Compare and set: the claim as written, or None if Redis had another value than ``expected``.
+
+        With ``is_restored`` the claim is not written if the publisher was unregistered in this incarnation of Redis.
+        """
+        raw = claim.encode()
+        is_set = await self._write(name, expected, raw, is_restored=is_restored)
+        return replace(claim, raw=raw) if is_set else None
+
+    async def _withdraw(self, claim: Claim) -> bool:
+        """Delete a claim, if it has not changed since it was read."""
+        return await self._write(claim.registration.name, claim.raw, b"")
+
+    async def _write(self, name: PublisherName, expected: bytes, raw: bytes, *, is_restored: bool = False) -> bool:
+        outcome = await self._scripts.claim_publisher(
+            keys.PUBLISHERS, keys.UNREGISTERED, keys.publisher_field(name), expected, raw, "1" if is_restored else "0"
+        )
+        return outcome.is_applied
+
+    async def note_unregistered(self, name: PublisherName) -> None:
+        """Note that a name without a claim was unregistered: Redis may have lost its claim."""
+        await self._write(name, b"", b"")
+
+
+def contended(name: PublisherName) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"publisher {shown(str(name))}: other requests change its registration at the same time; try again"
+    )
