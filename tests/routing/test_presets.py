@@ -17,7 +17,7 @@ from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
 from waymark.errors import InvalidValue
 from waymark.routing.policy import Decision, Inputs, Ranking, Scored, new_tokens
-from waymark.routing.presets import PRESETS, preset
+from waymark.routing.presets import DEFAULT, PRESETS, preset
 from waymark.routing.ring import Ring
 from waymark.routing.target import Candidate, Request
 
@@ -33,6 +33,41 @@ def order(ranking: Ranking) -> list[str]:
 
 def values(ranking: Ranking) -> dict[str, float]:
     return {each.candidate.instance_id: each.value for each in ranking.scored}
+
+
+# ---- what is published -----------------------------------------------------------------------------
+
+TIERS = {"overlap_score_credit": 1.0, "host_credit": 0.75, "disk_credit": 0.25, "shared_cache_multiplier": 0.5}
+
+
+def test_every_policy_has_its_published_constants() -> None:
+    assert {name: {each.name: each.default for each in policy.constants} for name, policy in PRESETS.items()} == {
+        "least-work": TIERS | {"new_weight": 3.0, "active_weight": 512.0},
+        "composite": {
+            "overlap_weight": 0.6,
+            "load_weight": 0.3,
+            "health_weight": 0.1,
+            "gpu_tier_weight": 1.0,
+            "storage_tier_weight": 0.6,
+            "min_overlap_threshold": 0.3,
+            "fallback": "sticky",
+        },
+        "dynamo": TIERS
+        | {
+            "prefill_load_scale": 1.0,
+            "overlap_score_weight": 1.0,
+            "active_weight": 0.0,
+            "router_temperature": 0.0,
+            "track_prefill_tokens": True,
+            "assume_kv_reuse": True,
+        },
+        "hicache": {"overlap_score_weight": 1.0, "shared_cache_multiplier": 0.5, "deduct_device": True},
+        "lmetric": TIERS,
+        "llm-d": {"prefix_weight": 2.0, "kv_cache_weight": 1.0, "queue_weight": 1.0},
+        "sticky": {"load_factor_epsilon": 0.25, "virtual_nodes": 150.0},
+        "longest": TIERS | {"wait_max": 16_384.0},
+    }
+    assert DEFAULT == "least-work"
 
 
 # ---- worked examples -------------------------------------------------------------------------------
@@ -69,6 +104,34 @@ def test_dynamo_logs_these_costs_for_a_prompt_of_four_blocks() -> None:
     assert prefill == {"1": 2.0, "2": 1.5, "3": 3.0}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # 100 tokens wait; 64 of the prompt, of which 16 are on the device; 200 of requests under way.
+        ({}, (100 + 48) / 16 + (200 + 64) / 16),
+        ({"overlap_score_credit": 2}, (100 + 32) / 16 + (200 + 64) / 16),
+        ({"prefill_load_scale": 10}, 10 * (100 + 48) / 16 + (200 + 64) / 16),
+        ({"overlap_score_weight": 3}, 3 * (100 + 48) / 16 + (200 + 64) / 16),
+        ({"track_prefill_tokens": False}, 48 / 16 + (200 + 64) / 16),
+        ({"active_weight": 7}, (100 + 48) / 16 + (200 + 64) / 16 + 7 * 3),
+        ({"assume_kv_reuse": False}, (100 + 48) / 16 + (200 + 64) / 16),
+    ],
+    ids=str,
+)
+def test_dynamo_adds_load_and_takes_its_overrides(overrides: dict[str, Any], expected: float) -> None:
+    loaded = target("loaded", device=16, wait=100, context=200, active=3)
+
+    assert values(rank("dynamo", prompt(64), loaded, **overrides)) == {"loaded": expected}
+
+
+def test_a_shared_pool_is_worth_what_its_multiplier_says() -> None:
+    pooled = target("pooled", shared=32)
+
+    assert values(rank("dynamo", prompt(64), pooled)) == {"pooled": (64 - 16) / 16 + 4}
+    assert values(rank("dynamo", prompt(64), pooled, shared_cache_multiplier=0)) == {"pooled": 4.0 + 4.0}
+    assert values(rank("least-work", prompt(64), pooled, shared_cache_multiplier=1)) == {"pooled": 3.0 * 32}
+
+
 def test_dynamo_temperature_draws_by_a_softmax_over_the_scaled_costs() -> None:
     request = prompt(4, 1)
     workers = (target("near", device=4), target("far"))  # costs 4 and 8, scaled to 0 and 1
@@ -91,6 +154,26 @@ def test_composite_is_continuums_weighted_sum() -> None:
     assert order(found)[0] == "warm"
     parts = next(each.parts for each in found.scored if each.candidate is warm)
     assert parts == pytest.approx({"overlap": 0.36, "load": 0.3, "health": 0.1})
+
+
+def test_composite_scores_a_warm_backend_below_a_hot_one_and_a_failing_one_below_both() -> None:
+    """100 tokens each, no load: Continuum's page has the first two so."""
+    hot, warm = target("hot", device=100), target("warm", disk=100)
+    failing = target("failing", device=100, health=0.25)
+
+    assert values(rank("composite", prompt(160), hot, warm, failing)) == pytest.approx(
+        {"hot": 1.0, "warm": 0.6 * 0.6 + 0.3 + 0.1, "failing": 0.6 + 0.3 + 0.1 * 0.25}
+    )
+
+
+def test_composite_decides_from_an_overlap_of_three_tenths_on() -> None:
+    """The best overlap is 1 by its definition, unless it is on a tier that counts for less."""
+    warm = target("warm", disk=100)
+
+    assert rank("composite", prompt(160), warm).decision is Decision.KV_AWARE
+    assert rank("composite", prompt(160), warm, storage_tier_weight=0.3).decision is Decision.KV_AWARE
+    assert rank("composite", prompt(160), warm, storage_tier_weight=0.29).decision is Decision.FALLBACK
+    assert rank("composite", prompt(160), target("cold")).decision is Decision.FALLBACK
 
 
 def test_composite_with_less_load_than_anybody_and_all_of_it_cached_scores_one() -> None:
@@ -183,6 +266,8 @@ def test_longest_passes_over_a_queue_that_is_too_long() -> None:
 
     assert order(rank("longest", request, held, empty)) == ["empty", "held"]
     assert order(rank("longest", request, held, empty, wait_max=20_000)) == ["held", "empty"]
+    for wait, first in ((16_384, "held"), (16_385, "empty")):
+        assert order(rank("longest", request, target("held", device=16, wait=wait), empty))[0] == first
 
 
 def test_lmetric_is_work_times_requests() -> None:

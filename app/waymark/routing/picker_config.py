@@ -23,6 +23,11 @@ from waymark.routing.scorers import CONTEXT_LABEL, SCORERS, scored_by_label
 
 KIND = "EndpointPickerConfig"
 _FIELDS = ("apiVersion", "kind", "featureGates", "plugins", "schedulingProfiles", "data", "saturationDetector")
+#: Fields of the file that a setting stands for.
+_ELSEWHERE = {
+    "data": "ingest workers read the gauges of engines, every WAYMARK_GAUGES_SECONDS",
+    "saturationDetector": "a target is full at WAYMARK_TARGET_REQUESTS_MAX requests",
+}
 _ROLES: Mapping[str, Filter] = {
     "prefill-filter": filters.prefill_filter,
     "decode-filter": filters.decode_filter,
@@ -77,8 +82,7 @@ def read_picker_config(text: str) -> PickerConfig:
     if not profiles:
         raise InvalidValue("schedulingProfiles is empty; name at least one profile", field="schedulingProfiles")
     notes = [f"{each.type}: {each.row.note}" for each in declared.values() if each.row.note]
-    if "data" in top:
-        notes.append("data: Waymark reads no gauges of engines; a scorer that needs them adds nothing")
+    notes += [f"{name}: {_ELSEWHERE[name]}" for name in _ELSEWHERE if name in top]
     return _handled(declared, profiles, tuple(dict.fromkeys(notes)))
 
 
@@ -140,6 +144,9 @@ def _scorer(plugin: Declared, weight: float) -> WeightedScorer:
         label = str(plugin.parameters.get("label", CONTEXT_LABEL))
         return WeightedScorer(plugin.name, weight, partial(scored_by_label, label=label))
     row = SCORERS[plugin.type]
+    if "blockSize" in plugin.parameters and "blockSizeTokens" not in plugin.parameters:
+        where = f"{plugin.where}.blockSize"
+        raise InvalidValue(f"{where} counts characters, as it did once; name blockSizeTokens", field=where)
     own = {each.name for each in row.parameters}
     given = {name: value for name, value in plugin.parameters.items() if name in own}
     values = read_constants(row.parameters, given, plugin.where)
@@ -187,6 +194,8 @@ def _handled(declared: Mapping[str, Declared], profiles: Mapping[str, Profile], 
     decode = str(nested.get("decode", given.get("decodeProfile", "decode")))
     prefill = str(nested.get("prefill", given.get("prefillProfile", "prefill")))
     encode = str(nested.get("encode", given.get("encodeProfile", "encode")))
+    if "primaryPort" in given:
+        notes = (*notes, _primary_port(given["primaryPort"], f"{handler.where}.primaryPort"))
     legacy = sorted(given.keys() - {"profiles", "deciders"})
     if legacy and handler.type == "disagg-profile-handler":
         notes = (*notes, f"{handler.type}: {', '.join(legacy)} are older names; write profiles.* and deciders.*")
@@ -210,6 +219,12 @@ def _handled(declared: Mapping[str, Declared], profiles: Mapping[str, Profile], 
         has_headers,
         notes,
     )
+
+
+def _primary_port(port: Any, where: str) -> str:
+    if not (isinstance(port, int) and 0 <= port <= 65535):
+        raise InvalidValue(f"{where} is {port!r}; it must be a port, or 0", field=where)
+    return "primaryPort: requests go to the port in the address of each registration"
 
 
 def _decider(declared: Mapping[str, Declared], name: Any, where: str) -> Decider | None:

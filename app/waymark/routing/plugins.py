@@ -188,15 +188,20 @@ _PLUGINS = (
         "tokenizer",
         Kind.OTHER,
         {"modelName": "text", "udsTokenizerConfig": {"socketFile": "text"}},
-        "tokenizers are set by WAYMARK_TOKENIZERS; a tokenizer on a unix socket is not supported",
+        "tokenizers are set by WAYMARK_TOKENIZERS, one on a unix socket as unix:///path/of/the.socket",
     ),
     Plugin(
         "response-header-handler",
         Kind.OTHER,
         {},
-        "/select names the targets of all stages in its answer, and the router puts them into headers",
+        "waymark gateway puts the places that served into these headers; /select names them in its answer",
     ),
-    Plugin("responses-store", Kind.OTHER, _RESPONSES, "Waymark stores no responses"),
+    Plugin(
+        "responses-store",
+        Kind.OTHER,
+        _RESPONSES,
+        "waymark gateway stores responses: WAYMARK_RESPONSES and the settings whose names begin so",
+    ),
     Plugin(
         "models-data-source",
         Kind.OTHER,
