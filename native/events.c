@@ -616,7 +616,7 @@ static int are_alike(const PlainEvent *one, const PlainEvent *other)
 }
 
 /* Whether all events are stores that are alike, each with the tokens of its blocks, and removals that are alike. */
-static int is_run(const Events *events)
+static int is_run(Events *events)
 {
     const PlainEvent *first[2] = {NULL, NULL};
     for (size_t i = 0; i < events->count; i++) {
@@ -631,6 +631,8 @@ static int is_run(const Events *events)
         if (!are_alike(event, first[event->kind]))
             return 0;
     }
+    if (first[STORE] != NULL)
+        events->block_size = first[STORE]->block_size;
     return events->count > 0;
 }
 

@@ -28,6 +28,7 @@ typedef struct {
     size_t hashes_count, hashes_capacity;
     uint32_t *tokens; /* little-endian */
     size_t tokens_count, tokens_capacity;
+    uint32_t block_size; /* of all stores, where the events are alike; 0 without a store */
     PyTypeObject *stored, *removed;
     PyObject *cleared;
 } Events;

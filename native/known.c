@@ -1141,11 +1141,8 @@ static PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nar
     if (run.piece_blocks < 1 || run.piece_blocks > PIECE_BLOCKS || !PyDict_Check(run.full) ||
         !PyDict_Check(run.several) || PyTuple_Size(run.gone) == 0 || !known->has_keys)
         return PyErr_Format(PyExc_ValueError, "run() takes pieces of up to 32 blocks, two dicts, and a place for what is gone");
-    size_t width = 2 * KEY; /* of the longest input that is hashed */
-    for (size_t i = 0; run.may_store && i < run.events->count; i++)
-        if (sizeof(uint32_t) * run.events->events[i].block_size > width)
-            width = sizeof(uint32_t) * run.events->events[i].block_size;
-    xxh3_prepare(&run.state, seed, width);
+    const size_t width = sizeof(uint32_t) * run.events->block_size;
+    xxh3_prepare(&run.state, seed, width > 2 * KEY ? width : 2 * KEY);
     const int is_done = run_events(known, &run, &at, &position, hashes_max);
     free_room(&run);
     return is_done ? Py_BuildValue("nLnnn", (Py_ssize_t)at, (long long)position, run.stores, run.stored, run.removed)
