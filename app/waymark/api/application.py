@@ -25,6 +25,8 @@ from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
 from waymark.api.decisions import Decisions
 from waymark.api.dynamo import Dynamo
+from waymark.api.dynamo_inputs import DynamoInputs
+from waymark.api.dynamo_loads import DynamoLoads
 from waymark.api.dynamo_select import DynamoSelect
 from waymark.api.dynamo_views import DynamoViews
 from waymark.api.dynamo_workers import DynamoWorkers
@@ -144,7 +146,8 @@ def _operations(
     root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics, gate, texts)
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
     decisions = Decisions(store, settings, metrics, texts, gate)
-    select, workers = DynamoSelect(store, settings, decisions.selector), DynamoWorkers(store, settings)
+    inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkers(store, settings)
+    select, loads = DynamoSelect(store, decisions.selector, inputs), DynamoLoads(store, decisions.selector, inputs)
     admin = Admin(store, settings)
     page = Page(is_shown=settings.ui)
     turns = InspectionTurns(settings)
@@ -208,9 +211,9 @@ def _operations(
         ),
         ("POST", "/dynamo/reservations/{reservation_id}/output_block", "write", select.output_block, docs.OUTPUT_BLOCK),
         ("DELETE", "/dynamo/reservations/{reservation_id}", "write", select.end, docs.END_RESERVATION),
-        ("POST", "/dynamo/overlap_scores", "read", select.overlap_scores, docs.OVERLAP_SCORES),
-        ("POST", "/dynamo/potential_loads", "read", select.potential_loads, docs.POTENTIAL_LOADS),
-        ("GET", "/dynamo/loads", "read", select.loads, docs.LOADS),
+        ("POST", "/dynamo/overlap_scores", "read", loads.overlap_scores, docs.OVERLAP_SCORES),
+        ("POST", "/dynamo/potential_loads", "read", loads.potential_loads, docs.POTENTIAL_LOADS),
+        ("GET", "/dynamo/loads", "read", loads.loads, docs.LOADS),
         ("GET", "/admin/prefix-routing/stats", "admin", admin.prefix_routing_stats, docs.PREFIX_STATS),
         ("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, docs.INDEX_STATS),
         ("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, docs.INDEX_BACKENDS),

@@ -1,0 +1,96 @@
+"""What the Dynamo dialect's selections and scores begin with: a group's workers, and a request's prompt and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+from waymark.api.bodies import Body
+from waymark.api.dynamo import is_worker_id
+from waymark.api.dynamo_select_schemas import DynamoPromptRequest, DynamoReservationRequest, DynamoSelectRequest
+from waymark.api.prompts import LocalHashKeys, hashes, token_bytes
+from waymark.domain.hashing import block_keys, namespace
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.names import GroupName
+from waymark.errors import InvalidValue, NoTarget
+from waymark.routing.presets import PRESETS
+from waymark.selection.asked import Chosen, Prompt, PromptOf
+from waymark.selection.selector import Selector
+from waymark.settings import Settings
+from waymark.store.store import Store
+
+Prompted: TypeAlias = DynamoSelectRequest | DynamoPromptRequest | DynamoReservationRequest
+_CONSTANTS = {constant.name for constant in PRESETS["dynamo"].constants}
+
+
+class DynamoInputs:
+    def __init__(self, store: Store, settings: Settings, selector: Selector) -> None:
+        self._store = store
+        self._settings = settings
+        self._selector = selector
+
+    async def workers(self, group: GroupName, *, is_newest: bool = False) -> tuple[set[str], int]:
+        """The workers of a group, and its block size: that of the rank that was registered first."""
+        table = None if is_newest else self._store.reader.table_at_hand(group)
+        if table is None or not table.publishers:
+            table = await self._store.reader.table(group, deadline_seconds=self._settings.query_deadline_ms / 1000)
+        ranks = [] if table is None else [row for _, row in sorted(table.publishers.items()) if row.scope == "instance"]
+        workers = {row.instance_id for row in ranks if is_worker_id(row.instance_id)}
+        if not workers:
+            raise none_schedulable(group)
+        return workers, ranks[0].block_size
+
+    def policy(self, overrides: Mapping[str, Any] | None) -> Chosen:
+        """The policy of the configuration, or Dynamo's with the constants that a request sets."""
+        if not overrides:
+            return self._selector.default_policy
+        preset = PRESETS["dynamo"]
+        return Chosen(preset, preset.values({name: overrides[name] for name in overrides if name in _CONSTANTS}))
+
+    def prompt(self, request: Prompted, body: Body) -> PromptOf:
+        """The prompt that a body has as tokens or as hashes; ``InvalidValue`` if it has neither."""
+        settings = self._settings
+        if body.numbers is not None or request.token_ids is not None:
+            tokens = token_bytes(
+                request.token_ids if body.numbers is None else body.numbers,
+                field="token_ids",
+                max_tokens=settings.max_tokens,
+                may_hold_booleans=body.may_hold_booleans,
+            )
+            ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
+            return partial(_of_tokens, tokens, ns, settings.hash_seed)
+        if request.block_hashes is None:
+            raise InvalidValue("block_hashes is required without token_ids", field="block_hashes")
+        if request.sequence_hashes is None:
+            raise InvalidValue("sequence_hashes is required without token_ids", field="sequence_hashes")
+        local_hashes = hashes(
+            request.block_hashes,
+            field="block_hashes",
+            max_tokens=settings.max_tokens,
+            may_hold_booleans=body.may_hold_booleans,
+        )
+        packed = LocalHashKeys(local_hashes, settings.hash_seed)(len(local_hashes))
+        return partial(_of_keys, packed, request.isl_tokens)
+
+
+def remembered(prompt_of: PromptOf, made: dict[int, Prompt]) -> PromptOf:
+    """``prompt_of``, with each prompt that it makes kept in ``made`` by its block size."""
+
+    def of(block_size: int) -> Prompt:
+        made[block_size] = prompt_of(block_size)
+        return made[block_size]
+
+    return of
+
+
+def _of_tokens(tokens: bytes, ns: int, seed: int, block_size: int) -> Prompt:
+    return Prompt(len(tokens) // 4, block_keys(None, tokens, block_size, namespace=ns, seed=seed))
+
+
+def _of_keys(keys: bytes, tokens: int | None, block_size: int) -> Prompt:
+    return Prompt(len(keys) // KEY_BYTES * block_size if tokens is None else tokens, keys)
+
+
+def none_schedulable(group: GroupName) -> NoTarget:
+    return NoTarget(f"no schedulable workers for model={group.model_name} routing_group={group.tenant_id}")

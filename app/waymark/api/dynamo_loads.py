@@ -1,0 +1,139 @@
+"""Scores and loads of the Dynamo dialect: what each worker has of a prompt, and what each has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from waymark.api.bodies import Body
+from waymark.api.dynamo import is_worker_id
+from waymark.api.dynamo_inputs import DynamoInputs, remembered
+from waymark.api.dynamo_select_schemas import DynamoPromptRequest
+from waymark.api.operations import Answer
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.match import DynamoRank, Walk, dynamo_rows
+from waymark.domain.names import GroupName
+from waymark.routing.policy import Scored
+from waymark.routing.target import Candidate
+from waymark.selection.asked import Asked, Prompt
+from waymark.selection.selector import Selector
+from waymark.store.store import Store
+
+_NONE_THERE = DynamoRank()
+
+
+class DynamoLoads:
+    """Handlers of scores and loads."""
+
+    def __init__(self, store: Store, selector: Selector, inputs: DynamoInputs) -> None:
+        self._store = store
+        self._selector = selector
+        self._inputs = inputs
+
+    async def overlap_scores(self, body: Body) -> Answer:
+        """What each worker has of a prompt, in blocks."""
+        scored, walk, prompt, block_size = await self._all(body)
+        rows = {} if walk is None else dynamo_rows(walk)
+        workers = []
+        for candidate in scored:
+            row = rows.get(candidate.instance_id, {}).get(candidate.dp_rank, _NONE_THERE)
+            workers.append(
+                {
+                    "worker_id": int(candidate.instance_id),
+                    "dp_rank": candidate.dp_rank,
+                    "device_blocks": row.gpu,
+                    "host_pinned_blocks": row.cpu,
+                    "disk_blocks": row.disk,
+                    "host_pinned_extension_blocks": row.cpu - row.gpu,
+                    "disk_extension_blocks": row.disk - row.cpu,
+                    "shared_beyond_device_blocks": None,
+                }
+            )
+        shared = {"enabled": False, "total_hit_blocks": 0, "ranges": [], "error": None}
+        return Answer(
+            {
+                "block_size": block_size,
+                "num_blocks": len(prompt.keys) // KEY_BYTES,
+                "workers": workers,
+                "shared_cache": shared,
+            }
+        )
+
+    async def potential_loads(self, body: Body) -> Answer:
+        """What each worker would have to do if the prompt went there."""
+        scored, _, prompt, block_size = await self._all(body)
+        return Answer(
+            [
+                _load(
+                    each,
+                    each.wait + max(0, prompt.tokens - each.device),
+                    each.context // block_size + prompt.tokens // block_size,
+                )
+                for each in scored
+            ]
+        )
+
+    async def loads(self, body: Body) -> Answer:
+        """What each worker has to do, by model and group."""
+        groups = sorted(
+            {
+                each.group
+                for each in await self._store.directory.registrations()
+                if is_worker_id(each.instance_id)
+                and each.scope == "instance"
+                and body.path.get("model_name", each.model_name) == each.model_name
+                and body.path.get("routing_group", each.tenant_id) == each.tenant_id
+            },
+            key=lambda group: (group.model_name, group.tenant_id),
+        )
+        found = []
+        for group in groups:
+            _, block_size = await self._inputs.workers(group)
+            asked = Asked(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
+            ranked = await self._selector.score(asked)
+            if ranked is None:
+                continue
+            workers = _workers(ranked.scored)
+            found.append(
+                {
+                    "model_name": group.model_name,
+                    "routing_group": group.tenant_id,
+                    "loads": [_load(each, each.wait, each.context // block_size) for each in workers],
+                    "pending_count": 0,
+                    "pending_isl_tokens": 0,
+                }
+            )
+        return Answer(found)
+
+    async def _all(self, body: Body) -> tuple[Sequence[Candidate], Walk | None, Prompt, int]:
+        """Every worker for a prompt."""
+        request = DynamoPromptRequest.of(body.fields)
+        group = GroupName(request.partition, request.model_name)
+        made: dict[int, Prompt] = {}
+        _, block_size = await self._inputs.workers(group)
+        asked = Asked(
+            group, remembered(self._inputs.prompt(request, body), made), self._inputs.policy(None), block_size
+        )
+        ranked = await self._selector.score(asked)
+        found = _workers(() if ranked is None else ranked.scored)
+        return found, None if ranked is None else ranked.walk, made[block_size], block_size
+
+
+def _nothing(tokens: int, _: int) -> Prompt:
+    return Prompt(tokens, b"")
+
+
+def _load(candidate: Candidate, tokens: int, blocks: int) -> dict[str, int]:
+    return {
+        "worker_id": int(candidate.instance_id),
+        "dp_rank": candidate.dp_rank,
+        "potential_prefill_tokens": tokens,
+        "potential_decode_blocks": blocks,
+        "active_requests": candidate.active,
+    }
+
+
+def _workers(scored: Sequence[Scored]) -> list[Candidate]:
+    """The candidates that are workers, by their ids: those of equal scores come in any order."""
+    found = (each.candidate for each in scored if is_worker_id(each.candidate.instance_id))
+    return sorted(found, key=lambda each: (int(each.instance_id), each.dp_rank))
