@@ -1,21 +1,21 @@
--- clear_answers(answers, kept, due; word) -> {verdict, count}
+-- clear_answers(answers, kept, due; nonce) -> {verdict, count}
 --
 -- Remove every answer, and those that are being made now as soon as they would be kept.
 --
--- KEYS  answers  hash      `word`: which clearing was the last; `cleared`: how many answers it removed; `bytes`
+-- KEYS  answers  hash      `nonce`: that of the last clearing; `cleared`: how many answers it removed; `bytes`
 --       kept     hash, PX  the answers
 --       due      zset, PX  their names, by the Redis ms at which each ends
--- ARGV  word     64 random bits of this clearing, 16 hex digits
+-- ARGV  nonce    64 random bits of this clearing, 16 hex digits
 --
 -- {'applied', count}   so many answers are removed
 -- {'repeated', count}  this very clearing had removed them before
 
-if redis.call('HGET', KEYS[1], 'word') == ARGV[1] then
+if redis.call('HGET', KEYS[1], 'nonce') == ARGV[1] then
   return {'repeated', tonumber(redis.call('HGET', KEYS[1], 'cleared') or '0')}
 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local count = redis.call('ZCOUNT', KEYS[3], string.format('(%.0f', now), '+inf')
 redis.call('UNLINK', KEYS[2], KEYS[3])
-redis.call('HSET', KEYS[1], 'word', ARGV[1], 'cleared', count, 'bytes', '0')
+redis.call('HSET', KEYS[1], 'nonce', ARGV[1], 'cleared', count, 'bytes', '0')
 return {'applied', count}

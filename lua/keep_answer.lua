@@ -1,11 +1,11 @@
--- keep_answer(answers, kept, due; word, name, milliseconds, entries_max, bytes_max, value) -> {verdict, evicted, entries, bytes}
+-- keep_answer(answers, kept, due; nonce, name, milliseconds, entries_max, bytes_max, value) -> {verdict, evicted, entries, bytes}
 --
 -- Keep the answer to a request for all gateways. Where there is no room, the answers that end first make it.
 --
--- KEYS  answers       hash      `word`: which clearing was the last; `bytes`: those of all answers
+-- KEYS  answers       hash      `nonce`: that of the last clearing; `bytes`: those of all answers
 --       kept          hash, PX  the answers
 --       due           zset, PX  their names, by the Redis ms at which each ends
--- ARGV  word          the word when the request began
+-- ARGV  nonce         the one when the request began
 --       name          64 hex digits that identify the request
 --       milliseconds  how long the answer is kept
 --       entries_max   how many answers there may be
@@ -18,8 +18,8 @@
 
 local ENTRY_BYTES, REMOVED_MAX = 512, 256
 
-local word, name, milliseconds, value = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[6]
-if (redis.call('HGET', KEYS[1], 'word') or '') ~= word then return {'stale', 0, 0, 0} end
+local nonce, name, milliseconds, value = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[6]
+if (redis.call('HGET', KEYS[1], 'nonce') or '') ~= nonce then return {'stale', 0, 0, 0} end
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

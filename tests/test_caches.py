@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from waymark.api.conductor import Conductor
-from waymark.api.texts import Texts
+from waymark.api.texts import PromptTokenizer
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.hot import HotRows
@@ -199,7 +199,7 @@ def test_a_container_is_found(text: str, names: set[str]) -> None:
 def test_hot_rows_and_answers_are_emptied_by_it() -> None:
     hot = HotRows(60.0, 1 << 20)
     store = Store.open("memory://", hot=hot)
-    conductor = Conductor(store, Settings(), Metrics(), Texts(Tokenizers({}, None, Metrics()), Settings()))
+    conductor = Conductor(store, Settings(), Metrics(), PromptTokenizer(Tokenizers({}, None, Metrics()), Settings()))
     emptied = store.incarnation._caches
     assert any(each is store.parser for each in emptied)
     assert any(each is hot for each in emptied)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.decide import Options, simulate
-from tests.benchmarks.decide_books import Fast, Placed, Rules, Turns, as_answered
+from tests.benchmarks.decide_books import Fast, Placed, RoundRobin, Rules, as_answered
 from tests.benchmarks.decide_engines import PIECE_TOKENS, Engine, Job
 from tests.benchmarks.decide_live import Live
 from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up
@@ -112,13 +112,13 @@ async def test_the_load_of_a_decision_counts_for_the_next_one_until_it_ends() ->
 
 
 async def test_an_engine_gets_requests_in_the_order_in_which_they_were_decided() -> None:
-    class Backwards(Turns):
+    class Backwards(RoundRobin):
         async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
             return (await super().decide(now, jobs))[::-1]
 
     # A long prompt, and then a short one that need not wait for it.
     arrivals = [Arrival(0.0, tokens, 1, ()) for tokens in (20_000, 200)]
-    waited = [(await run("", arrivals, 1, turns(1), 0.05)).mean_first_token for turns in (Turns, Backwards)]
+    waited = [(await run("", arrivals, 1, turns(1), 0.05)).mean_first_token for turns in (RoundRobin, Backwards)]
     assert waited[1] < 0.7 * waited[0]
 
 

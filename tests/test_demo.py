@@ -17,7 +17,7 @@ from tests.ports import unused_port
 from waymark import cli, demo
 from waymark.console.demo_view import parts
 from waymark.console.screen import Screen
-from waymark.demo import DemoFailed, Line, run_demo
+from waymark.demo import DemoFailed, PromptMatch, run_demo
 
 pytestmark = pytest.mark.outside
 
@@ -103,7 +103,7 @@ async def test_a_service_that_goes_on_is_asked_with_its_token_and_forgets_the_en
 
 
 def test_the_table_has_a_bar_of_what_is_matched() -> None:
-    lines = [Line("a", 64, "engine-0", 32, 16, 16), Line("longer", 8, "e", 0, 0, 0)]
+    lines = [PromptMatch("a", 64, "engine-0", 32, 16, 16), PromptMatch("longer", 8, "e", 0, 0, 0)]
     output = io.StringIO()
     Screen(output).show(parts(lines))
     assert output.getvalue().splitlines()[2:5] == [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 from pydantic import BaseModel
 
 from waymark.apply import applier
@@ -32,10 +35,22 @@ WORDS = set(
 )
 
 
-#: Names that were replaced by words of the field, and those of the standard library.
-RETIRED_NAMES = {"Lender", "Take", "Standing", "Teller", "Turns", "Lanes", "Surroundings", "is_news", "_why_never"} | {
-    *("Sequence", "Path", "Mapping", "Iterable"),
+#: Names that words of the field have replaced, and the words; no identifier is one of them, whatever its underscores.
+RETIRED_NAMES = {
+    **{"Line": "ReadConnection", "Lender": "ReadPool", "Take": "ReplyReader"},
+    **{"Exchange": "RequestCycle, ProxiedRequest, ProcessCall", "Refusal": "Rejection"},
+    **{"Standing": "RegistrationKeeper", "Teller": "StatusReporter", "Turns": "AdmissionQueue"},
+    **{"Texts": "RequestCache, PromptTokenizer", "Rows": "AnswerCache", "Lanes": "RankStreams"},
+    **{"Surroundings": "Dependencies", "is_news": "facts_changed", "why_never": "skip_reason"},
+    **{"look": "poll, or what is read", "Look": "Inspector"},
+    **{"birth": "incarnation", "beat": "heartbeat"},
 }
+#: Names of scripts, which stay, are names of the functions that call them.
+SCRIPT_NAMES = {"beat": ("app/waymark/store/scripts.py", "app/waymark/store/records.py", "tests/lua/test_beat.py")}
+#: Names of the standard library: nobody else defines them.
+STANDARD_NAMES = {"Sequence", "Path", "Mapping", "Iterable"}
+#: Any of them, to read most texts once only.
+ANY_RETIRED = re.compile(rf"(?<![a-zA-Z0-9])(?:{'|'.join(RETIRED_NAMES)})(?![a-zA-Z0-9])")
 
 
 @cache
@@ -85,12 +100,58 @@ def test_engines_are_asked_over_http_by_one_client() -> None:
     }
 
 
+def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every name in a module that the module gives or uses, with its line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield node.lineno, name
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.keyword(arg=str(name)):
+                yield node.value.lineno, name
+            case ast.alias(name=name, asname=other):
+                yield node.lineno, other or name.rpartition(".")[2]
+            case _:
+                pass
+
+
+def retired(path: str, source: str) -> list[str]:
+    """The retired names among the identifiers of a module."""
+    if ANY_RETIRED.search(source) is None:  # most have none, and to parse them all takes long
+        return []
+    return [
+        f"{path}:{line}: {name} is retired; write {RETIRED_NAMES[plain]}"
+        for line, name in identifiers(ast.parse(source))
+        if (plain := name.strip("_")) in RETIRED_NAMES and path not in SCRIPT_NAMES.get(plain, ())
+    ]
+
+
 def test_names_are_words_of_the_field() -> None:
-    """A metaphor that needs its docstring is no name, and names of the standard library are its own."""
-    defined = re.compile(r"^ *(?:async def|def|class) (\w+)", re.MULTILINE)
-    names = {name for text in sources().values() for name in defined.findall(text)}
-    assert "ReadConnection" in names
-    assert names & RETIRED_NAMES == set()
+    """A metaphor that needs its docstring is no name."""
+    paths = [path for folder in ("app", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > len(sources())
+    complaints = [
+        complaint
+        for path in paths
+        for complaint in retired(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    ]
+    assert complaints == []
+
+
+@pytest.mark.parametrize("name", RETIRED_NAMES)
+def test_a_retired_name_is_found_where_it_is_defined_and_where_it_is_used(name: str) -> None:
+    used = (f"class {name}: ...", f"def _{name}() -> None: ...", f"self._{name}()", f"f({name}=1)", f"{name} = 1")
+    assert [source for source in used if len(retired("module.py", source)) != 1] == []
+    assert retired("module.py", f'{name}_seconds = "{name}"  # {name}') == []
+
+
+def test_names_of_the_standard_library_are_its_own() -> None:
+    names = "|".join(STANDARD_NAMES)
+    defined = re.compile(rf"^ *(?:class (?:{names})\b|(?:{names})\b[^=\n]*= )", re.MULTILINE)
+    assert defined.search("class Path:")
+    assert defined.search("Sequence: TypeAlias = list")
+    assert {name for name, text in sources().items() if defined.search(text)} == set()
 
 
 def test_the_glossary_has_each_word_of_the_house() -> None:

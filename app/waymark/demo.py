@@ -44,7 +44,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PromptMatch:
     """One line of the table: what one engine has of one prompt, in tokens."""
 
     label: str
@@ -66,7 +66,7 @@ class _Service:
 
 async def run_demo(
     url: str | None = None, api_token: str | None = None, say: Callable[[str], None] = lambda _: None
-) -> list[Line]:
+) -> list[PromptMatch]:
     """All of it, with the Waymark at ``url`` or with one of its own; the lines of the table, or DemoFailed.
 
     ``say`` gets a line for each step.
@@ -77,7 +77,7 @@ async def run_demo(
             return await _show(service, say)
 
 
-async def _show(service: _Service, say: Callable[[str], None]) -> list[Line]:
+async def _show(service: _Service, say: Callable[[str], None]) -> list[PromptMatch]:
     say("waiting until it is ready")
     await _until(service.client.ready, "the service to become ready", service)
     host = await asyncio.to_thread(_own_address, service.base)
@@ -98,7 +98,7 @@ async def _show(service: _Service, say: Callable[[str], None]) -> list[Line]:
         for question in questions:
             for i in question.engines:
                 await engines[i].prefill(question.prompt)
-        lines: list[Line] = []
+        lines: list[PromptMatch] = []
         for question in questions:
             say(f"asking for '{question.label}'")
             lines += await _ask(service, question, engines)
@@ -116,7 +116,7 @@ def _questions() -> Iterator[Question]:
     yield Question("another topic", Prompt(tuple(range(6000, 6064))), ())
 
 
-async def _ask(service: _Service, question: Question, engines: list[SimulatedEngine]) -> list[Line]:
+async def _ask(service: _Service, question: Question, engines: list[SimulatedEngine]) -> list[PromptMatch]:
     """The answer to one question, once it is what the caches say; DemoFailed if it never is."""
     tokens = question.prompt.tokens
     expected = {f"engine-{i}": _held(engine, tokens) for i, engine in enumerate(engines)}
@@ -132,7 +132,7 @@ async def _ask(service: _Service, question: Question, engines: list[SimulatedEng
         await _until(is_right, f"the right answer for '{question.label}'", service)
     except DemoFailed as exc:
         raise DemoFailed(f"{exc}: /query says {last}, the engines' caches say {expected}") from None
-    return [Line(question.label, len(tokens), name, *counted) for name, counted in sorted(last.items())]
+    return [PromptMatch(question.label, len(tokens), name, *counted) for name, counted in sorted(last.items())]
 
 
 def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ class NotRegistered(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PrintedLine:
     """One line to print."""
 
     sentence: str
@@ -35,7 +35,7 @@ class Line:
         return json.dumps(self.fields)
 
 
-async def register(arguments: argparse.Namespace) -> AsyncIterator[Line]:
+async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
     """Lines to print: the engine, then the state of each of its streams. Raises NotRegistered."""
     names = (
         "instance_id",
@@ -55,7 +55,7 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[Line]:
         except (Refused, Unavailable) as error:
             raise NotRegistered(str(error)) from None
         adapters = f", adapters {', '.join(engine.adapters)}" if engine.adapters else ""
-        yield Line(
+        yield PrintedLine(
             f"{engine.instance_id}: {engine.type}, model {engine.model}, {engine.block_size} tokens a block{adapters}",
             {"instance_id": engine.instance_id, "type": engine.type, "model": engine.model}
             | {"block_size": engine.block_size, "adapters": list(engine.adapters)},
@@ -79,14 +79,14 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[Line]:
             await asyncio.sleep(_PAUSE_SECONDS)
         for each in found:
             endpoint = engine.endpoints[each.dp_rank]
-            yield Line(
+            yield PrintedLine(
                 f"rank {each.dp_rank}: {endpoint or 'no socket'}, {_state(each)}",
                 {"dp_rank": each.dp_rank, "endpoint": endpoint, "status": each.status}
                 | {"blocks": dict(each.blocks), "last_error": each.last_error},
             )
 
 
-async def unregister(arguments: argparse.Namespace) -> AsyncIterator[Line]:
+async def unregister(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
     """One line for each rank. Raises NotRegistered."""
     name = arguments.engine
     if name.startswith(("http://", "https://")):
@@ -99,7 +99,7 @@ async def unregister(arguments: argparse.Namespace) -> AsyncIterator[Line]:
         except (Refused, Unavailable) as error:
             raise NotRegistered(str(error)) from None
     for each in removed:
-        yield Line(f"unregistered {each}", {"unregistered": each})
+        yield PrintedLine(f"unregistered {each}", {"unregistered": each})
 
 
 def _client(arguments: argparse.Namespace) -> AsyncClient:

@@ -213,7 +213,7 @@ async def run(
 
 async def report_redis(store: Store) -> None:
     """Report in the log, before anything else, what is wrong with Redis."""
-    health = await store.health.look()
+    health = await store.health.poll()
     if not health.is_up:
         log.error(
             "redis does not answer; start it, or set WAYMARK_REDIS_URL to the one that runs",

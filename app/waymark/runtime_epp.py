@@ -10,8 +10,8 @@ from waymark import native
 from waymark.api.application import create_probes
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.epp.bodies import BodyBytes
-from waymark.epp.exchange import Picker
 from waymark.epp.options import EppOptions
+from waymark.epp.process_call import Picker
 from waymark.epp.server import EppServer
 from waymark.errors import SettingsError, StoreUnavailable
 from waymark.metrics import Metrics

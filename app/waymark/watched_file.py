@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 class WatchedFile(Generic[T]):
@@ -32,7 +32,7 @@ class WatchedFile(Generic[T]):
         self._read = read
         self._what = what
         self._clock = clock
-        self._looked = clock()
+        self._polled = clock()
         self._version = self._stat()
         self._entries = read(path)
 
@@ -40,12 +40,12 @@ class WatchedFile(Generic[T]):
     def entries(self) -> Sequence[T]:
         """The entries as they are now; the file is looked at once a second, at most."""
         now = self._clock()
-        if now - self._looked >= _LOOK_SECONDS:
-            self._looked = now
-            self._look()
+        if now - self._polled >= _POLL_SECONDS:
+            self._polled = now
+            self._poll()
         return self._entries
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         version = self._stat()
         if version == self._version:
             return

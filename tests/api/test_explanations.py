@@ -16,7 +16,7 @@ from tests.patience import within
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection import holding
 from waymark.inspection.explanation import as_json, of_json
-from waymark.inspection.look import Look
+from waymark.inspection.inspector import Inspector
 from waymark.store.store import Store
 
 TOKENS = [101, 15, 100, 55, 89, 63]
@@ -176,7 +176,7 @@ async def test_an_explanation_has_its_time_and_waits_for_others(
     await register("a")
     under_way, most = 0, 0
 
-    async def endless(look: Look) -> None:
+    async def endless(inspector: Inspector) -> None:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
@@ -185,7 +185,7 @@ async def test_an_explanation_has_its_time_and_waits_for_others(
         finally:
             under_way -= 1
 
-    monkeypatch.setattr(Look, "groups", endless)
+    monkeypatch.setattr(Inspector, "groups", endless)
     async with within(30):
         # A block is looked for in the same places, for no longer.
         block, *answers = await asyncio.gather(

@@ -20,7 +20,7 @@ from waymark.api.application import _by_path, _dependencies, _operations
 from waymark.api.contract import Contract
 from waymark.api.operations import Operation, Resource
 from waymark.api.registrations import Registrations
-from waymark.api.texts import Texts
+from waymark.api.texts import PromptTokenizer
 from waymark.api.tokens_file import Caller, TokensFile
 from waymark.asker import Asker
 from waymark.errors import SettingsError
@@ -308,11 +308,14 @@ def paths() -> list[tuple[str, str]]:
     """Every operation of the application."""
     settings = Settings()
     store, metrics = Store.open("memory://"), Metrics()
-    texts, registrations = Texts(Tokenizers.of(settings, metrics), settings), Registrations(store, settings, Asker())
+    tokenizer, registrations = (
+        PromptTokenizer(Tokenizers.of(settings, metrics), settings),
+        Registrations(store, settings, Asker()),
+    )
     gate = Gate(None, protect_reads=False)
     feed = ActivityFeed(store.activity, settings, metrics)
     operations: list[Operation] = _operations(
-        store, Contract(), _dependencies(settings, metrics, gate), texts, registrations, feed
+        store, Contract(), _dependencies(settings, metrics, gate), tokenizer, registrations, feed
     )
     assert all(isinstance(each, Operation | Resource) for each in _by_path(operations).values())
     # Its answer has no end; test_activity.py asks it.

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.benchmarks import decide_live as live
-from tests.benchmarks.decide_books import Fast, Rules, Turns
+from tests.benchmarks.decide_books import Fast, RoundRobin, Rules
 from tests.benchmarks.decide_gateways import gateways
 from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up, merged, traced
 from tests.benchmarks.decide_run import HEAD, Figures, run
@@ -101,7 +101,7 @@ def _runs(options: Options) -> Iterator[Callable[[int], Awaitable[Figures]]]:
 
 async def _in_turn(options: Options, seed: int) -> Figures:
     engines = options.engines
-    return await run("each engine in turn", options.arrivals(seed), engines, Turns(engines), LAG_SECONDS)
+    return await run("each engine in turn", options.arrivals(seed), engines, RoundRobin(engines), LAG_SECONDS)
 
 
 async def _through_gateways(options: Options, name: str, count: int, seed: int) -> Figures:

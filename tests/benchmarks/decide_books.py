@@ -64,14 +64,14 @@ async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[
     return answered
 
 
-class Turns:
+class RoundRobin:
     """Each engine in turn, whatever it has and does."""
 
     def __init__(self, engines: int) -> None:
-        self._turns = cycle(range(engines))
+        self._numbers = cycle(range(engines))
 
     async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
-        return [Placed(job, next(self._turns)) for job in jobs]
+        return [Placed(job, next(self._numbers)) for job in jobs]
 
     async def hear(self, changes: Sequence[Change]) -> None: ...
 

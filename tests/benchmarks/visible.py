@@ -93,11 +93,11 @@ def main() -> None:
     for _ in range(probes + 3):
         tokens = chosen.choices(range(VOCABULARY), k=BLOCKS * BLOCK_SIZE)
         payload = stored([chosen.getrandbits(64) for _ in range(BLOCKS)], None, tokens)
-        look = is_there(tokens)
+        is_visible = is_there(tokens)
         time.sleep(chosen.uniform(0.005, 0.025))
         began = time.perf_counter()
         publisher.send(payload)
-        while not look():
+        while not is_visible():
             if time.perf_counter() - began > _PROBE_SECONDS:
                 raise SystemExit(f"blocks are not visible by {how} {_PROBE_SECONDS:g} s after they were published")
             time.sleep(_PAUSE_SECONDS)

@@ -15,7 +15,7 @@ from waymark.domain.keys import pack
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.rows import PIECE_BLOCKS, parse
 from waymark.domain.table import HolderTable
-from waymark.inspection.look import Group, Look
+from waymark.inspection.inspector import Group, Inspector
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.places import holders_of
@@ -37,7 +37,7 @@ class Inside:
         """Where each block is, named by its whole prefix."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
-            group, table = await self._read(Look(Store(client)))
+            group, table = await self._read(Inspector(Store(client)))
             pieces = [pack(_keys(space, prefix)[_head(prefix) :]) for space, prefix in blocks]
             found = await holders_of(client, group.entry, pieces, has_singles=table.has_singles)
         finally:
@@ -48,7 +48,7 @@ class Inside:
         """How many blocks there are at each place, in all rows of the group, whatever they are called."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
-            group, table = await self._read(Look(Store(client)))
+            group, table = await self._read(Inspector(Store(client)))
         finally:
             await client.close()
         counts: Counter[Place] = Counter()
@@ -64,10 +64,10 @@ class Inside:
                             counts[_place(table, table.holders[each])] += row.holders[each].bit_count()
         return counts
 
-    async def _read(self, look: Look) -> tuple[Group, HolderTable]:
+    async def _read(self, inspector: Inspector) -> tuple[Group, HolderTable]:
         name = GroupName(self._tenant, MODEL_NAME)
-        group = next(group for group in await look.groups() if group.name == name)
-        table = await look.table(group)
+        group = next(group for group in await inspector.groups() if group.name == name)
+        table = await inspector.table(group)
         assert table is not None, f"{self._tenant} has no table"
         return group, table
 

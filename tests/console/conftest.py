@@ -14,7 +14,7 @@ from waymark.console.run_inspect import run_inspect
 from waymark.console.run_status import run_status
 from waymark.console.screen import Screen
 from waymark.domain.hashing import extend, token_bytes
-from waymark.inspection.look import Look
+from waymark.inspection.inspector import Inspector
 from waymark.settings import Settings
 from waymark.store.client import RedisClient
 from waymark.store.store import Store
@@ -46,8 +46,8 @@ def store(client: RedisClient) -> Store:
 
 
 @pytest.fixture
-def look(client: RedisClient) -> Look:
-    return Look(Store(client))
+def inspector(client: RedisClient) -> Inspector:
+    return Inspector(Store(client))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.errors import InvalidValue, NotFound
 from waymark.inspection import commands, search
 from waymark.inspection.holdings import SHOWN_MAX, kind_of, slots_of
-from waymark.inspection.look import Group
+from waymark.inspection.inspector import Group
 from waymark.inspection.redis_cli import RedisCli
 from waymark.settings import Settings
 from waymark.store import keys

@@ -93,10 +93,10 @@ async def until_named(store: Store, *wanted: str) -> None:
 
 
 async def until(is_so: Callable[[], bool], what: str) -> None:
-    async def look() -> bool:
+    async def check() -> bool:
         return is_so()
 
-    await wait_until(look, what)
+    await wait_until(check, what)
 
 
 async def problems(store: Store) -> tuple[str, ...]:

@@ -219,7 +219,7 @@ class Watched:
         self.port = port
         self.moved: set[str] = set()
 
-    async def look(self) -> None:
+    async def scrape_once(self) -> None:
         names = {exported.partition("{")[0] for exported in EXPORTED}
         for (name, _), value in (await scrape(self.port)).items():
             # A histogram has moved when something other than zero was observed.
@@ -231,7 +231,7 @@ class Watched:
         expected = {f"waymark_{name}" for name in names}
 
         async def has_moved() -> bool:
-            await self.look()
+            await self.scrape_once()
             return self.moved.issuperset(expected)
 
         await wait_until(has_moved, lambda: f"these have moved: {expected - self.moved}", PATIENCE_SECONDS)
@@ -408,7 +408,7 @@ async def overtake(engine: SimulatedEngine, prompts: Any, watched: Watched) -> N
         engine.publisher.faults = engine.publisher.faults.model_copy(update={"drop_every": 0})
         for _ in range(10):
             await engine.prefill(next(prompts))
-        await watched.look()
+        await watched.scrape_once()
         if "waymark_stale_batches_total" in watched.moved:
             return
 

@@ -20,8 +20,8 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
 from waymark.epp.bodies import BodyBytes
-from waymark.epp.exchange import Picker
 from waymark.epp.options import EppOptions
+from waymark.epp.process_call import Picker
 from waymark.epp.server import EppServer
 from waymark.metrics import Metrics
 from waymark.selection.reported import ReportedPrompts

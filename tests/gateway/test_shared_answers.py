@@ -76,12 +76,12 @@ async def test_answers_are_in_memory_while_redis_is_away() -> None:
         await server.start()
         async with shared(server) as (answers, metrics):
             found = await answers.find(KEY)
-            await answers.keep(KEY, KEPT, found.turn)
+            await answers.keep(KEY, KEPT, found.clearing)
             assert (await answers.find(KEY)).kept == KEPT
             server.kill()
             found = await answers.find(OTHER)
             assert answers.is_away
-            await answers.keep(OTHER, KEPT, found.turn)
+            await answers.keep(OTHER, KEPT, found.clearing)
             assert (await answers.find(OTHER)).kept == KEPT
             assert answers.held.entries == 1
             assert metrics.registry.get_sample_value("waymark_cache_fallback_active") == 1
@@ -94,12 +94,12 @@ async def test_answers_are_in_memory_while_redis_is_away() -> None:
                 await answers.clear()
             assert (await answers.find(OTHER)).kept is None, "this gateway's own are cleared"
             before = await answers.find(OTHER)
-            await answers.keep(OTHER, KEPT, before.turn)
+            await answers.keep(OTHER, KEPT, before.clearing)
             await server.start()
             await wait_until(lambda: not answers.is_away, "Redis is used again", 20)
             assert metrics.registry.get_sample_value("waymark_cache_fallback_active") == 0
             # What was kept meanwhile is forgotten, and an answer that began then is not kept.
-            await answers.keep(OTHER, KEPT, before.turn)
+            await answers.keep(OTHER, KEPT, before.clearing)
             assert await answers.count() == Held(0, 0)
             assert (await answers.find(OTHER)).kept is None
 
@@ -108,12 +108,12 @@ async def test_a_slow_redis_costs_one_request_its_time() -> None:
     with redis_server() as server:
         await server.start()
         async with shared(server, milliseconds=200) as (answers, _):
-            turn = (await answers.find(KEY)).turn
+            clearing = (await answers.find(KEY)).clearing
             server.freeze()
             try:
                 assert (await answers.find(KEY)).kept is None
                 assert (answers.is_away, answers.errors["timeout"]) == (True, 1)
-                await answers.keep(KEY, KEPT, turn)
+                await answers.keep(KEY, KEPT, clearing)
                 assert answers.held.entries == 0
             finally:
                 server.thaw()

@@ -23,7 +23,7 @@ async def test_a_damaged_table_does_not_delay_the_next_group(redis: Redis) -> No
     metrics = Metrics()
     watch = UnclaimedWatch(store, metrics, 0.0)
     for _ in 2 * share:  # it is found, and ends the next time
-        await watch.look(share, [])
+        await watch.check_next(share, [])
     assert await store.unclaimed.publishers(other.grant.group_id) == set()
     assert metrics.registry.get_sample_value("waymark_publishers_unclaimed_total") == 1
 
@@ -36,5 +36,5 @@ async def test_a_publisher_without_a_claim_has_some_time(redis: Redis) -> None:
     share = [GroupEntry(stream.grant.group_id, 1)]
     watch = UnclaimedWatch(store, Metrics(), 3600.0)
     for _ in range(3):
-        await watch.look(share, [])
+        await watch.check_next(share, [])
     assert await store.unclaimed.publishers(stream.grant.group_id) == {stream.grant.publisher}

@@ -25,7 +25,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName
 from waymark.inspection import status
-from waymark.inspection.look import Look
+from waymark.inspection.inspector import Inspector
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store import keys
@@ -129,7 +129,7 @@ class Scene:
     hand: Hand
     neighbour: Pod
     api: httpx.AsyncClient
-    look: Look
+    inspector: Inspector
 
     async def victim(self, tenant: str, *, has_socket: bool) -> Victim:
         of = registration(
@@ -180,7 +180,7 @@ class Scene:
         for path in ("/dynamo/workers", "/dynamo/dump", "/dynamo/health"):
             await wait_until(lambda path=path: self.shows(path), f"{path} answers")  # type: ignore[misc]
         assert (await self.ask("POST", "/query", {"model": "m", "tenant_id": "nobody's"} | QUERY)).json() == {}
-        await status.gather(self.look, status.Wanted())
+        await status.gather(self.inspector, status.Wanted())
 
     async def ask_for(self, victim: Victim) -> None:
         """Everything that a tenant may ask; what comes out is its own affair, but for 500."""
@@ -223,9 +223,9 @@ async def scene_of(bench: Bench, url: str) -> AsyncIterator[Scene]:
     store = Store.open(url)
     transport = httpx.ASGITransport(app=create_app(store, Settings(), Metrics()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://waymark") as api:
-        look = Look(Store.open(url))
-        yield Scene(bench, hand, neighbour, api, look)
-        await look.client.close()
+        inspector = Inspector(Store.open(url))
+        yield Scene(bench, hand, neighbour, api, inspector)
+        await inspector.client.close()
     await store.close()
 
 
@@ -325,7 +325,7 @@ async def test_what_cannot_be_read_is_shown_counted_and_logged_once(
             "reason": "kind is none of vLLM, SGLang, Mooncake, standard, continuum, none",
         }
     assert scene.hand.metric("records_unreadable", record="registration") == 1
-    seen = await status.gather(scene.look, status.Wanted())
+    seen = await status.gather(scene.inspector, status.Wanted())
     assert [record.field for record in seen.unreadable] == ['["n","z",0]']
     assert status.as_json(seen)["unreadable"] == [shown]
     told = [getattr(record, "fields", {}) for record in caplog.records]

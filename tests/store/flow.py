@@ -110,8 +110,8 @@ async def live_and_end(store: Store, shards: int) -> None:
     store.counts.add("kv_index.kv_aware", b"key")
     await wait_until(lambda: _is_counted(store), "the count has arrived", 20)
 
-    word = (await store.answers.find(b"k" * 32)).word
-    assert await store.answers.keep(b"k" * 32, b"v", word, milliseconds=9000, entries_max=1, bytes_max=9000)
+    nonce = (await store.answers.find(b"k" * 32)).nonce
+    assert await store.answers.keep(b"k" * 32, b"v", nonce, milliseconds=9000, entries_max=1, bytes_max=9000)
     assert (await store.answers.find(b"k" * 32)).value == b"v"
     assert (await store.answers.room()).entries == await store.answers.clear() == 1
 

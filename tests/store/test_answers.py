@@ -23,10 +23,10 @@ def store(redis: Redis) -> Store:
 
 
 async def keep(
-    store: Store, number: int, value: bytes = b"v", word: bytes = b"", milliseconds: int = LONG, **bounds: int
+    store: Store, number: int, value: bytes = b"v", nonce: bytes = b"", milliseconds: int = LONG, **bounds: int
 ) -> Room | None:
     limits = {"entries_max": 3, "bytes_max": 10_000} | bounds
-    return await store.answers.keep(KEYS[number], value, word, milliseconds=milliseconds, **limits)
+    return await store.answers.keep(KEYS[number], value, nonce, milliseconds=milliseconds, **limits)
 
 
 async def held(store: Store) -> list[bool]:
@@ -76,13 +76,13 @@ async def _are_gone(redis: Redis) -> bool:
 
 
 async def test_what_was_asked_for_before_a_clearing_is_not_kept(store: Store) -> None:
-    before = (await store.answers.find(KEYS[0])).word
-    await keep(store, 1, word=before)
+    before = (await store.answers.find(KEYS[0])).nonce
+    await keep(store, 1, nonce=before)
     assert await store.answers.clear() == 1
-    assert await keep(store, 0, word=before) is None
-    after = (await store.answers.find(KEYS[0])).word
+    assert await keep(store, 0, nonce=before) is None
+    after = (await store.answers.find(KEYS[0])).nonce
     assert after != before
-    assert await keep(store, 0, word=after) == Room(1, ENTRY + 1)
+    assert await keep(store, 0, nonce=after) == Room(1, ENTRY + 1)
     assert await held(store) == [True, False, False, False, False]
 
 

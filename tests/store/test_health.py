@@ -67,7 +67,7 @@ class Clock:
 
 
 async def warnings(told: Told, *, are_shards_set: bool = False) -> dict[Reason, str]:
-    return dict((await HealthWatch(told, are_shards_set=are_shards_set).look()).warnings)
+    return dict((await HealthWatch(told, are_shards_set=are_shards_set).poll()).warnings)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ async def test_a_cluster_whose_shards_nobody_has_thought_of_is_warned_of() -> No
 async def test_every_primary_is_known_and_one_that_is_wrong_is_enough() -> None:
     told = Told(is_cluster=True)
     told.answers = [SOUND, SOUND | {"used_memory": 7, "maxmemory": 8, "evicted_keys": 9, "maxmemory_policy": "x-lfu"}]
-    health = await HealthWatch(told).look()
+    health = await HealthWatch(told).poll()
     assert [(p.memory_bytes, p.memory_max_bytes, p.evicted_keys) for p in health.primaries] == [(1000, 0, 0), (7, 8, 9)]
     assert list(health.warnings) == ["eviction"]
 
@@ -123,14 +123,14 @@ async def test_a_change_is_said_once_and_seen_after_some_seconds(caplog: pytest.
     told, clock = Told(maxmemory_policy="allkeys-lru"), Clock()
     watch = HealthWatch(told, clock=clock)
     for _ in range(3):
-        assert (await watch.look()).warnings
+        assert (await watch.poll()).warnings
     assert told.asked == 1
     told.answers = [SOUND]
-    assert (await watch.look()).warnings, "not asked again yet"
+    assert (await watch.poll()).warnings, "not asked again yet"
     clock.now += 3.0
-    assert not (await watch.look()).warnings
+    assert not (await watch.poll()).warnings
     clock.now += 3.0
-    await watch.look()
+    await watch.poll()
     said = [(record.levelname, getattr(record, "fields", {})["reason"]) for record in caplog.records]
     assert said == [("WARNING", "eviction"), ("INFO", "eviction")]
 
@@ -138,11 +138,11 @@ async def test_a_change_is_said_once_and_seen_after_some_seconds(caplog: pytest.
 async def test_a_redis_that_hangs_is_waited_for_by_one_and_not_for_long() -> None:
     told, clock = Told(maxmemory_policy="allkeys-lru"), Clock()
     watch = HealthWatch(told, clock=clock)
-    assert (await watch.look()).is_up
+    assert (await watch.poll()).is_up
     told.answers = None
     clock.now += 3.0
     async with within(5.0):
-        first, *others = await asyncio.gather(*(watch.look() for _ in range(20)))
+        first, *others = await asyncio.gather(*(watch.poll() for _ in range(20)))
     assert not first.is_up
     assert told.asked == 2
     assert list(first.warnings) == ["eviction"], "what was known is still known"
@@ -150,14 +150,14 @@ async def test_a_redis_that_hangs_is_waited_for_by_one_and_not_for_long() -> Non
 
 
 async def test_a_redis_that_loads_its_data_is_not_up() -> None:
-    assert not (await HealthWatch(Told(loading=1)).look()).is_up
+    assert not (await HealthWatch(Told(loading=1)).poll()).is_up
 
 
 async def test_a_redis_that_is_not_there_is_not_up(free_port: int) -> None:
     client = RedisClient.open(f"redis://127.0.0.1:{free_port}", timeout_seconds=0.5)
     with pytest.raises(StoreUnavailable):
         await client.infos()
-    assert not (await HealthWatch(client).look()).is_up
+    assert not (await HealthWatch(client).poll()).is_up
     await client.close()
 
 
@@ -175,7 +175,7 @@ async def test_a_user_who_may_not_ask_has_a_redis_that_is_up(admin: SyncRedis, r
         "plain", enabled=True, passwords=["+word"], categories=["+@all"], commands=["-info"], keys=["wm:*"]
     )
     client = RedisClient.open(redis_url.replace("unix://", "unix://plain:word@"))
-    health = await HealthWatch(client).look()
+    health = await HealthWatch(client).poll()
     assert (health.is_up, health.primaries) == (True, ())
     await client.close()
 
@@ -183,12 +183,12 @@ async def test_a_user_who_may_not_ask_has_a_redis_that_is_up(admin: SyncRedis, r
 async def test_a_real_redis_is_read_and_a_later_change_is_seen(admin: SyncRedis, redis_url: str) -> None:
     client, clock = RedisClient.open(redis_url), Clock()
     watch = HealthWatch(client, clock=clock)
-    health = await watch.look()
+    health = await watch.poll()
     assert (health.is_up, health.warnings) == (True, {})
     assert health.primaries[0].memory_bytes > 100_000
     admin.config_set("maxmemory-policy", "volatile-lru")
     clock.now += 3.0
-    assert list((await watch.look()).warnings) == ["eviction"]
+    assert list((await watch.poll()).warnings) == ["eviction"]
     await client.close()
 
 
@@ -205,9 +205,9 @@ async def test_of_the_embedded_redis_there_is_nothing_to_tell() -> None:
 
 
 async def test_another_hash_seed_than_that_of_the_index_is_said(store: Store, client: RedisClient) -> None:
-    assert (await HealthWatch(client, hash_seed=7).look()).warnings == {}
+    assert (await HealthWatch(client, hash_seed=7).poll()).warnings == {}
     await store.registry.register(registration())
-    assert (await HealthWatch(client).look()).warnings == {}
-    warnings = (await HealthWatch(client, hash_seed=7).look()).warnings
+    assert (await HealthWatch(client).poll()).warnings == {}
+    warnings = (await HealthWatch(client, hash_seed=7).poll()).warnings
     assert list(warnings) == [Reason.HASH_SEED]
     assert "WAYMARK_HASH_SEED 1337, here it is 7" in warnings[Reason.HASH_SEED]

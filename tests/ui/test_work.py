@@ -46,7 +46,7 @@ def workers(**of_the_first: Any) -> dict[str, Any]:
     return {"publishers": publishers, "workers": ["w"]}
 
 
-async def look(page: Page) -> None:
+async def next_poll(page: Page) -> None:
     """Wait until the page has looked again and has drawn that."""
     async with page.expect_response("**/workers"):
         pass
@@ -65,11 +65,11 @@ async def test_a_look_changes_only_what_has_changed(tmp_path: Path) -> None:
         await page.route("**/workers", given)
         await expect(page.locator("#groups tbody tr:visible")).to_have_count(ENGINES)
         await page.evaluate(_WATCH)
-        await look(page)
+        await next_poll(page)
         assert await page.evaluate("changes") == []
         found = workers(status="lost", complaint="gone")
         await expect(page.locator("#groups td.lost")).to_have_count(1)
-        await look(page)
+        await next_poll(page)
         # The status, its colour, the blocks and the complaint, which is seen now, of one engine.
         assert sorted(await page.evaluate("changes")) == [*["attributes"] * 3, *["childList"] * 3]
 

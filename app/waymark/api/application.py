@@ -40,7 +40,7 @@ from waymark.api.page import Page
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
 from waymark.api.request_cache import RequestCache
-from waymark.api.texts import Texts
+from waymark.api.texts import PromptTokenizer
 from waymark.api.tokens_file import TokensFile
 from waymark.api.views import Views
 from waymark.asker import Asker
@@ -80,7 +80,7 @@ def create_app(
         store,
         contract,
         dependencies,
-        Texts(tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store)), settings),
+        PromptTokenizer(tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store)), settings),
         Registrations(store, settings, asker or Asker.of(settings)),
         ActivityFeed(store.activity, settings, metrics, stopping),
     )
@@ -137,21 +137,25 @@ def _operations(
     store: Store,
     contract: Contract,
     dependencies: Dependencies,
-    texts: Texts,
+    tokenizer: PromptTokenizer,
     registrations: Registrations,
     feed: ActivityFeed,
 ) -> list[Operation]:
     settings, metrics = dependencies.settings, dependencies.metrics
     gate = StartupGate(store.directory, settings.min_initial_workers)
-    root, views, probes = Conductor(store, settings, metrics, texts), Views(store), Probes(store, metrics, gate, texts)
+    root, views, probes = (
+        Conductor(store, settings, metrics, tokenizer),
+        Views(store),
+        Probes(store, metrics, gate, tokenizer),
+    )
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
-    decisions = Decisions(store, settings, metrics, texts, gate)
+    decisions = Decisions(store, settings, metrics, tokenizer, gate)
     inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkers(store, settings)
     select, loads = DynamoSelect(store, decisions.selector, inputs), DynamoLoads(store, decisions.selector, inputs)
     admin = Admin(store, settings)
     page = Page(is_shown=settings.ui)
     turns = InspectionTurns(settings)
-    explanations, inspected = Explanations(store, settings, texts, turns), Inspections(store, settings, turns)
+    explanations, inspected = Explanations(store, settings, tokenizer, turns), Inspections(store, settings, turns)
     explained = explanations.explained
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
@@ -164,8 +168,8 @@ def _operations(
         ("POST", "/dynamo/query", "read", dynamo.query, docs.DYNAMO_QUERY),
         ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, docs.DYNAMO_QUERY_BY_HASH),
         ("POST", "/dynamo/query_tiered_by_hash", "read", dynamo.query_tiered_by_hash, docs.DYNAMO_QUERY_TIERED),
-        ("POST", "/tokenize", "read", texts.tokenize, docs.TOKENIZE),
-        ("POST", "/detokenize", "read", texts.detokenize, docs.DETOKENIZE),
+        ("POST", "/tokenize", "read", tokenizer.tokenize, docs.TOKENIZE),
+        ("POST", "/detokenize", "read", tokenizer.detokenize, docs.DETOKENIZE),
         ("POST", "/register", "write", registrations.register, docs.REGISTER),
         ("POST", "/unregister", "write", registrations.unregister, docs.UNREGISTER),
         ("POST", "/weight", "write", registrations.weight, docs.WEIGHT),

@@ -16,7 +16,7 @@ from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.lookup import KeysOf, Lookup
 from waymark.api.operations import Answer, Paused
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
-from waymark.api.texts import ModelPrompt, Texts
+from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.domain.block_size import block_size_of
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
@@ -36,9 +36,9 @@ _SIZES_MAX = 8
 class Conductor:
     """Handlers of ``/query`` and ``/query_by_hash``."""
 
-    def __init__(self, store: Store, settings: Settings, metrics: Metrics, texts: Texts) -> None:
+    def __init__(self, store: Store, settings: Settings, metrics: Metrics, tokenizer: PromptTokenizer) -> None:
         self._store = store
-        self._texts = texts
+        self._tokenizer = tokenizer
         self._settings = settings
         self._shape = settings.conductor_shape
         self._given = GivenPrompts(settings)
@@ -49,7 +49,7 @@ class Conductor:
     async def query(self, body: Body) -> Answer | Paused:
         asked = body.asked(_by_prompt)
         if asked.text is not None:
-            return Paused(partial(self._texts.tokens, asked.text), partial(self._answer_text, asked, body.format))
+            return Paused(partial(self._tokenizer.tokens, asked.text), partial(self._answer_text, asked, body.format))
         return await self._answer(
             asked, self._given.keys_of(QueryRequest, body, asked.namespace, asked.items), body.format
         )

@@ -22,7 +22,7 @@ from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequ
 from waymark.api.errors import Unfit
 from waymark.api.given_prompts import GivenPrompts
 from waymark.api.operations import Answer, Paused
-from waymark.api.texts import ModelPrompt, Texts
+from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.api.tokens_file import Caller
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
@@ -42,10 +42,12 @@ from waymark.tokenization.prompt import Tokens
 class Decisions:
     """The three of them, of one replica."""
 
-    def __init__(self, store: Store, settings: Settings, metrics: Metrics, texts: Texts, gate: StartupGate) -> None:
+    def __init__(
+        self, store: Store, settings: Settings, metrics: Metrics, tokenizer: PromptTokenizer, gate: StartupGate
+    ) -> None:
         self._gate = gate
         self._store = store
-        self._texts = texts
+        self._tokenizer = tokenizer
         self._given = GivenPrompts(settings)
         self.selector = self._selector = Selector(store, SelectionOptions.of(settings), metrics)
         self._served = store.incarnation.cache(
@@ -187,7 +189,7 @@ class Decisions:
     async def _tokens(self, text: ModelPrompt, *, has_key: bool) -> Tokens | InvalidValue:
         """The tokens of a text; the error of a model without a tokenizer, where a prefix key can decide instead."""
         try:
-            return await self._texts.tokens(text)
+            return await self._tokenizer.tokens(text)
         except InvalidValue as exc:
             if has_key and exc.reason == "no_tokenizer":
                 return exc

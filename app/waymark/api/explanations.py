@@ -17,14 +17,14 @@ from waymark.api.inspection_turns import InspectionTurns
 from waymark.api.operations import Answer, Handler, Paused
 from waymark.api.prompts import hashes, packed_hashes, token_bytes
 from waymark.api.query_schemas import InspectRequest
-from waymark.api.texts import Texts
+from waymark.api.texts import PromptTokenizer
 from waymark.domain.block_size import only_block_size
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.inspection.asked import Asked
 from waymark.inspection.explanation import Explanation, as_json, explain
-from waymark.inspection.look import Look
+from waymark.inspection.inspector import Inspector
 from waymark.inspection.why import unknown_group
 from waymark.settings import Settings
 from waymark.store.store import Store
@@ -34,9 +34,9 @@ _TOP = 20
 
 
 class Explanations:
-    def __init__(self, store: Store, settings: Settings, texts: Texts, turns: InspectionTurns) -> None:
-        self._look = Look(store)
-        self._texts = texts
+    def __init__(self, store: Store, settings: Settings, tokenizer: PromptTokenizer, turns: InspectionTurns) -> None:
+        self._inspector = Inspector(store)
+        self._tokenizer = tokenizer
         self._seed = settings.hash_seed
         self._max_tokens = settings.max_tokens
         self._turns = turns
@@ -103,11 +103,11 @@ class Explanations:
 
     async def _looked_up(self, request: InspectRequest, asked: Asked) -> Explanation:
         name = request.group
-        groups = [group for group in await self._look.groups() if group.name.tenant_id == name.tenant_id]
+        groups = [group for group in await self._inspector.groups() if group.name.tenant_id == name.tenant_id]
         group = next((group for group in groups if group.name == name), None)
         if group is None:
             return Explanation(name, asked.count, reasons=[unknown_group(name, groups)])
-        claims = await self._look.claims(name)
+        claims = await self._inspector.claims(name)
         block_size = request.block_size
         if block_size is None:
             sizes = {claim.registration.block_size for claim in claims if claim.registration.scope == "instance"}
@@ -122,14 +122,14 @@ class Explanations:
             )
         if asked.items:
             check_blocks(asked.items, asked.count, block_size)
-        return await explain(self._look, asked, group, block_size, groups, claims)
+        return await explain(self._inspector, asked, group, block_size, groups, claims)
 
     async def _asked(self, request: InspectRequest, body: Body) -> Asked:
         """The prompt of a body, checked to its last element."""
         text = text_of(request.group, request)
         tokens, seq_hashes, items = None, None, request.items
         if text is not None:
-            found = await self._texts.tokens(text)
+            found = await self._tokenizer.tokens(text)
             tokens, items = found.ids, found.items
         elif body.fields.get("token_ids") is not None:
             tokens = body.numbers

@@ -15,7 +15,7 @@ from waymark.errors import InvalidValue
 from waymark.inspection.blocks import find_block
 from waymark.inspection.commands import every_key
 from waymark.inspection.holders import find_holder
-from waymark.inspection.look import Group, Look, pick
+from waymark.inspection.inspector import Group, Inspector, pick
 from waymark.inspection.redis_cli import RedisCli
 from waymark.inspection.status import Wanted, as_json, gather
 from waymark.settings import Settings
@@ -32,20 +32,20 @@ class Inspections:
     """Handlers under ``/inspect`` that are about the whole installation."""
 
     def __init__(self, store: Store, settings: Settings, turns: InspectionTurns) -> None:
-        self._look = Look(store)
+        self._inspector = Inspector(store)
         self._commands = RedisCli(settings)
         self._turns = turns
 
     async def status(self, body: Body) -> Answer:
         """What ``waymark status --json`` prints."""
-        return Answer(as_json(await gather(self._look, _wanted(body.path))))
+        return Answer(as_json(await gather(self._inspector, _wanted(body.path))))
 
     async def block(self, body: Body) -> Paused:
         """What ``waymark inspect block`` draws."""
         request = InspectBlockRequest.of(body.fields)
 
         async def work() -> dict[str, Any]:
-            found = await find_block(self._look, await self._groups(request), int(request.key, 16))
+            found = await find_block(self._inspector, await self._groups(request), int(request.key, 16))
             return {"rows": [asdict(each) for each in found]}
 
         return self._paused(work)
@@ -55,7 +55,7 @@ class Inspections:
         request = InspectHolderRequest.of(body.fields)
 
         async def work() -> dict[str, Any]:
-            found = await find_holder(self._look, await self._groups(request), request.holder)
+            found = await find_holder(self._inspector, await self._groups(request), request.holder)
             return {"holders": [asdict(each) for each in found]}
 
         return self._paused(work)
@@ -65,12 +65,12 @@ class Inspections:
         request = InspectKeysRequest.of(body.fields)
 
         async def work() -> dict[str, Any]:
-            return asdict(await every_key(self._look, await self._groups(request), self._commands))
+            return asdict(await every_key(self._inspector, await self._groups(request), self._commands))
 
         return self._paused(work)
 
     async def _groups(self, request: InspectKeysRequest) -> list[Group]:
-        groups = await self._look.groups()
+        groups = await self._inspector.groups()
         return pick(groups, group_id=request.group, model=request.model, tenant=request.tenant_id)
 
     def _paused(self, work: Callable[[], Awaitable[dict[str, Any]]]) -> Paused:

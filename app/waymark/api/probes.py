@@ -10,7 +10,7 @@ import asyncio
 
 from waymark.api.bodies import Body
 from waymark.api.operations import Answer
-from waymark.api.texts import Texts
+from waymark.api.texts import PromptTokenizer
 from waymark.metrics import Metrics
 from waymark.selection.startup import StartupGate
 from waymark.store.health import Health, Reason
@@ -23,11 +23,11 @@ class Probes:
     """Handlers of ``/health``, ``/ready`` and ``/metrics``."""
 
     def __init__(
-        self, store: Store, metrics: Metrics, gate: StartupGate | None = None, texts: Texts | None = None
+        self, store: Store, metrics: Metrics, gate: StartupGate | None = None, tokenizer: PromptTokenizer | None = None
     ) -> None:
-        """``gate``: of a process that decides. ``texts``: of one that accepts text."""
+        """``gate``: of a process that decides. ``tokenizer``: of one that accepts text."""
         self._store = store
-        self._texts = texts
+        self._tokenizer = tokenizer
         self._gate = gate
         self._metrics = metrics
 
@@ -47,17 +47,17 @@ class Probes:
         waiting = None if self._gate is None else await self._gate.waiting()
         if waiting is not None:
             return Answer({"error": f"not ready: {waiting}", "reason": "starting"}, 503, {"Retry-After": "1"})
-        warnings = [*(await self._look()).warnings.values(), *(self._texts.warnings() if self._texts else ())]
+        warnings = [*(await self._health()).warnings.values(), *(self._tokenizer.warnings() if self._tokenizer else ())]
         return Answer({"status": "ready"} | ({"warnings": warnings} if warnings else {}))
 
     async def metrics(self, _: Body) -> Answer:
-        await self._look()
+        await self._health()
         text, media_type = self._metrics.render()
         return Answer(text, media_type=media_type.encode())
 
-    async def _look(self) -> Health:
+    async def _health(self) -> Health:
         """How Redis is, in the metrics too. Of the embedded Redis it is known only that it is up."""
-        health, metrics = await self._store.health.look(), self._metrics
+        health, metrics = await self._store.health.poll(), self._metrics
         metrics.redis_up.set(health.is_up)
         if health.primaries:
             for reason in Reason:

@@ -55,7 +55,7 @@ def prompt_of(group: GroupName, request: TextFields, others: Sequence[str] = (),
     return None
 
 
-class Texts:
+class PromptTokenizer:
     """The door to the tokenizers for every handler that accepts text."""
 
     def __init__(self, tokenizers: Tokenizers, settings: Settings) -> None:

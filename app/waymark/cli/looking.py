@@ -44,7 +44,7 @@ def _over_http(arguments: argparse.Namespace) -> int:
             return EXIT_OK
         from waymark.console import status_view
         from waymark.inspection import status
-        from waymark.remote.look import status_of
+        from waymark.remote.inspections import status_of
 
         if arguments.json:
             screen.write(json.dumps(status_of(service, arguments), indent=2))
@@ -65,18 +65,18 @@ def _inspect(service: Service, arguments: argparse.Namespace, screen: Screen) ->
     from waymark.console.run_inspect import drawn
     from waymark.inspection import blocks, explanation, holders
     from waymark.inspection.commands import Commands
-    from waymark.remote import look
+    from waymark.remote import inspections
 
     match arguments.what:
         case "prompt":
-            found = explanation.of_json(look.inspected(service, arguments))
+            found = explanation.of_json(inspections.inspected(service, arguments))
             screen.show(drawn(found, screen, top=arguments.top))
         case "block":
-            screen.show(lookups.block(blocks.of_json(look.block_of(service, arguments))))
+            screen.show(lookups.block(blocks.of_json(inspections.block_of(service, arguments))))
         case "holder":
-            screen.show(lookups.holder(holders.of_json(look.holder_of(service, arguments))))
+            screen.show(lookups.holder(holders.of_json(inspections.holder_of(service, arguments))))
         case _:
-            screen.write(str(Commands(**look.keys_of(service, arguments))))
+            screen.write(str(Commands(**inspections.keys_of(service, arguments))))
 
 
 def _through_redis(arguments: argparse.Namespace) -> int:

@@ -94,10 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
             case "doctor":
                 return _doctor(service, arguments, screen)
             case _:
-                return _look(service, arguments, screen)
+                return _print_answer(service, arguments, screen)
 
 
-def _look(service: Service, arguments: argparse.Namespace, screen: Screen) -> int:
+def _print_answer(service: Service, arguments: argparse.Namespace, screen: Screen) -> int:
     """The commands that print one answer."""
     match arguments.command:
         case "ask":

@@ -15,7 +15,7 @@ from rich.text import Text
 from waymark.console.screen import Part, joined, text
 from waymark.domain.media import MEDIA, order_of
 from waymark.inspection.holding import HolderLine, Holding, InstanceLines
-from waymark.inspection.look import shown
+from waymark.inspection.inspector import shown
 
 #: Of the media in their order; then of all others.
 _MEDIUM_STYLES = ("green", "yellow", "blue", "cyan")

@@ -14,7 +14,7 @@ from waymark.domain.names import Adapter, GroupName
 from waymark.inspection.blocks import BlockHolder, ListedBlock
 from waymark.inspection.holders import HolderPublisher, KnownHolder
 from waymark.inspection.holdings import FIELDS_MAX, Holdings
-from waymark.inspection.look import shown
+from waymark.inspection.inspector import shown
 
 _BLOCK_HEAD = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HASH", "STATE")
 _SHARD_HEAD = ("KEY", "ROWS", "BRANCH ROWS", "SINGLES", "COPIES", "APPLIED SEQ", "OPS OF IT")

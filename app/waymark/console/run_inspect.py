@@ -16,7 +16,7 @@ from waymark.inspection.blocks import find_block
 from waymark.inspection.commands import every_key
 from waymark.inspection.explanation import Explanation, explain
 from waymark.inspection.holders import find_holder
-from waymark.inspection.look import Group, Look, looking, pick
+from waymark.inspection.inspector import Group, Inspector, open_inspector, pick
 from waymark.inspection.redis_cli import RedisCli
 from waymark.inspection.why import unknown_group
 from waymark.settings import Settings
@@ -28,11 +28,11 @@ async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen:
         key = None if arguments.seq_hash is None else read_hash(arguments.seq_hash, option="--seq-hash")
         screen.show(lookups.of_namespace(_adapter(arguments), arguments.salt, key))
         return
-    async with looking(settings) as look:
-        groups = await look.groups()
+    async with open_inspector(settings) as inspector:
+        groups = await inspector.groups()
         cli = RedisCli(settings)
         if arguments.what == "prompt":
-            await _prompt(arguments, settings, screen, look, groups, cli)
+            await _prompt(arguments, settings, screen, inspector, groups, cli)
             return
         picked = pick(groups, group_id=arguments.group, model=arguments.model, tenant=arguments.tenant)
         if arguments.what == "block":
@@ -41,20 +41,22 @@ async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen:
                 lines = [line for group in picked for line in cli.block(group, block_key) + cli.table(group)]
                 _write(screen, cli, lines)
             else:
-                screen.show(lookups.block(await find_block(look, picked, block_key)))
+                screen.show(lookups.block(await find_block(inspector, picked, block_key)))
         elif arguments.what == "holder":
             if arguments.keys:
                 _write(
-                    screen, cli, [line for group in picked for line in await _of_holder(look, cli, group, arguments.id)]
+                    screen,
+                    cli,
+                    [line for group in picked for line in await _of_holder(inspector, cli, group, arguments.id)],
                 )
             else:
-                screen.show(lookups.holder(await find_holder(look, picked, arguments.id)))
+                screen.show(lookups.holder(await find_holder(inspector, picked, arguments.id)))
         else:
-            screen.write(str(await every_key(look, picked, cli)))
+            screen.write(str(await every_key(inspector, picked, cli)))
 
 
-async def _of_holder(look: Look, cli: RedisCli, group: Group, holder: int) -> list[str]:
-    table = await look.table(group)
+async def _of_holder(inspector: Inspector, cli: RedisCli, group: Group, holder: int) -> list[str]:
+    table = await inspector.table(group)
     lines = [*cli.holder(group, holder), *cli.entries(group, holder)]
     if table is not None and holder in table.holders:
         lines += cli.publisher(group, table.holders[holder].publisher)
@@ -94,19 +96,24 @@ async def _asked(arguments: argparse.Namespace, settings: Settings) -> Asked:
 
 
 async def _prompt(
-    arguments: argparse.Namespace, settings: Settings, screen: Screen, look: Look, groups: list[Group], cli: RedisCli
+    arguments: argparse.Namespace,
+    settings: Settings,
+    screen: Screen,
+    inspector: Inspector,
+    groups: list[Group],
+    cli: RedisCli,
 ) -> None:
     asked = await _asked(arguments, settings)
     name = GroupName(arguments.tenant, arguments.model)
     group = next((group for group in groups if group.name == name), None)
     if group is None:
         raise NotFound(unknown_group(name, groups))
-    claims = await look.claims(name)
+    claims = await inspector.claims(name)
     block_size = _block_size(arguments.block_size, sorted({claim.registration.block_size for claim in claims}))
     if arguments.keys:
         _write(screen, cli, cli.rows(group, asked.block_keys(block_size)) + cli.table(group))
         return
-    found = await explain(look, asked, group, block_size, groups, claims)
+    found = await explain(inspector, asked, group, block_size, groups, claims)
     screen.show(drawn(found, screen, top=arguments.top))
 
 

@@ -12,7 +12,7 @@ from waymark.console import status_view
 from waymark.console.screen import Part, Screen, text
 from waymark.errors import StoreUnavailable
 from waymark.inspection import status
-from waymark.inspection.look import looking
+from waymark.inspection.inspector import open_inspector
 from waymark.settings import Settings
 
 
@@ -20,10 +20,10 @@ async def run_status(arguments: argparse.Namespace, settings: Settings, screen: 
     """Draw it once, or until cancelled."""
     wanted = status.Wanted(arguments.tenant, arguments.model, tuple(arguments.status))
     of_tokenizers = await _tokenizer_warnings(settings)
-    async with looking(settings) as look:
+    async with open_inspector(settings) as inspector:
 
         async def gather() -> status.Status:
-            found = await status.gather(look, wanted)
+            found = await status.gather(inspector, wanted)
             return replace(found, warnings=(*found.warnings, *of_tokenizers))
 
         async def draw() -> Sequence[Part]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from waymark.console.screen import Grid, Part, joined, text
 from waymark.console.units import bytes_text, held_text, seconds_text
 from waymark.domain.status import StreamStatus
-from waymark.inspection.look import shown
+from waymark.inspection.inspector import shown
 from waymark.inspection.status import Server, Status, count, replays
 from waymark.store.discovery import DiscoveryState
 from waymark.store.parsing import Unreadable

@@ -102,10 +102,10 @@ class RadixIndex:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, self._too_many)
         with self._counted():
             async for update in _messages(context):
-                refusal = self._refusal(update)
-                if refusal is not None:
+                rejection = self._rejection(update)
+                if rejection is not None:
                     self._metrics.placements.labels(outcome="refused").inc()
-                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, rejection)
                 ack = CLASSES["PublishAck"](holder=update.holder, epoch=update.epoch)
                 for event in update.events:
                     if event.HasField("stored_digest"):
@@ -161,7 +161,7 @@ class RadixIndex:
             outcome = await self._prompts.place(_keyspace(update.keyspace), update.holder, parent, hashes)
             self._metrics.placements.labels(outcome=outcome).inc()
 
-    def _refusal(self, update: Any) -> str | None:
+    def _rejection(self, update: Any) -> str | None:
         """Why an update ends its stream; None where it is kept."""
         keyspace = update.keyspace
         if not self._is_known(keyspace):

@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2_grpc
 
 from waymark.epp import messages, tls
 from waymark.epp.admission import Streams
-from waymark.epp.exchange import Cut, Exchange, Picker
 from waymark.epp.health import Health
 from waymark.epp.options import EppOptions
+from waymark.epp.process_call import Cut, Picker, ProcessCall
 from waymark.epp.radix_index import RadixIndex
 from waymark.epp.scores import PodScores
 from waymark.errors import SettingsError
@@ -45,7 +45,7 @@ WaitsFor = Callable[[], Awaitable[str | None]]
 
 
 class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
-    """``ExternalProcessor.Process``: one exchange a stream."""
+    """``ExternalProcessor.Process``: one call for each HTTP request."""
 
     def __init__(self, picker: Picker, streams_max: int) -> None:
         self._picker = picker
@@ -63,7 +63,7 @@ class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_MANY)
             return
         try:
-            await Exchange(self._picker, place, read, context.write).run()
+            await ProcessCall(self._picker, place, read, context.write).run()
         except Cut as cut:
             metrics.epp_streams_cut.labels(reason=cut.reason).inc()
             await context.abort(_STATUS_OF[cut.reason], cut.sentence)

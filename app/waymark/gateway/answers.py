@@ -15,7 +15,7 @@ class Lookup(NamedTuple):
     """What is kept for a request, and which clearing was the last; an answer is kept if that is so still."""
 
     kept: Kept | None
-    turn: bytes | int
+    clearing: bytes | int
 
 
 class Answers(Protocol):
@@ -32,7 +32,7 @@ class Answers(Protocol):
 
     async def find(self, key: bytes) -> Lookup: ...
 
-    async def keep(self, key: bytes, kept: Kept, turn: bytes | int) -> None:
+    async def keep(self, key: bytes, kept: Kept, clearing: bytes | int) -> None:
         """Keep an answer, unless all was cleared since its request was looked up."""
         ...
 
@@ -78,8 +78,8 @@ class MemoryAnswers:
     async def find(self, key: bytes) -> Lookup:
         return Lookup(self._answers.find(key), self._generation)
 
-    async def keep(self, key: bytes, kept: Kept, turn: bytes | int) -> None:
-        if turn == self._generation:
+    async def keep(self, key: bytes, kept: Kept, clearing: bytes | int) -> None:
+        if clearing == self._generation:
             self._answers.keep(key, kept)
 
     async def clear(self) -> int:

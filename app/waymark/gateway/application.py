@@ -17,11 +17,11 @@ from waymark.chat.session import SESSION, session_of
 from waymark.errors import StoreUnavailable, WaymarkError
 from waymark.gateway.bodies import Body, body_of_request, with_cache_control
 from waymark.gateway.models import served_models
-from waymark.gateway.proxy import Exchange, Message, Proxy, Send
+from waymark.gateway.proxy import Message, ProxiedRequest, Proxy, Send
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
 from waymark.gateway.security import Client, Headers, Keys, Limits
-from waymark.gateway.shapes import PATHS, Refusal, body_of, refusal_of
+from waymark.gateway.shapes import PATHS, Rejected, body_of, rejected_by
 from waymark.gateway.upstream import Upstream
 from waymark.metrics import Metrics
 from waymark.selection.options import SelectionOptions
@@ -105,7 +105,7 @@ class Gateway:
         except Gone:
             answer.status = 499
         except WaymarkError as error:
-            await answer.refuse(refusal_of(error), PATHS.get(path))
+            await answer.refuse(rejected_by(error), PATHS.get(path))
         finally:
             status = str(answer.status)
             self._metrics.http_requests.labels(route=route, method=scope["method"], status=status).inc()
@@ -120,9 +120,9 @@ class Gateway:
             return
         api = PATHS.get(path)
         if api is None and not (path == _MODELS or path.startswith(_MODELS + "/")):
-            raise Refusal(404, "there is no such path; this gateway has " + ", ".join(PATHS), "not_found")
+            raise Rejected(404, "there is no such path; this gateway has " + ", ".join(PATHS), "not_found")
         if method != ("GET" if api is None else "POST"):
-            raise Refusal(405, f"{path} takes {'GET' if api is None else 'POST'}", "method_not_allowed")
+            raise Rejected(405, f"{path} takes {'GET' if api is None else 'POST'}", "method_not_allowed")
         client = self._keys.client(headers)
         if api is None:
             await self._models(client, path.removeprefix(_MODELS).removeprefix("/"), answer)
@@ -130,9 +130,9 @@ class Gateway:
         body = await self._body(headers, receive)
         query: bytes = scope["query_string"]
         if not _IS_QUERY(query):
-            raise Refusal(400, "the query of the URL is too long or has other characters than ASCII", "invalid_value")
-        exchange = Exchange(api, path, query, scope["headers"], body, request_id, answer)
-        await _while_connected(self._exchange(client, headers, exchange), receive)
+            raise Rejected(400, "the query of the URL is too long or has other characters than ASCII", "invalid_value")
+        proxied = ProxiedRequest(api, path, query, scope["headers"], body, request_id, answer)
+        await _while_connected(self._pass_on(client, headers, proxied), receive)
 
     async def _stored(
         self, responses: Responses, method: str, client: Client, response_id: str, answer: _Answer
@@ -140,26 +140,26 @@ class Gateway:
         """What a client asks of a stored response."""
         asked = {"GET": responses.find, "DELETE": responses.delete}.get(method)
         if asked is None:
-            raise Refusal(405, f"{_RESPONSES}{{id}} takes GET and DELETE", "method_not_allowed")
+            raise Rejected(405, f"{_RESPONSES}{{id}} takes GET and DELETE", "method_not_allowed")
         await answer.whole(200, await asked(client, response_id))
 
-    async def _expanded(self, client: Client, exchange: Exchange, body: Body) -> Body:
+    async def _expanded(self, client: Client, proxied: ProxiedRequest, body: Body) -> Body:
         """A request to the Responses API with the conversation that it goes on from; its answer is stored."""
-        if self._responses is None or exchange.api is not Form.RESPONSES:
+        if self._responses is None or proxied.api is not Form.RESPONSES:
             return body
         expanded = await self._responses.expand(client, body.fields)
         fields = body.fields if expanded is None else expanded
-        exchange.send = self._responses.recorder(client, exchange.send, body.fields, fields)
+        proxied.send = self._responses.recorder(client, proxied.send, body.fields, fields)
         if expanded is None:
             return body
-        exchange.body = orjson.dumps(expanded)
-        return body_of_request(exchange.path, exchange.body)
+        proxied.body = orjson.dumps(expanded)
+        return body_of_request(proxied.path, proxied.body)
 
-    async def _exchange(self, client: Client, headers: Mapping[bytes, bytes], exchange: Exchange) -> None:
-        body = body_of_request(exchange.path, exchange.body)
+    async def _pass_on(self, client: Client, headers: Mapping[bytes, bytes], proxied: ProxiedRequest) -> None:
+        body = body_of_request(proxied.path, proxied.body)
         if self._injects_cache_control:
-            exchange.body = with_cache_control(body, exchange.body)
-        body = await self._expanded(client, exchange, body)
+            proxied.body = with_cache_control(body, proxied.body)
+        body = await self._expanded(client, proxied, body)
         with self._limits.request(client) as share:
             self._metrics.gateway_requests.inc()
 
@@ -169,19 +169,19 @@ class Gateway:
                     body.request, tenant_id=client.tenant_id, session=session, counts_tokens=True
                 )
                 share.take(sum(prepared.tokens))
-                await self._proxy.pass_on(exchange, prepared, extra)
+                await self._proxy.pass_on(proxied, prepared, extra)
 
             try:
                 if self._cache is None:
                     await proceed(())
                 else:
-                    await self._cache.serve(client, exchange, body, proceed)
+                    await self._cache.serve(client, proxied, body, proceed)
             finally:
                 self._metrics.gateway_requests.dec()
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         length = headers.get(b"content-length", b"0")
-        too_large = Refusal(
+        too_large = Rejected(
             413, f"the body has more than {self._body_bytes_max} bytes; send less, or raise WAYMARK_MAX_BODY_BYTES",
             "too_large",
         )  # fmt: skip
@@ -204,14 +204,14 @@ class Gateway:
         try:
             models = await served_models(self._directory, client.tenant_id)
         except StoreUnavailable as error:
-            raise Refusal(503, error.sentence, "unavailable", retry_after_seconds=1) from None
+            raise Rejected(503, error.sentence, "unavailable", retry_after_seconds=1) from None
         cards = [
             {"id": each, "object": "model", "created": 0, "owned_by": "waymark", "parent": parent}
             for each, parent in models
             if not name or each == name
         ]
         if name and not cards:
-            raise Refusal(404, "there is no such model; GET /v1/models lists those that exist", "model_not_found")
+            raise Rejected(404, "there is no such model; GET /v1/models lists those that exist", "model_not_found")
         await answer.whole(200, orjson.dumps(cards[0] if name else {"object": "list", "data": cards}))
 
 
@@ -236,9 +236,9 @@ class _Answer:
         await self({**start, "headers": [(b"content-type", b"application/json"), *lines]})
         await self({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def refuse(self, refusal: Refusal, api: Form | None) -> None:
-        headers = refusal.headers | ({"Connection": "close"} if refusal.status == 413 else {})
-        await self.whole(refusal.status, body_of(refusal, api), headers)
+    async def refuse(self, rejected: Rejected, api: Form | None) -> None:
+        headers = rejected.headers | ({"Connection": "close"} if rejected.status == 413 else {})
+        await self.whole(rejected.status, body_of(rejected, api), headers)
 
 
 async def _while_connected(work: Awaitable[None], receive: Receive) -> None:

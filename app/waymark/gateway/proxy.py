@@ -20,7 +20,7 @@ from waymark.domain.targets import host_and_port
 from waymark.errors import NoTarget, Saturated
 from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import Headers, to_client, to_engine
-from waymark.gateway.shapes import Refusal, event_of
+from waymark.gateway.shapes import Rejected, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -46,7 +46,7 @@ class Broken(Exception):
 
 
 @dataclass(slots=True)
-class Exchange:
+class ProxiedRequest:
     """A request, and what has become of its answer."""
 
     api: Form
@@ -84,26 +84,26 @@ class Proxy:
         self._upstream = upstream
         self._metrics = metrics
 
-    async def pass_on(self, exchange: Exchange, prepared: Prepared, extra: Headers = ()) -> None:
+    async def pass_on(self, proxied: ProxiedRequest, prepared: Prepared, extra: Headers = ()) -> None:
         """Have a request answered, with ``extra`` headers. Raises WaymarkError where no answer has begun."""
-        answered = await self._answered(exchange, prepared)
+        answered = await self._answered(proxied, prepared)
         is_ok = True
         try:
-            is_ok = await self._relay(exchange, answered, extra)
+            is_ok = await self._relay(proxied, answered, extra)
         except Interrupted as error:
             is_ok = False
             self._metrics.gateway_interrupted.inc()
             log.warning(
                 "an answer broke off",
-                extra=fields(request_id=exchange.request_id, engine=_instance(answered), reason=str(error)),
+                extra=fields(request_id=proxied.request_id, engine=_instance(answered), reason=str(error)),
             )
-            await self._say_broken(exchange, answered.response)
+            await self._say_broken(proxied, answered.response)
         finally:
             # A client that has gone away is no failure of the engine.
             answered.request.end(is_ok=is_ok)
             answered.response.close()
 
-    async def _answered(self, exchange: Exchange, prepared: Prepared) -> Answered:
+    async def _answered(self, proxied: ProxiedRequest, prepared: Prepared) -> Answered:
         """The head of an engine's answer."""
         tried: frozenset[str] = frozenset()
         failure = ""
@@ -118,7 +118,7 @@ class Proxy:
             instance_id = routed.selected.target.candidate.instance_id
             is_kept = False
             try:
-                response = await self._send(exchange, routed)
+                response = await self._send(proxied, routed)
                 self._avoided.answered(instance_id)
                 is_last = attempt == ATTEMPTS
                 if response.status not in _PASSED_ON or is_last:
@@ -136,10 +136,10 @@ class Proxy:
             self._metrics.gateway_retries.labels(reason=failure).inc()
             log.info(
                 "an engine has not answered, the request goes to another one",
-                extra=fields(request_id=exchange.request_id, engine=instance_id, reason=failure),
+                extra=fields(request_id=proxied.request_id, engine=instance_id, reason=failure),
             )
             tried |= {instance_id}
-        raise Refusal(
+        raise Rejected(
             502, f"none of the engines that were tried has answered ({failure}); try again in a moment",
             "no_answer", retry_after_seconds=1,
         )  # fmt: skip
@@ -156,23 +156,23 @@ class Proxy:
         taking = Taking(exclude=tried, milliseconds=RESERVED_MS, needs_address=True)
         return await self._selector.take(prepared, taking)
 
-    async def _send(self, exchange: Exchange, routed: Routed) -> aiohttp.ClientResponse:
+    async def _send(self, proxied: ProxiedRequest, routed: Routed) -> aiohttp.ClientResponse:
         selected = routed.selected
-        headers = to_engine(exchange.headers)
+        headers = to_engine(proxied.headers)
         headers += [(name, value) for name, value in selected.headers.items() if not name.startswith("x-gateway-")]
-        headers.append(("x-request-id", exchange.request_id))
+        headers.append(("x-request-id", proxied.request_id))
         if selected.target.candidate.dp_rank:
             headers.append(("x-data-parallel-rank", str(selected.target.candidate.dp_rank)))
-        return await self._upstream.send(routed.address, exchange.path, exchange.query, exchange.body, headers)
+        return await self._upstream.send(routed.address, proxied.path, proxied.query, proxied.body, headers)
 
-    async def _relay(self, exchange: Exchange, answered: Answered, extra: Headers) -> bool:
+    async def _relay(self, proxied: ProxiedRequest, answered: Answered, extra: Headers) -> bool:
         """Send the answer on; whether it is none that counts against the engine."""
         response = answered.response
-        exchange.status = response.status
+        proxied.status = response.status
         is_fine = response.status < 400
-        marker = _CONTENT.get(exchange.api, b"") if _is_events(response) else b""
+        marker = _CONTENT.get(proxied.api, b"") if _is_events(response) else b""
         waits = is_fine
-        await exchange.send(
+        await proxied.send(
             {
                 "type": "http.response.start",
                 "status": response.status,
@@ -183,19 +183,19 @@ class Proxy:
             if waits and marker in piece:
                 waits = False
                 answered.request.prefilled()
-                self._metrics.ttft_seconds.observe(perf_counter() - exchange.began)
-            await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
-        await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
+                self._metrics.ttft_seconds.observe(perf_counter() - proxied.began)
+            await proxied.send({"type": "http.response.body", "body": piece, "more_body": True})
+        await proxied.send({"type": "http.response.body", "body": b"", "more_body": False})
         return response.status < 500
 
-    async def _say_broken(self, exchange: Exchange, response: aiohttp.ClientResponse) -> None:
+    async def _say_broken(self, proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> None:
         """Report to the client that the answer is incomplete, if its form allows it."""
         if not _is_events(response) or response.content_length is not None:
             raise Broken("the engine's answer broke off")
-        refusal = Refusal(502, "the engine has broken off its answer; send the request again", "interrupted")
+        rejected = Rejected(502, "the engine has broken off its answer; send the request again", "interrupted")
         # An event of its own, even if the last one is incomplete.
-        body = b"\n\n" + event_of(refusal, exchange.api)
-        await exchange.send({"type": "http.response.body", "body": body, "more_body": False})
+        body = b"\n\n" + event_of(rejected, proxied.api)
+        await proxied.send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _is_events(response: aiohttp.ClientResponse) -> bool:

@@ -15,7 +15,7 @@ from waymark.chat.requests import Form
 from waymark.gateway.answers import Answers, Lookup, MemoryAnswers
 from waymark.gateway.bodies import Body
 from waymark.gateway.kept import Collector, Kept, send_again
-from waymark.gateway.proxy import Exchange
+from waymark.gateway.proxy import ProxiedRequest
 from waymark.gateway.security import Client, Headers
 from waymark.gateway.shared_answers import ERRORS, Begin, SharedAnswers
 from waymark.metrics import Metrics
@@ -36,7 +36,7 @@ _FLIGHT_SECONDS = 60.0
 class _Flight(NamedTuple):
     """A request that an engine answers now, for all who ask the same."""
 
-    turn: bytes | int
+    clearing: bytes | int
     """When it was looked up, as its ``Lookup`` says."""
     answer: asyncio.Future[Kept | None]
 
@@ -72,27 +72,27 @@ class ResponseCache:
             stream_bytes=settings.response_cache_stream_bytes,
         )
 
-    async def serve(self, client: Client, exchange: Exchange, body: Body, proceed: Proceed) -> None:
+    async def serve(self, client: Client, proxied: ProxiedRequest, body: Body, proceed: Proceed) -> None:
         """Answer a request: with what is kept, or by ``proceed``, whose answer is kept where it may be."""
-        key = self._key(client, exchange, body)
+        key = self._key(client, proxied, body)
         if key is None:
             self._results["skip"].inc()
             await proceed([(b"x-cache", b"BYPASS")])
             return
-        kept, turn = await self._find(key)
+        kept, clearing = await self._find(key)
         if kept is not None:
             self._results["hit"].inc()
-            exchange.status = 200
-            await send_again(kept, exchange.send)
+            proxied.status = 200
+            await send_again(kept, proxied.send)
             return
         self._results["miss"].inc()
-        await self._lead(key, turn, exchange, proceed)
+        await self._lead(key, clearing, proxied, proceed)
 
     async def _find(self, key: bytes) -> Lookup:
         found = await self._answers.find(key)
         flight = self._under_way.get(key)
         # What was asked for before a clearing answers nothing that is asked after it.
-        if found.kept is None and flight is not None and flight.turn == found.turn:
+        if found.kept is None and flight is not None and flight.clearing == found.clearing:
             try:
                 async with asyncio.timeout(_FLIGHT_SECONDS):
                     return found._replace(kept=await asyncio.shield(flight.answer))
@@ -100,15 +100,15 @@ class ResponseCache:
                 return found
         return found
 
-    async def _lead(self, key: bytes, turn: bytes | int, exchange: Exchange, proceed: Proceed) -> None:
+    async def _lead(self, key: bytes, clearing: bytes | int, proxied: ProxiedRequest, proceed: Proceed) -> None:
         """Let an engine answer; equal requests wait meanwhile. Without effect if another request leads already."""
         flight = None
         if key not in self._under_way:
-            flight = self._under_way[key] = _Flight(turn, asyncio.get_running_loop().create_future())
+            flight = self._under_way[key] = _Flight(clearing, asyncio.get_running_loop().create_future())
         collector = Collector(
-            exchange.send, exchange.api, response_bytes=self._response_bytes, stream_bytes=self._stream_bytes
+            proxied.send, proxied.api, response_bytes=self._response_bytes, stream_bytes=self._stream_bytes
         )
-        exchange.send = collector
+        proxied.send = collector
         try:
             await proceed([(b"x-cache", b"MISS")])
         finally:
@@ -116,24 +116,24 @@ class ResponseCache:
             kept = collector.kept()
             if flight is not None:
                 flight.answer.set_result(kept)
-            self._begin(self._keep(key, turn, kept, flight))
+            self._begin(self._keep(key, clearing, kept, flight))
 
-    async def _keep(self, key: bytes, turn: bytes | int, kept: Kept | None, flight: _Flight | None) -> None:
+    async def _keep(self, key: bytes, clearing: bytes | int, kept: Kept | None, flight: _Flight | None) -> None:
         try:
             if kept is not None:
-                await self._answers.keep(key, kept, turn)
+                await self._answers.keep(key, kept, clearing)
         finally:
             if flight is not None:
                 del self._under_way[key]
 
-    def _key(self, client: Client, exchange: Exchange, body: Body) -> bytes | None:
-        headers = dict(exchange.headers)
+    def _key(self, client: Client, proxied: ProxiedRequest, body: Body) -> bytes | None:
+        headers = dict(proxied.headers)
         asks_anew = headers.get(b"cache-control", b"").lower() in (b"no-cache", b"no-store")
         if body.request.form not in _FORMS or asks_anew or not is_cacheable(body.fields):
             return None
         versions = [headers.get(name, b"").decode("latin-1") for name in _VERSIONS]
         return cache_key(
-            exchange.path, client.tenant_id, body.fields, client.name, exchange.query.decode("latin-1"), *versions
+            proxied.path, client.tenant_id, body.fields, client.name, proxied.query.decode("latin-1"), *versions
         )
 
     # ---- for operators -----------------------------------------------------------------------------

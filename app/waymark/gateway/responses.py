@@ -18,7 +18,7 @@ from waymark.errors import RemoteUnavailable, StoreUnavailable
 from waymark.gateway.recorder import Recorder
 from waymark.gateway.response_places import Archive, MemoryResponses, RedisResponses, ResponsePlace
 from waymark.gateway.security import Client
-from waymark.gateway.shapes import Refusal
+from waymark.gateway.shapes import Rejected
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -64,7 +64,7 @@ class Responses:
     async def expand(self, client: Client, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The request with the conversation that it goes on from; None where it goes on from none.
 
-        Raises Refusal for an unknown response, StoreUnavailable, RemoteUnavailable.
+        Raises Rejected for an unknown response, StoreUnavailable, RemoteUnavailable.
         """
         previous = request.get(_PREVIOUS)
         if previous is None:
@@ -91,7 +91,7 @@ class Responses:
         )
 
     async def find(self, client: Client, response_id: str) -> bytes:
-        """A response, as JSON. Raises Refusal, StoreUnavailable, RemoteUnavailable."""
+        """A response, as JSON. Raises Rejected, StoreUnavailable, RemoteUnavailable."""
         return orjson.dumps((await self._entry(client, response_id))["response"])
 
     async def delete(self, client: Client, response_id: str) -> bytes:
@@ -105,7 +105,7 @@ class Responses:
         if isinstance(response_id, str) and 0 < len(response_id) <= _ID_CHARACTERS_MAX:
             value = await self._place.find(_name(client, response_id))
         if value is None:
-            raise Refusal(
+            raise Rejected(
                 404, "there is no such response: it was not stored, was deleted, or is too old",
                 "response_not_found" if field is None else "previous_response_not_found", field=field,
             )  # fmt: skip

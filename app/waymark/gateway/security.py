@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.errors import SettingsError
-from waymark.gateway.shapes import Refusal
+from waymark.gateway.shapes import Rejected
 from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.watched_file import WatchedFile
@@ -68,7 +68,7 @@ class Keys:
         return cls(settings.gateway_keys, settings.gateway_keys_file, settings.tenant_header)
 
     def client(self, headers: Mapping[bytes, bytes]) -> Client:
-        """Whose request it is. Raises Refusal without a known key. The time does not depend on the key."""
+        """Whose request it is. Raises Rejected without a known key. The time does not depend on the key."""
         if self.is_open:
             if self._tenant_header is None:
                 return Client()
@@ -80,7 +80,7 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = client
         if found is None:
-            raise Refusal(
+            raise Rejected(
                 401, "the API key is missing or unknown; send it as 'Authorization: Bearer <key>'", "invalid_api_key"
             )
         return found
@@ -125,7 +125,7 @@ class Limits:
 
     @contextmanager
     def request(self, client: Client) -> Iterator[Share]:
-        """Count a request while it is under way. Raises Refusal where the key has as many as it may have."""
+        """Count a request while it is under way. Raises Rejected where the key has as many as it may have."""
         name = client.name
         if self._requests_max and self._requests[name] >= self._requests_max:
             raise _too_much(f"{self._requests_max} requests", "WAYMARK_GATEWAY_KEY_REQUESTS")
@@ -154,13 +154,13 @@ class Share:
         self.tokens = 0
 
     def take(self, tokens: int) -> None:
-        """Count prompt tokens. Raises Refusal where the key has as many as it may have."""
+        """Count prompt tokens. Raises Rejected where the key has as many as it may have."""
         self._limits.take(self._name, tokens)
         self.tokens += tokens
 
 
-def _too_much(what: str, setting: str) -> Refusal:
-    return Refusal(
+def _too_much(what: str, setting: str) -> Rejected:
+    return Rejected(
         429, f"this key may have {what} under way ({setting}); try again later", "rate_limit_exceeded",
         retry_after_seconds=1,
     )  # fmt: skip

@@ -88,19 +88,19 @@ class SharedAnswers:
             except StoreUnavailable:
                 pass  # counted, and changed over
             else:
-                return Lookup(None if found.value is None else Kept.of(found.value), found.word)
+                return Lookup(None if found.value is None else Kept.of(found.value), found.nonce)
         return await self._beside.find(key)
 
-    async def keep(self, key: bytes, kept: Kept, turn: bytes | int) -> None:
-        if not isinstance(turn, bytes):
-            await self._beside.keep(key, kept, turn)
+    async def keep(self, key: bytes, kept: Kept, clearing: bytes | int) -> None:
+        if not isinstance(clearing, bytes):
+            await self._beside.keep(key, kept, clearing)
             return
         if self.is_away:
             return
         keeping = self._stored.keep(
             key,
             kept.packed,
-            turn,
+            clearing,
             milliseconds=1000 * self.ttl_seconds,
             entries_max=self.entries_max,
             bytes_max=self._bytes_max,

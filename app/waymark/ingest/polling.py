@@ -151,7 +151,7 @@ class Poller:
         groups = await self._keep_groups(staying)
         share = self._shares.groups_of(groups)
         self._overdue.see(share)
-        await self._unclaimed.look([groups[group_id] for group_id in share], claims)
+        await self._unclaimed.check_next([groups[group_id] for group_id in share], claims)
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
         self._say_left(self._shares.left)

@@ -32,23 +32,23 @@ class UnclaimedWatch:
         self._metrics = metrics
         self._patience_seconds = patience_seconds
         self._last = 0
-        """The group that was looked at last."""
+        """The group that was checked last."""
         self._since: dict[Unclaimed, float] = store.incarnation.cache({})
         """Publishers without a claim, with the monotonic second at which each was found."""
 
-    async def look(self, share: Sequence[GroupEntry], claims: Sequence[Claim]) -> None:
-        """Look at the next group of this worker's share. Raises StoreUnavailable."""
+    async def check_next(self, share: Sequence[GroupEntry], claims: Sequence[Claim]) -> None:
+        """Check the next group of this worker's share. Raises StoreUnavailable."""
         entry = self._next(share)
         if entry is None:
             self._since.clear()
             return
         try:
-            await self._look_at(entry, claims, {each.group_id for each in share})
+            await self._check(entry, claims, {each.group_id for each in share})
         except RecordDamaged as exc:
             # Readers of the table say so, too. It delays no other group.
             log.debug("group cannot be searched", extra=fields(group=entry.group_id, error=exc.sentence))
 
-    async def _look_at(self, entry: GroupEntry, claims: Sequence[Claim], mine: set[int]) -> None:
+    async def _check(self, entry: GroupEntry, claims: Sequence[Claim], mine: set[int]) -> None:
         claimed = {claim.publisher for claim in claims}
         rows = await self._store.unclaimed.publishers(entry.group_id) - claimed
         found = {Unclaimed(publisher, entry.group_id, entry.shards) for publisher in rows}

@@ -10,7 +10,7 @@ from waymark.domain.engines import Scope
 from waymark.domain.table import HolderTable
 from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
-from waymark.inspection.look import Group, Look, shown
+from waymark.inspection.inspector import Group, Inspector, shown
 from waymark.inspection.search import ROWS_MAX, Found, Search
 
 
@@ -52,14 +52,14 @@ class ListedBlock:
     holders: tuple[BlockHolder, ...]
 
 
-async def find_block(look: Look, groups: Sequence[Group], key: int) -> list[ListedBlock]:
+async def find_block(inspector: Inspector, groups: Sequence[Group], key: int) -> list[ListedBlock]:
     """The rows of ``groups`` that list the block with this key; ``NotFound`` where none does."""
-    search = Search(look, key)
+    search = Search(inspector, key)
     listed: list[ListedBlock] = []
     for group in groups:
-        table = await look.table(group)
+        table = await inspector.table(group)
         if table is not None:
-            listed += [await _listed(look, group, table, key, found) for found in await search.run(group, table)]
+            listed += [await _listed(inspector, group, table, key, found) for found in await search.run(group, table)]
     if listed:
         return listed
     names = ", ".join(shown(group.name) for group in groups[:5])
@@ -67,10 +67,10 @@ async def find_block(look: Look, groups: Sequence[Group], key: int) -> list[List
     raise NotFound(f"no holder has a block {key:016x} (key seq_hash XOR namespace) in {names}{bound}")
 
 
-async def _listed(look: Look, group: Group, table: HolderTable, key: int, found: Found) -> ListedBlock:
+async def _listed(inspector: Inspector, group: Group, table: HolderTable, key: int, found: Found) -> ListedBlock:
     slot = found.row.keys.index(key)
     ids = [holder for holder, bitmap in sorted(found.row.holders.items()) if bitmap >> slot & 1]
-    entries = await look.entries(group, found.place, ids)
+    entries = await inspector.entries(group, found.place, ids)
     return ListedBlock(
         tenant_id=group.name.tenant_id,
         model_name=group.name.model_name,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from waymark.inspection.explanation import nobody
-from waymark.inspection.look import Group, Look, shown
+from waymark.inspection.inspector import Group, Inspector, shown
 from waymark.inspection.redis_cli import RedisCli
 
 #: Lines that are printed.
@@ -26,13 +26,13 @@ class Commands:
         return "\n".join([*self.notes, *self.lines])
 
 
-async def every_key(look: Look, groups: Sequence[Group], cli: RedisCli) -> Commands:
+async def every_key(inspector: Inspector, groups: Sequence[Group], cli: RedisCli) -> Commands:
     """The commands for ``groups``, up to a bound that the last line names."""
     lines = cli.base()
     for group in groups:
         if len(lines) > LINES_MAX:
             break
-        table = await look.table(group)
+        table = await inspector.table(group)
         lines += [f"# {shown(group.name)}", *cli.group(group, table or nobody(group))]
     if len(lines) > LINES_MAX:
         lines = [*lines[:LINES_MAX], f"# these are the first {LINES_MAX:,} lines; --group or --model asks for less"]

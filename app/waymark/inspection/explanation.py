@@ -14,7 +14,7 @@ from waymark.domain.table import HolderTable
 from waymark.inspection import why
 from waymark.inspection.asked import Asked
 from waymark.inspection.holding import HolderLine, Holding, InstanceLines, hold, runs
-from waymark.inspection.look import Group, Look
+from waymark.inspection.inspector import Group, Inspector
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 
@@ -37,14 +37,14 @@ class Explanation:
 
 
 async def explain(
-    look: Look, asked: Asked, group: Group, block_size: int, groups: Sequence[Group], claims: Sequence[Claim]
+    inspector: Inspector, asked: Asked, group: Group, block_size: int, groups: Sequence[Group], claims: Sequence[Claim]
 ) -> Explanation:
     """Look up a prompt. ``claims`` are those of its group; of ``groups`` the sentences may speak."""
-    table = await look.table(group) or nobody(group)
-    holding = await hold(look, group, table, asked, block_size)
-    states = await look.states(claims)
+    table = await inspector.table(group) or nobody(group)
+    holding = await hold(inspector, group, table, asked, block_size)
+    states = await inspector.states(claims)
     of_instances = why.of_instances(holding, states) | why.ends(holding)
-    reasons = [] if holding.best else await why.of_prompt(look, asked, holding, table, groups, states)
+    reasons = [] if holding.best else await why.of_prompt(inspector, asked, holding, table, groups, states)
     return Explanation(group.name, asked.count, holding, of_instances, reasons)
 
 

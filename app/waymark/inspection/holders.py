@@ -13,7 +13,7 @@ from waymark.domain.table import HolderTable
 from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
 from waymark.inspection.holdings import HeldRow, Holdings, ShardHoldings, holdings
-from waymark.inspection.look import Group, Look, shown
+from waymark.inspection.inspector import Group, Inspector, shown
 from waymark.store import keys
 
 
@@ -60,17 +60,17 @@ class KnownHolder:
     holdings: Holdings
 
 
-async def find_holder(look: Look, groups: Sequence[Group], holder_id: int) -> list[KnownHolder]:
+async def find_holder(inspector: Inspector, groups: Sequence[Group], holder_id: int) -> list[KnownHolder]:
     """The holder in each of ``groups`` that knows the id; ``NotFound`` where none does."""
     known = []
     for group in groups:
-        table = await look.table(group)
-        (is_dead,) = await look.several([("SISMEMBER", keys.dead(group.id), holder_id)])
+        table = await inspector.table(group)
+        (is_dead,) = await inspector.several([("SISMEMBER", keys.dead(group.id), holder_id)])
         holder = None if table is None else table.holders.get(holder_id)
         if table is None or (holder is None and not is_dead):
             continue
-        record = None if holder is None else await _record(look, group, table, holder)
-        held = await holdings(look, group, holder_id)
+        record = None if holder is None else await _record(inspector, group, table, holder)
+        held = await holdings(inspector, group, holder_id)
         known.append(KnownHolder(holder_id, group.name.tenant_id, group.name.model_name, group.id, record, held))
     if known:
         return known
@@ -78,8 +78,8 @@ async def find_holder(look: Look, groups: Sequence[Group], holder_id: int) -> li
     raise NotFound(f"holder {holder_id} is unknown in {names}: its life has ended and was swept, or it never existed")
 
 
-async def _record(look: Look, group: Group, table: HolderTable, holder: Holder) -> HolderRecord:
-    claims = [claim for claim in await look.claims(group.name) if claim.publisher == holder.publisher]
+async def _record(inspector: Inspector, group: Group, table: HolderTable, holder: Holder) -> HolderRecord:
+    claims = [claim for claim in await inspector.claims(group.name) if claim.publisher == holder.publisher]
     return HolderRecord(
         instance_id=holder.instance_id,
         dp_rank=holder.dp_rank,
@@ -99,7 +99,7 @@ async def _record(look: Look, group: Group, table: HolderTable, holder: Holder) 
                 worker=state.worker,
                 last_error=state.last_error or None,
             )
-            for state in await look.states(claims)
+            for state in await inspector.states(claims)
         ),
     )
 

@@ -15,7 +15,7 @@ from waymark.domain.media import order_of
 from waymark.domain.names import Holder
 from waymark.domain.table import HolderTable
 from waymark.inspection.asked import Asked
-from waymark.inspection.look import Group, Look
+from waymark.inspection.inspector import Group, Inspector
 
 #: Blocks that are looked up in one step; other requests are served between two of them. A multiple of a piece.
 _STEP_BLOCKS = 512
@@ -84,13 +84,13 @@ def _union(lines: Iterable[HolderLine]) -> frozenset[int]:
     return frozenset[int]().union(*(line.has for line in lines))
 
 
-async def hold(look: Look, group: Group, table: HolderTable, asked: Asked, block_size: int) -> Holding:
+async def hold(inspector: Inspector, group: Group, table: HolderTable, asked: Asked, block_size: int) -> Holding:
     """Look up every block of the prompt."""
     block_keys = asked.block_keys(block_size)
     holders: list[set[int]] = []
     for start in range(0, len(block_keys), _STEP_BLOCKS):
         step = block_keys[start : start + _STEP_BLOCKS]
-        holders += await look.holders(group, step, has_singles=table.has_singles)
+        holders += await inspector.holders(group, step, has_singles=table.has_singles)
         await asyncio.sleep(0)
     walk = Walk(table.view(block_size))
     walk.feed(_runs(holders))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from waymark.domain.rows import Place, parse_field
-from waymark.inspection.look import Group, Look
+from waymark.inspection.inspector import Group, Inspector
 from waymark.store import keys
 from waymark.store.parsing import lenient_text
 from waymark.store.places import read_row
@@ -64,15 +64,15 @@ class Holdings:
     """How many are not among ``rows``."""
 
 
-async def holdings(look: Look, group: Group, holder_id: int) -> Holdings:
+async def holdings(inspector: Inspector, group: Group, holder_id: int) -> Holdings:
     """Count what a holder has, and look at its first rows."""
     engines = [keys.engine(group.id, shard, holder_id) for shard in range(group.entry.shards)]
-    marks = await look.several(("HGET", engine, "applied") for engine in engines)
+    marks = await inspector.several(("HGET", engine, "applied") for engine in engines)
     shards = []
     places: list[Place] = []
     is_whole = True
     for engine, applied in zip(engines, marks, strict=True):
-        fields = await _fields(look, engine)
+        fields = await _fields(inspector, engine)
         is_whole = is_whole and len(fields) < FIELDS_MAX
         found = Counter(map(kind_of, fields))
         seq, _, ops = ("" if applied is None else lenient_text(applied)).partition(" ")
@@ -80,7 +80,7 @@ async def holdings(look: Look, group: Group, holder_id: int) -> Holdings:
         shards.append(ShardHoldings(engine, rows, branch_rows, singles, copies, seq or None, ops))
         places += [parse_field(field) for field in fields if kind_of(field) in _KINDS[:3]]
     some = sorted(places, key=lambda place: place.field)[:SHOWN_MAX]
-    held = await _rows(look, group, holder_id, some)
+    held = await _rows(inspector, group, holder_id, some)
     return Holdings(tuple(shards), is_whole, tuple(held), len(places) - len(some))
 
 
@@ -95,19 +95,19 @@ def kind_of(field: bytes) -> str:
     return "singles" if place.is_single else "rows" if place.branch is None else "branch rows"
 
 
-async def _fields(look: Look, engine: str) -> list[bytes]:
+async def _fields(inspector: Inspector, engine: str) -> list[bytes]:
     """The fields of an engine hash, in steps and up to a bound; HSCAN may name one twice."""
     fields: dict[bytes, None] = {}
     cursor = None
     while cursor != 0 and len(fields) < FIELDS_MAX:
-        cursor, found = await look.client.hscan(engine, cursor or 0, _STEP_FIELDS)
+        cursor, found = await inspector.client.hscan(engine, cursor or 0, _STEP_FIELDS)
         fields |= dict.fromkeys(found)
     return list(fields)
 
 
-async def _rows(look: Look, group: Group, holder_id: int, places: Sequence[Place]) -> list[HeldRow]:
+async def _rows(inspector: Inspector, group: Group, holder_id: int, places: Sequence[Place]) -> list[HeldRow]:
     rows = []
-    for place, value in zip(places, await look.values(group, places), strict=True):
+    for place, value in zip(places, await inspector.values(group, places), strict=True):
         name, row = group.key_of(place), read_row(value)
         if row is None:
             note = "there is no such value" if value is None else "the value cannot be read"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
-from waymark.inspection.look import Group, places_that_begin_with
+from waymark.inspection.inspector import Group, places_that_begin_with
 from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.address import Address, parse

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from waymark.domain.rows import Place, Row, parse_field
 from waymark.domain.table import HolderTable
-from waymark.inspection.look import Group, Look, places_that_begin_with
+from waymark.inspection.inspector import Group, Inspector, places_that_begin_with
 from waymark.store import keys
 from waymark.store.places import read_row
 
@@ -25,8 +25,8 @@ class Found(NamedTuple):
 class Search:
     """A search in one group after the other, with one bound for all of them."""
 
-    def __init__(self, look: Look, key: int) -> None:
-        self._look = look
+    def __init__(self, inspector: Inspector, key: int) -> None:
+        self._inspector = inspector
         self._key = key
         self._left = ROWS_MAX
         self.is_complete = True
@@ -50,7 +50,7 @@ class Search:
             if self._left <= 0:
                 self.is_complete = False
                 return []
-            cursor, fields = await self._look.client.hscan(engine, cursor or 0, _STEP_ROWS)
+            cursor, fields = await self._inspector.client.hscan(engine, cursor or 0, _STEP_ROWS)
             self._left -= len(fields)
             found = await self._listing(group, [place for place in map(_place, fields) if place is not None])
             if found:
@@ -59,7 +59,7 @@ class Search:
 
     async def _listing(self, group: Group, places: list[Place]) -> list[Found]:
         """Those of ``places`` whose value lists the block."""
-        rows = map(read_row, await self._look.values(group, places))
+        rows = map(read_row, await self._inspector.values(group, places))
         return [
             Found(place, row)
             for place, row in zip(places, rows, strict=True)

@@ -17,7 +17,7 @@ from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Target
 from waymark.errors import StoreUnavailable
 from waymark.inspection.complaint import Complaints
-from waymark.inspection.look import Look
+from waymark.inspection.inspector import Inspector
 from waymark.store import keys
 from waymark.store.discovery import DiscoveryState
 from waymark.store.heartbeats import Heartbeat
@@ -111,12 +111,12 @@ class Status:
         return {status: count[status] for status in StreamStatus if status in count}
 
 
-async def gather(look: Look, wanted: Wanted) -> Status:
+async def gather(inspector: Inspector, wanted: Wanted) -> Status:
     """Read it. Raises ``StoreUnavailable``."""
-    infos, warnings = await _about_redis(look)
-    await look.groups()  # for those that cannot be read
-    claims = await look.claims()
-    states = await look.states(
+    infos, warnings = await _about_redis(inspector)
+    await inspector.groups()  # for those that cannot be read
+    claims = await inspector.claims()
+    states = await inspector.states(
         [
             claim
             for claim in claims
@@ -124,7 +124,7 @@ async def gather(look: Look, wanted: Wanted) -> Status:
             and wanted.model in (None, claim.registration.model_name)
         ]
     )
-    (members,) = await look.several([("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES")])
+    (members,) = await inspector.several([("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES")])
     streams = Counter(state.worker for state in states if state.worker is not None)
     workers = _workers(members, streams, _now(infos))
     return Status(
@@ -138,23 +138,23 @@ async def gather(look: Look, wanted: Wanted) -> Status:
             )
         ),
         registered=len(claims),
-        unreadable=tuple(look.store.parser.unreadable),
-        discovery=await look.store.discovery.state(),
+        unreadable=tuple(inspector.store.parser.unreadable),
+        discovery=await inspector.store.discovery.state(),
         complaints=Complaints(states, {worker.id: worker.streams_max for worker in workers if worker.is_alive}),
         is_whole=wanted.tenant is None and wanted.model is None,
     )
 
 
-async def _about_redis(look: Look) -> tuple[Sequence[Mapping[str, Any]], tuple[str, ...]]:
+async def _about_redis(inspector: Inspector) -> tuple[Sequence[Mapping[str, Any]], tuple[str, ...]]:
     """INFO of every primary, and what is wrong with how they are set up."""
     try:
-        infos = await look.client.infos()
+        infos = await inspector.client.infos()
     except StoreUnavailable:
         # A Redis that refuses only INFO to this user can be looked at all the same.
-        if not (await look.store.health.look()).is_up:
+        if not (await inspector.store.health.poll()).is_up:
             raise
         infos = []
-    return infos, tuple((await look.store.health.look()).warnings.values())
+    return infos, tuple((await inspector.store.health.poll()).warnings.values())
 
 
 def server_of(infos: Sequence[Mapping[str, Any]]) -> Server | None:

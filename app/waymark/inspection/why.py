@@ -20,7 +20,7 @@ from waymark.domain.table import HolderTable
 from waymark.inspection.asked import Asked
 from waymark.inspection.complaint import complaint
 from waymark.inspection.holding import Holding, not_counted
-from waymark.inspection.look import Group, Look
+from waymark.inspection.inspector import Group, Inspector
 from waymark.store import keys
 from waymark.store.records import PublisherState
 
@@ -107,7 +107,7 @@ def _of_stream(state: PublisherState, block_size: int) -> str:
 
 
 async def of_prompt(
-    look: Look, asked: Asked, holding: Holding, table: HolderTable, groups: Sequence[Group],
+    inspector: Inspector, asked: Asked, holding: Holding, table: HolderTable, groups: Sequence[Group],
     states: Sequence[PublisherState],
 ) -> list[str]:  # fmt: skip
     """Why no instance has a match, only the surest reasons; ``states`` are of the group's publishers."""
@@ -119,20 +119,20 @@ async def of_prompt(
     silent = sorted({line.holder.instance_id for lines in holding.instances for line in lines.holders if 0 in line.has})
     if silent:
         return [f"It is held by {_names(silent)}, whose blocks are currently not counted"]
-    found = await of_other_readings(look, asked, holding, groups)
-    elsewhere = "" if found else await of_other_namespaces(look, asked, holding, table)
+    found = await of_other_readings(inspector, asked, holding, groups)
+    elsewhere = "" if found else await of_other_namespaces(inspector, asked, holding, table)
     return found or [elsewhere or last_resort(asked, states)]
 
 
-async def of_other_readings(look: Look, asked: Asked, holding: Holding, groups: Sequence[Group]) -> list[str]:
+async def of_other_readings(inspector: Inspector, asked: Asked, holding: Holding, groups: Sequence[Group]) -> list[str]:
     """The readings of the prompt under which its first block is held."""
-    registered = [claim.registration for claim in await look.claims(holding.group.name)]
+    registered = [claim.registration for claim in await inspector.claims(holding.group.name)]
     found: list[str] = []
     for sentence, group, other, block_size in islice(_readings(asked, holding, groups, registered), _TRIES_MAX):
         first = other.block_keys(block_size, 1)
-        table = await look.table(group) if first else None
+        table = await inspector.table(group) if first else None
         if table is not None:
-            (holders,) = await look.holders(group, first, has_singles=table.has_singles)
+            (holders,) = await inspector.holders(group, first, has_singles=table.has_singles)
             live = {each for each in table.holders.keys() & holders if not not_counted(table, table.holders[each])}
             if live:
                 owners = _names(sorted({table.holders[holder].instance_id for holder in live}))
@@ -174,7 +174,7 @@ def _readings(
             yield f"For tenant {other_group.name.tenant_id!r}", other_group, asked, size
 
 
-async def of_other_namespaces(look: Look, asked: Asked, holding: Holding, table: HolderTable) -> str:
+async def of_other_namespaces(inspector: Inspector, asked: Asked, holding: Holding, table: HolderTable) -> str:
     """Whether the first block is held in a namespace that is not the prompt's; '' where it is not seen.
 
     Entries name the namespace of their row, and their field its head; a bounded number of them is read.
@@ -189,7 +189,7 @@ async def of_other_namespaces(look: Look, asked: Asked, holding: Holding, table:
             while cursor != 0 and steps:
                 steps -= 1
                 engine = keys.engine(holding.group.id, shard, holder.id)
-                cursor, entries = await look.client.hscan(engine, cursor or 0, _STEP_ENTRIES)
+                cursor, entries = await inspector.client.hscan(engine, cursor or 0, _STEP_ENTRIES)
                 for name, value in entries.items():
                     try:
                         head, ns = parse_field(name).head, parse_entry(value).namespace

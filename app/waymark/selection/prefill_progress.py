@@ -82,7 +82,7 @@ class PrefillProgress:
             self._watched.pop(next(iter(self._watched)))
         self._watched[watched.reservation.nonce] = _Watch(watched, asyncio.get_running_loop().time())
         if self._task is None or self._task.done():
-            self._task = self._begin(self._keep_looking())
+            self._task = self._begin(self._keep_polling())
 
     def told(self, reservations: Sequence[Reservation], part: Part) -> None:
         """A caller has said that prefill, or all, of these is over."""
@@ -96,16 +96,16 @@ class PrefillProgress:
         """Redis came back empty: there is nothing to release."""
         self._watched.clear()
 
-    async def _keep_looking(self) -> None:
+    async def _keep_polling(self) -> None:
         while self._watched:
             await asyncio.sleep(_PAUSE_SECONDS)
             try:
-                await self._look()
+                await self._poll()
             except StoreUnavailable as exc:
                 log.debug("prefill not looked at", extra=fields(error=exc.sentence))
                 await asyncio.sleep(1.0)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         now = asyncio.get_running_loop().time()
         done: dict[str, list[Watched]] = {}
         by_group: dict[GroupName, list[Watched]] = {}

@@ -44,7 +44,7 @@ from waymark.store.speculative import depths
 from waymark.store.store import Store
 
 #: How often a decision starts over because its group's table has changed meanwhile.
-_LOOKS_MAX = 3
+_LOOKUPS_MAX = 3
 #: After Redis did not answer, decisions are made without it for so long before it is asked again.
 _AWAY_SECONDS = 1.0
 #: Fleets that are kept, by group.
@@ -54,8 +54,8 @@ _TOKENS_MAX = 2**53
 _STICKY_TOKENS = 512
 
 
-class _Look(NamedTuple):
-    """What a look at a group and a prompt has found."""
+class _Lookup(NamedTuple):
+    """What was found for a group and a prompt."""
 
     looked: Looked
     fleet: Fleet
@@ -110,24 +110,24 @@ class Selector:
 
         Raises StoreUnavailable.
         """
-        look = await self._look(asked, expects=None)
-        if look is None:
+        lookup = await self._lookup(asked, expects=None)
+        if lookup is None:
             return None
         # A caller that names candidates knows what they serve.
-        members = None if asked.given is not None else look.fleet.serving(asked.served_as)
-        candidates = look.fleet.candidates(look.seen, look.request.block_size, asked.given, members)
-        found = rank(asked.policy, self._options.picker, look.request, candidates, look.fleet, self._random)
+        members = None if asked.given is not None else lookup.fleet.serving(asked.served_as)
+        candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, asked.given, members)
+        found = rank(asked.policy, self._options.picker, lookup.request, candidates, lookup.fleet, self._random)
         decision = found.decision if candidates else Decision.KV_AWARE
         self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
         return Ranked(
             found.scored,
             asked.policy,
             decision,
-            look.request.tokens,
-            look.request.block_size,
-            look.request.prefix_key,
-            look.is_partial,
-            look.looked.walk,
+            lookup.request.tokens,
+            lookup.request.block_size,
+            lookup.request.prefix_key,
+            lookup.is_partial,
+            lookup.looked.walk,
         )
 
     # ---- with one ----------------------------------------------------------------------------------
@@ -155,16 +155,16 @@ class Selector:
         return selected
 
     async def _select(self, asked: Asked, taking: Taking) -> Selected:
-        for _ in range(_LOOKS_MAX):
-            look = await self._look(asked, expects=taking.expects)
-            if look is None:
+        for _ in range(_LOOKUPS_MAX):
+            lookup = await self._lookup(asked, expects=taking.expects)
+            if lookup is None:
                 break
             began = perf_counter()
-            of = self._sums(asked, taking, look) or self._stages(asked, taking, look)
+            of = self._sums(asked, taking, lookup) or self._stages(asked, taking, lookup)
             self._observe_policy(perf_counter() - began)
             if of is None:
-                raise NoTarget(_none_allowed(asked, taking, look.fleet))
-            taken = await self._taker.take(of, look.looked, asked, taking)
+                raise NoTarget(_none_allowed(asked, taking, lookup.fleet))
+            taken = await self._taker.take(of, lookup.looked, asked, taking)
             if taken is not None:
                 return taken
             # Every target that was offered is gone: the cached table is older than that.
@@ -174,45 +174,45 @@ class Selector:
             "register one with POST /register"
         )
 
-    def _sums(self, asked: Asked, taking: Taking, look: _Look) -> SumOffers | None:
+    def _sums(self, asked: Asked, taking: Taking, lookup: _Lookup) -> SumOffers | None:
         """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
-        preset, seen = asked.policy.preset, look.seen
+        preset, seen = asked.policy.preset, lookup.seen
         if preset is None or not preset.is_sum or asked.session is not None or taking.profile == "disagg":
             return None
         if seen.prefixes or seen.gauges or seen.first_tokens:
             return None
-        members = self._members(asked, taking, look)
+        members = self._members(asked, taking, lookup)
         if not members:
             return None
-        blocks = len(look.looked.keys) // KEY_BYTES
-        return SumOffers(members, seen, asked.policy, look.request, blocks, self._random)
+        blocks = len(lookup.looked.keys) // KEY_BYTES
+        return SumOffers(members, seen, asked.policy, lookup.request, blocks, self._random)
 
-    def _stages(self, asked: Asked, taking: Taking, look: _Look) -> Stages | None:
-        members = self._members(asked, taking, look)
-        candidates = look.fleet.candidates(look.seen, look.request.block_size, members=members)
+    def _stages(self, asked: Asked, taking: Taking, lookup: _Lookup) -> Stages | None:
+        members = self._members(asked, taking, lookup)
+        candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, members=members)
         return stages(
-            asked.policy, self._options.picker, taking.profile, look.request, candidates, look.fleet, self._random
+            asked.policy, self._options.picker, taking.profile, lookup.request, candidates, lookup.fleet, self._random
         )
 
-    def _members(self, asked: Asked, taking: Taking, look: _Look) -> Sequence[Member]:
+    def _members(self, asked: Asked, taking: Taking, lookup: _Lookup) -> Sequence[Member]:
         """The targets that a decision has to rank."""
         policy = asked.policy
-        members = look.fleet.serving(asked.served_as)
+        members = lookup.fleet.serving(asked.served_as)
         if not taking.allows_all:
             members = [each for each in members if taking.allows(each.name[0], each.target.address)]
-        if taking.needs_address and not look.fleet.have_addresses:
+        if taking.needs_address and not lookup.fleet.have_addresses:
             members = [each for each in members if each.target.address is not None]
         if taking.profile == "disagg" or (policy.preset is None and taking.profile is None):
             return members
         if policy.preset is None or policy.preset.linear is None or policy.values is None:
             return [each for each in members if each.is_whole]
         most = max(CANDIDATES_MAX, taking.count)
-        return look.fleet.shortlist(
-            look.seen,
+        return lookup.fleet.shortlist(
+            lookup.seen,
             policy.preset.linear(policy.values),
             most,
             self._random,
-            allowed=None if members is look.fleet.members else members,
+            allowed=None if members is lookup.fleet.members else members,
             session=asked.session,
         )
 
@@ -226,7 +226,7 @@ class Selector:
         sizes = known.fleet.block_sizes
         prompt = asked.prompt(asked.block_size or max(sizes, default=1))
         request = self._request(asked, prompt, asked.block_size or max(sizes, default=1), 0)
-        look = _Look(
+        lookup = _Lookup(
             Looked(known.entry, request, known.fleet, self._degraded.seen(asked.group), prompt.keys),
             known.fleet,
             request,
@@ -235,7 +235,7 @@ class Selector:
         )
         sticky = PRESETS["sticky"]
         degraded = replace(asked, policy=Chosen.of(sticky))
-        of = self._stages(degraded, taking, look)
+        of = self._stages(degraded, taking, lookup)
         if of is None:
             raise NoTarget(f"no target is left for model {asked.group.model_name!r}; look at only and exclude")
         best, *others = of.decode
@@ -268,7 +268,7 @@ class Selector:
         return None if table is None else self._fleet(group, table)
 
     def fleet_at_hand(self, group: GroupName) -> Fleet | None:
-        """The same, by the table that the last look at the group has used."""
+        """The same, by the table that the last lookup in the group has used."""
         table = self._store.reader.table_at_hand(group)
         return None if table is None else self._fleet(group, table)
 
@@ -319,32 +319,32 @@ class Selector:
                 load = loads.get(member.publisher)
                 yield member.name[0], 0.0 if load is None else load.requests
 
-    # ---- one look ------------------------------------------------------------------------------------
+    # ---- one lookup ----------------------------------------------------------------------------------
 
-    async def _look(self, asked: Asked, *, expects: bool | None) -> _Look | None:
+    async def _lookup(self, asked: Asked, *, expects: bool | None) -> _Lookup | None:
         """The group's targets, and what is known of each; None where nothing is registered for the group."""
         began = perf_counter()
         table = self._store.reader.table_at_hand(asked.group)
         if table is None and asked.block_size is None:
             table = await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
-        for _ in range(_LOOKS_MAX):
+        for _ in range(_LOOKUPS_MAX):
             fleet = None if table is None else self._fleet(asked.group, table)
             block_size = asked.block_size or _block_size(fleet)
             prompt = asked.prompt(block_size)
-            look, table = await self._look_with(asked, fleet, prompt, block_size, expects=expects)
-            if look is not None:
+            lookup, table = await self._lookup_with(asked, fleet, prompt, block_size, expects=expects)
+            if lookup is not None:
                 self._observe_walk(perf_counter() - began)
-                return look
+                return lookup
             if table is None:
                 if asked.needs_source is not None:
                     raise asked.needs_source
                 return None
         raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
 
-    async def _look_with(
+    async def _lookup_with(
         self, asked: Asked, fleet: Fleet | None, prompt: Prompt, block_size: int, *, expects: bool | None
-    ) -> tuple[_Look | None, HolderTable | None]:
-        """What was found, and the table of that moment; no look where it asks for another block size."""
+    ) -> tuple[_Lookup | None, HolderTable | None]:
+        """What was found, and the table of that moment; no lookup where it asks for another block size."""
         reader = self._store.reader
         entry = reader.entry_at_hand(asked.group)
         aside = None
@@ -384,7 +384,7 @@ class Selector:
             prompt = prompt._replace(tokens=max(each.tokens for each in seen.prefixes.values()))
         request = self._request(asked, prompt, block_size, pool_bitmap(walk))
         looked = Looked(now, request, fleet, seen, prompt.keys, walk)
-        return _Look(looked, fleet, request, seen, reading.is_partial), table
+        return _Lookup(looked, fleet, request, seen, reading.is_partial), table
 
     def _aside_at_hand(
         self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None

@@ -33,7 +33,7 @@ from waymark.store.speculative import depths
 
 
 class Looked(NamedTuple):
-    """What the reservation needs of a look."""
+    """What the reservation needs of a lookup."""
 
     entry: GroupEntry
     request: Request

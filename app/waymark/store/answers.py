@@ -20,7 +20,7 @@ _KEYS = (keys.ANSWERS, keys.ANSWERS_KEPT, keys.ANSWERS_DUE)
 
 
 class Found(NamedTuple):
-    word: bytes
+    nonce: bytes
     """The last clearing."""
     value: bytes | None
 
@@ -42,14 +42,14 @@ class Answers:
 
     async def find(self, key: bytes) -> Found:
         """The answer to a request, by the request's key."""
-        verdict, word, value = await self._scripts.find_answer(*_KEYS, key.hex())
-        return Found(word, value if verdict is Verdict.APPLIED else None)
+        verdict, nonce, value = await self._scripts.find_answer(*_KEYS, key.hex())
+        return Found(nonce, value if verdict is Verdict.APPLIED else None)
 
     async def keep(
-        self, key: bytes, value: bytes, word: bytes, *, milliseconds: int, entries_max: int, bytes_max: int
+        self, key: bytes, value: bytes, nonce: bytes, *, milliseconds: int, entries_max: int, bytes_max: int
     ) -> Room | None:
-        """Keep an answer to a request that began under ``word``; None where all was cleared since then."""
-        outcome = await self._scripts.keep_answer(*_KEYS, word, key.hex(), milliseconds, entries_max, bytes_max, value)
+        """Keep an answer to a request that began under ``nonce``; None where all was cleared since then."""
+        outcome = await self._scripts.keep_answer(*_KEYS, nonce, key.hex(), milliseconds, entries_max, bytes_max, value)
         if outcome.verdict is Verdict.STALE:
             return None
         evicted, entries, bytes_ = outcome.numbers

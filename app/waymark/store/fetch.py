@@ -67,7 +67,7 @@ def _values(reply: Any, size: int) -> list[bytes | None]:
     return reply
 
 
-class _Rows:
+class _RowsReader:
     """Reads the reply to an MGET of so many rows, if any, and to the HGET of the version, if it follows."""
 
     __slots__ = ("_rows", "_with_version", "count")
@@ -97,7 +97,7 @@ class Fetcher:
             if entry.shards == 1 and not asked.beside:  # the most frequent case: names that are packed in one call
                 prefix, version = _of_group(entry.group_id)
                 packed = _mget(prefix, asked.heads) if asked.heads else b""
-                reader = _Rows(len(asked.heads) // KEY_BYTES, with_version)
+                reader = _RowsReader(len(asked.heads) // KEY_BYTES, with_version)
                 fetched = await self._client.ask(prefix, packed + version if with_version else packed, reader, until)
             else:
                 commands = _commands(entry, asked, with_version=with_version)

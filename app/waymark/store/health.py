@@ -87,17 +87,17 @@ class HealthWatch:
         self._clock = clock
         self._health = Health()
         self._fresh_until = float("-inf")
-        self._is_looking = False
+        self._is_polling = False
 
-    async def look(self) -> Health:
+    async def poll(self) -> Health:
         """The health of Redis, at most some seconds old; during a request to Redis, the previous health."""
-        if self._clock() < self._fresh_until or self._is_looking:
+        if self._clock() < self._fresh_until or self._is_polling:
             return self._health
-        self._is_looking = True
+        self._is_polling = True
         try:
             health = await self._ask()
         finally:
-            self._is_looking = False
+            self._is_polling = False
             self._fresh_until = self._clock() + _FRESH_SECONDS
         for reason in health.warnings.keys() - self._health.warnings.keys():
             about = fields(reason=str(reason), warning=health.warnings[reason])

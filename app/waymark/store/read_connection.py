@@ -94,7 +94,7 @@ class ReadConnection(asyncio.Protocol):
                 self._heard = now
             question = _Question(reader, answer, math.inf if until is None else until)
             self._questions.append(question)
-            self._look_at(min(question.until, self._heard + self._silent_seconds))
+            self._check_by(min(question.until, self._heard + self._silent_seconds))
             try:
                 self._transport.write(packed)
             except RuntimeError as exc:  # what uvloop says of a connection that the other end has closed
@@ -160,14 +160,14 @@ class ReadConnection(asyncio.Protocol):
 
     # ---- ends --------------------------------------------------------------------------------------------
 
-    def _look_at(self, due: float) -> None:
-        """Look again at ``due`` at the latest."""
+    def _check_by(self, due: float) -> None:
+        """Check the deadlines at ``due`` at the latest."""
         if due < self._due:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer, self._due = self._loop.call_at(due, self._look), due
+            self._timer, self._due = self._loop.call_at(due, self._check_deadlines), due
 
-    def _look(self) -> None:
+    def _check_deadlines(self) -> None:
         """Fail the questions that are late; lose the connection if a reply has been due for too long."""
         self._timer, self._due = None, math.inf
         now = self._loop.time()
@@ -177,7 +177,7 @@ class ReadConnection(asyncio.Protocol):
             self.lose(RedisConnectionError(f"Redis did not reply within {self._silent_seconds:g} s"))
         elif self._questions:
             untils = [question.until for question in self._questions if not question.answer.done()]
-            self._look_at(min([self._heard + self._silent_seconds, *untils]))
+            self._check_by(min([self._heard + self._silent_seconds, *untils]))
 
     def _fail_late(self, now: float) -> bool:
         """Fail the questions that are late. Return whether the oldest open question was late."""

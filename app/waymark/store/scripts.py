@@ -351,26 +351,26 @@ class Scripts:
 
     async def find_answer(self, answers: str, kept: str, due: str, name: str) -> tuple[Verdict, bytes, bytes]:
         """The verdict, the nonce of the last clearing, and the answer."""
-        verdict, word, value = await self._call("find_answer", [answers, kept, due], [name])
-        return Verdict(verdict.decode()), bytes(word), bytes(value)
+        verdict, nonce, value = await self._call("find_answer", [answers, kept, due], [name])
+        return Verdict(verdict.decode()), bytes(nonce), bytes(value)
 
     async def keep_answer(
         self,
         answers: str,
         kept: str,
         due: str,
-        word: Arg,
+        nonce: Arg,
         name: str,
         milliseconds: int,
         entries_max: int,
         bytes_max: int,
         value: bytes,
     ) -> Outcome:
-        args: list[Arg] = [word, name, milliseconds, entries_max, bytes_max, value]
+        args: list[Arg] = [nonce, name, milliseconds, entries_max, bytes_max, value]
         return await self._run("keep_answer", [answers, kept, due], args)
 
-    async def clear_answers(self, answers: str, kept: str, due: str, word: str) -> Outcome:
-        return await self._run("clear_answers", [answers, kept, due], [word])
+    async def clear_answers(self, answers: str, kept: str, due: str, nonce: str) -> Outcome:
+        return await self._run("clear_answers", [answers, kept, due], [nonce])
 
     async def find_responses(self, kept: str, due: str, name: Sequence[str]) -> list[bytes | None]:
         """The responses, in order; None for a name without one."""

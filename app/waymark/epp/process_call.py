@@ -23,7 +23,7 @@ from waymark.epp import messages
 from waymark.epp.admission import Place
 from waymark.epp.answers import HeldAnswer, is_whole
 from waymark.epp.bodies import BodyBytes
-from waymark.epp.refusals import Refusal, misconfigured, overloaded, refusal_of, too_large
+from waymark.epp.rejections import Rejection, misconfigured, overloaded, rejection_of, too_large
 from waymark.errors import InvalidValue, WaymarkError
 from waymark.metrics import Metrics
 from waymark.selection.asked import Taking
@@ -54,7 +54,7 @@ class Cut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Picker:
-    """What all exchanges of a process have in common."""
+    """What all calls of a process have in common."""
 
     selector: RequestSelector
     under_way: RequestsUnderWay
@@ -67,7 +67,7 @@ class Picker:
     """How long an answer may take until its next message."""
 
 
-class Exchange:
+class ProcessCall:
     """The messages of one stream, answered in order."""
 
     def __init__(self, picker: Picker, place: Place, read: Read, write: Write) -> None:
@@ -127,14 +127,14 @@ class Exchange:
             if self._request_mode == messages.BUFFERED:
                 await self._write(messages.GO_ON["request_headers"])
             ended = await self._body()
-            if isinstance(ended, Refusal):
+            if isinstance(ended, Rejection):
                 return await self._refuse(ended)
             if ended is None:
                 return False
             has_trailers = ended == "trailers"
         self._place.settle()
         picked = await self._pick()
-        if isinstance(picked, Refusal):
+        if isinstance(picked, Rejection):
             return await self._refuse(picked)
         if self._request_mode == messages.BUFFERED and not is_whole:
             await self._write(messages.picked_by_body(picked))
@@ -148,7 +148,7 @@ class Exchange:
         self._drop_body()
         return True
 
-    async def _body(self) -> Literal["body", "trailers"] | Refusal | None:
+    async def _body(self) -> Literal["body", "trailers"] | Rejection | None:
         """Read the body to its end; what ended it, or None where the client went away."""
         while (message := await self._read()) is not None:
             kind = message.WhichOneof("request")
@@ -174,14 +174,14 @@ class Exchange:
         self._picker.bodies.release(self._held)
         self._held = 0
 
-    async def _refuse(self, refusal: Refusal) -> bool:
-        self._picker.metrics.epp_requests.labels(outcome=refusal.slug).inc()
-        await self._write(messages.immediate(refusal.status, refusal.body, refusal.slug, refusal.headers))
+    async def _refuse(self, rejection: Rejection) -> bool:
+        self._picker.metrics.epp_requests.labels(outcome=rejection.slug).inc()
+        await self._write(messages.immediate(rejection.status, rejection.body, rejection.slug, rejection.headers))
         return False
 
     # ---- the decision ------------------------------------------------------------------------------
 
-    async def _pick(self) -> dict[str, str] | Refusal:
+    async def _pick(self) -> dict[str, str] | Rejection:
         """The headers that name the targets."""
         taking = Taking(
             only=self._subset,
@@ -192,7 +192,7 @@ class Exchange:
         try:
             routed = await self._routed(self._said(), taking)
         except WaymarkError as error:
-            return refusal_of(error, self._form)
+            return rejection_of(error, self._form)
         self._under_way = self._picker.under_way.add(routed)
         self._picker.metrics.epp_requests.labels(outcome="picked").inc()
         selected = routed.selected

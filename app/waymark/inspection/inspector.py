@@ -42,7 +42,7 @@ class Group:
         return key_of(self.entry, place).decode()
 
 
-class Look:
+class Inspector:
     """The reads that the console is made of."""
 
     def __init__(self, store: Store) -> None:
@@ -109,8 +109,8 @@ def _entry(value: bytes) -> Entry | None:
 
 
 @asynccontextmanager
-async def looking(settings: Settings) -> AsyncIterator[Look]:
-    """A look at the Redis of the settings; ``SettingsError`` where that is one inside another process."""
+async def open_inspector(settings: Settings) -> AsyncIterator[Inspector]:
+    """Inspects the Redis of the settings; ``SettingsError`` where that is one inside another process."""
     if settings.redis_url == "memory://":
         raise SettingsError(
             "WAYMARK_REDIS_URL is memory://, an emulated Redis inside 'waymark serve' that no other process can see; "
@@ -124,7 +124,7 @@ async def looking(settings: Settings) -> AsyncIterator[Look]:
         hash_seed=settings.hash_seed,
     )
     try:
-        yield Look(store)
+        yield Inspector(store)
     finally:
         await store.close()
 

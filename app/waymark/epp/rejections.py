@@ -22,7 +22,7 @@ _KINDS: dict[type[WaymarkError], tuple[int, str, str]] = {
 _ANTHROPIC = {400: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
-class Refusal(NamedTuple):
+class Rejection(NamedTuple):
     """An HTTP answer."""
 
     status: int
@@ -31,30 +31,30 @@ class Refusal(NamedTuple):
     headers: dict[str, str]
 
 
-def refusal_of(error: WaymarkError, form: Form | None) -> Refusal:
-    """The answer to a request that gets no target. Raises the error itself where it is no refusal."""
+def rejection_of(error: WaymarkError, form: Form | None) -> Rejection:
+    """The answer to a request that gets no target. Raises the error itself where it is no rejection."""
     for kind, (status, slug, name) in _KINDS.items():
         if isinstance(error, kind):
-            return _refusal(status, slug, name, str(error), form)
+            return _rejection(status, slug, name, str(error), form)
     raise error
 
 
-def too_large(sentence: str, form: Form | None) -> Refusal:
+def too_large(sentence: str, form: Form | None) -> Rejection:
     """The answer to a body that is above a bound."""
-    return _refusal(413, "too_large", "invalid_request_error", sentence, form)
+    return _rejection(413, "too_large", "invalid_request_error", sentence, form)
 
 
-def overloaded(sentence: str, form: Form | None) -> Refusal:
+def overloaded(sentence: str, form: Form | None) -> Rejection:
     """The answer while all bodies together are above their bound."""
-    return _refusal(503, "overloaded", "service_unavailable", sentence, form)
+    return _rejection(503, "overloaded", "service_unavailable", sentence, form)
 
 
-def misconfigured(sentence: str, form: Form | None) -> Refusal:
+def misconfigured(sentence: str, form: Form | None) -> Rejection:
     """The answer where the proxy's configuration does not let a target be picked."""
-    return _refusal(500, "misconfigured", "server_error", sentence, form)
+    return _rejection(500, "misconfigured", "server_error", sentence, form)
 
 
-def _refusal(status: int, slug: str, name: str, sentence: str, form: Form | None) -> Refusal:
+def _rejection(status: int, slug: str, name: str, sentence: str, form: Form | None) -> Rejection:
     headers = {"retry-after": _RETRY_SECONDS} if status in (429, 503) else {}
     if form is Form.MESSAGES:
         said: dict[str, object] = {
@@ -63,4 +63,4 @@ def _refusal(status: int, slug: str, name: str, sentence: str, form: Form | None
         }
     else:
         said = {"error": {"message": sentence, "type": name, "param": None, "code": slug}}
-    return Refusal(status, slug, orjson.dumps(said), headers)
+    return Rejection(status, slug, orjson.dumps(said), headers)
