@@ -33,7 +33,7 @@ def _fill(memory: HeldBlocks, holder: int, entries: dict[int, _Entry]) -> None:
     for key, entry in entries.items():
         memory.store(holder, entry.place, entry.namespace, [key], [entry.depth], entry.hashes[:1])
         if entry.copies > 1 or len(entry.hashes) > 1:
-            memory.restore(holder, key, entry.copies, entry.hashes[1:])
+            memory.copies(holder).restore(key, entry.copies, entry.hashes[1:])
 
 
 class Index:

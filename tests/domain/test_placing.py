@@ -117,7 +117,7 @@ def test_an_engine_hash_that_an_entry_cannot_tell_is_told_beside_it(is_taken_ove
     if is_taken_over:
         to = placer()
         store(to, CHAIN[:2], hashes=[CHAIN[0], 7])  # as the entry is read
-        to.memory.restore(GPU, CHAIN[0], 1, [SAME_HASH])
+        to.memory.copies(GPU).restore(CHAIN[0], 1, [SAME_HASH])
     assert to.memory.held(GPU, CHAIN[0]) is None
     (part,) = remove(to, SAME_HASH)
     assert (part.kind, part.keys, part.copies) == ("-", [CHAIN[0]], [b"0"])
@@ -133,7 +133,7 @@ def test_a_seq_hash_beside_that_engine_hash_is_not_taken_for_it(hashes: list[int
     copies, *told = part.copies[0].split()
     to = placer()
     store(to, [CHAIN[0]], hashes=[CHAIN[0] if hashes[0] == SAME_HASH else hashes[0]])  # as the entry is read
-    to.memory.restore(GPU, CHAIN[0], int(copies), [int(each, 16) for each in told])
+    to.memory.copies(GPU).restore(CHAIN[0], int(copies), [int(each, 16) for each in told])
     held = [each for each in (7, CHAIN[0], SAME_HASH) if to.memory.held(GPU, each)]
     assert held == sorted(hashes)
     (part,) = remove(to, hashes[1], mode="set")

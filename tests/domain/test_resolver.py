@@ -8,9 +8,9 @@ import pytest
 
 from tests.domain.index import Index
 from tests.factories import keys, registration, removed, stored
+from waymark.domain.copies import HASHES_MAX
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extra_digest, namespace
-from waymark.domain.held import HASHES_MAX
 from waymark.domain.names import Adapter
 from waymark.domain.resolver import EXTRA_KEYS, UNTRUSTED
 

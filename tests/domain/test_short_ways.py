@@ -157,7 +157,7 @@ def test_what_is_not_plain_changes_nothing() -> None:
         assert not extend_(parts, GPU, 1, ns, parent, hashes, packed, SIZE, SEED)
     for removed in ([1, 9], [1, 1]):
         assert not stream.placer.take(parts, GPU, 1, removed)
-    stream.memory.store_again(GPU, 1, stream.memory.find(GPU, 1).key, counts=True)  # type: ignore[union-attr]
+    stream.memory.copies(GPU).store_again(1, stream.memory.find(GPU, 1).key, counts=True)  # type: ignore[union-attr]
     assert not stream.placer.take(parts, GPU, 1, [2, 1])
     assert stream.contents(range(10)) == before
     assert len(parts.parts) == 1

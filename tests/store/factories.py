@@ -11,8 +11,9 @@ from typing import Any, TypeVar, cast
 from redis.asyncio import Redis
 
 from waymark.domain.engines import EngineKind
-from waymark.domain.held import HeldBlocks, Spot
+from waymark.domain.held import HeldBlocks
 from waymark.domain.keys import pack
+from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.names import GroupName, Holder, HolderName, Registration
 from waymark.domain.parts import Commit, Mode, Part

@@ -442,7 +442,7 @@ def known(memory: HeldBlocks, holder: int, names: Iterable[int]) -> dict[int, An
     for engine_hash in names:
         spot = memory.held(holder, engine_hash)
         assert spot is not None
-        several = held.several.get(spot.key)
+        several = held.copies.several.get(spot.key)
         found[engine_hash] = (spot, held.known.first(spot.key), several and (several.copies, several.hashes))
     return found
 

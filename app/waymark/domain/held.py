@@ -8,29 +8,22 @@ or a placeholder may still name them; those are bounded, and only ``trim`` forge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from sys import getsizeof
 from typing import Final, NamedTuple
 
+from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.events import PlainEvents
-from waymark.domain.known import Group, KnownBlocks, Piece, Places, Ran, Spot, new_known, new_places
+from waymark.domain.full_places import FullPlaces
+from waymark.domain.gone import GONE_MAX, GoneHashes
+from waymark.domain.known import Group, KnownBlocks, Piece, Ran, Spot, new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
-from waymark.domain.rows import SAME_HASH, SLOT_CHARS, Place
+from waymark.domain.rows import SLOT_CHARS, Place
 from waymark.domain.slices import Slices
 
-__all__ = ["FULL_MAX", "GONE_MAX", "HASHES_MAX", "FullPlaces", "HeldBlocks", "Left", "Spot"]
-
-GONE_MAX = 16_384
-"""Hashes that are gone, of one rank. At least half as many are remembered: the last ones."""
-FULL_MAX = 8_192
-"""Places that are known to be full."""
-HASHES_MAX = 64
-"""Engine hashes of one block of a holder. `*<key>` names them, and is written whole each time one comes."""
 _RUN_HASHES: Final = 2048
 """Of the events of a run, somewhat more: a millisecond or two."""
-_SEVERAL_BYTES = 300
-"""Of a block with copies or further engine hashes, beside the tables."""
 
 
 class Left(NamedTuple):
@@ -45,41 +38,6 @@ class Left(NamedTuple):
     """The one in the block's entry."""
 
 
-class FullPlaces:
-    """Places that are known to be full: marked rows, and full branch rows. Bounded; a wrong one costs a reply."""
-
-    def __init__(self) -> None:
-        self.places: dict[Place, None] = {}
-
-    def __contains__(self, place: Place) -> bool:
-        return place in self.places
-
-    def add(self, place: Place) -> None:
-        self.places[place] = None
-        if len(self.places) > FULL_MAX:
-            del self.places[next(iter(self.places))]
-
-    def discard(self, place: Place) -> None:
-        self.places.pop(place, None)
-
-
-@dataclass(slots=True)
-class _Several:
-    """A block with copies, or with further engine hashes."""
-
-    copies: int
-    hashes: list[int]
-    """The first is the one in the entry."""
-
-    @property
-    def text(self) -> bytes:
-        # An entry with this word says that the engine hash is the seq_hash. If it is one of the engine hashes, all of
-        # them are named here, the first one, too.
-        told = self.hashes if SAME_HASH in self.hashes else self.hashes[1:]
-        further = b"".join([b" %016x" % each for each in told])
-        return NO_COPIES if self.copies < 2 and not further else b"%d%b" % (self.copies, further)
-
-
 @dataclass(slots=True)
 class _Held:
     """The blocks of a live holder."""
@@ -87,52 +45,11 @@ class _Held:
     dp_rank: int
     known: KnownBlocks
     """The first engine hash of a block is the one in its entry."""
-    several: dict[int, _Several] = field(default_factory=dict)
-    """By block key."""
+    copies: HolderCopies
 
     @property
     def blocks(self) -> int:
         return self.known.blocks()
-
-
-class _Gone:
-    """Engine hashes that are gone, of one rank."""
-
-    def __init__(self, places: Places) -> None:
-        self._places = places
-        self._new = new_known(places, has_keys=False)
-        self._old = new_known(places, has_keys=False)
-
-    def __len__(self) -> int:
-        return len(self._new) + len(self._old)
-
-    @property
-    def bytes(self) -> int:
-        return getsizeof(self._new) + getsizeof(self._old)
-
-    def get(self, engine_hash: int) -> Spot | None:
-        return self._new.get(engine_hash) or self._old.get(engine_hash)
-
-    def add(self, engine_hash: int, spot: Spot) -> None:
-        self._old.discard((engine_hash,))
-        self._new.store(spot.place, spot.namespace, (spot.key,), (spot.depth,), (engine_hash,))
-
-    @property
-    def sets(self) -> tuple[KnownBlocks, ...]:
-        """Where they are; a hash that goes enters the first."""
-        return self._new, self._old
-
-    def discard(self, engine_hashes: Sequence[int]) -> None:
-        """They are there again."""
-        self._new.discard(engine_hashes)
-        self._old.discard(engine_hashes)
-
-    def is_over(self, entries_max: int) -> bool:
-        return len(self._new) > entries_max // 2
-
-    def trim(self) -> None:
-        """Forget those that were gone before the last call."""
-        self._old, self._new = self._new, new_known(self._places, has_keys=False)
 
 
 class HeldBlocks:
@@ -146,7 +63,7 @@ class HeldBlocks:
         self.full = FullPlaces()
         self._gone_max = gone_max
         self._held: dict[int, _Held] = {}
-        self._gone: dict[int, _Gone] = {}
+        self._gone: dict[int, GoneHashes] = {}
         self._ranks: dict[int, list[int]] = {}
         self._places = new_places()
         self.blocks = 0
@@ -157,10 +74,11 @@ class HeldBlocks:
     def begin(self, holder: int, dp_rank: int) -> None:
         """A holder to remember for."""
         if holder not in self._held:
-            self._held[holder] = _Held(dp_rank, new_known(self._places, has_keys=True))
+            known = new_known(self._places, has_keys=True)
+            self._held[holder] = _Held(dp_rank, known, HolderCopies(known))
             self._ranks.setdefault(dp_rank, []).append(holder)
             if dp_rank not in self._gone:
-                self._gone[dp_rank] = _Gone(self._places)
+                self._gone[dp_rank] = GoneHashes(self._places)
 
     def end(self, holder: int) -> None:
         """Forget a holder; with the last one of its rank, what is gone there too."""
@@ -174,6 +92,10 @@ class HeldBlocks:
 
     def blocks_of(self, holder: int) -> int:
         return self._held[holder].blocks
+
+    def copies(self, holder: int) -> HolderCopies:
+        """The copies and further engine hashes of the holder's blocks."""
+        return self._held[holder].copies
 
     # ---- what a hash stands for --------------------------------------------------------------------
 
@@ -254,7 +176,7 @@ class HeldBlocks:
     def take(self, holder: int, engine_hashes: Sequence[int]) -> list[Group] | None:
         """Remove the blocks of a plain removal; see ``KnownBlocks``."""
         held = self._held[holder]
-        groups = held.known.take(engine_hashes, self._gone[held.dp_rank].sets, held.several)
+        groups = held.known.take(engine_hashes, self._gone[held.dp_rank].sets, held.copies.several)
         if groups is not None:
             self.blocks -= len(engine_hashes)
         return groups
@@ -287,7 +209,7 @@ class HeldBlocks:
             self.full.places,
             piece_blocks,
             self._gone[held.dp_rank].sets,
-            held.several,
+            held.copies.several,
             may_store,
             may_remove,
         )
@@ -297,102 +219,25 @@ class HeldBlocks:
         self.blocks += ran.stored - ran.removed
         return ran
 
-    def is_crowded(self, holder: int, engine_hash: int, key: int) -> bool:
-        """Whether the block, which the holder has, has as many engine hashes as it may, and this is a further one."""
-        several = self._held[holder].several.get(key)
-        return several is not None and len(several.hashes) >= HASHES_MAX and engine_hash not in several.hashes
-
-    def store_again(self, holder: int, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]:
-        """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes."""
-        held = self._held[holder]
-        first = held.known.first(key)
-        assert first is not None
-        several = held.several.get(key) or _Several(1, [first])
-        before = several.text
-        several.copies += counts
-        if engine_hash not in several.hashes:
-            several.hashes.append(engine_hash)
-            held.known.name(engine_hash, key)
-        if several.text == before:
-            return first, UNCHANGED
-        held.several[key] = several
-        return first, several.text
-
-    def tell(self, holder: int, key: int) -> bytes:
-        """The value of ``*<key>`` for a new block whose entry cannot hold its engine hash; empty for most blocks."""
-        held = self._held[holder]
-        first = held.known.first(key)
-        spot = self.held_block(holder, key)
-        if first != SAME_HASH or spot is None or spot.seq_hash == SAME_HASH:
-            return UNCHANGED
-        several = held.several[key] = _Several(1, [first])
-        return several.text
-
-    def restore(self, holder: int, key: int, copies: int, told: Sequence[int]) -> None:
-        """Note what Redis has of the copies of a block of the holder.
-
-        ``told`` are the block's engine hashes in addition to that of its entry.
-        """
-        held = self._held[holder]
-        first = held.known.first(key)
-        assert first is not None
-        hashes = []
-        for each in dict.fromkeys(told if SAME_HASH in told else [first, *told]):
-            spot = held.known.get(each)
-            if spot is None:
-                held.known.name(each, key)
-            if spot is None or spot.key == key:
-                hashes.append(each)
-        if hashes:
-            held.known.lead(hashes[0])
-        if hashes and first not in hashes:  # the entry was read as the seq_hash
-            held.known.pop(first)
-        held.several[key] = _Several(copies, hashes or [first])
-
-    def copies_of(self, holder: int, key: int) -> tuple[int, list[int]] | None:
-        """How many copies the holder has of a block, and the block's engine hashes; None where it has none."""
-        held = self._held[holder]
-        first = held.known.first(key)
-        if first is None:
-            return None
-        several = held.several.get(key)
-        return (1, [first]) if several is None else (several.copies, list(several.hashes))
-
-    def carry(self, holder: int, key: int, copies: int, hashes: Iterable[int], *, counts: bool) -> bytes:
-        """Add to a block what another holder had of it; what ``*<key>`` says then."""
-        held = self._held[holder]
-        first = held.known.first(key)
-        assert first is not None
-        several = held.several.get(key) or _Several(1, [first])
-        several.copies += copies if counts else 0
-        for each in hashes:
-            if each not in several.hashes and len(several.hashes) < HASHES_MAX and held.known.get(each) is None:
-                held.known.name(each, key)
-                several.hashes.append(each)
-        if several.text == NO_COPIES:
-            return UNCHANGED
-        held.several[key] = several
-        return several.text
-
     def remove(self, holder: int, engine_hash: int, *, counts: bool) -> Left | None:
         """Take a copy, where ``counts``, else the block; None where the holder has none under this hash."""
         held = self._held[holder]
         spot = held.known.get(engine_hash)
         if spot is None:
             return None
-        several = held.several.get(spot.key)
+        several = held.copies.several.get(spot.key)
         if counts and several is not None and several.copies > 1:
             several.copies -= 1
             text = several.text
             if text == NO_COPIES:
-                del held.several[spot.key]
+                del held.copies.several[spot.key]
             return Left(spot, text, True, several.hashes[0])
         gone = self._gone[held.dp_rank]
         hashes = [engine_hash] if several is None else several.hashes
         for each in hashes:
             held.known.pop(each)
             gone.add(each, spot)
-        held.several.pop(spot.key, None)
+        held.copies.several.pop(spot.key, None)
         self.blocks -= 1
         return Left(spot, UNCHANGED if several is None else NO_COPIES, False, hashes[0])
 
@@ -401,9 +246,9 @@ class HeldBlocks:
         held = self._held[holder]
         spot = held.known.pop(engine_hash)
         assert spot is not None
-        several = held.several.get(spot.key)
+        several = held.copies.several.get(spot.key)
         if several is None or len(several.hashes) == 1:
-            held.several.pop(spot.key, None)
+            held.copies.several.pop(spot.key, None)
             self.blocks -= 1
             return Left(spot, UNCHANGED if several is None else NO_COPIES, False, engine_hash)
         several.hashes.remove(engine_hash)
@@ -411,7 +256,7 @@ class HeldBlocks:
         held.known.lead(several.hashes[0])
         text = several.text
         if text == NO_COPIES:
-            del held.several[spot.key]
+            del held.copies.several[spot.key]
         return Left(spot, text, True, several.hashes[0])
 
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None:
@@ -429,7 +274,7 @@ class HeldBlocks:
             return
         first = held.known.first(key)
         assert first is not None
-        several = held.several.get(key)
+        several = held.copies.several.get(key)
         for each in [first] if several is None else several.hashes:
             held.known.move(each, place)
 
@@ -451,7 +296,7 @@ class HeldBlocks:
     def bytes(self) -> int:
         """What the tables take; in Python it is an estimate."""
         tables = [self._places, *(held.known for held in self._held.values())]
-        several = _SEVERAL_BYTES * sum(len(held.several) for held in self._held.values())
+        several = SEVERAL_BYTES * sum(len(held.copies.several) for held in self._held.values())
         return several + sum(map(getsizeof, tables)) + sum(gone.bytes for gone in self._gone.values())
 
     def __len__(self) -> int:

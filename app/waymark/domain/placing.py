@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from waymark.domain.events import PlainEvents
-from waymark.domain.held import HeldBlocks, Left, Spot
-from waymark.domain.known import Ran
+from waymark.domain.held import HeldBlocks, Left
+from waymark.domain.known import Ran, Spot
 from waymark.domain.parts import STEP, Kind, Mode, PartList, new_part_list, packed
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
 from waymark.domain.waves import Waves
@@ -119,6 +119,7 @@ class Placer:
     ) -> Spot:
         """Store one block, and return where it is. ``spot`` has the place that it gets if it is new to the holder."""
         memory, at = self.memory, STEP * position + 1
+        copies_of = memory.copies(holder)
         held, known = memory.held(holder, engine_hash), memory.held_block(holder, spot.key)
         here = known or spot
         if self._is_counted(parts.seq, at, holder, here.place):
@@ -128,7 +129,7 @@ class Placer:
         if held is not None and held.key != spot.key:
             self.aliased += 1
             self._leave(parts, holder, position, engine_hash, mode)
-        if known is not None and memory.is_crowded(holder, engine_hash, spot.key):
+        if known is not None and copies_of.is_crowded(engine_hash, spot.key):
             # It counts as removed at once: its children find their parent, and its removal takes nothing.
             self.crowded += 1
             memory.mark_gone(holder, engine_hash, known)
@@ -143,11 +144,11 @@ class Placer:
         self._waves.use(here.seq_hash, here.place)
         if known is None:
             memory.store(holder, spot.place, spot.namespace, [spot.key], [spot.depth], [engine_hash])
-            first, copies = engine_hash, memory.tell(holder, spot.key)
+            first, copies = engine_hash, copies_of.tell(spot.key)
             if carried is not None:
-                copies = memory.carry(holder, spot.key, *carried, counts=mode != "set")
+                copies = copies_of.carry(spot.key, *carried, counts=mode != "set")
         else:
-            first, copies = memory.store_again(holder, engine_hash, spot.key, counts=mode != "set")
+            first, copies = copies_of.store_again(engine_hash, spot.key, counts=mode != "set")
         parts.add(
             "+",
             holder,
@@ -311,7 +312,7 @@ class Placer:
         if held is not None and held.key != key:
             self.aliased += 1
             self._leave(parts, other, position, engine_hash, mode)
-        carried = memory.copies_of(other, key)
+        carried = memory.copies(other).of(key)
         if carried is not None:
             left = memory.remove(other, carried[1][0], counts=False)
             assert left is not None

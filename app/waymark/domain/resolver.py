@@ -20,7 +20,8 @@ from waymark.domain.chunks import CHUNK_BLOCKS_MAX
 from waymark.domain.events import Batch, Cleared, Event, PlainEvents, Removed, Stored
 from waymark.domain.generations import Bounds, Generations, Reason
 from waymark.domain.hashing import extend
-from waymark.domain.held import HeldBlocks, Spot
+from waymark.domain.held import HeldBlocks
+from waymark.domain.known import Spot
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
 from waymark.domain.objects import EARLY_MAX, WaitingObjects

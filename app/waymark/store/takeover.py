@@ -162,7 +162,7 @@ def _blocks(row: Row | None, place: Place, entry: Entry, holder: int) -> Iterato
 def _restore(memory: HeldBlocks, holder: int, several: dict[int, tuple[int, list[int]]]) -> None:
     for key, (copies, told) in several.items():
         if memory.held_block(holder, key) is not None:
-            memory.restore(holder, key, copies, told)
+            memory.copies(holder).restore(key, copies, told)
 
 
 def parse_row(value: bytes) -> Row:

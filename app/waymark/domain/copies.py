@@ -1,0 +1,117 @@
+"""Blocks of a holder with several copies or several engine hashes, and what Redis says of these.
+
+Most blocks have one of each, and are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from waymark.domain.known import KnownBlocks
+from waymark.domain.parts import NO_COPIES, UNCHANGED
+from waymark.domain.rows import SAME_HASH
+
+HASHES_MAX = 64
+"""Engine hashes of one block of a holder. `*<key>` names them, and is written whole each time one comes."""
+SEVERAL_BYTES = 300
+"""Of a block with copies or further engine hashes, beside the tables."""
+
+
+@dataclass(slots=True)
+class Several:
+    """A block with copies, or with further engine hashes."""
+
+    copies: int
+    hashes: list[int]
+    """The first is the one in the entry."""
+
+    @property
+    def text(self) -> bytes:
+        # An entry with this word says that the engine hash is the seq_hash. If it is one of the engine hashes, all of
+        # them are named here, the first one, too.
+        told = self.hashes if SAME_HASH in self.hashes else self.hashes[1:]
+        further = b"".join([b" %016x" % each for each in told])
+        return NO_COPIES if self.copies < 2 and not further else b"%d%b" % (self.copies, further)
+
+
+class HolderCopies:
+    """Those of one holder."""
+
+    def __init__(self, known: KnownBlocks) -> None:
+        """``known`` are all blocks of the holder."""
+        self._known = known
+        self.several: dict[int, Several] = {}
+        """By block key."""
+
+    def is_crowded(self, engine_hash: int, key: int) -> bool:
+        """Whether the block, which the holder has, has as many engine hashes as it may, and this is a further one."""
+        several = self.several.get(key)
+        return several is not None and len(several.hashes) >= HASHES_MAX and engine_hash not in several.hashes
+
+    def store_again(self, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]:
+        """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes."""
+        first = self._known.first(key)
+        assert first is not None
+        several = self.several.get(key) or Several(1, [first])
+        before = several.text
+        several.copies += counts
+        if engine_hash not in several.hashes:
+            several.hashes.append(engine_hash)
+            self._known.name(engine_hash, key)
+        if several.text == before:
+            return first, UNCHANGED
+        self.several[key] = several
+        return first, several.text
+
+    def tell(self, key: int) -> bytes:
+        """The value of ``*<key>`` for a new block whose entry cannot hold its engine hash; empty for most blocks."""
+        first = self._known.first(key)
+        spot = self._known.get_block(key)
+        if first != SAME_HASH or spot is None or spot.seq_hash == SAME_HASH:
+            return UNCHANGED
+        several = self.several[key] = Several(1, [first])
+        return several.text
+
+    def restore(self, key: int, copies: int, told: Sequence[int]) -> None:
+        """Note what Redis has of the copies of a block.
+
+        ``told`` are the block's engine hashes in addition to that of its entry.
+        """
+        first = self._known.first(key)
+        assert first is not None
+        hashes = []
+        for each in dict.fromkeys(told if SAME_HASH in told else [first, *told]):
+            spot = self._known.get(each)
+            if spot is None:
+                self._known.name(each, key)
+            if spot is None or spot.key == key:
+                hashes.append(each)
+        if hashes:
+            self._known.lead(hashes[0])
+        if hashes and first not in hashes:  # the entry was read as the seq_hash
+            self._known.pop(first)
+        self.several[key] = Several(copies, hashes or [first])
+
+    def of(self, key: int) -> tuple[int, list[int]] | None:
+        """How many copies the holder has of a block, and the block's engine hashes; None where it has none."""
+        first = self._known.first(key)
+        if first is None:
+            return None
+        several = self.several.get(key)
+        return (1, [first]) if several is None else (several.copies, list(several.hashes))
+
+    def carry(self, key: int, copies: int, hashes: Iterable[int], *, counts: bool) -> bytes:
+        """Add to a block what another holder had of it; what ``*<key>`` says then."""
+        first = self._known.first(key)
+        assert first is not None
+        several = self.several.get(key) or Several(1, [first])
+        several.copies += copies if counts else 0
+        for each in hashes:
+            if each not in several.hashes and len(several.hashes) < HASHES_MAX and self._known.get(each) is None:
+                self._known.name(each, key)
+                several.hashes.append(each)
+        if several.text == NO_COPIES:
+            return UNCHANGED
+        self.several[key] = several
+        return several.text
