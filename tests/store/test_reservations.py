@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -275,7 +274,7 @@ async def test_a_timed_reservation_runs_out_as_any_other(fleet: Fleet) -> None:
 
 
 async def test_nobody_learns_from_prefill_that_was_computed_elsewhere(store: Store, fleet: Fleet) -> None:
-    await fleet.reservations.release([replace(await fleet.taken(0), waited=None)], Part.OK, ttft_ms=50)
+    await fleet.reservations.release([(await fleet.taken(0))._replace(waited=None)], Part.OK, ttft_ms=50)
     unknown = Reservation(fleet.group_id, fleet.publishers[0], 5, 5, "0" * 16, 7)
     await fleet.reservations.release([unknown], Part.OK, ttft_ms=50)
 

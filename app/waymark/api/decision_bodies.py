@@ -44,6 +44,8 @@ class Read(NamedTuple):
     items: Items
     """The images and other items among its tokens."""
     given: Mapping[tuple[str, int], Given] | None
+    taking: Taking
+    """Of ``/select``."""
 
 
 def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> Read:
@@ -75,6 +77,7 @@ def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) 
         text,
         request.items,
         given,
+        _taking(request),
     )
 
 
@@ -154,7 +157,9 @@ def select_request(read: Read) -> SelectRequest:
     return read.request
 
 
-def taking_of(request: SelectRequest) -> Taking:
+def _taking(request: ScoreRequest | SelectRequest) -> Taking:
+    if not isinstance(request, SelectRequest):
+        return Taking()
     return Taking(
         only=None if request.only is None else frozenset(request.only),
         exclude=frozenset(request.exclude),

@@ -15,7 +15,6 @@ from waymark.api.decision_bodies import (
     keys_of_all,
     read_decision,
     select_request,
-    taking_of,
     without_tokens,
 )
 from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequest, SelectRequest
@@ -96,7 +95,7 @@ class Decisions:
         read = await self._resolved(read)
 
         async def selected(asked: Asked) -> Answer:
-            return select_answer(await self._selector.select(asked, taking_of(request)), request)
+            return select_answer(await self._selector.select(asked, read.taking), request)
 
         return await self._with_prompt(read, body, selected)
 
@@ -109,7 +108,7 @@ class Decisions:
         read = read if served is None else as_served(read, served)
 
         async def selected(asked: Asked) -> Answer:
-            return select_answer(self._selector.select_without_redis(asked, taking_of(request)), request)
+            return select_answer(self._selector.select_without_redis(asked, read.taking), request)
 
         # The prefix alone decides.
         return await self._with_prompt(read, body, selected, is_sticky=True)

@@ -138,8 +138,8 @@ class Preset:
     check: Callable[[Values], None] = field(default=_accept)
     linear: Callable[[Values], Linear] | None = None
     """Where Redis can rank the best few again on the loads of that moment, in the step that reserves."""
-    is_sum: bool = False
-    """The cost of a candidate is exactly that sum, so it needs no other candidate."""
+    sum_of: Callable[[Request, Values], Callable[[Candidate], Scored]] | None = None
+    """Where the cost of a candidate is exactly that sum, and needs no other candidate: makes it for one request."""
     needs_gauges: bool = False
 
     def values(self, overrides: Mapping[str, Any]) -> Values:

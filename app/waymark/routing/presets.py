@@ -8,7 +8,7 @@ least wins; scores are without unit and the greatest wins. What a policy makes o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from waymark.errors import InvalidValue
@@ -26,20 +26,26 @@ from waymark.routing.policy import (
     ranked,
 )
 from waymark.routing.ring import EPSILON, POINTS, Ring, bound
+from waymark.routing.target import Candidate, Request
 
 # ---- ours -----------------------------------------------------------------------------------------
 
 
-def _least_work(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, _ = inputs
+def _work(request: Request, values: Values) -> Callable[[Candidate], Scored]:
     new_of = count_new(request, values)
     new_weight, active_weight = values.number("new_weight"), values.number("active_weight")
-    scored = []
-    for candidate in candidates:
+
+    def scored(candidate: Candidate) -> Scored:
         wait, new = candidate.queue, new_weight * new_of(candidate)
         active = active_weight * candidate.requests
-        scored.append(Scored(candidate, wait + new + active, {"wait": wait, "new": new, "active": active}))
-    return ranked(scored, random, is_cost=True)
+        return Scored(candidate, wait + new + active, {"wait": wait, "new": new, "active": active})
+
+    return scored
+
+
+def _least_work(inputs: Inputs) -> Ranking:
+    request, candidates, values, random, _ = inputs
+    return ranked(list(map(_work(request, values), candidates)), random, is_cost=True)
 
 
 def _longest(inputs: Inputs) -> Ranking:
@@ -203,7 +209,7 @@ _PRESETS = (
             Constant("active_weight", 512.0, "Tokens that a request under way counts for.", most=1e9),
         ),
         linear=lambda values: Linear(values.number("new_weight"), values.number("active_weight")),
-        is_sum=True,
+        sum_of=_work,
     ),
     Preset(
         "composite",

@@ -7,7 +7,6 @@ holds of one prompt and what it has to do at that moment. All amounts are tokens
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,8 +17,7 @@ from waymark.domain.targets import Role
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What is asked for, beside the targets."""
 
     tokens: int

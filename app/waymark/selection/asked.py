@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
 from waymark.domain.gauges import Gauges
@@ -76,8 +77,7 @@ class Chosen:
         return "endpoint-picker-config" if self.preset is None else self.preset.name
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """Which targets could take a prompt, and how they are ranked."""
 
     group: GroupName
@@ -149,8 +149,7 @@ class Ranked:
         return self.policy.preset is not None and self.policy.preset.is_cost
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
+class Selected(NamedTuple):
     """Where a request goes."""
 
     target: Scored
@@ -168,4 +167,4 @@ class Selected:
     block_size: int = 0
     walk: Walk | None = None
     """What was found of the prompt's blocks."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = MappingProxyType({})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple
 
 from waymark.domain.first_tokens import FirstTokens
@@ -64,8 +64,7 @@ class OpaquePrefix(NamedTuple):
 _NO_PREFIX = OpaquePrefix()
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """What is known of one prompt and all targets at a moment."""
 
     rows: Mapping[tuple[str, int], TargetRow]
@@ -74,9 +73,9 @@ class Seen:
     """Blocks that a publisher will have soon."""
     gauges: Mapping[int, Gauges]
     """Fresh ones, by publisher."""
-    prefixes: Mapping[tuple[str, int], OpaquePrefix] = field(default_factory=dict)
+    prefixes: Mapping[tuple[str, int], OpaquePrefix] = MappingProxyType({})
     """Of the prompt, by the sources that have it."""
-    first_tokens: Mapping[int, FirstTokens] = field(default_factory=dict)
+    first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
     """By publisher, where the policy needs them."""
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from waymark.domain.match import TargetRow
 from waymark.routing.constants import read_constants
-from waymark.routing.policy import CREDITS, Inputs, Linear, Scored, count_new, least_new
+from waymark.routing.policy import CREDITS, Linear, Scored, count_new, least_new
 from waymark.routing.target import Candidate, Request
 from waymark.selection.asked import Chosen
 from waymark.selection.fleet import Member, Seen, candidate_of
@@ -116,13 +116,13 @@ class SumOffers:
         blocks: int,
         random: Random,
     ) -> None:
-        """``policy`` is a preset with ``is_sum``; nothing may be ``seen`` of gauges, opaque prefixes, first tokens."""
+        """``policy`` is a preset with ``sum_of``; nothing may be ``seen`` of gauges, opaque prefixes, first tokens."""
         assert policy.preset is not None
         assert policy.preset.linear is not None
+        assert policy.preset.sum_of is not None
         assert policy.values is not None
         self.linear = linear = policy.preset.linear(policy.values)
-        self._preset, self._values = policy.preset, policy.values
-        self._request, self._random = request, random
+        self._sum_of, self._values, self._request = policy.preset.sum_of, policy.values, request
         self._blocks = blocks or None
         device_credit, host_credit, disk_credit, shared_credit = map(policy.values.number, _CREDIT_NAMES)
         rows, loads, expected, draw = seen.rows, seen.loads, seen.expected, random.random
@@ -158,8 +158,7 @@ class SumOffers:
         return [0 if row is None else row.blocks for _, _, _, _, _, row, _, _ in self._sums[:CANDIDATES_MAX]]
 
     def scored(self, at: int) -> Scored:
-        inputs = Inputs(self._request, [self._candidate(self._sums[at])], self._values, self._random)
-        return self._preset.rank(inputs).scored[0]
+        return self._sum_of(self._request, self._values)(self._candidate(self._sums[at]))
 
     def find(self, publisher: int) -> int | None:
         return next((at for at, each in enumerate(self._sums) if each[2] == publisher), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from waymark.routing.filters import decode_filter, prefill_filter
@@ -84,5 +84,5 @@ def stages(
     if not is_split:
         return Stages(decode.scored, decision=decode.decision)
     before = prefill_filter(request, candidates)
-    prefill_first = rank(policy, picker, replace(request, session=None), before, fleet, random)
+    prefill_first = rank(policy, picker, request._replace(session=None), before, fleet, random)
     return Stages(decode.scored, prefill_first.scored, decision=decode.decision)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from time import perf_counter
 from types import MappingProxyType
@@ -177,7 +176,7 @@ class Selector:
     def _sums(self, asked: Asked, taking: Taking, lookup: _Lookup) -> SumOffers | None:
         """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
         preset, seen = asked.policy.preset, lookup.seen
-        if preset is None or not preset.is_sum or asked.session is not None or taking.profile == "disagg":
+        if preset is None or preset.sum_of is None or asked.session is not None or taking.profile == "disagg":
             return None
         if seen.prefixes or seen.gauges or seen.first_tokens:
             return None
@@ -234,7 +233,7 @@ class Selector:
             False,
         )
         sticky = PRESETS["sticky"]
-        degraded = replace(asked, policy=Chosen.of(sticky))
+        degraded = asked._replace(policy=Chosen.of(sticky))
         of = self._stages(degraded, taking, lookup)
         if of is None:
             raise NoTarget(f"no target is left for model {asked.group.model_name!r}; look at only and exclude")

@@ -170,7 +170,7 @@ class Taker:
             return None
         if is_prefill_elsewhere:
             # The time to the first token is that of another target.
-            reservation = replace(reservation, waited=None)
+            reservation = reservation._replace(waited=None)
         at = of.find(reservation.publisher)
         if found.verdict is not Verdict.REPEATED:
             self._follow(found, reservation, looked, asked, taking)

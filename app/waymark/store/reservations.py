@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple
@@ -45,8 +44,7 @@ class Part(StrEnum):
     """No part ends; the reservation lasts longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """A decision under way, as the caller carries it: ``<group>.<publisher>.<tokens>.<context>.<nonce>.<waited>``."""
 
     group_id: int
@@ -129,8 +127,7 @@ class Offer(NamedTuple):
     """How long its speculative entries last; 0: ``reserve`` writes none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """What all candidates of one decision have in common."""
 
     context: int
