@@ -49,6 +49,7 @@ ELSEWHERE = {
     "api.admission:AdmissionQueue": "requests that wait",
     "apply.kept:KeptMemories": "made by the incarnation",
     "apply.options:ApplyOptions": "settings",
+    "ingest.batch_decoder:BatchDecoder": "what the log says already",
     "ingest.event_source:EventSource": "events that wait to be applied",
     "ingest.prefix_stream:PrefixStream": "one stream, under one grant",
     "ingest.frame_buffer:FrameBuffer": "frames that wait to be applied",

@@ -14,7 +14,7 @@ from tests.console.conftest import Run, blocks, words
 from tests.store.factories import registration, stored, stream_of
 from waymark import cli
 from waymark.domain.engines import EngineKind
-from waymark.ingest import life, prefix_stream
+from waymark.ingest import prefix_stream, reasons
 from waymark.instruments import rows
 from waymark.metrics import Metrics
 from waymark.settings import describe
@@ -91,7 +91,7 @@ def test_every_setting_of_the_page_is_one() -> None:
 
 
 def test_the_reasons_of_degraded_streams_are_all_explained() -> None:
-    for reason, sentence in (life.REASONS | prefix_stream.REASONS).items():
+    for reason, sentence in (reasons.REASONS | prefix_stream.REASONS).items():
         assert f"`{reason}: {sentence}`" in PAGE
 
 

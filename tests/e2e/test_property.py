@@ -167,7 +167,7 @@ class Direct:
         if life.order.watermark is not None and seq > life.order.watermark + 1:
             await life.flush()
             await life.lose(seq)
-        incoming = await life.incoming(seq, payload, b"")
+        incoming = await life.decoder.decode(seq, payload, b"")
         assert incoming is not None
         assert not incoming.batch.rejected, incoming.batch.samples
         life.append(incoming)

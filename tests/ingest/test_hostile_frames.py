@@ -13,8 +13,8 @@ import pytest
 from tests.ingest.conftest import WITHOUT_PROBES, Bench, Pod
 from tests.patience import patient
 from waymark.apply.slices import SliceRunner
+from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.frame_buffer import FrameBuffer
-from waymark.ingest.life import Life
 
 ROUNDS = 12
 #: Turns of the loop that a neighbour's frame may wait; a report that is under way to Redis takes most of them.
@@ -56,25 +56,25 @@ class Lag:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.turns = self.most = self.measured = 0
         self._arrived: dict[int, tuple[bytes, int]] = {}
-        put, incoming, pause = FrameBuffer.put, Life.incoming, SliceRunner._pause
+        put, decode, pause = FrameBuffer.put, BatchDecoder.decode, SliceRunner._pause
 
         def putting(buffer: FrameBuffer, frame: Any) -> None:
             if len(frame.payload) < HOSTILE_BYTES:
                 self._arrived[id(frame.payload)] = frame.payload, self.turns
             put(buffer, frame)
 
-        async def beginning(life: Life, seq: int, payload: bytes, topic: bytes, **options: Any) -> Any:
+        async def beginning(decoder: BatchDecoder, seq: int, payload: bytes, topic: bytes, **options: Any) -> Any:
             if (arrived := self._arrived.pop(id(payload), None)) is not None:
                 self.most = max(self.most, self.turns - arrived[1])
                 self.measured += 1
-            return await incoming(life, seq, payload, topic, **options)
+            return await decode(decoder, seq, payload, topic, **options)
 
         async def counting(runner: SliceRunner) -> None:
             self.turns += 1
             await pause(runner)
 
         monkeypatch.setattr(FrameBuffer, "put", putting)
-        monkeypatch.setattr(Life, "incoming", beginning)
+        monkeypatch.setattr(BatchDecoder, "decode", beginning)
         monkeypatch.setattr(SliceRunner, "_pause", counting)
         # A turn after every slice: turns count work, whatever the machine's clock says.
         monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)

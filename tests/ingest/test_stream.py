@@ -15,7 +15,7 @@ from tests.ingest.conftest import GROUP, PATIENCE_SECONDS, WITHOUT_PROBES, Bench
 from tests.patience import within
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
-from waymark.ingest.life import Life
+from waymark.ingest.batch_decoder import BatchDecoder
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -70,13 +70,13 @@ async def test_what_a_replay_has_brought_is_not_decoded_again(bench: Bench, monk
     pod = await bench.pod()
     await pod.at_work(2)
     decoded: list[bytes] = []
-    decode = Life._decoded
+    decode = BatchDecoder._batch
 
-    async def counting(life: Life, payload: bytes) -> Batch:
+    async def counting(decoder: BatchDecoder, payload: bytes) -> Batch:
         decoded.append(payload)
-        return await decode(life, payload)
+        return await decode(decoder, payload)
 
-    monkeypatch.setattr(Life, "_decoded", counting)
+    monkeypatch.setattr(BatchDecoder, "_batch", counting)
     batches = [msgpack.packb([pod.clock(), [["BlockRemoved", [i]]], 0]) for i in range(30)]
     with pod.dropping():
         pod.publisher.publish_payload(batches[0])

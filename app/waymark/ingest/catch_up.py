@@ -145,7 +145,7 @@ class _Request:
         for seq, payload, topic in chunk:
             life, watermark = self._life, self._life.order.watermark
             is_known = life.opened_at is None and watermark is not None and seq <= watermark
-            incoming = await life.incoming(seq, payload, topic, is_known=is_known)
+            incoming = await life.decoder.decode(seq, payload, topic, is_known=is_known)
             if incoming is not None:
                 self.is_empty = False
                 await self._read(incoming)

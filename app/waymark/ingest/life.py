@@ -15,11 +15,19 @@ from waymark.domain.events import Batch
 from waymark.domain.parts import Commit
 from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.status import StreamStatus
-from waymark.engines import Decoder, OverCeiling
-from waymark.engines.batches import MORE, SHORT_BYTES
-from waymark.errors import Undecodable
-from waymark.ingest.frames import DIGEST_SLICE_BYTES, digest, digest_slices
+from waymark.engines import Decoder
+from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.order import Order
+from waymark.ingest.reasons import (
+    BATCHES_LOST,
+    BUFFER_FULL,
+    JOINED_LATE,
+    OPENED_AT,
+    OVER_CEILING,
+    REPLAY_SILENT,
+    REPLAY_WAITING,
+    opened_at,
+)
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.activity import Kind
@@ -27,36 +35,8 @@ from waymark.store.records import StreamState
 
 log = logging.getLogger(__name__)
 
-#: A seq beyond this is no seq: numbers in Redis' scripts are doubles, and a publisher would need millennia.
-_SEQ_MAX = 2**53 - 1
-_KINDS_LOGGED_MAX = 100
-
 #: Bytes of frames in one fold; what they come to is in memory at once.
 _FOLD_BYTES = 2**20
-_NO_BATCH = Batch(None, ())
-
-JOINED_LATE = "joined_late"
-BATCHES_LOST = "batches_lost"
-OVER_CEILING = "over_ceiling"
-REPLAY_SILENT = "replay_silent"
-REPLAY_INCOMPLETE = "replay_incomplete"
-REPLAY_WAITING = "replay_waiting"
-BUFFER_FULL = "buffer_full"
-
-#: A flag of the record, with the seq of the first live frame behind it: the life began before its replay had a place.
-_OPENED_AT = "opened_at:"
-
-#: The sentences of the reasons for which a stream is degraded.
-REASONS = {
-    JOINED_LATE: "this life began before the first batch that the publisher can replay",
-    BATCHES_LOST: "batches of this life were lost and cannot be replayed",
-    OVER_CEILING: "a batch of this life was above a ceiling and was not read",
-    REPLAY_SILENT: "the replay endpoint does not answer",
-    REPLAY_INCOMPLETE: "the last replay ended early",
-    REPLAY_WAITING: "this stream waits for a place to replay (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
-    BUFFER_FULL: "frames were dropped that no replay can recover: WAYMARK_STREAM_BUFFER_BYTES "
-    "or WAYMARK_STREAM_BUFFER_FRAMES was reached",
-}
 
 
 class Life:
@@ -74,8 +54,9 @@ class Life:
         registration = applier.grant.claim.registration
         self.applier = applier
         self.name = str(registration.name)
-        self._topic = None if registration.topic is None else registration.topic.encode()
-        self.order = Order(state.watermark, state.digest, state.newest_ts, is_shared=self._topic is not None)
+        self.decoder = BatchDecoder(self.name, registration.topic, decode, applier.slices, self.count, metrics)
+        is_shared = registration.topic is not None
+        self.order = Order(state.watermark, state.digest, state.newest_ts, is_shared=is_shared)
         self.counters: Counter[str] = applier.counters
         self.first_seq = registration.kind.traits.first_seq
         self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags else set()
@@ -91,7 +72,7 @@ class Life:
         """The watermark is known to belong to what is behind this connection."""
         self.begun = 0
         """How many times holders and watermark have ended here."""
-        self.opened_at = _opened_at(state.flags)
+        self.opened_at = opened_at(state.flags)
         """The first live frame of a life that began while its replay waited for a place."""
         self._unproven: tuple[int, str] | None = None
         """(watermark, digest) of before live frames were applied on a connection whose replay waits for a place."""
@@ -100,54 +81,14 @@ class Life:
         self.has_written_status = False
         """The status in the record may be another one than that of the last report."""
         self._dp_rank = registration.dp_rank
-        self._decode = decode
         self._metrics = metrics
         self._on_gap = on_gap
         self._fold: list[Incoming] = []
         self._fold_bytes = 0
         self._passed: Counter[str] = Counter()
         """Counts of what the open fold steps over: they are the record's when its watermark is."""
-        self._logged: set[str] = set()
 
     # ---- forward -----------------------------------------------------------------------------------
-
-    async def incoming(self, seq: int, payload: bytes, topic: bytes, *, is_known: bool = False) -> Incoming | None:
-        """The decoded batch; None where the seq is none. A payload that is no batch has its place in the order, too.
-        So has a batch under the topic of another publisher of the socket.
-
-        ``is_known``: it was applied before, and only its digest counts.
-        """
-        if seq > _SEQ_MAX:
-            self.count("frames_malformed")
-            return None
-        self._metrics.frames.inc()
-        self._metrics.frame_bytes.inc(len(payload))
-        slices = self.applier.slices
-        is_other = self._topic is not None and topic != self._topic
-        batch = _NO_BATCH if is_known or is_other else await self._decoded(payload)
-        digested = await slices.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
-        return Incoming(seq, digested, batch, len(payload))
-
-    async def _decoded(self, payload: bytes) -> Batch:
-        try:
-            if len(payload) <= SHORT_BYTES:
-                batch = self._decode.short(payload)
-            else:
-                batch = await self.applier.slices.run(self._decode.slices(payload))
-        except Undecodable as exc:
-            batch = Batch(None, (), lost=exc.sentence if isinstance(exc, OverCeiling) else None)
-            batch.rejected[exc.kind] += 1
-            batch.samples[exc.kind] = exc.sentence
-            if isinstance(exc, OverCeiling):
-                self._metrics.batches_over_ceiling.labels(ceiling=exc.kind).inc()
-        if MORE in batch.rejected:
-            self._metrics.batches_over_ceiling.labels(ceiling="rejected_events").inc()
-        for kind, sample in batch.samples.items():
-            if kind not in self._logged and len(self._logged) < _KINDS_LOGGED_MAX:
-                self._logged.add(kind)
-                about = fields(stream=self.name, reason=kind, sample=sample, bytes=len(payload))
-                log.warning("events rejected", extra=about)
-        return batch
 
     def rank_of(self, batch: Batch) -> int | None:
         """Whose batch it is: the rank it names, else the registered one; None where it is no batch."""
@@ -230,7 +171,7 @@ class Life:
         """Begin with a live frame though a replay may still bring what was before it."""
         self.opened_at = seq
         self.reasons |= {JOINED_LATE, REPLAY_WAITING}
-        await self._flag(JOINED_LATE, f"{_OPENED_AT}{seq}")
+        await self._flag(JOINED_LATE, f"{OPENED_AT}{seq}")
 
     async def close_opening(self, seq: int) -> None:
         """A replay begins at ``seq``: if that is before the first live frame, the life begins again from there."""
@@ -239,7 +180,7 @@ class Life:
         if seq < self.opened_at:
             await self._end("a replay has its beginning")
             return
-        self.applier.resolver.flags.discard(f"{_OPENED_AT}{self.opened_at}")
+        self.applier.resolver.flags.discard(f"{OPENED_AT}{self.opened_at}")
         self.opened_at = None
         await self.applier.keep_facts()
 
@@ -363,7 +304,3 @@ class Life:
     def count_replay(self, outcome: str) -> None:
         self.counters[f"replays.{outcome}"] += 1
         self._metrics.replays.labels(outcome=outcome).inc()
-
-
-def _opened_at(flags: frozenset[str]) -> int | None:
-    return next((int(flag.removeprefix(_OPENED_AT)) for flag in flags if flag.startswith(_OPENED_AT)), None)

@@ -9,8 +9,9 @@ from typing import Literal
 
 from waymark.apply.applier import Incoming
 from waymark.ingest.frames import Frame
-from waymark.ingest.life import BATCHES_LOST, Life
+from waymark.ingest.life import Life
 from waymark.ingest.order import Judgement, Order
+from waymark.ingest.reasons import BATCHES_LOST
 from waymark.store.activity import Kind
 
 #: Ranks come from batches; above this number the rank that was known first is forgotten.

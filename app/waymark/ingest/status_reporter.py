@@ -7,7 +7,8 @@ applied: the script that applies the fold moves the watermark and event_ids, and
 
 from __future__ import annotations
 
-from waymark.ingest.life import REASONS, Life
+from waymark.ingest.life import Life
+from waymark.ingest.reasons import REASONS
 from waymark.ingest.subscriber import Subscriber
 from waymark.store.records import Facts
 

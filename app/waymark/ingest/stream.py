@@ -18,9 +18,10 @@ from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
 from waymark.ingest.catch_up import CatchUpResult
 from waymark.ingest.frames import Frame
-from waymark.ingest.life import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING, Life
+from waymark.ingest.life import Life
 from waymark.ingest.order import Judgement
 from waymark.ingest.rank_streams import RankStreams
+from waymark.ingest.reasons import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context
@@ -228,7 +229,7 @@ class Stream:
                 continue
             # After a replay the buffer may be full of what the replay has brought. To decode large frames takes long.
             is_known = life.opened_at is None and life.order.is_behind(frame.seq)
-            incoming = await life.incoming(frame.seq, frame.payload, frame.topic, is_known=is_known)
+            incoming = await life.decoder.decode(frame.seq, frame.payload, frame.topic, is_known=is_known)
             if incoming is None or self._is_failed:
                 continue
             if self._registration.sequence == "rank":

@@ -1,0 +1,84 @@
+"""From the payload of a frame to a batch with its seq and its digest. What is rejected is counted, and logged once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from waymark.apply.applier import Incoming
+from waymark.apply.slices import SliceRunner
+from waymark.domain.events import Batch
+from waymark.engines import Decoder, OverCeiling
+from waymark.engines.batches import MORE, SHORT_BYTES
+from waymark.errors import Undecodable
+from waymark.ingest.frames import DIGEST_SLICE_BYTES, digest, digest_slices
+from waymark.logs import fields
+from waymark.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+#: A seq beyond this is no seq: numbers in Redis' scripts are doubles, and a publisher would need millennia.
+_SEQ_MAX = 2**53 - 1
+_KINDS_LOGGED_MAX = 100
+_NO_BATCH = Batch(None, ())
+
+
+class BatchDecoder:
+    """Decodes the frames of one stream, in slices if they are large."""
+
+    def __init__(
+        self,
+        stream: str,
+        topic: str | None,
+        decode: Decoder,
+        slices: SliceRunner,
+        count: Callable[[str], None],
+        metrics: Metrics,
+    ) -> None:
+        """``topic`` is that of the publisher, if others share its socket."""
+        self._stream = stream
+        self._topic = None if topic is None else topic.encode()
+        self._decode = decode
+        self._slices = slices
+        self._count = count
+        self._metrics = metrics
+        self._logged: set[str] = set()
+
+    async def decode(self, seq: int, payload: bytes, topic: bytes, *, is_known: bool = False) -> Incoming | None:
+        """The decoded batch; None where the seq is none. A payload that is no batch has its place in the order, too.
+        So has a batch under the topic of another publisher of the socket.
+
+        ``is_known``: it was applied before, and only its digest counts.
+        """
+        if seq > _SEQ_MAX:
+            self._count("frames_malformed")
+            return None
+        self._metrics.frames.inc()
+        self._metrics.frame_bytes.inc(len(payload))
+        is_other = self._topic is not None and topic != self._topic
+        batch = _NO_BATCH if is_known or is_other else await self._batch(payload)
+        digested = (
+            await self._slices.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
+        )
+        return Incoming(seq, digested, batch, len(payload))
+
+    async def _batch(self, payload: bytes) -> Batch:
+        try:
+            if len(payload) <= SHORT_BYTES:
+                batch = self._decode.short(payload)
+            else:
+                batch = await self._slices.run(self._decode.slices(payload))
+        except Undecodable as exc:
+            batch = Batch(None, (), lost=exc.sentence if isinstance(exc, OverCeiling) else None)
+            batch.rejected[exc.kind] += 1
+            batch.samples[exc.kind] = exc.sentence
+            if isinstance(exc, OverCeiling):
+                self._metrics.batches_over_ceiling.labels(ceiling=exc.kind).inc()
+        if MORE in batch.rejected:
+            self._metrics.batches_over_ceiling.labels(ceiling="rejected_events").inc()
+        for kind, sample in batch.samples.items():
+            if kind not in self._logged and len(self._logged) < _KINDS_LOGGED_MAX:
+                self._logged.add(kind)
+                about = fields(stream=self._stream, reason=kind, sample=sample, bytes=len(payload))
+                log.warning("events rejected", extra=about)
+        return batch

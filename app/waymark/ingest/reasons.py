@@ -1,0 +1,31 @@
+"""Why a stream is degraded, and the flags of its record by which the next worker learns it."""
+
+from __future__ import annotations
+
+JOINED_LATE = "joined_late"
+BATCHES_LOST = "batches_lost"
+OVER_CEILING = "over_ceiling"
+REPLAY_SILENT = "replay_silent"
+REPLAY_INCOMPLETE = "replay_incomplete"
+REPLAY_WAITING = "replay_waiting"
+BUFFER_FULL = "buffer_full"
+
+#: A flag of the record, with the seq of the first live frame behind it: the life began before its replay had a place.
+OPENED_AT = "opened_at:"
+
+#: The sentences of the reasons for which a stream is degraded.
+REASONS = {
+    JOINED_LATE: "this life began before the first batch that the publisher can replay",
+    BATCHES_LOST: "batches of this life were lost and cannot be replayed",
+    OVER_CEILING: "a batch of this life was above a ceiling and was not read",
+    REPLAY_SILENT: "the replay endpoint does not answer",
+    REPLAY_INCOMPLETE: "the last replay ended early",
+    REPLAY_WAITING: "this stream waits for a place to replay (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
+    BUFFER_FULL: "frames were dropped that no replay can recover: WAYMARK_STREAM_BUFFER_BYTES "
+    "or WAYMARK_STREAM_BUFFER_FRAMES was reached",
+}
+
+
+def opened_at(flags: frozenset[str]) -> int | None:
+    """The seq in the flag ``OPENED_AT``; None if it is not set."""
+    return next((int(flag.removeprefix(OPENED_AT)) for flag in flags if flag.startswith(OPENED_AT)), None)
