@@ -40,8 +40,8 @@ from waymark.instruments import rows
 from waymark.metrics import Metrics
 from waymark.simulator import Prompt, SimulatedEngine, build_engine
 from waymark.store import keys
-from waymark.store.claims import decode_table
 from waymark.store.client import RedisClient
+from waymark.store.holder_tables import decode_table
 from waymark.store.records import PublisherState
 from waymark.store.store import Store
 

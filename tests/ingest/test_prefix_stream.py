@@ -23,7 +23,7 @@ from waymark.domain.names import PublisherName, Registration
 from waymark.domain.prefixes import PrefixSource, prefix_key
 from waymark.ingest import event_source, prefix_stream
 from waymark.store import keys
-from waymark.store.claims import decode_table
+from waymark.store.holder_tables import decode_table
 
 HASHES = [f"{number:016x}" for number in range(400)]
 

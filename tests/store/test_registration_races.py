@@ -24,8 +24,9 @@ from waymark.errors import Conflict, StoreUnavailable
 from waymark.ingest.keeper import RegistrationKeeper
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.claims import Claim, decode_table
+from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
+from waymark.store.holder_tables import decode_table
 from waymark.store.store import Store
 
 ROUNDS = 25

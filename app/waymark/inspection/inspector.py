@@ -15,9 +15,10 @@ from waymark.domain.table import HolderTable
 from waymark.errors import NotFound, SettingsError
 from waymark.settings import Settings
 from waymark.store import keys
-from waymark.store.claims import Claim, decode_table
+from waymark.store.claims import Claim
 from waymark.store.credentials import Credentials
 from waymark.store.directory import GroupEntry
+from waymark.store.holder_tables import decode_table
 from waymark.store.places import holders_of, key_of, values_of
 from waymark.store.records import PublisherState
 from waymark.store.store import Store

@@ -11,8 +11,9 @@ from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.errors import Conflict
 from waymark.shown import shown
 from waymark.store import keys
-from waymark.store.claims import SHARDS_MAX, Claim, decode_group
+from waymark.store.claims import SHARDS_MAX, Claim
 from waymark.store.client import RedisClient
+from waymark.store.holder_tables import decode_group
 from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of, names_of
 
 

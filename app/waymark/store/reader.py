@@ -20,10 +20,10 @@ from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.chain import Chain, KeySource
-from waymark.store.claims import decode_table
 from waymark.store.client import RedisClient
 from waymark.store.directory import Directory, GroupEntry
 from waymark.store.fetch import Fetcher
+from waymark.store.holder_tables import decode_table
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordKind, RecordParser

@@ -15,9 +15,10 @@ from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.status import StreamStatus
 from waymark.errors import RecordDamaged
 from waymark.store import keys
-from waymark.store.claims import Claim, decode_table, encode_holder
+from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
 from waymark.store.heartbeats import Heartbeat
+from waymark.store.holder_tables import decode_table, encode_holder
 from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import RecordParser

@@ -1,0 +1,137 @@
+"""The table of a group, ``wm:{g}:holders``: its publishers, their targets and its holders, to JSON and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from typing import get_args
+
+import orjson
+
+from waymark.domain.engines import Scope
+from waymark.domain.names import U32_MAX, GroupName, Holder
+from waymark.domain.table import HolderTable, PublisherRow
+from waymark.domain.targets import Target
+from waymark.domain.windows import Window
+from waymark.store.parsing import FORMAT, Document, Malformed, RecordKind, RecordParser, integer_of, names_of
+from waymark.store.target_fields import target_of
+
+#: The most rows cached by their bytes, some 10 MB. A table is read again after each change, and few rows differ.
+_ROWS_MAX = 16_384
+
+_SCOPES: tuple[Scope, ...] = get_args(Scope)
+
+#: ``Holder`` fields as they stand in the table; its id is the field.
+_HOLDER_FIELDS = ("publisher", "instance_id", "dp_rank", "medium", "block_size", "backend_id", "scope")
+
+
+def encode_holder(holder: Holder) -> bytes:
+    """A holder's record as JSON, without the ``id``, which Redis assigns when the holder begins."""
+    fields = {name: getattr(holder, name) for name in _HOLDER_FIELDS}
+    if holder.window is not None:
+        fields["window"] = str(holder.window)
+    return orjson.dumps({"format": FORMAT} | fields)
+
+
+def holders_of(held: Mapping[bytes, bytes], publisher: int) -> list[int]:
+    """The ids of a publisher's holders in a table. Holders that cannot be read are left out."""
+    found: list[int] = []
+    for name, value in held.items():
+        if name.isdigit():
+            with suppress(orjson.JSONDecodeError):
+                holder = orjson.loads(value)
+                if isinstance(holder, dict) and holder.get("publisher") == publisher:
+                    found.append(int(name))
+    return found
+
+
+def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
+    """The table ``wm:{g}:holders`` that ``key`` holds; None if the table is missing, or names no group.
+
+    A row that cannot be read is left out, and its holders count for no instance. A target that cannot be read has
+    the default fields.
+    """
+    parser.forget(key, held.keys())
+    if b"group" not in held:
+        return None
+    group = parser.parse(RecordKind.TABLE, key, "group", decode_group, held[b"group"])
+    if group is None:
+        return None
+    publishers: dict[int, PublisherRow] = {}
+    targets: dict[int, Target] = {}
+    silent: set[int] = set()
+    opaque: set[int] = set()
+    holders: dict[int, Holder] = {}
+    for name, value in held.items():
+        if name.startswith(b"publisher:"):
+            row = parser.parse(RecordKind.PUBLISHER, key, name, _row, name, value)
+            if row is not None:
+                publishers[row[0]] = row[1]
+        elif name.startswith(b"target:"):
+            target = parser.parse(RecordKind.TARGET, key, name, _target, name, value)
+            if target is not None:
+                publisher, targets[target[0]], is_silent, is_opaque = target
+                if is_silent:
+                    silent.add(publisher)
+                if is_opaque:
+                    opaque.add(publisher)
+        elif name not in (b"group", b"version", b"incarnation", b"singles"):
+            holder = parser.parse(RecordKind.HOLDER, key, name, _holder, name, value)
+            if holder is not None:
+                holders[holder.id] = holder
+    incarnation = held.get(b"incarnation", b"")
+    version, has_singles = held.get(b"version", b""), b"singles" in held
+    return HolderTable(
+        version, group, publishers, holders, incarnation, targets, frozenset(silent), frozenset(opaque), has_singles
+    )
+
+
+def decode_group(raw: bytes) -> GroupName:
+    """A group's name, ``["<tenant>","<model>"]``; raises ``Malformed``."""
+    tenant_id, model_name = names_of(raw, (2,), "the group's name")
+    if not isinstance(tenant_id, str) or not isinstance(model_name, str):
+        raise Malformed("the group's name is no list of two texts")
+    return GroupName(tenant_id, model_name)
+
+
+@lru_cache(_ROWS_MAX)
+def _row(name: bytes, raw: bytes) -> tuple[int, PublisherRow]:
+    of = Document(raw)
+    row = PublisherRow(
+        of.text("instance_id"),
+        of.integer("dp_rank", 0, U32_MAX),
+        of.integer("block_size", 1, U32_MAX),
+        of.one_of("scope", _SCOPES),
+        of.optional_text("state") == "lost",
+    )
+    return integer_of(name.removeprefix(b"publisher:"), "the publisher's id"), row
+
+
+def _target(name: bytes, raw: bytes) -> tuple[int, Target, bool, bool]:
+    of = Document(raw)
+    publisher = integer_of(name.removeprefix(b"target:"), "the publisher's id")
+    return publisher, target_of(of), of.flag("silent"), of.flag("opaque")
+
+
+@lru_cache(_ROWS_MAX)
+def _holder(name: bytes, raw: bytes) -> Holder:
+    of = Document(raw)
+    return Holder(
+        id=integer_of(name, "the holder's id"),
+        publisher=of.integer("publisher", 1),
+        instance_id=of.text("instance_id"),
+        dp_rank=of.integer("dp_rank", 0, U32_MAX),
+        medium=of.text("medium"),
+        block_size=of.integer("block_size", 1, U32_MAX),
+        backend_id=of.text("backend_id"),
+        scope=of.one_of("scope", _SCOPES),
+        window=None if (window := of.optional_text("window")) is None else _window(window),
+    )
+
+
+def _window(text: str) -> Window:
+    try:
+        return Window.parse(text)
+    except ValueError:
+        raise Malformed("its window is not <group>:<tokens>:<span>") from None

@@ -1,0 +1,28 @@
+"""The fields of a target in the JSON of claims and of tables: only those that differ from their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from waymark.domain.targets import PLAIN, WEIGHT_MAX, Role, Target
+from waymark.store.parsing import Document
+
+
+def changed_fields(target: Target) -> dict[str, Any]:
+    """The fields of a target that differ from their defaults."""
+    values = {each.name: getattr(target, each.name) for each in fields(Target)}
+    return {name: value for name, value in values.items() if value != getattr(PLAIN, name)}
+
+
+def target_of(of: Document) -> Target:
+    """Raises ``Malformed``."""
+    return Target(
+        address=of.optional_text("address"),
+        role=of.one_of("role", tuple(Role), Role.BOTH),
+        weight=of.number("weight", WEIGHT_MAX, 1.0),
+        labels=of.texts("labels"),
+        metrics_url=of.optional_text("metrics_url"),
+        adapters=of.words("adapters"),
+        aliases=of.words("aliases"),
+    )
