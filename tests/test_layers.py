@@ -34,7 +34,7 @@ PARTS: dict[str, set[str]] = {
     "tokenization": LEAVES | {"domain", "chat"},
     "discovery": LEAVES | {"domain", "store"},
     "engines": {"domain", "errors", "native", "shown"},
-    "routing": {"domain", "errors"},
+    "routing": {"domain", "errors", "shown"},
     "chat": {"domain", "errors", "shown"},
     "selection": LEAVES | {"domain", "store", "routing", "chat", "tokenization"},
     "ingest": BELOW_ROLES | {"chat"},

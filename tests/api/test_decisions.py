@@ -14,6 +14,8 @@ import pytest
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
 from waymark.domain.hashing import extend, namespace, token_bytes
+from waymark.errors import StoreUnavailable
+from waymark.selection.selector import Selector
 from waymark.store.client import RedisClient
 from waymark.store.fetch import Fetcher
 from waymark.store.store import Store
@@ -382,6 +384,25 @@ async def test_prefill_and_decode_have_a_target_each_and_one_reservation(
     assert await post(client, "/release", reservation=found["reservation"]) == _released(2)
     single = await post(client, "/select")
     assert (single["prefill"], single["target"]["instance_id"][-1] in "34") == (None, True)
+
+
+async def test_without_redis_the_answer_has_the_same_headers_and_is_released_here(
+    client: httpx.AsyncClient, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("prefill", "decode"):
+        await register(name, role=name, address=f"http://{name}:8000")
+    before = await post(client, "/select", profile="disagg")
+
+    async def fails(*_: object) -> object:
+        raise StoreUnavailable("Redis is unavailable")
+
+    monkeypatch.setattr(Selector, "_select", fails)
+    found = await post(client, "/select", profile="disagg")
+    assert (before["degraded"], found["degraded"], found["policy"]) == (False, True, "sticky")
+    assert found["headers"] == before["headers"]
+    assert found["headers"].keys() > {"mif-prefill-endpoint", "x-gateway-destination-endpoint"}
+    monkeypatch.setattr(Selector, "_select", None)
+    assert await post(client, "/release", reservation=found["reservation"]) == _released(2)
 
 
 # ---- what is expected -----------------------------------------------------------------------------------

@@ -5,14 +5,18 @@ Nothing is reserved by a call that was refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
+import msgpack
 import orjson
 import pytest
 
+from tests.api.conftest import MakeClient
 from waymark.routing.presets import PRESETS
 from waymark.store.store import Store
 
@@ -21,6 +25,7 @@ pytestmark = pytest.mark.slow
 Register = Callable[..., Awaitable[None]]
 PROMPT = {"model": "m", "token_ids": [1, 2, 3, 4]}
 TEXT = "1.1.1.1." + "0" * 16
+LONG = "long" * 25_000
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +62,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"by": "rank"}, "by", "invalid_value"),
     ({"session_token": "%%%"}, "session_token", "invalid_value"),
     ({"lora_name": "l", "lora_id": 1}, "lora_id", "invalid_value"),
+    # None of these is repeated whole, or compared with every known name.
+    ({"policy": LONG}, "policy", "invalid_value"),
+    ({"policy": "composite", "overrides": {"fallback": LONG}}, "overrides.fallback", "invalid_value"),
+    ({"policy": "composite", "overrides": {"load_weight": LONG}}, "overrides.load_weight", "invalid_type"),
+    ({"policy": "composite", "overrides": {LONG: 1}}, f"overrides.{LONG[:80]}", "invalid_value"),
+    ({"session_token": LONG}, "session_token", "out_of_range"),
 ]
 OF_SELECT: list[tuple[dict[str, Any], str, str]] = [
     ({"only": "pod-1"}, "only", "invalid_type"),
@@ -72,6 +83,7 @@ OF_SELECT: list[tuple[dict[str, Any], str, str]] = [
     ({"timeout_seconds": 3601}, "timeout_seconds", "out_of_range"),
     ({"request_id": 7}, "request_id", "invalid_type"),
     ({"request_id": "r" * 4097}, "request_id", "out_of_range"),
+    ({"profile": LONG}, "profile", "invalid_value"),
 ]
 OF_SCORE: list[tuple[dict[str, Any], str, str]] = [
     ({"candidates": {}}, "candidates", "invalid_type"),
@@ -79,6 +91,11 @@ OF_SCORE: list[tuple[dict[str, Any], str, str]] = [
     ({"candidates": [{}]}, "candidates", "missing"),
     ({"candidates": [{"instance_id": "pod-1"}, {"instance_id": "pod-1"}]}, "candidates", "invalid_value"),
     ({"candidates": [{"instance_id": "pod-2"}]}, "candidates", "invalid_value"),
+    ({"candidates": [{"instance_id": "unknown"}]}, "candidates", "invalid_value"),
+    ({"candidates": [{"instance_id": "pod-1"}, {"instance_id": LONG[:4000]}]}, "candidates", "invalid_value"),
+    ({"candidates": [{"instance_id": "pod-1"}], "model": "unknown"}, "candidates", "invalid_value"),
+    ({"candidates": [{"instance_id": "pod-1", "tokens": 2**53}]}, "candidates", "out_of_range"),
+    ({"candidates": [{"instance_id": "pod-1", "health": -0.1}]}, "candidates", "out_of_range"),
     ({"candidates": [{"instance_id": "pod-1", "dp_rank": 1}]}, "candidates", "invalid_value"),
     ({"candidates": [{"instance_id": "pod-1", "requests": -1}]}, "candidates", "out_of_range"),
     ({"candidates": [{"instance_id": "pod-1", "kv_usage": 1.5}]}, "candidates", "out_of_range"),
@@ -92,7 +109,10 @@ RELEASES: list[tuple[dict[str, Any], str]] = [
     ({"reservations": [TEXT, "x"]}, "reservations[1]"),
     ({"reservations": [TEXT] * 1001}, "reservations"),
     ({"reservations": TEXT}, "reservations"),
+    ({"reservation": LONG}, "reservation"),
+    ({"reservation": ",".join([TEXT] * 9)}, "reservation"),
     ({"reservation": TEXT, "part": "half"}, "part"),
+    ({"reservation": TEXT, "timeout_seconds": 3601}, "timeout_seconds"),
     ({"reservation": TEXT, "outcome": "fine"}, "outcome"),
     ({"reservation": TEXT, "timeout_seconds": 0}, "timeout_seconds"),
     ({"reservation": TEXT, "ttft_ms": -1}, "ttft_ms"),
@@ -107,7 +127,7 @@ async def refused(client: httpx.AsyncClient, path: str, body: dict[str, Any]) ->
     answer = await client.post(path, json=body)
     assert answer.status_code == 400, answer.text
     error: dict[str, Any] = answer.json()
-    assert len(error["error"]) < 400
+    assert len(answer.content) < 800
     return error
 
 
@@ -135,6 +155,43 @@ async def test_a_not_a_number_is_no_json(client: httpx.AsyncClient) -> None:
     body = orjson.dumps(PROMPT | {"policy": "least-work", "overrides": {"new_weight": 0.5}}).replace(b"0.5", b"NaN")
     answer = await client.post("/select", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["reason"]) == (400, "invalid_json")
+
+
+NOT_A_NUMBER: list[tuple[str, dict[str, Any], str]] = [
+    ("/select", PROMPT | {"policy": "least-work", "overrides": {"new_weight": math.nan}}, "overrides.new_weight"),
+    ("/select", PROMPT | {"policy": "dynamo", "overrides": {"active_weight": math.inf}}, "overrides.active_weight"),
+    ("/score", PROMPT | {"policy": "composite", "overrides": {"load_weight": math.nan}}, "overrides.load_weight"),
+    ("/select", PROMPT | {"timeout_seconds": math.nan}, "timeout_seconds"),
+    ("/score", PROMPT | {"candidates": [{"instance_id": "pod-1", "kv_usage": math.nan}]}, "candidates"),
+    ("/score", PROMPT | {"candidates": [{"instance_id": "pod-1", "health": math.nan}]}, "candidates"),
+    ("/release", {"reservation": TEXT, "ttft_ms": math.nan}, "ttft_ms"),
+    ("/release", {"reservation": TEXT, "part": "renew", "timeout_seconds": math.inf}, "timeout_seconds"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), NOT_A_NUMBER, ids=lambda value: str(value)[:40])
+async def test_msgpack_has_numbers_that_are_none(
+    client: httpx.AsyncClient, store: Store, path: str, body: dict[str, Any], field: str
+) -> None:
+    packed = msgpack.packb(body)
+    answer = await client.post(path, content=packed, headers={"content-type": "application/msgpack"})
+    assert (answer.status_code, msgpack.unpackb(answer.content)["field"]) == (400, field)
+    assert await store.reservations.loads(1) == {}
+
+
+async def test_a_candidate_is_a_target_whatever_a_file_filters(
+    store: Store, make_client: MakeClient, tmp_path: Path
+) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text(
+        "plugins: [{type: prefill-filter}]\n"
+        "schedulingProfiles: [{name: default, plugins: [{pluginRef: prefill-filter}]}]\n"
+    )
+    replica = await make_client(store, picker_config=str(file))
+    error = await refused(replica, "/score", PROMPT | {"candidates": [{"instance_id": "pod-2"}]})
+    assert (error["field"], error["index"]) == ("candidates", 0)
+    answer = await replica.post("/score", json=PROMPT | {"candidates": [{"instance_id": "pod-1"}]})
+    assert (answer.status_code, answer.json()["scores"]) == (200, []), "it is no target for prefill, and one of these"
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def plugins(*lines: str) -> str:
     [
         pytest.param("[", "the file is not YAML", id="no-yaml"),
         pytest.param("- a", "the file must be a mapping", id="a-list"),
-        pytest.param("kind: Pod", "kind is 'Pod'; it must be EndpointPickerConfig", id="kind"),
+        pytest.param("kind: Pod", 'kind is "Pod"; it must be EndpointPickerConfig', id="kind"),
         pytest.param("plugin: []", "'plugin' is not known; did you mean plugins?", id="field"),
         pytest.param("plugins: {}", "plugins must be a list", id="no-list"),
         pytest.param("plugins: []", "schedulingProfiles is empty", id="no-profile"),

@@ -16,6 +16,7 @@ from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
 from waymark.errors import InvalidValue
+from waymark.routing import constants
 from waymark.routing.policy import Decision, Inputs, Ranking, Scored, new_tokens
 from waymark.routing.presets import DEFAULT, PRESETS, preset
 from waymark.routing.ring import Ring
@@ -216,6 +217,12 @@ def test_a_wrong_constant_is_refused_by_name(overrides: dict[str, Any], sentence
 def test_an_unknown_policy_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(InvalidValue, match="did you mean least-work"):
         preset("leastwork")
+
+
+def test_a_long_name_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "get_close_matches", lambda *_, **__: pytest.fail("it was compared"))
+    with pytest.raises(InvalidValue, match="known are composite, dynamo"):
+        preset("long" * 25_000)
 
 
 # ---- ours ------------------------------------------------------------------------------------------

@@ -20,14 +20,14 @@ def test_the_settings_are_taken_in_their_units() -> None:
 
 
 def test_an_unknown_policy_is_named_with_the_nearest_one() -> None:
-    with pytest.raises(SettingsError, match=r"WAYMARK_POLICY is 'least-wrok'.*did you mean least-work"):
+    with pytest.raises(SettingsError, match=r'WAYMARK_POLICY is "least-wrok".*did you mean least-work'):
         SelectionOptions.of(Settings(policy="least-wrok"))
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     wrong = tmp_path / "picker.yaml"
     wrong.write_text("kind: Nope", encoding="utf-8")
-    with pytest.raises(SettingsError, match=r"WAYMARK_PICKER_CONFIG .*picker.yaml.*kind is 'Nope'"):
+    with pytest.raises(SettingsError, match=r'WAYMARK_PICKER_CONFIG .*picker.yaml.*kind is "Nope"'):
         SelectionOptions.of(Settings(picker_config=str(wrong)))
     with pytest.raises(SettingsError, match=r"WAYMARK_PICKER_CONFIG .*cannot be used"):
         SelectionOptions.of(Settings(picker_config=str(tmp_path / "none.yaml")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from waymark.api.decision_schemas import NAMES_MAX, DecisionRequest, GivenCandidate, ScoreRequest, SelectRequest
@@ -18,7 +18,6 @@ from waymark.domain.hashing import namespace, text_hash
 from waymark.domain.multimodal import Items
 from waymark.domain.names import Adapter, GroupName
 from waymark.errors import InvalidValue
-from waymark.routing.policy import Scored
 from waymark.routing.presets import preset
 from waymark.selection.asked import Asked, Chosen, Given, Prompt, PromptOf, Taking
 from waymark.selection.served import ServedModel
@@ -122,11 +121,10 @@ def _given(candidates: list[dict[str, Any]]) -> dict[tuple[str, int], Given]:
     return found
 
 
-def check_known(given: Mapping[tuple[str, int], Given], known: list[Scored], policy: Chosen) -> None:
-    """Every candidate that was named is a target; a file's filters may leave some out."""
-    there = {(each.candidate.instance_id, each.candidate.dp_rank) for each in known}
+def check_known(given: Mapping[tuple[str, int], Given], known: Set[tuple[str, int]]) -> None:
+    """Raise ``Unfit`` unless every candidate that was named is a target."""
     for index, (instance_id, dp_rank) in enumerate(given):
-        if policy.preset is not None and (instance_id, dp_rank) not in there:
+        if (instance_id, dp_rank) not in known:
             raise Unfit(
                 f"candidates[{index}] is {shown(instance_id)}, rank {dp_rank}, which is no target of this model; "
                 "register it, or leave it out",

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from waymark.errors import InvalidValue
+from waymark.shown import SHOWN_MAX, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +32,20 @@ class Constant:
         if isinstance(self.default, bool):
             if not isinstance(value, bool):
                 raise InvalidValue(
-                    f"{field} is {value!r}; it must be true or false", field=field, reason="invalid_type"
+                    f"{field} is {shown(value)}; it must be true or false", field=field, reason="invalid_type"
                 )
             return value
         if isinstance(self.default, str):
             if value not in self.choices:
-                raise InvalidValue(f"{field} is {value!r}; it must be one of {', '.join(self.choices)}", field=field)
+                raise InvalidValue(
+                    f"{field} is {shown(value)}; it must be one of {', '.join(self.choices)}", field=field
+                )
             return str(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidValue(f"{field} is {value!r}; it must be a number", field=field, reason="invalid_type")
+            raise InvalidValue(f"{field} is {shown(value)}; it must be a number", field=field, reason="invalid_type")
         if not (math.isfinite(value) and self.least <= value <= self.most):
             raise InvalidValue(
-                f"{field} is {value!r}; it must be {self.range_text()}", field=field, reason="out_of_range"
+                f"{field} is {shown(value)}; it must be {self.range_text()}", field=field, reason="out_of_range"
             )
         return float(value)
 
@@ -82,9 +85,8 @@ def read_constants(table: Iterable[Constant], given: Mapping[str, Any], field: s
     known = {constant.name: constant for constant in table}
     for name in given:
         if name not in known:
-            raise InvalidValue(
-                f"{field}.{name} is not known; {nearest(name, known)}", field=f"{field}.{name}", reason="invalid_value"
-            )
+            place = f"{field}.{name[:SHOWN_MAX]}"
+            raise InvalidValue(f"{place} is not known; {nearest(name, known)}", field=place, reason="invalid_value")
     return Values(
         {
             name: constant.read(given[name], f"{field}.{name}") if name in given else constant.default
@@ -96,7 +98,8 @@ def read_constants(table: Iterable[Constant], given: Mapping[str, Any], field: s
 def nearest(name: str, known: Iterable[str]) -> str:
     """The way out of a misspelt name: the nearest known one, else all of them."""
     names = sorted(known)
-    close = get_close_matches(name, names, n=1)
+    # To compare a name of a megabyte takes half a second, and none is near it.
+    close = get_close_matches(name, names, n=1) if len(name) <= SHOWN_MAX else []
     if close:
         return f"did you mean {close[0]}?"
     return f"known are {', '.join(names)}" if names else "it takes none"

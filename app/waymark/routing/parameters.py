@@ -9,6 +9,7 @@ from typing import Any
 from waymark.errors import InvalidValue
 from waymark.routing.constants import nearest
 from waymark.routing.filters import OPERATORS
+from waymark.shown import shown
 
 #: Go's durations: numbers with units, such as ``2m`` or ``1h30m``.
 _DURATION = re.compile(r"([0-9]+(\.[0-9]*)?(ns|us|ms|s|m|h))+")
@@ -65,4 +66,4 @@ def check_parameters(given: Mapping[str, Any], known: Mapping[str, Any], where: 
             continue
         fits, sentence = _KINDS[kind]
         if not fits(value):
-            raise InvalidValue(f"{where}.{name} is {value!r}; it must be {sentence}", field=f"{where}.{name}")
+            raise InvalidValue(f"{where}.{name} is {shown(value)}; it must be {sentence}", field=f"{where}.{name}")

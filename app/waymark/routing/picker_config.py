@@ -20,6 +20,7 @@ from waymark.routing.pickers import PICKERS, Picker, max_score
 from waymark.routing.plugins import PLUGINS, Kind, Plugin
 from waymark.routing.profile import PickerConfig, Profile, WeightedScorer
 from waymark.routing.scorers import CONTEXT_LABEL, SCORERS, scored_by_label
+from waymark.shown import shown
 
 KIND = "EndpointPickerConfig"
 _FIELDS = ("apiVersion", "kind", "featureGates", "plugins", "schedulingProfiles", "data", "saturationDetector")
@@ -64,7 +65,7 @@ def read_picker_config(text: str) -> PickerConfig:
     top = _mapping(content, "the file")
     _only(top, _FIELDS, "the file")
     if top.get("kind", KIND) != KIND:
-        raise InvalidValue(f"kind is {top['kind']!r}; it must be {KIND}", field="kind")
+        raise InvalidValue(f"kind is {shown(top['kind'])}; it must be {KIND}", field="kind")
     declared: dict[str, Declared] = {}
     for at, entry in enumerate(_list(top.get("plugins"), "plugins")):
         plugin = Declared(entry, at)
@@ -162,13 +163,13 @@ def _scorer(plugin: Declared, weight: float) -> WeightedScorer:
 def _picker(plugin: Declared) -> tuple[Picker, int]:
     endpoints = plugin.parameters.get("maxNumOfEndpoints", 1)
     if not (isinstance(endpoints, int) and endpoints >= 1):
-        raise InvalidValue(f"{plugin.where}.maxNumOfEndpoints is {endpoints!r}; it must be a number of at least 1")
+        raise InvalidValue(f"{plugin.where}.maxNumOfEndpoints is {shown(endpoints)}; it must be a number of at least 1")
     return PICKERS[plugin.type], endpoints
 
 
 def _weight(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:
-        raise InvalidValue(f"{where} is {value!r}; it must be a number of 0 to 1000000", field=where)
+        raise InvalidValue(f"{where} is {shown(value)}; it must be a number of 0 to 1000000", field=where)
     return float(value)
 
 
@@ -223,7 +224,7 @@ def _handled(declared: Mapping[str, Declared], profiles: Mapping[str, Profile], 
 
 def _primary_port(port: Any, where: str) -> str:
     if not (isinstance(port, int) and 0 <= port <= 65535):
-        raise InvalidValue(f"{where} is {port!r}; it must be a port, or 0", field=where)
+        raise InvalidValue(f"{where} is {shown(port)}; it must be a port, or 0", field=where)
     return "primaryPort: requests go to the port in the address of each registration"
 
 
@@ -237,7 +238,7 @@ def _decider(declared: Mapping[str, Declared], name: Any, where: str) -> Decider
     if plugin.type == "prefix-based-pd-decider":
         tokens = plugin.parameters.get("nonCachedTokens", 0)
         if not (isinstance(tokens, int) and tokens >= 0):
-            raise InvalidValue(f"{plugin.where}.nonCachedTokens is {tokens!r}; it must be a number of at least 0")
+            raise InvalidValue(f"{plugin.where}.nonCachedTokens is {shown(tokens)}; it must be a number of at least 0")
         return deciders.prefix_based(tokens)
     return deciders.multimodal if plugin.type == "always-disagg-multimodal-decider" else deciders.always
 

@@ -27,6 +27,7 @@ from waymark.routing.policy import (
 )
 from waymark.routing.ring import EPSILON, POINTS, Ring, bound
 from waymark.routing.target import Candidate, Request
+from waymark.shown import shown
 
 # ---- ours -----------------------------------------------------------------------------------------
 
@@ -306,5 +307,5 @@ def preset(name: str, field: str = "policy") -> Preset:
     """A policy by name; ``InvalidValue`` names the nearest one."""
     found = PRESETS.get(name)
     if found is None:
-        raise InvalidValue(f"{field} is {name!r}, which is no policy; {nearest(name, PRESETS)}", field=field)
+        raise InvalidValue(f"{field} is {shown(name)}, which is no policy; {nearest(name, PRESETS)}", field=field)
     return found

@@ -15,6 +15,7 @@ from waymark.errors import InvalidValue
 from waymark.routing.constants import Constant, Values
 from waymark.routing.policy import least_new
 from waymark.routing.target import Candidate, Request
+from waymark.shown import shown
 
 Scores: TypeAlias = list[float | None]
 """One for each candidate, in their order."""
@@ -139,7 +140,7 @@ def context_ranges(text: str) -> list[tuple[int, int]]:
     for part in text.split(","):
         least, dash, most = part.partition("-")
         if not (dash and least.strip().isdecimal() and most.strip().isdecimal() and int(least) <= int(most)):
-            raise InvalidValue(f"a range of context lengths is {part!r}; it must be least-most, such as 0-2048")
+            raise InvalidValue(f"a range of context lengths is {shown(part)}; it must be least-most, such as 0-2048")
         ranges.append((int(least), int(most)))
     return ranges
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
@@ -143,6 +143,8 @@ class Ranked:
     is_partial: bool = False
     walk: Walk | None = None
     """What was found of the prompt's blocks."""
+    ranked: Set[tuple[str, int]] = frozenset()
+    """Instance and rank of the given targets that are there, of those too that a file's filters leave out."""
 
     @property
     def is_cost(self) -> bool:

@@ -21,6 +21,8 @@ from waymark.store.reservations import Load, Part, Reservation
 _GROUPS_MAX = 1024
 #: Reservations that are remembered; beyond it the oldest is forgotten.
 _RESERVATIONS_MAX = 100_000
+#: Ends that are kept beyond two for each reservation.
+_ENDS_SPARE = 1_000
 
 
 @dataclass(slots=True)
@@ -66,8 +68,8 @@ class Degraded:
         if len(self._own) >= _RESERVATIONS_MAX:
             self._end(next(iter(self._own)))
         reservation = Reservation(self.groups[group].entry.group_id, publisher, 0, context, secrets.token_hex(8))
-        self._own[reservation.nonce] = _Own(reservation, group, _in(milliseconds))
-        heapq.heappush(self._ends, (_in(milliseconds), reservation.nonce))
+        self._own[reservation.nonce] = own = _Own(reservation, group, _in(milliseconds))
+        self._ends_at(own)
         self._requests.setdefault(group, Counter())[publisher] += 1
         return reservation
 
@@ -80,10 +82,18 @@ class Degraded:
                 others.append(reservation)
             elif part is Part.RENEW:
                 own.ends_at = _in(milliseconds)
-                heapq.heappush(self._ends, (own.ends_at, reservation.nonce))
+                self._ends_at(own)
             elif part is not Part.PREFILL:
                 self._end(reservation.nonce)
         return others
+
+    def _ends_at(self, own: _Own) -> None:
+        if len(self._ends) > 2 * len(self._own) + _ENDS_SPARE:
+            # Most are of reservations that were released or renewed since.
+            self._ends = [(each.ends_at, nonce) for nonce, each in self._own.items()]
+            heapq.heapify(self._ends)
+        else:
+            heapq.heappush(self._ends, (own.ends_at, own.reservation.nonce))
 
     def _end(self, nonce: str) -> None:
         own = self._own.pop(nonce)

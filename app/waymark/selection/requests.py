@@ -27,6 +27,7 @@ from waymark.selection.sequences import SequenceLoad, further_sequences, reserve
 from waymark.selection.served import ServedModel, ServedNames
 from waymark.selection.startup import StartupGate
 from waymark.settings import Settings
+from waymark.shown import shown
 from waymark.store.reservations import Reservation
 from waymark.store.store import Store
 from waymark.tokenization.prompt import Tokens
@@ -214,7 +215,7 @@ class RequestSelector:
                 return await self.select(InferenceRequest(group.model_name), taking, tenant_id=tenant_id)
             except NoTarget:
                 continue
-        raise NoTarget(f"no target is left for tenant {tenant_id!r}; register one with an address")
+        raise NoTarget(f"no target is left for tenant {shown(tenant_id)}; register one with an address")
 
     async def _is_forgotten(self, asked: Asked) -> bool:
         """Whether Redis has forgotten a model that was served a moment ago, as one does that came back empty.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from waymark.domain.block_size import only_block_size
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
-from waymark.domain.keys import KEY_BYTES, unpack
+from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import pool_bitmap, target_rows
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import prefix_key
@@ -36,7 +36,8 @@ from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress
 from waymark.selection.ranking import Stages, rank, stages
 from waymark.selection.readings import Readings
-from waymark.selection.taking import Looked, Taker
+from waymark.selection.taking import Looked, Taker, headers_of, key_at
+from waymark.shown import shown
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer, Part, Reservation, Terms
 from waymark.store.speculative import depths
@@ -127,6 +128,7 @@ class Selector:
             lookup.request.prefix_key,
             lookup.is_partial,
             lookup.looked.walk,
+            frozenset() if asked.given is None else {(each.instance_id, each.dp_rank) for each in candidates},
         )
 
     # ---- with one ----------------------------------------------------------------------------------
@@ -169,8 +171,8 @@ class Selector:
             # Every target that was offered is gone: the cached table is older than that.
             await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
         raise NoTarget(
-            f"no target is registered for model {asked.group.model_name!r} of tenant {asked.group.tenant_id!r}; "
-            "register one with POST /register"
+            f"no target is registered for model {shown(asked.group.model_name)} of tenant "
+            f"{shown(asked.group.tenant_id)}; register one with POST /register"
         )
 
     def _sums(self, asked: Asked, taking: Taking, lookup: _Lookup) -> SumOffers | None:
@@ -236,14 +238,15 @@ class Selector:
         degraded = asked._replace(policy=Chosen.of(sticky))
         of = self._stages(degraded, taking, lookup)
         if of is None:
-            raise NoTarget(f"no target is left for model {asked.group.model_name!r}; look at only and exclude")
+            raise NoTarget(f"no target is left for model {shown(asked.group.model_name)}; look at only and exclude")
         best, *others = of.decode
+        prefill = of.prefill[0] if of.prefill else None
         reservations = []
         if taking.is_reserved:
-            publishers = [stage[0].candidate.publisher for stage in (of.decode, of.prefill) if stage]
             reservations = [
-                self._degraded.reserve(asked.group, publisher, request.tokens, taking.milliseconds)
-                for publisher in publishers
+                self._degraded.reserve(asked.group, stage.candidate.publisher, request.tokens, taking.milliseconds)
+                for stage in (best, prefill)
+                if stage is not None
             ]
         self._metrics.decisions.labels(policy=sticky.name, decision="degraded").inc()
         return Selected(
@@ -253,12 +256,13 @@ class Selector:
             of.decision,
             request.tokens,
             request.prefix_key,
-            of.prefill[0] if of.prefill else None,
+            prefill,
             of.encode,
             reservations,
             is_degraded=True,
             group_id=known.entry.group_id,
             block_size=request.block_size,
+            headers=headers_of(best.candidate, prefill and prefill.candidate, [each.candidate for each in of.encode]),
         )
 
     async def fleet(self, group: GroupName) -> Fleet | None:
@@ -277,7 +281,7 @@ class Selector:
         """Reserve a target that the caller has chosen. Raises NoTarget, Saturated."""
         entry = self._store.reader.entry_at_hand(group)
         if entry is None:
-            raise NoTarget(f"no target is registered for model {group.model_name!r}")
+            raise NoTarget(f"no target is registered for model {shown(group.model_name)}")
         terms = Terms(
             context=context,
             milliseconds=milliseconds,
@@ -287,7 +291,7 @@ class Selector:
         found = await self._store.reservations.reserve(entry.group_id, [Offer(candidate.publisher, tokens)], terms)
         self._metrics.reservations_expired.inc(found.overdue)
         if found.reservation is None:
-            raise Saturated(f"the target {candidate.instance_id!r} cannot take a request now; try again in a moment")
+            raise Saturated(f"target {shown(candidate.instance_id)} cannot take a request now; try again in a moment")
         return found.reservation
 
     async def release(
@@ -419,7 +423,7 @@ class Selector:
         at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(fleet, expects) else []
         if not at:
             return _Aside(loads, {}, gauges, prefixes, first_tokens)
-        numbers = [_key(prompt.keys, depth) for depth in at]
+        numbers = [key_at(prompt.keys, depth) for depth in at]
         try:
             publishers = await self._store.speculative.read(entry.group_id, numbers, until=until)
         except TimeoutError:
@@ -479,16 +483,10 @@ class Selector:
 def _none_allowed(asked: Asked, taking: Taking, fleet: Fleet) -> str:
     homeless = sum(each.target.address is None for each in fleet.members) if taking.needs_address else 0
     return (
-        f"no target is left for model {asked.group.model_name!r}: of {len(fleet.members)} registered ones "
+        f"no target is left for model {shown(asked.group.model_name)}: of {len(fleet.members)} registered ones "
         + f"none is allowed{f' ({homeless} without an address)' if homeless else ''}; "
         + "look at only, exclude, roles and weights"
     )
-
-
-def _key(keys: bytes, depth: int) -> int:
-    """The key of the block that ends a prefix of so many blocks."""
-    (key,) = unpack(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
-    return key
 
 
 def _block_size(fleet: Fleet | None) -> int:

@@ -25,6 +25,7 @@ from waymark.selection.offers import Offers, ScoredOffers, SumOffers
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress, Watched
 from waymark.selection.ranking import Stages
+from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import NO_LOAD, Offer, Part, Reservation, Reservations, Reserved, Terms
@@ -110,7 +111,7 @@ class Taker:
         taken, prefill = offers.scored(at), None if before is None else before.scored(before_at)
         self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
         self._metrics.speculative_tokens.inc(max(0, taken.candidate.expected - taken.candidate.matched))
-        headers = _headers(taken.candidate, prefill and prefill.candidate, [each.candidate for each in encode])
+        headers = headers_of(taken.candidate, prefill and prefill.candidate, [each.candidate for each in encode])
         return Selected(
             taken,
             offers.others(at, taking.count - 1),
@@ -197,7 +198,7 @@ class Taker:
         ]
         if not any(offer.spec_milliseconds for offer in offers):
             return offers, ()
-        return offers, [keys.spec(looked.entry.group_id, _key(looked.keys, depth)) for depth in at]
+        return offers, [keys.spec(looked.entry.group_id, key_at(looked.keys, depth)) for depth in at]
 
     def _spec_milliseconds(self, publisher: int, looked: Looked, is_expected: bool, taking: Taking) -> int:
         if looked.fleet.by_publisher[publisher].tells_events:
@@ -207,14 +208,15 @@ class Taker:
 
     def _refuse(self, found: Reserved, asked: Asked) -> None:
         """Raise Saturated, unless all that were offered are gone."""
+        model = shown(asked.group.model_name)
         if found.verdict is Verdict.FULL:
             raise Saturated(
-                f"model {asked.group.model_name!r} has {self._options.reservations_max} reservations under way; "
+                f"model {model} has {self._options.reservations_max} reservations under way; "
                 "release those that have ended, or raise WAYMARK_RESERVATIONS_MAX"
             )
         if self._options.target_requests_max:
             raise Saturated(
-                f"every target of model {asked.group.model_name!r} has {self._options.target_requests_max} requests "
+                f"every target of model {model} has {self._options.target_requests_max} requests "
                 "under way; try again in a moment, or raise WAYMARK_TARGET_REQUESTS_MAX"
             )
 
@@ -244,12 +246,13 @@ class Taker:
         self._progress.watch(Watched(reservation, asked.group, looked.entry, piece, done_at, ends_at, by))
 
 
-def _key(packed: bytes, depth: int) -> int:
+def key_at(packed: bytes, depth: int) -> int:
+    """The key of the block that ends a prefix of ``depth`` blocks."""
     (key,) = unpack(packed[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
     return key
 
 
-def _headers(target: Candidate, prefill: Candidate | None, encode: Sequence[Candidate]) -> Mapping[str, str]:
+def headers_of(target: Candidate, prefill: Candidate | None, encode: Sequence[Candidate]) -> Mapping[str, str]:
     """The headers by which proxies and engines learn the targets, if these have addresses."""
     headers = {}
     if target.address is not None:
