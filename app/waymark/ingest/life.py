@@ -73,7 +73,7 @@ class Life:
         self.begun = 0
         """How many times holders and watermark have ended here."""
         self.opened_at = opened_at(state.flags)
-        """The first live frame of a life that began while its replay waited for a place."""
+        """The first live frame of a life that began before any replay was answered to its end."""
         self._unproven: tuple[int, str] | None = None
         """(watermark, digest) of before live frames were applied on a connection whose replay waits for a place."""
         self.is_lost = state.status is StreamStatus.LOST
@@ -170,7 +170,7 @@ class Life:
     async def open_at(self, seq: int) -> None:
         """Begin with a live frame though a replay may still bring what was before it."""
         self.opened_at = seq
-        self.reasons |= {JOINED_LATE, REPLAY_WAITING}
+        self.reasons.add(JOINED_LATE)
         await self._flag(JOINED_LATE, f"{OPENED_AT}{seq}")
 
     async def close_opening(self, seq: int) -> None:

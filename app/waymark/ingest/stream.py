@@ -101,6 +101,8 @@ class Stream:
         )
         self._is_failed = False
         self._silent_until = 0.0
+        self._answered: int | None = None
+        """The number of the life whose replay the publisher has answered to the end; None after any other outcome."""
         now = time.monotonic()
         self._heard = now
         self._down_since: float | None = now
@@ -117,7 +119,7 @@ class Stream:
             async with self._subscriber:
                 while True:
                     await self._subscriber.wait(_TICK_SECONDS)
-                    if self._replaying.is_due:
+                    if self._replaying.is_due or self._is_beginning_due:
                         await self._catch_up()
                     frames = self._subscriber.take(self._options.fold_batches)
                     if frames:
@@ -148,6 +150,16 @@ class Stream:
             return False
         is_due = time.monotonic() - self._heard > self._options.probe_seconds
         return self._subscriber.is_connected and (is_due or self._subscriber.dropped > self._dropped_asked)
+
+    @property
+    def _is_beginning_due(self) -> bool:
+        """Whether to ask again for the beginning of a life that an unanswered replay has left out."""
+        is_open = self._life.opened_at is not None and self._can_replay and not self._replaying.is_waiting
+        return is_open and self._subscriber.is_connected and time.monotonic() >= self._silent_until
+
+    @property
+    def _can_replay(self) -> bool:
+        return self._registration.replay_endpoint is not None and self._registration.can_replay
 
     async def _tick(self) -> None:
         """What must happen several times a second, also during a long replay: renew the lease, report the status."""
@@ -275,7 +287,11 @@ class Stream:
             await life.lose(incoming.seq)
             judgement = self._place(incoming)
         if judgement is Judgement.BEGINNING and incoming.seq > life.first_seq:
-            await (life.open_at(incoming.seq) if self._replaying.is_waiting else life.join_late())
+            # Only an answer shows that the publisher does not have the beginning.
+            is_open = self._can_replay and self._answered != life.begun
+            await (life.open_at(incoming.seq) if is_open else life.join_late())
+            if self._replaying.is_waiting:
+                life.reasons.add(REPLAY_WAITING)
         return judgement
 
     def _place(self, incoming: Incoming) -> Judgement:
@@ -321,6 +337,7 @@ class Stream:
                 extra=fields(stream=life.name, error=str(exc)),
             )
             outcome = CatchUpResult.SILENT
+        self._answered = life.begun if outcome is CatchUpResult.COMPLETE else None
         is_other_life = life.begun != begun
         if is_other_life and not self._is_unbroken:
             self._over = self._connection
