@@ -1,4 +1,4 @@
--- reserve(load, reservations, holders, request, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidate*) -> {verdict, which, tokens, requests, overdue}
+-- reserve(load, reservations, holders, request, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidates) -> {verdict, which, tokens, requests, overdue}
 --
 -- Choose the best of some targets for a prompt, by their loads at this moment, and add the reservation to its load. The
 -- same call again, because its reply was lost, finds the reservation by its nonce and adds nothing.
@@ -16,8 +16,9 @@
 --       reservations_max  with so many under way in the group nothing more is reserved
 --       cold              '1' where nobody has anything of the prompt
 --       repeatable        '1': the same request again gets the same reservation
---       candidate*        publisher, new, handicap, weight, first, spec_milliseconds of each, at most 8: `new` is its prefill
---                         tokens; its speculative entries are those behind the `first` of them, for so long; 0: none
+--       candidates        of each, at most 8, with blanks between all: publisher, new, handicap, weight, first,
+--                         spec_milliseconds. `new` is its prefill tokens, an integer; its speculative entries are those
+--                         behind the `first` of them, for so long; 0: none
 --
 -- {'applied', which, tokens, requests, overdue}  the which-th was reserved; its load without the reservation
 -- {'repeated', publisher, tokens, context, nonce, waited}  the request has a reservation already: this one, as it was
@@ -25,17 +26,20 @@
 -- {'full', 0, 0, 0, overdue}       the group has too many reservations; nothing written but what was overdue
 -- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; the same
 
-local names, registered, members = {}, {}, {}
-for i = 10, #ARGV, 6 do
-  names[#names + 1] = ARGV[i]
-  registered[#registered + 1] = 'publisher:' .. ARGV[i]
-  members[#members + 1] = string.format('%s %.0f %s %s', ARGV[i], math.floor(tonumber(ARGV[i + 1])), ARGV[3], ARGV[2])
+local names, news, handicaps, weights, firsts, lasting, members = {}, {}, {}, {}, {}, {}, {}
+local rest = ' ' .. ARGV[3] .. ' ' .. ARGV[2]
+for publisher, new, handicap, weight, first, spec_milliseconds in
+  ARGV[10]:gmatch('(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)')
+do
+  local i = #names + 1
+  names[i], news[i], handicaps[i], weights[i] = publisher, new, handicap, weight
+  firsts[i], lasting[i] = first, spec_milliseconds
+  members[i] = publisher .. ' ' .. new .. rest
 end
 for i, due in ipairs(redis.call('ZMSCORE', KEYS[2], unpack(members))) do
   if due then
     local tokens, requests = (redis.call('HGET', KEYS[1], names[i]) or '0 0'):match('^(%d+) (%d+)')
-    local new = members[i]:match('^%d+ (%d+)')
-    return {'applied', i, math.max(0, tokens - new), math.max(0, requests - 1), 0}
+    return {'applied', i, math.max(0, tokens - news[i]), math.max(0, requests - 1), 0}
   end
 end
 
@@ -52,49 +56,51 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-local function parsed(value)
-  local numbers = {}
-  for number in (value or '0 0 0 0 0 0 0'):gmatch('%d+') do numbers[#numbers + 1] = tonumber(number) end
-  return numbers
+-- A load with so much more; less where the amounts are negative, but never below zero.
+local function changed(load, tokens, requests, context)
+  local had_tokens, had_requests, had_context, others = load:match('^(%d+) (%d+) (%d+) (.+)$')
+  return string.format('%.0f %.0f %.0f %s', math.max(0, had_tokens + tokens), math.max(0, had_requests + requests),
+    math.max(0, had_context + context), others)
 end
-local function text(numbers) return string.format('%.0f %.0f %.0f %.0f %.0f %.0f %.0f', unpack(numbers)) end
 
 -- What nobody released: a replica that ended, a caller that forgot. Of all targets, so that none stays loaded.
 local overdue = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 8)
 for _, reservation in ipairs(overdue) do
   local publisher, tokens, context = reservation:match('^(%d+) (%d+) (%d+)')
   local value = redis.call('HGET', KEYS[1], publisher)
-  if value then
-    local load = parsed(value)
-    load[1], load[2], load[3] = math.max(0, load[1] - tokens), math.max(0, load[2] - 1), math.max(0, load[3] - context)
-    redis.call('HSET', KEYS[1], publisher, text(load))
-  end
+  if value then redis.call('HSET', KEYS[1], publisher, changed(value, -tokens, -1, -context)) end
   redis.call('ZREM', KEYS[2], reservation)
 end
 if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[7]) then return {'full', 0, 0, 0, #overdue} end
 
-local values, rows = redis.call('HMGET', KEYS[1], unpack(names)), redis.call('HMGET', KEYS[3], unpack(registered))
-local limit, which, least, tokens, requests = tonumber(ARGV[6])
+local values = redis.call('HMGET', KEYS[1], unpack(names))
+local limit, weight_new, weight_active = tonumber(ARGV[6]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local costs, waits, actives = {}, {}, {}
 for i = 1, #names do
-  local wait, active = 0, 0
-  if values[i] then wait, active = values[i]:match('^(%d+) (%d+)') end
-  if rows[i] and (limit == 0 or tonumber(active) < limit) then
-    local at = 10 + 6 * (i - 1)
-    local cost = (wait + ARGV[5] * active) / ARGV[at + 3] + ARGV[4] * ARGV[at + 1] + ARGV[at + 2]
-    if not least or cost < least then which, least, tokens, requests = i, cost, tonumber(wait), tonumber(active) end
+  local wait, active = (values[i] or '0 0'):match('^(%d+) (%d+)')
+  waits[i], actives[i] = tonumber(wait), tonumber(active)
+  if limit == 0 or actives[i] < limit then
+    costs[i] = (wait + weight_active * active) / weights[i] + weight_new * news[i] + handicaps[i]
   end
 end
-if not which then return {'saturated', 0, 0, 0, #overdue} end
+-- The best that is still registered: mostly the first that is looked at.
+local which
+repeat
+  which = nil
+  for i = 1, #names do
+    if costs[i] and (not which or costs[i] < costs[which]) then which = i end
+  end
+  if not which then return {'saturated', 0, 0, 0, #overdue} end
+  costs[which] = nil
+until redis.call('HEXISTS', KEYS[3], 'publisher:' .. names[which]) == 1
 
-local chosen = 10 + 6 * (which - 1)
-local load, new = parsed(values[which] or nil), math.floor(tonumber(ARGV[chosen + 1]))
-load[1], load[2], load[3] = tokens + new, requests + 1, load[3] + ARGV[3]
-if ARGV[8] == '1' then load[7] = now end
 local reservation = members[which]
-redis.call('HSET', KEYS[1], names[which], text(load))
+local load = changed(values[which] or '0 0 0 0 0 0 0', news[which], 1, ARGV[3])
+if ARGV[8] == '1' then load = load:gsub('%d+$', string.format('%.0f', now)) end
+redis.call('HSET', KEYS[1], names[which], load)
 redis.call('ZADD', KEYS[2], now + ARGV[1], reservation)
-if ARGV[9] == '1' then redis.call('SET', KEYS[4], string.format('%s %.0f', reservation, tokens), 'PX', ARGV[1]) end
-if ARGV[chosen + 5] ~= '0' then
-  for i = first_spec + ARGV[chosen + 4], #KEYS do redis.call('SET', KEYS[i], names[which], 'PX', ARGV[chosen + 5]) end
+if ARGV[9] == '1' then redis.call('SET', KEYS[4], string.format('%s %.0f', reservation, waits[which]), 'PX', ARGV[1]) end
+if lasting[which] ~= '0' then
+  for i = first_spec + firsts[which], #KEYS do redis.call('SET', KEYS[i], names[which], 'PX', lasting[which]) end
 end
-return {'applied', which, tokens, requests, #overdue}
+return {'applied', which, waits[which], actives[which], #overdue}

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from enum import StrEnum
-from itertools import chain
+from functools import lru_cache
 from typing import NamedTuple
 
 from waymark.errors import InvalidValue, StoreUnavailable
@@ -107,6 +107,9 @@ class Load(NamedTuple):
         return cls(*map(int, numbers))
 
 
+#: The text of a number; weights and handicaps are often the same.
+_numeral = lru_cache(1024)(repr)
+
 NO_LOAD = Load()
 """Of a target that never got a request."""
 
@@ -114,7 +117,7 @@ NO_LOAD = Load()
 class Offer(NamedTuple):
     """A candidate as ``reserve`` ranks it: by its load, ``weight``, ``new`` prompt tokens and ``handicap``.
 
-    The fields are the script's arguments, in its order.
+    The fields are those that the script reads, in its order.
     """
 
     publisher: int
@@ -207,7 +210,12 @@ class Reservations:
             terms.reservations_max,
             "1" if terms.is_cold else "0",
             "0" if terms.request_id is None else "1",
-            list(chain.from_iterable(offers)),
+            " ".join(
+                [
+                    f"{publisher} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting}"
+                    for publisher, new, handicap, weight, first, lasting in offers
+                ]
+            ),
         )
         if verdict is Verdict.REPEATED:
             publisher, tokens, context, earlier, waited = numbers

@@ -271,14 +271,14 @@ class Scripts:
         reservations_max: int,
         cold: str,
         repeatable: str,
-        candidate: Sequence[Arg],
+        candidates: str,
     ) -> tuple[Verdict, *tuple[int | str, ...]]:
         """The second value is a text: the nonce of a reservation that was made before."""
         keys: list[str | bytes] = [load, reservations, holders]
         if request is not None:
             keys.append(request)
         args: list[Arg] = [milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold]
-        args += (repeatable, *candidate)
+        args += (repeatable, candidates)
         verdict, *rest = await self._call("reserve", [*keys, *spec], args)
         return (Verdict(verdict.decode()), *(each.decode() if isinstance(each, bytes) else each for each in rest))
 
