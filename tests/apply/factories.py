@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.store.factories import Stream
-from waymark.apply.applier import Applier, resumed
+from waymark.apply.applier import Applier
 from waymark.apply.options import ApplyOptions
+from waymark.apply.resuming import resumed
 from waymark.metrics import Metrics
 from waymark.store.store import Store
 

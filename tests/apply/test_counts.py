@@ -71,7 +71,7 @@ async def test_the_parts_of_a_long_event_are_one_event(stream: Stream) -> None:
 async def test_what_is_not_applied_is_not_counted(stream: Stream) -> None:
     metrics = Metrics()
     applier = await applier_of(stream, metrics=metrics)
-    applier._is_patient = False
+    applier.calls.is_patient = False
 
     async def refuse(*_: object, **__: object) -> None:
         raise StoreUnavailable("away")

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from tests.apply.factories import applier_of
 from tests.store.factories import Stream, hgetall
-from waymark.apply.applier import Fenced
+from waymark.apply.redis_calls import Fenced
 from waymark.domain.names import HolderName
 from waymark.errors import StoreUnavailable
 from waymark.store import keys

@@ -6,8 +6,9 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Stream, apart
-from waymark.apply.applier import Fenced, resumed
 from waymark.apply.options import ApplyOptions
+from waymark.apply.redis_calls import Fenced
+from waymark.apply.resuming import resumed
 from waymark.metrics import Metrics
 from waymark.store.store import Store
 

@@ -15,9 +15,11 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Stream, blocks_of, hgetall, stream_of
-from waymark.apply.applier import Applier, Fenced, Incoming, resumed
+from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
 from waymark.apply.pool_hashes import KEPT
+from waymark.apply.redis_calls import Fenced
+from waymark.apply.resuming import resumed
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.parts import Commit
 from waymark.domain.status import StreamStatus

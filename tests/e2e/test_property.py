@@ -25,8 +25,8 @@ from tests.e2e.session import MODEL_NAME, Publisher, Session, Spec, Step, prompt
 from tests.model import Model, Space, Tokens
 from tests.patience import patient
 from waymark.api.application import create_app
-from waymark.apply.applier import resumed
 from waymark.apply.options import ApplyOptions
+from waymark.apply.resuming import resumed
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
 from waymark.domain.names import DEFAULT_TENANT, PublisherName
 from waymark.engines import decoder

@@ -9,8 +9,9 @@ from typing import Any
 from tests.conftest import wait_until
 from tests.ingest.conftest import BLOCK_SIZE, GROUP, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
 from tests.store.factories import hgetall
-from waymark.apply.applier import Incoming, resumed
+from waymark.apply.applier import Incoming
 from waymark.apply.options import ApplyOptions
+from waymark.apply.resuming import resumed
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Envelope, Stored
 from waymark.metrics import Metrics

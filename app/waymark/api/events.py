@@ -17,9 +17,11 @@ from itertools import groupby
 from waymark.api.bodies import Body
 from waymark.api.operations import Answer
 from waymark.api.prompts import check_count
-from waymark.apply.applier import Applier, Fenced, Incoming, resumed
+from waymark.apply.applier import Applier, Incoming
 from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
+from waymark.apply.redis_calls import Fenced
+from waymark.apply.resuming import resumed
 from waymark.domain.engines import OVER_HTTP
 from waymark.domain.events import Batch, Envelope, Event
 from waymark.domain.names import PublisherName

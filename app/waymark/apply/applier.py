@@ -7,8 +7,8 @@ A fold is a list of consecutive batches that are applied together. An applier is
 - **ahead**: a fold is resolved, and Redis has not acknowledged it. The resolver remembers blocks and event_ids that
   Redis may not have, and only the apply itself writes them. After the acknowledgement ``counts`` counts the fold, and
   the applier is in step again.
-- **waiting**: Redis is unavailable, and ``last_error`` says why. A patient applier, which applies a stream, repeats its
-  call until Redis answers; Redis may therefore run a call twice. An applier that serves a request raises
+- **waiting**: Redis is unavailable, and ``calls.last_error`` says why. A patient applier, which applies a stream,
+  repeats its call until Redis answers; Redis may therefore run a call twice. An applier that serves a request raises
   ``StoreUnavailable`` at once instead.
 - **over**: ``Fenced``, ``StoreUnavailable`` or a cancellation has left the applier. The applier may be ahead of Redis.
   So it is discarded, and the next applier reads the record.
@@ -16,53 +16,40 @@ A fold is a list of consecutive batches that are applied together. An applier is
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from waymark.apply.bounding import Bounding
 from waymark.apply.counts import Counts
-from waymark.apply.kept import KeptMemories
-from waymark.apply.options import ApplyOptions
-from waymark.apply.pool_hashes import KEPT, PoolHashes
+from waymark.apply.pool_hashes import PoolHashes
 from waymark.apply.portions import portions_of
+from waymark.apply.redis_calls import Fenced, RedisCalls
 from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
-from waymark.domain.generations import Bounds
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
 from waymark.domain.parts import Commit, Part, Parts, has_singles, joined
 from waymark.domain.plan import Plan
 from waymark.domain.resolver import Resolver
 from waymark.domain.slices import Slices
-from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.activity import Kind, about
 from waymark.store.entries import GroupEntries
 from waymark.store.hashes import Reported
 from waymark.store.leases import Grant, random_nonce
-from waymark.store.records import Begin, Facts, StreamState
+from waymark.store.records import Begin, Facts
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 from waymark.store.stream_fields import MISSING
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_PAUSE_SECONDS_MIN = 0.05
-_PAUSE_SECONDS_MAX = 1.0
 #: The number of shards that are asked at each renewal whether they have lost writes.
 _SHARDS_ASKED = 16
-
-
-class Fenced(Exception):
-    """Another worker has the stream, or Redis has lost writes to it. In both cases the state here is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +77,20 @@ class Applier:
         pool_hashes_max: int = 0,
         is_patient: bool = True,
     ) -> None:
-        self._is_patient = is_patient
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
         """Absolute values. They count what is applied, and what was received whether or not its batch is applied."""
-        self.last_error: str | None = None
         self._store = store
-        self._metrics = metrics
         self.bounding = Bounding(resolver, metrics, self.new_life, self._note_entries)
         self.slices = SliceRunner(between=self._keep_lease if is_patient else None)
+        self.calls = RedisCalls(metrics, self.slices.begin, is_patient=is_patient)
         self.pool_hashes = PoolHashes(
             grant,
             resolver,
             store.hashes,
             store.takeover,
-            self.answered,
+            self.calls.answered,
             self.slices,
             self._apply_early,
             self._keep_hashes,
@@ -121,33 +106,6 @@ class Applier:
     def happened(self, kind: Kind, detail: str = "") -> None:
         """Note what has happened to the publisher, for people."""
         self._store.activity.note(kind, **about(self.grant.claim.registration), detail=detail)
-
-    async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The reply of ``call``, which a patient applier repeats until Redis answers.
-
-        Raises Fenced and RecordDamaged, and StoreUnavailable if the applier is not patient.
-        """
-        pause = _PAUSE_SECONDS_MIN
-        while True:
-            try:
-                reply = await call()
-            except RecordDamaged:
-                raise  # a repetition fails in the same way; the next worker that takes the stream may mend the record
-            except StoreUnavailable as exc:
-                if not self._is_patient:
-                    raise
-                if self.last_error is None:
-                    log.warning("redis does not answer", extra=fields(error=exc.sentence))
-                self.last_error = exc.sentence
-                self._metrics.redis_up.set(0)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _PAUSE_SECONDS_MAX)
-            else:
-                self.slices.begin()
-                if self.last_error is not None:
-                    self.last_error = None
-                    self._metrics.redis_up.set(1)
-                return reply
 
     async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
         """Apply batches in order. Their event_ids, and with ``commit`` the watermark, move in the last call.
@@ -196,21 +154,19 @@ class Applier:
     async def _keep_singles(self) -> None:
         """Mark the group as one with blocks of unknown depth, before the first such block is written."""
         if not self._has_singles:
-            if not await self.answered(lambda: self._store.records.keep_singles(self.grant)):
-                raise Fenced
+            await self.calls.accepted(lambda: self._store.records.keep_singles(self.grant))
             self._has_singles = True
 
     async def _keep_hashes(self, blocks: Sequence[Reported]) -> None:
         hashes_max = self._pool_hashes_max
-        if not await self.answered(lambda: self._store.hashes.keep(self.grant, blocks, hashes_max)):
-            raise Fenced
+        await self.calls.accepted(lambda: self._store.hashes.keep(self.grant, blocks, hashes_max))
 
     async def _apply(
         self, parts: Sequence[Part], moves: Moves, commit: Commit | None, event_ids: Mapping[int, int]
     ) -> None:
         index = self._store.index
-        hold = self._hold if self._is_patient else None
-        verdict = await self.answered(lambda: index.apply(self.grant, parts, moves, commit, event_ids, hold=hold))
+        hold = self._hold if self.calls.is_patient else None
+        verdict = await self.calls.answered(lambda: index.apply(self.grant, parts, moves, commit, event_ids, hold=hold))
         if verdict is Verdict.LOST:
             await self._lost()
         if verdict is Verdict.FENCED:
@@ -221,7 +177,7 @@ class Applier:
         await self._end(unit, is_restart=unit == "*")
 
     async def _note_entries(self, blocks: Mapping[int, int], max_entries: int) -> GroupEntries:
-        group = await self.answered(lambda: self._store.entries.note(self.grant, blocks, max_entries))
+        group = await self.calls.answered(lambda: self._store.entries.note(self.grant, blocks, max_entries))
         if group is None:
             raise Fenced
         return group
@@ -237,23 +193,19 @@ class Applier:
         await self.write({**facts, **(told or {})}, {})
 
     async def write(self, facts: Facts, counters: Mapping[str, int]) -> None:
-        written = await self.answered(lambda: self._store.records.write(self.grant, facts, counters))
-        if not written:
-            raise Fenced
+        await self.calls.accepted(lambda: self._store.records.write(self.grant, facts, counters))
 
     async def set_lost(self, *, is_lost: bool) -> None:
-        if not await self.answered(lambda: self._store.records.set_lost(self.grant, is_lost=is_lost)):
-            raise Fenced
+        await self.calls.accepted(lambda: self._store.records.set_lost(self.grant, is_lost=is_lost))
 
     async def renew(self, seconds: float) -> None:
         """Renew the lease for ``seconds``, and check that Redis has lost no writes. Raises Fenced."""
         self._lease_at = time.monotonic()
-        if not await self.answered(lambda: self._store.leases.renew(self.grant, seconds)):
-            raise Fenced
+        await self.calls.accepted(lambda: self._store.leases.renew(self.grant, seconds))
         others = range(1, self.grant.shards)
         few = [others[(self._asked + i) % len(others)] for i in range(min(_SHARDS_ASKED, len(others)))]
         self._asked += len(few)
-        lost = await self.answered(lambda: self._store.index.has_lost(self.grant, [0, *few]))
+        lost = await self.calls.answered(lambda: self._store.index.has_lost(self.grant, [0, *few]))
         if 0 in lost:
             raise Fenced  # the record, on the same shard, is as old as its blocks
         if lost:
@@ -269,8 +221,8 @@ class Applier:
 
     async def _keep_lease(self) -> None:
         """Renew the lease in the middle of a long batch."""
-        if self._is_patient:
-            await self.answered(self._hold)
+        if self.calls.is_patient:
+            await self.calls.answered(self._hold)
 
     async def _lost(self) -> None:
         """End the life, because a shard has lost writes. The watermark, on another shard, does not show the loss."""
@@ -301,7 +253,7 @@ class Applier:
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[Begin]) -> list[int]:
         """End holders, or begin others. Redis makes the change once, even if the call is repeated."""
         above, nonce = await self._above(), random_nonce()
-        ids = await self.answered(
+        ids = await self.calls.answered(
             lambda: self._store.records.new_life(
                 self.grant, unit=unit, is_restart=is_restart, begin=begin, above=above, nonce=nonce
             )
@@ -314,69 +266,7 @@ class Applier:
         """The highest holder id on any shard. With several shards each call reads it, because it may have grown."""
         if self.grant.shards == 1:
             return self.grant.above
-        above = await self.answered(lambda: self._store.leases.highest_holder(self.grant))
+        above = await self.calls.answered(lambda: self._store.leases.highest_holder(self.grant))
         if above is None:
             raise Fenced
         return above
-
-
-async def resumed(
-    grant: Grant,
-    store: Store,
-    metrics: Metrics,
-    options: ApplyOptions,
-    *,
-    foreign_ranks: frozenset[int] = frozenset(),
-    is_patient: bool = True,
-    kept: KeptMemories | None = None,
-) -> tuple[Applier, StreamState]:
-    """Return an applier with the state in the stream's record, and that state. Raises Fenced if there is no record.
-
-    ``foreign_ranks`` are the ranks of the instance with their own registration. A damaged record begins a new life.
-    The blocks of the stream come from ``kept`` where they are there, else from Redis.
-    """
-    state = await store.records.read(grant)
-    if state is None:
-        raise Fenced
-    memory = None if kept is None else kept.take(grant, state)
-    resolver = Resolver(
-        grant.claim.registration,
-        grant.publisher,
-        seed=options.hash_seed,
-        blocks_max=options.stream_blocks_max,
-        shards=grant.shards,
-        waiting_blocks=options.waiting_blocks,
-        foreign_ranks=foreign_ranks,
-        memory=memory,
-        # A source of opaque prefixes has no blocks, and bounds of its own.
-        bounds=Bounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
-        reads_windows=options.hybrid == "boundary",
-    )
-    main_group = int(state.main_groups) if state.main_groups else None
-    resolver.resume(state.holders, state.flags, main_group, state.event_ids)
-    has_skipped = False
-    if memory is None:
-        ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
-        has_skipped = resolver.skip(await store.takeover.fill(grant, ranks, resolver.memory), state.watermark)
-    counters = Counter(state.counters)
-    resolver.missing = counters[MISSING]
-    # Blocks that waited for their parents were only in the memory of the process before.
-    counters["waiting_lost"] += counters["waiting"]
-    counters["waiting"] = 0
-    applier = Applier(
-        grant, store, resolver, metrics, counters, pool_hashes_max=options.pool_hashes_max, is_patient=is_patient
-    )
-    if state.is_damaged:
-        log.warning("record of a stream is damaged", extra=fields(stream=str(grant.claim.registration.name)))
-        await store.records.adopt(grant, state)
-        await applier.new_life()
-        resolver.resume({}, frozenset(), None, {})
-        state = await store.records.read(grant)
-        if state is None:
-            raise Fenced
-    elif has_skipped and KEPT in resolver.flags:
-        # Shard 0 may have lost the hashes of blocks that another shard has, and that are skipped.
-        resolver.flags.discard(KEPT)
-        await applier.keep_facts()
-    await applier.bounding.check(at_once=True)
-    return applier, state

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 
-from waymark.apply.applier import Applier, Fenced
+from waymark.apply.applier import Applier
+from waymark.apply.redis_calls import Fenced
 from waymark.asker import Asker
 from waymark.chat.sse import ServerSentEvent
 from waymark.domain.names import Holder, HolderName
@@ -190,7 +191,7 @@ class PrefixStream:
         prefixes, grant = self._store.prefixes, applier.grant
 
         async def applied(some: list[PrefixChange]) -> int:
-            entries = await applier.answered(
+            entries = await applier.calls.answered(
                 lambda: prefixes.apply(grant, hot, warm, some, ttl_seconds=options.entry_ttl_seconds)
             )
             if entries is None:
@@ -202,7 +203,7 @@ class PrefixStream:
             return
         # A bound that is reached removes a tenth, so that the next event does not reach it again.
         while entries > options.max_entries - options.max_entries // 10:
-            oldest = await applier.answered(lambda: prefixes.oldest(grant, hot, warm, options.max_entries))
+            oldest = await applier.calls.answered(lambda: prefixes.oldest(grant, hot, warm, options.max_entries))
             entries = await applied(oldest)
             self._count("evictions", len(oldest))
             self._metrics.index_evictions.labels(reason="max_entries").inc(len(oldest))

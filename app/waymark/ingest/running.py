@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from waymark.apply.applier import Applier, Fenced, resumed
+from waymark.apply.applier import Applier
+from waymark.apply.redis_calls import Fenced
+from waymark.apply.resuming import resumed
 from waymark.asker import Asker
 from waymark.domain.names import PublisherName
 from waymark.domain.resolver import Resolver

@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from waymark.apply.applier import Fenced, Incoming
+from waymark.apply.applier import Incoming
+from waymark.apply.redis_calls import Fenced
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
 from waymark.ingest.catch_up import CatchUpResult

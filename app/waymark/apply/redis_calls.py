@@ -1,0 +1,67 @@
+"""An applier's calls to Redis: repeated while Redis is unavailable, and over once another worker has the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from waymark.errors import RecordDamaged, StoreUnavailable
+from waymark.logs import fields
+from waymark.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PAUSE_SECONDS_MIN = 0.05
+_PAUSE_SECONDS_MAX = 1.0
+
+
+class Fenced(Exception):
+    """Another worker has the stream, or Redis has lost writes to it. In both cases the state here is invalid."""
+
+
+class RedisCalls:
+    """With ``is_patient`` a call waits for Redis; else it raises."""
+
+    def __init__(self, metrics: Metrics, begin: Callable[[], None], *, is_patient: bool) -> None:
+        """``begin`` is called after each reply: the process has just been idle."""
+        self.is_patient = is_patient
+        self.last_error: str | None = None
+        """Why Redis does not answer; None while it does."""
+        self._metrics = metrics
+        self._begin = begin
+
+    async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The reply of ``call``, which a patient caller repeats until Redis answers.
+
+        Raises RecordDamaged, what ``call`` raises, and without ``is_patient`` StoreUnavailable.
+        """
+        pause = _PAUSE_SECONDS_MIN
+        while True:
+            try:
+                reply = await call()
+            except RecordDamaged:
+                raise  # a repetition fails in the same way; the next worker that takes the stream may mend the record
+            except StoreUnavailable as exc:
+                if not self.is_patient:
+                    raise
+                if self.last_error is None:
+                    log.warning("redis does not answer", extra=fields(error=exc.sentence))
+                self.last_error = exc.sentence
+                self._metrics.redis_up.set(0)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+            else:
+                self._begin()
+                if self.last_error is not None:
+                    self.last_error = None
+                    self._metrics.redis_up.set(1)
+                return reply
+
+    async def accepted(self, call: Callable[[], Awaitable[bool]]) -> None:
+        """As ``answered``, for a call whose reply is False where another worker has the stream. Raises Fenced then."""
+        if not await self.answered(call):
+            raise Fenced

@@ -1,0 +1,84 @@
+"""Makes the applier of a stream from the stream's record, and from the memory of the process or the blocks in Redis."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from waymark.apply.applier import Applier
+from waymark.apply.kept import KeptMemories
+from waymark.apply.options import ApplyOptions
+from waymark.apply.pool_hashes import KEPT
+from waymark.apply.redis_calls import Fenced
+from waymark.domain.generations import Bounds
+from waymark.domain.resolver import Resolver
+from waymark.logs import fields
+from waymark.metrics import Metrics
+from waymark.store.leases import Grant
+from waymark.store.records import StreamState
+from waymark.store.store import Store
+from waymark.store.stream_fields import MISSING
+
+log = logging.getLogger(__name__)
+
+
+async def resumed(
+    grant: Grant,
+    store: Store,
+    metrics: Metrics,
+    options: ApplyOptions,
+    *,
+    foreign_ranks: frozenset[int] = frozenset(),
+    is_patient: bool = True,
+    kept: KeptMemories | None = None,
+) -> tuple[Applier, StreamState]:
+    """Return an applier with the state in the stream's record, and that state. Raises Fenced if there is no record.
+
+    ``foreign_ranks`` are the ranks of the instance with their own registration. A damaged record begins a new life.
+    The blocks of the stream come from ``kept`` where they are there, else from Redis.
+    """
+    state = await store.records.read(grant)
+    if state is None:
+        raise Fenced
+    memory = None if kept is None else kept.take(grant, state)
+    resolver = Resolver(
+        grant.claim.registration,
+        grant.publisher,
+        seed=options.hash_seed,
+        blocks_max=options.stream_blocks_max,
+        shards=grant.shards,
+        waiting_blocks=options.waiting_blocks,
+        foreign_ranks=foreign_ranks,
+        memory=memory,
+        # A source of opaque prefixes has no blocks, and bounds of its own.
+        bounds=Bounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
+        reads_windows=options.hybrid == "boundary",
+    )
+    main_group = int(state.main_groups) if state.main_groups else None
+    resolver.resume(state.holders, state.flags, main_group, state.event_ids)
+    has_skipped = False
+    if memory is None:
+        ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
+        has_skipped = resolver.skip(await store.takeover.fill(grant, ranks, resolver.memory), state.watermark)
+    counters = Counter(state.counters)
+    resolver.missing = counters[MISSING]
+    # Blocks that waited for their parents were only in the memory of the process before.
+    counters["waiting_lost"] += counters["waiting"]
+    counters["waiting"] = 0
+    applier = Applier(
+        grant, store, resolver, metrics, counters, pool_hashes_max=options.pool_hashes_max, is_patient=is_patient
+    )
+    if state.is_damaged:
+        log.warning("record of a stream is damaged", extra=fields(stream=str(grant.claim.registration.name)))
+        await store.records.adopt(grant, state)
+        await applier.new_life()
+        resolver.resume({}, frozenset(), None, {})
+        state = await store.records.read(grant)
+        if state is None:
+            raise Fenced
+    elif has_skipped and KEPT in resolver.flags:
+        # Shard 0 may have lost the hashes of blocks that another shard has, and that are skipped.
+        resolver.flags.discard(KEPT)
+        await applier.keep_facts()
+    await applier.bounding.check(at_once=True)
+    return applier, state
