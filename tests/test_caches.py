@@ -72,6 +72,7 @@ ELSEWHERE = {
     "store.holder_tables:_holder": "what a record says, by its bytes",
     "store.holder_tables:_row": "what a record says, by its bytes",
     "selection.degraded:Degraded": "what was known last, to decide by while Redis is away",
+    "selection.fleets:Fleets": "made by the incarnation",
     "selection.fleet:Fleet": "bound to a table, which never changes",
     "selection.readings:Readings": "made by the incarnation",
     "selection.readings:_Group": "of Readings",

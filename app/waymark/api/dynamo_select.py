@@ -193,7 +193,7 @@ class DynamoSelect:
         if context is None and request.token_ids is not None:
             context = self._inputs.prompt(request, body)(1).tokens
         tokens = (context or 0) if request.track_prefill_tokens else 0
-        fleet = await self._selector.fleet(group)
+        fleet = await self._selector.fleets.newest(group)
         worker = str(request.worker_id)
         members = [] if fleet is None else [each for each in fleet.members if each.name[0] == worker]
         if not members:
@@ -206,7 +206,7 @@ class DynamoSelect:
         raise NotFound(f"Worker WorkerWithDpRank {{ worker_id: {worker}, dp_rank: {request.dp_rank} }} not found")
 
     async def _target(self, group: GroupName, wanted: Reservation) -> Candidate | None:
-        fleet = await self._selector.fleet(group)
+        fleet = await self._selector.fleets.newest(group)
         member = None if fleet is None else fleet.by_publisher.get(wanted.publisher)
         return None if member is None else Candidate(member.publisher, *member.name, address=member.target.address)
 

@@ -29,3 +29,9 @@ def pack(seq_hashes: Iterable[int], namespace: int = 0) -> bytes:
 def unpack(keys: bytes) -> tuple[int, ...]:
     """Packed keys as numbers."""
     return struct.unpack(f">{len(keys) // KEY_BYTES}Q", keys)
+
+
+def key_at(packed: bytes, depth: int) -> int:
+    """The key of the block that ends a prefix of ``depth`` blocks."""
+    (key,) = unpack(packed[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
+    return key

@@ -74,7 +74,7 @@ class ReportedPrompts:
             found, placed = await asyncio.gather(
                 self._indexed(served, keyspace, hashes), self._placed(served, keyspace, hashes)
             )
-            precise = _with_events(self._requests.selector.fleet_at_hand(served.group))
+            precise = _with_events(self._requests.selector.fleets.at_hand(served.group))
             found |= {holder: each for holder, each in placed.items() if holder not in precise}
         return _sorted(found)
 
@@ -89,7 +89,7 @@ class ReportedPrompts:
             return "unknown_model"
         if not keyspace.is_text:
             selector = self._requests.selector
-            fleet = selector.fleet_at_hand(served.group) or await selector.fleet(served.group)
+            fleet = selector.fleets.at_hand(served.group) or await selector.fleets.newest(served.group)
             if holder in _with_events(fleet):
                 return "has_events"
         block_keys = _placement_keys(served, keyspace, extend_local(parent, array("Q", local_hashes)))
@@ -124,7 +124,7 @@ class ReportedPrompts:
         reading = await self._store.reader.read(
             served.group, keyspace.block_size, PackedKeys(packed), deadline_seconds=self._deadline_seconds
         )
-        fleet = self._requests.selector.fleet_at_hand(served.group)
+        fleet = self._requests.selector.fleets.at_hand(served.group)
         if reading is None or fleet is None:
             return {}
         rows = target_rows(reading.walk)

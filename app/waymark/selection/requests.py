@@ -201,7 +201,7 @@ class RequestSelector:
         """
         named = GroupName(tenant_id, request.model)
         served = await self._served.of(named) or ServedModel(named)
-        if await self.selector.fleet(served.group) is None:
+        if await self.selector.fleets.newest(served.group) is None:
             return None
         several = await self._prompts.tokens(request, served)
         prompt = self._prompts.keyed(several[0], request, served) if several else no_prompt
@@ -224,7 +224,7 @@ class RequestSelector:
         """
         group = asked.group
         try:
-            if await self.selector.fleet(group) is not None:
+            if await self.selector.fleets.newest(group) is not None:
                 return False
         except StoreUnavailable:
             return True
@@ -240,7 +240,7 @@ class RequestSelector:
     async def _has_sources(self, group: GroupName) -> bool:
         """Whether a target reports opaque prefixes, which are found by the prefix key."""
         try:
-            fleet = await self.selector.fleet(group)
+            fleet = await self.selector.fleets.newest(group)
         except StoreUnavailable:
             return False
         return fleet is not None and fleet.has_sources

@@ -10,45 +10,32 @@ from time import perf_counter
 from typing import NamedTuple
 
 from waymark.domain.hashing import text_hash
-from waymark.domain.keys import KEY_BYTES, unpack
-from waymark.domain.match import Walk
+from waymark.domain.keys import KEY_BYTES, key_at
 from waymark.domain.row_runs import last_piece
 from waymark.domain.targets import host_and_port
 from waymark.errors import Saturated
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate
 from waymark.selection.asked import Asked, Selected, Taking
-from waymark.selection.fleet import Fleet, Seen
 from waymark.selection.loads import Loads
 from waymark.selection.offers import Offers, ScoredOffers, SumOffers
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress, Watched
 from waymark.selection.ranking import Stages
+from waymark.selection.target_reader import Lookup
 from waymark.shown import shown
 from waymark.store import keys
-from waymark.store.directory import GroupEntry
 from waymark.store.reservations import NO_LOAD, Offer, Part, Reservation, Reservations, Reserved, Terms
 from waymark.store.scripts import Verdict
 from waymark.store.speculative import depths
-
-
-class Looked(NamedTuple):
-    """What the reservation needs of a lookup."""
-
-    entry: GroupEntry
-    request: Request
-    fleet: Fleet
-    seen: Seen
-    keys: bytes
-    walk: Walk | None = None
 
 
 class _Stage(NamedTuple):
     """One stage of a request, and who could take it."""
 
     offers: Offers
-    looked: Looked
+    lookup: Lookup
     asked: Asked
     taking: Taking
     is_prefill_elsewhere: bool = False
@@ -72,7 +59,7 @@ class Taker:
         self._metrics = metrics
         self._observe = metrics.decision_duration_seconds.labels(part="reserve").observe
 
-    async def take(self, of: Stages | SumOffers, looked: Looked, asked: Asked, taking: Taking) -> Selected | None:
+    async def take(self, of: Stages | SumOffers, lookup: Lookup, asked: Asked, taking: Taking) -> Selected | None:
         """Reserve the best, of each stage that the request goes through; None where all of them are gone.
 
         Raises Saturated; nothing stays reserved then.
@@ -82,29 +69,29 @@ class Taker:
         if isinstance(of, SumOffers):
             offers, before, encode, decision = of, None, (), Decision.KV_AWARE
         else:
-            blocks = len(looked.keys) // KEY_BYTES
+            blocks = len(lookup.keys) // KEY_BYTES
             # Redis could find another target cheaper than the session's.
             is_by_place = of.decision is Decision.SESSION
             offers = ScoredOffers(
                 of.decode,
                 asked.policy,
-                looked.request,
+                lookup.request,
                 blocks,
                 is_by_place=is_by_place,
                 is_prefill_elsewhere=bool(of.prefill),
             )
-            before = ScoredOffers(of.prefill, asked.policy, looked.request, blocks) if of.prefill else None
+            before = ScoredOffers(of.prefill, asked.policy, lookup.request, blocks) if of.prefill else None
             encode, decision = of.encode, of.decision
         at, before_at = 0, 0
         made: list[Reservation] = []
         if taking.is_reserved:
-            first = await self._one(_Stage(offers, looked, asked, taking, before is not None))
+            first = await self._one(_Stage(offers, lookup, asked, taking, before is not None))
             if first is None:
                 return None
             at = first[0]
             made.append(first[1])
             if before is not None:
-                second = await self._second(before, looked, asked, taking, made)
+                second = await self._second(before, lookup, asked, taking, made)
                 if second is None:
                     return None
                 before_at = second
@@ -117,26 +104,26 @@ class Taker:
             offers.others(at, taking.count - 1),
             asked.policy,
             decision,
-            looked.request.tokens,
-            looked.request.prefix_key,
+            lookup.request.tokens,
+            lookup.request.prefix_key,
             prefill,
             encode,
             made,
-            group_id=looked.entry.group_id,
-            block_size=looked.request.block_size,
-            walk=looked.walk,
+            group_id=lookup.entry.group_id,
+            block_size=lookup.request.block_size,
+            walk=lookup.walk,
             headers=headers,
         )
 
     async def _second(
-        self, offers: Offers, looked: Looked, asked: Asked, taking: Taking, made: list[Reservation]
+        self, offers: Offers, lookup: Lookup, asked: Asked, taking: Taking, made: list[Reservation]
     ) -> int | None:
         """The prefill stage's target, too, or neither."""
         other = taking
         if taking.request_id is not None:
             other = replace(taking, request_id=f"{text_hash(taking.request_id + ' prefill'):016x}")
         try:
-            second = await self._one(_Stage(offers, looked, asked, other))
+            second = await self._one(_Stage(offers, lookup, asked, other))
         except BaseException:
             await asyncio.shield(self._reservations.release(made, Part.OK))
             raise
@@ -148,11 +135,11 @@ class Taker:
 
     async def _one(self, stage: _Stage) -> tuple[int, Reservation] | None:
         """The place of the target that was taken."""
-        of, looked, asked, taking, is_prefill_elsewhere = stage
+        of, lookup, asked, taking, is_prefill_elsewhere = stage
         began = perf_counter()
-        offers, spec_keys = self._with_entries(of, looked, taking)
+        offers, spec_keys = self._with_entries(of, lookup, taking)
         terms = Terms(
-            context=looked.request.tokens,
+            context=lookup.request.tokens,
             weight_new=of.linear.new,
             weight_active=of.linear.active,
             milliseconds=taking.milliseconds,
@@ -162,7 +149,7 @@ class Taker:
             spec_keys=spec_keys,
             request_id=taking.request_id,
         )
-        found = await self._reservations.reserve(looked.entry.group_id, offers, terms)
+        found = await self._reservations.reserve(lookup.entry.group_id, offers, terms)
         self._observe(perf_counter() - began)
         self._metrics.reservations_expired.inc(found.overdue)
         reservation = found.reservation
@@ -174,34 +161,34 @@ class Taker:
             reservation = reservation._replace(waited=None)
         at = of.find(reservation.publisher)
         if found.verdict is not Verdict.REPEATED:
-            self._follow(found, reservation, looked, asked, taking)
+            self._follow(found, reservation, lookup, asked, taking)
         elif at is None:  # the target that the same request got before is gone
             return await self._one(stage._replace(taking=replace(taking, request_id=None)))
         assert at is not None
         return at, reservation
 
-    def _with_entries(self, of: Offers, looked: Looked, taking: Taking) -> tuple[list[Offer], Sequence[str]]:
+    def _with_entries(self, of: Offers, lookup: Lookup, taking: Taking) -> tuple[list[Offer], Sequence[str]]:
         """The offers with the speculative entries that each would get, and the keys of all of these."""
         offers = of.offers()
         is_expected = self._options.is_speculative if taking.expects is None else taking.expects
-        if not (is_expected or looked.fleet.has_silent):
+        if not (is_expected or lookup.fleet.has_silent):
             return offers, ()
         matched = of.matched_blocks()
         least = min(matched)
-        at = [depth for depth in depths(len(looked.keys) // KEY_BYTES) if depth > least]
+        at = [depth for depth in depths(len(lookup.keys) // KEY_BYTES) if depth > least]
         offers = [
             offer._replace(
                 spec_from=bisect_right(at, has),
-                spec_milliseconds=self._spec_milliseconds(offer.publisher, looked, is_expected, taking),
+                spec_milliseconds=self._spec_milliseconds(offer.publisher, lookup, is_expected, taking),
             )
             for offer, has in zip(offers, matched, strict=True)
         ]
         if not any(offer.spec_milliseconds for offer in offers):
             return offers, ()
-        return offers, [keys.spec(looked.entry.group_id, key_at(looked.keys, depth)) for depth in at]
+        return offers, [keys.spec(lookup.entry.group_id, key_at(lookup.keys, depth)) for depth in at]
 
-    def _spec_milliseconds(self, publisher: int, looked: Looked, is_expected: bool, taking: Taking) -> int:
-        if looked.fleet.by_publisher[publisher].tells_events:
+    def _spec_milliseconds(self, publisher: int, lookup: Lookup, is_expected: bool, taking: Taking) -> int:
+        if lookup.fleet.by_publisher[publisher].tells_events:
             return self._options.speculative_milliseconds if is_expected else 0
         # Its entries are all that is known of it.
         return 0 if taking.expects is False else self._options.approximate_milliseconds
@@ -220,36 +207,30 @@ class Taker:
                 "under way; try again in a moment, or raise WAYMARK_TARGET_REQUESTS_MAX"
             )
 
-    def _follow(self, found: Reserved, reservation: Reservation, looked: Looked, asked: Asked, taking: Taking) -> None:
+    def _follow(self, found: Reserved, reservation: Reservation, lookup: Lookup, asked: Asked, taking: Taking) -> None:
         """Remember what the decision has changed, and watch for the end of its prefill."""
         tokens, publisher = reservation.tokens, reservation.publisher
-        before = looked.seen.loads.get(publisher, NO_LOAD)
+        before = lookup.seen.loads.get(publisher, NO_LOAD)
         after = before._replace(
             tokens=found.tokens + tokens, requests=found.requests + 1, context=before.context + reservation.context
         )
-        self._loads.saw(looked.entry.group_id, publisher, after)
+        self._loads.saw(lookup.entry.group_id, publisher, after)
         if not tokens:
             return
         now = asyncio.get_running_loop().time()
-        member = looked.fleet.by_publisher[publisher]
+        member = lookup.fleet.by_publisher[publisher]
         ends_at = now + taking.milliseconds / 1000
         piece, done_at, by = None, None, "estimate"
-        if looked.keys and member.tells_events:
-            row = looked.seen.rows.get(member.name)
-            if row is not None and not row.shared and row.blocks == len(looked.keys) // KEY_BYTES:
+        if lookup.keys and member.tells_events:
+            row = lookup.seen.rows.get(member.name)
+            if row is not None and not row.shared and row.blocks == len(lookup.keys) // KEY_BYTES:
                 done_at, by = now, "index"  # below the device, so that it counts as tokens to be computed
             else:
-                piece = last_piece(looked.keys)
+                piece = last_piece(lookup.keys)
         elif self._options.prefill_tokens_per_second:
             seconds = (found.tokens + tokens) / member.target.weight / self._options.prefill_tokens_per_second
             done_at = now + seconds
-        self._progress.watch(Watched(reservation, asked.group, looked.entry, piece, done_at, ends_at, by))
-
-
-def key_at(packed: bytes, depth: int) -> int:
-    """The key of the block that ends a prefix of ``depth`` blocks."""
-    (key,) = unpack(packed[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
-    return key
+        self._progress.watch(Watched(reservation, asked.group, lookup.entry, piece, done_at, ends_at, by))
 
 
 def headers_of(target: Candidate, prefill: Candidate | None, encode: Sequence[Candidate]) -> Mapping[str, str]:

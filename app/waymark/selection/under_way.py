@@ -78,7 +78,7 @@ class RequestsUnderWay:
         """Reservations of the target at ``address``; none if there is no such target, or it cannot be reserved."""
         group, tokens = routed.served.group, routed.selected.tokens
         try:
-            fleet = await self._selector.fleet(group)
+            fleet = await self._selector.fleets.newest(group)
         except StoreUnavailable:
             return ()
         found = None if fleet is None else fleet.at(address)
