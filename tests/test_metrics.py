@@ -167,9 +167,9 @@ def test_names_and_labels_are_as_listed() -> None:
     assert sorted(exported) == EXPORTED
 
 
-def test_help_is_a_sentence_that_says_how_many_or_how_long() -> None:
+def test_help_is_a_sentence_that_says_how_many_how_long_or_when() -> None:
     for row in rows(Metrics):
-        assert re.fullmatch(r"(How many|How long|Whether|Which) .+\.", row.help), row.name
+        assert re.fullmatch(r"(How many|How long|Whether|Which|When) .+\.", row.help), row.name
 
 
 def test_the_page_of_operations_holds_their_table() -> None:

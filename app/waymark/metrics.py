@@ -1,14 +1,14 @@
 """Every metric, as one table.
 
-A line is a metric: its name (without ``waymark_`` and ``_total``), kind, help and labels. A name or a label that is not
-in the table is an error wherever it is counted. Names and labels are an API for
-dashboards: ``tests/test_metrics.py`` holds the list, ``docs/operations.md`` says how each is added up over processes.
-Labels are bounded: a matched route, never a path; a status, a reason, never a holder, a hash, a tenant or an
-endpoint. A model is one only where it is registered, and only up to a ceiling; the same holds for an instance, which is
-one only where another project's dashboards name it.
+A line is a metric: its name (without ``waymark_`` and ``_total``), kind, help and labels. Counting with a name or a
+label that is not in the table is an error. Names and labels are an API for dashboards: ``tests/test_metrics.py`` holds
+the list, ``docs/operations.md`` says how the numbers of several processes are added up. Labels are bounded: a matched
+route, never a path; a status, a reason, never a holder, a hash, a tenant or an endpoint. A label may be a registered
+model, up to a ceiling. It may be an instance only in metrics that another project's dashboards name, up to the same
+ceiling.
 
-Each ``Metrics`` owns its registry, so several roles in one process, or several tests, do not meet. It does no I/O;
-``render`` is what ``GET /metrics`` answers.
+Each ``Metrics`` has its own registry, so several roles in one process, or several tests, are apart. It does no I/O;
+``GET /metrics`` answers with ``render``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from waymark.instruments import counter, gauge, histogram, rows, table
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-# In seconds. Literals: 100 * 1e-6 would be exported as 9.999999999999999e-05.
+# In seconds. These are literals, because 100 * 1e-6 would be exported as 9.999999999999999e-05.
 _REQUEST_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
@@ -36,13 +36,13 @@ _LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 _BLOCK_BUCKETS = (0.0, 1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 16384.0)
 _ROUND_TRIP_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 
-#: The label of models beyond the ceiling, and of queries for a model that nobody has registered.
+#: The labels of models beyond the ceiling, and of queries for a model that is not registered.
 OTHER_MODELS, NO_MODEL = "other", "none"
 
 
 @table
 class Metrics:
-    """The metrics of one process; all are zero until something happens.
+    """The metrics of one process; all of them start at zero.
 
     ``role`` is the process's command, ``is_native`` whether its C is in use, ``models_max`` how many models have a
     label of their own.
@@ -54,7 +54,7 @@ class Metrics:
     http_connections = gauge("How many HTTP connections are open.")
     http_connections_cut = counter("How many HTTP connections this process closed early, by reason.", "reason")
     http_trailer_fields_dropped = counter("How many trailer fields of requests were dropped.")
-    http_bodies_bytes = gauge("How many bytes of request bodies are held.")
+    http_bodies_bytes = gauge("How many bytes of request bodies this process holds in memory.")
 
     # ---- queries
     queries = counter("How many queries were answered, by registered model and result.", "model", "result")
@@ -63,7 +63,9 @@ class Metrics:
     query_looked_up_blocks = counter("How many blocks queries looked up, in Redis or in the cache of hot rows.")
     hot_block_hits = counter("How many rows were found in the cache of hot rows.")
     hot_block_bytes = gauge("How many bytes the cache of hot rows holds.")
-    event_memory_bytes = gauge("How many bytes of publishers' blocks are remembered between requests of POST /events.")
+    event_memory_bytes = gauge(
+        "How many bytes of publishers' blocks this replica keeps in memory between requests of POST /events."
+    )
     answer_cache_hits = counter("How many answers came from the answer cache.")
     answer_cache_bytes = gauge("How many bytes the answer cache holds.")
     text_cache_hits = counter(
@@ -75,24 +77,25 @@ class Metrics:
     query_partial = counter("How many queries reached their deadline and were answered in part.")
 
     # ---- decisions
-    decisions = counter("How many decisions were made, by policy and by what a target was found.", "policy", "decision")
+    decisions = counter(
+        "How many decisions were made, by policy and by how the target was chosen.", "policy", "decision"
+    )
     decisions_without_tokens = counter(
-        "How many prompts had no tokens, so that their prefix alone decided, by reason.", "reason"
+        "How many decisions used only the prefix key, because the prompt had no token ids, by reason.", "reason"
     )
     decision_duration_seconds = histogram(
         "How long a part of a decision took: the walk, the policy, the reservation.", _SCRIPT_BUCKETS, "part"
     )
-    reservations = gauge("How many requests are under way, as this replica sees it.", over="max")
-    reservations_expired = counter("How many reservations ran out that nobody had released.")
+    reservations = gauge("How many reservations exist now, as this replica sees it.", over="max")
+    reservations_expired = counter("How many reservations expired without a release.")
     prefill_released = counter(
-        "How many reservations no longer count as prefill in the load of their target, by what showed it: "
-        "`index`, `estimate`, `caller` or `end`.",
+        "How many prefills of reservations ended, by how Waymark knew: `index`, `estimate`, `caller` or `end`.",
         "by",
     )
-    speculative_tokens = counter("How many tokens were expected at a target of a decision, beyond what it had.")
+    speculative_tokens = counter("How many tokens speculative entries added to the cached tokens of chosen targets.")
 
     prefix_routing_requests = counter(
-        "How many decisions the policy `sticky` made, by what a target was found.", "strategy"
+        "How many decisions the policy `sticky` made, by how the target was chosen.", "strategy"
     )
     prefix_routing_backend_distribution = gauge(
         "How many requests each instance has under way, as this replica sees it.", "backend", over="max"
@@ -101,43 +104,49 @@ class Metrics:
         "How many different prefix keys decisions had, as an estimate for all replicas.", over="max"
     )
     kv_index_routing_decisions = counter(
-        "How many decisions policies made that use the index, by what a target was found.", "decision"
+        "How many decisions the policies that use the index made, by how the target was chosen.", "decision"
     )
 
     # ---- the gateway
-    gateway_requests = gauge("How many requests of clients the gateway has under way.")
+    gateway_requests = gauge("How many requests of clients the gateway is serving now.")
     gateway_retries = counter("How many times a request was sent to another engine, by reason.", "reason")
-    gateway_interrupted = counter("How many answers of engines ended before they were complete.")
+    gateway_interrupted = counter("How many answers of engines to the gateway ended before they were complete.")
     ttft_seconds = histogram("How long it took from a request to the first content of its answer.", _TTFT_BUCKETS)
 
     # ---- the endpoint picker
-    index_streams = gauge("How many streams of `radix_index.RadixIndex` are open.")
-    index_queries = counter("How many queries of `radix_index.RadixIndex` were answered, by outcome.", "outcome")
-    placements = counter("How many chains of blocks routers have reported as sent to an engine, by outcome.", "outcome")
-    placements_dropped = counter("How many blocks with such reports were dropped because their model had too many.")
-    epp_requests = counter("How many requests of Envoy were answered, by outcome.", "outcome")
-    epp_streams = gauge("How many requests of Envoy are under way.")
-    epp_streams_cut = counter("How many streams of Envoy were ended early, by reason.", "reason")
-    epp_bodies_bytes = gauge("How many bytes of bodies are held.")
+    index_streams = gauge("How many streams of the gRPC service `radix_index.RadixIndex` are open.")
+    index_queries = counter(
+        "How many queries of the gRPC service `radix_index.RadixIndex` were answered, by outcome.", "outcome"
+    )
+    placements = counter(
+        "How many placements (a chain of blocks that a router sent to an engine) were reported, by outcome.", "outcome"
+    )
+    placements_dropped = counter("How many blocks of placements were dropped, because their model had too many.")
+    epp_requests = counter("How many requests of Envoy the picker answered, by outcome.", "outcome")
+    epp_streams = gauge("How many requests of Envoy the picker is serving now.")
+    epp_streams_cut = counter("How many streams of Envoy the picker ended early, by reason.", "reason")
+    epp_bodies_bytes = gauge("How many bytes of request bodies the picker holds in memory.")
 
     # ---- activity
-    activity_clients = gauge("How many clients follow the activity.")
-    activity_dropped = counter("How many entries of the activity were dropped while Redis was unavailable.")
+    activity_clients = gauge("How many clients follow the activity list.")
+    activity_dropped = counter("How many entries of the activity list were dropped while Redis was unavailable.")
 
     # ---- the response cache of a gateway
-    response_cache_requests = counter("How many requests the response cache was asked for, by result.", "result")
-    response_cache_entries = gauge("How many answers the response cache holds; in Redis it is that of all.", over="max")
+    response_cache_requests = counter("How many requests were looked up in the response cache, by result.", "result")
+    response_cache_entries = gauge(
+        "How many answers the response cache has; a cache in Redis counts the answers of all gateways.", over="max"
+    )
     response_cache_size_bytes = gauge(
-        "How many bytes the response cache holds; in Redis it is that of all.", over="max"
+        "How many bytes the response cache has; a cache in Redis counts the bytes of all gateways.", over="max"
     )
     response_cache_evictions = counter("How many answers left the response cache because it was full.")
     response_cache_hit_rate = gauge(
-        "Which share of the requests that could be a hit was one, since the start.", over="max"
+        "Which share of the cacheable requests the response cache answered, 0 to 1, since the start.", over="max"
     )
 
-    cache_backend_type = gauge("Which place has the answers of the response cache; the value is always 1.", "backend")
-    cache_redis_connections_active = gauge("How many connections to Redis are in use, of a response cache in Redis.")
-    cache_redis_connections_idle = gauge("How many connections to Redis are idle, of a response cache in Redis.")
+    cache_backend_type = gauge("Which backend stores the response cache; the value is always 1.", "backend")
+    cache_redis_connections_active = gauge("How many connections to Redis the response cache uses now.")
+    cache_redis_connections_idle = gauge("How many connections to Redis the response cache has open and idle.")
     cache_redis_latency_seconds = histogram(
         "How long an operation of the response cache in Redis took.", _SCRIPT_BUCKETS, "operation"
     )
@@ -146,13 +155,17 @@ class Metrics:
         "Whether the response cache is in memory because Redis is unavailable: 1 or 0.", over="max"
     )
 
-    responses = counter("How many responses of `/v1/responses` were to be stored, by outcome.", "outcome")
-    responses_stored = gauge("How many responses are stored; in Redis it is those of all gateways.", over="max")
-    responses_stored_bytes = gauge(
-        "How many bytes stored responses take; in Redis it is those of all gateways.", over="max"
+    responses = counter("How many attempts to store a response of `/v1/responses` there were, by outcome.", "outcome")
+    responses_stored = gauge(
+        "How many responses of `/v1/responses` are stored; a store in Redis counts those of all gateways.", over="max"
     )
-    responses_evicted = counter("How many stored responses went before their time because there was no room.")
-    responses_copied = counter("How many stored responses were to be copied to MongoDB, by outcome.", "outcome")
+    responses_stored_bytes = gauge(
+        "How many bytes the stored responses take; a store in Redis counts the bytes of all gateways.", over="max"
+    )
+    responses_evicted = counter("How many stored responses were deleted before they expired, to make room for others.")
+    responses_copied = counter(
+        "How many stored responses were copied to MongoDB, and how many attempts failed, by outcome.", "outcome"
+    )
 
     # ---- what publishers send
     frames = counter("How many frames were received, live or by replay.")
@@ -173,7 +186,7 @@ class Metrics:
     discovery_unregistered = counter("How many publishers discovery unregistered.")
 
     # ---- order
-    gaps = counter("How many times batches were missing before a frame.")
+    gaps = counter("How many gaps there were: batches were missing before a frame.")
     batches_lost = counter("How many missing batches no replay could recover.")
     replays = counter("How many replays ended, by outcome.", "outcome")
     replays_running = gauge("How many replays are running.")
@@ -183,7 +196,7 @@ class Metrics:
     stale_batches = counter("How many batches were skipped because they had been applied before.")
     lag_seconds = histogram("How long it took from the timestamp of a batch until the batch was applied.", _LAG_BUCKETS)
     last_batch_timestamp_seconds = gauge(
-        "How many seconds after 1970 (Unix time) a batch was last applied; 0 before the first.", over="max"
+        "When this worker last applied a batch, in Unix time (seconds); 0 before the first batch.", over="max"
     )
 
     # ---- sources of opaque prefixes, with the names of Continuum Router
@@ -193,17 +206,18 @@ class Metrics:
     kv_consumer_connected = gauge(
         "Whether this worker has a connection to a source of prefixes: 1 or 0.", "backend", over="max"
     )
-    kv_consumer_reconnects = counter("How many times a connection to a source of prefixes was made again.", "backend")
+    kv_consumer_reconnects = counter("How many times this worker connected to a source of prefixes again.", "backend")
 
     # ---- tokens
     tokenize_duration_seconds = histogram(
         "How long it took to tokenize a text or messages, by source.", _REQUEST_BUCKETS, "source"
     )
     tokenize_segments = counter(
-        "How many segments of texts were known, or had to be encoded; a known text counts as one.", "known"
+        "How many text segments were tokenized, by whether the cache had their token ids; a cached text counts once.",
+        "known",
     )
     tokenizers_whole = gauge(
-        "How many open tokenizers encode each text whole, so a known part costs as much as a new one."
+        "How many open tokenizers encode each text as a whole, because their segments cannot be cached."
     )
     tokens_cache_bytes = gauge("How many bytes the token cache holds.")
 
@@ -217,20 +231,24 @@ class Metrics:
         "How long a script call took, including the round trip.", _SCRIPT_BUCKETS, "script"
     )
     script_replies = counter("How many script calls were answered, by script and verdict.", "script", "verdict")
-    calls_waiting = gauge("How many calls wait because too many blocks are under way to Redis.")
-    index_evictions = counter("How many entries left the index because of a bound, by bound.", "reason")
-    known_blocks = gauge("How many blocks the streams of this worker have in memory.")
-    known_bytes = gauge("How many bytes of memory these blocks take, with those that were removed lately.")
-    waiting_blocks = gauge("How many blocks wait for their parent.")
-    missing_blocks = gauge(
-        "How many blocks, as an estimate, the publishers of this worker have and the index does not know."
+    calls_waiting = gauge(
+        "How many calls wait because calls in progress already send the maximum number of blocks to Redis."
     )
-    waiting_dropped = counter("How many blocks were dropped because their parent did not arrive.")
+    index_evictions = counter("How many entries were removed from the index because of a bound, by bound.", "reason")
+    known_blocks = gauge("How many blocks the streams of this worker have in memory.")
+    known_bytes = gauge(
+        "How many bytes of memory the streams' blocks take in this worker, including recently removed blocks."
+    )
+    waiting_blocks = gauge("How many blocks wait for the block before them.")
+    missing_blocks = gauge(
+        "How many blocks the publishers of this worker have that are not in the index (an estimate)."
+    )
+    waiting_dropped = counter("How many blocks were dropped because the block before them did not arrive.")
     unresolved = counter("How many engine hashes in events named an unknown block.")
     buffer_bytes = gauge("How many bytes of frames wait in the buffers of streams.")
     buffer_frames = gauge("How many frames wait in the buffers of streams.")
-    buffer_dropped = counter("How many frames did not fit into the buffer of a stream and became a gap.")
-    sweep_blocks = counter("How many blocks sweeps have removed a dead holder from.")
+    buffer_dropped = counter("How many frames were dropped because the buffer of their stream was full.")
+    sweep_blocks = counter("How many times a sweep removed a dead holder from a block.")
     sweeps = counter("How many dead holders were swept completely.")
     dead_holders = gauge("How many dead holders have not been swept yet.", over="max")
 
@@ -248,20 +266,18 @@ class Metrics:
     streams_left = gauge("How many streams no ingest worker has room for, as seen by an ingest worker.", over="max")
     holders = gauge("How many live holders belong to the streams of this worker.")
     leases_taken = counter("How many times this worker took the lease of a stream.")
-    takeovers = counter("How many streams this worker took over from another worker, which had not released them.")
-    publishers_unclaimed = counter("How many publishers without a registration this worker ended.")
+    takeovers = counter("How many streams this worker took over from another worker that had not released them.")
+    publishers_unclaimed = counter("How many publishers without a registration this worker removed.")
     leases_lost = counter("How many times this worker lost the lease of a stream to another worker.")
 
     gauge_scrapes = counter("How many times this worker read the metrics of an engine, by outcome.", "outcome")
 
     # ---- the process
-    redis_up = gauge("Whether Redis answered the last check: 1 or 0.", over="min")
+    redis_up = gauge("Whether Redis answered the last check of this process: 1 or 0.", over="min")
     publishers_refused = gauge(
         "How many publishers in the publishers file are registered with other values.", over="max"
     )
-    records_unreadable = gauge(
-        "How many records in Redis this process cannot read, by their sort.", "record", over="max"
-    )
+    records_unreadable = gauge("How many records in Redis this process cannot read, by kind.", "record", over="max")
     redis_errors = counter("How many calls to Redis failed, by reason.", "reason")
     redis_misconfigured = gauge(
         "Whether a Redis that answers is misconfigured, by reason: 1 or 0.", "reason", over="max"
@@ -292,11 +308,11 @@ class Metrics:
         ).set(1)
 
     def model(self, name: str) -> str:
-        """A registered model as a label: its name, or ``other`` where as many as may be have one already."""
+        """A registered model as a label: its name, or ``other`` if ``models_max`` models have a label already."""
         return self._label(name, self._models)
 
     def backend(self, name: str) -> str:
-        """A registered instance as a label, in the same way."""
+        """A registered instance as a label: its name, or ``other`` if ``models_max`` instances have a label already."""
         return self._label(name, self._backends)
 
     def _label(self, name: str, given: set[str]) -> str:
@@ -307,7 +323,7 @@ class Metrics:
         return name
 
     def backends(self, numbers: Iterable[tuple[str, float]]) -> dict[tuple[str, ...], float]:
-        """Numbers of instances as series: added up by name, and beyond as many as may be under ``other``."""
+        """Numbers of instances as series, added up by name; those beyond ``models_max`` are added up as ``other``."""
         found: dict[tuple[str, ...], float] = {}
         for name, number in numbers:
             label = (name,) if (name,) in found or len(found) < self._models_max else (OTHER_MODELS,)
@@ -316,7 +332,7 @@ class Metrics:
 
     @staticmethod
     def markdown_table() -> str:
-        """Every metric in a line: what it is, and how those of several processes make one number."""
+        """One line for each metric: what it is, and how the numbers of several processes are added up."""
         lines = ["| Metric | Labels | Over processes | What it is |", "|---|---|---|---|"]
         for row in rows(Metrics):
             labels = ", ".join(f"`{label}`" for label in row.labels)
