@@ -14,7 +14,8 @@ class ClearRequest(Request):
     """What is cleared from the index."""
 
     scope: Literal["prefixes", "all"] = Field(
-        default="prefixes", description="prefixes or all: what sources of opaque prefixes hold, or what everybody holds"
+        default="prefixes",
+        description="prefixes or all: prefixes removes opaque prefixes only; all removes the entries of all publishers",
     )
 
 
@@ -36,8 +37,8 @@ class ClearAnswer(Model):
     """What was cleared."""
 
     success: bool
-    entries_before_clear: int = Field(description="the entries of all publishers before")
-    cleared_entries: int = Field(description="how many of them are cleared")
+    entries_before_clear: int = Field(description="how many entries all publishers had before the clear")
+    cleared_entries: int = Field(description="how many of these entries were removed")
 
 
 class PrefixRoutingConfig(Model):
@@ -52,7 +53,7 @@ class PrefixRoutingDecisions(Model):
     prefix_hash: int
     overflow: int
     fallback: int
-    overflow_rate: str = Field(description="a number of 0 to 1 with four digits")
+    overflow_rate: str = Field(description="a text: a number from 0 to 1 with four decimals")
 
 
 class BackendLoad(Model):
@@ -61,7 +62,7 @@ class BackendLoad(Model):
 
 
 class PrefixRoutingStats(Model):
-    """Decisions of policy sticky."""
+    """The decisions of the policy sticky."""
 
     enabled: bool
     config: PrefixRoutingConfig
@@ -86,8 +87,10 @@ class IndexConfig(Model):
 
 
 class IndexContents(Model):
-    prefix_count: int = Field(description="the opaque prefixes")
-    entry_count: int = Field(description="blocks and opaque prefixes, each counted once for every holder")
+    prefix_count: int = Field(description="the number of opaque prefixes")
+    entry_count: int = Field(
+        description="the number of blocks and opaque prefixes; one that two holders have counts twice"
+    )
     total_hits: int
     total_evictions: int
 
@@ -108,7 +111,7 @@ class IndexDecisions(Model):
 
 
 class IndexStats(Model):
-    """What the index holds, and the decisions by it."""
+    """What the index contains, and how many decisions used it."""
 
     enabled: bool
     config: IndexConfig
@@ -139,7 +142,7 @@ class BackendState(Model):
 
 
 class IndexBackends(Model):
-    """The events of each publisher."""
+    """The event counts of each publisher."""
 
     enabled: bool
     backends: list[BackendState]

@@ -17,7 +17,7 @@ from waymark.store.parsing import RecordKind
 
 
 class RegisterAnswer(Model):
-    """The publisher is registered. Waymark connects to it as soon as it runs."""
+    """The publisher is registered. Waymark connects as soon as the publisher runs."""
 
     status: Literal["registered successfully"]
     instance_id: str
@@ -27,7 +27,8 @@ class RegisterAnswer(Model):
     adapters: list[str] | None = Field(None, description="with url: the adapters that the engine has loaded")
     ranks: list[RegisteredRank] | None = Field(None, description="with url: the ranks that were registered")
     warnings: list[str] = Field(
-        default=[], description="what Waymark could not recover if events were lost; absent if nothing"
+        default=[],
+        description="what Waymark could not recover after a loss of events; absent if it could recover everything",
     )
 
 
@@ -78,7 +79,7 @@ class HolderRuns(Model):
 
     dp_rank: int
     medium: str
-    not_counted: str | None = Field(description="why no query counts these blocks; null where they count")
+    not_counted: str | None = Field(description="why no query counts these blocks; null if queries count them")
     runs: list[tuple[int, int]] = Field(description="runs of blocks, each as its first block and its length in blocks")
 
 
@@ -86,38 +87,40 @@ class InspectedInstance(Model):
     """What one instance, or a pool, has of a prompt."""
 
     instance_id: str
-    is_pool: bool = Field(description="whether its blocks count for every instance")
+    is_pool: bool = Field(description="true if these blocks count for every instance")
     longest_matched: int = Field(description="tokens, as /query answers; 0 for a pool")
-    note: str | None = Field(description="why it has no match, or where its match ends and who has the next block")
+    note: str | None = Field(
+        description="why the instance has no match, or where its match ends and which instance has the next block"
+    )
     holders: list[HolderRuns]
 
 
 class Explanation(Model):
-    """What the instances have of a prompt, and why no more. If ``block_size`` is null, nothing was looked up."""
+    """What the instances have of a prompt, and why they have no more. ``block_size`` is null if nothing was read."""
 
     tenant_id: str | None = None
     model: str | None = None
     block_size: int | None = None
-    total_tokens: int = Field(0, description="of the prompt; 0 where only hashes are known")
-    total_blocks: int = Field(0, description="complete blocks of the prompt")
+    total_tokens: int = Field(0, description="the tokens of the prompt; 0 if the request has only hashes")
+    total_blocks: int = Field(0, description="the complete blocks of the prompt")
     longest_matched: int = Field(0, description="tokens of the longest match of any instance")
     blocks_held: int = Field(
-        0, description="how many of these blocks are held by an instance or a pool that queries count"
+        0, description="how many of these blocks an instance or a pool has, without holders that queries do not count"
     )
     reasons: list[str] = Field(description="sentences that say why no instance has a match; empty if one has")
     instances: list[InspectedInstance] = Field(description="the longest match first; pools last")
-    instances_left_out: int = Field(0, description="how many more there are")
+    instances_left_out: int = Field(0, description="how many instances and pools are not shown")
 
 
 class InspectAnswer(Explanation):
-    """The same, with the keys of the blocks, and where they are in Redis."""
+    """The explanation of a prompt, with the keys of its blocks and of their rows in Redis."""
 
-    keys: list[str] = Field(description="of each block, 16 hex digits: its seq_hash XOR the namespace")
-    rows: list[str] = Field(description=f"the key in Redis of each row of {PIECE_BLOCKS} blocks; GET shows it")
+    keys: list[str] = Field(description="the key of each block, as 16 hex digits: its seq_hash XOR the namespace")
+    rows: list[str] = Field(description=f"the Redis key of the row of each {PIECE_BLOCKS} blocks of the prompt")
 
 
 class TierMatches(Model):
-    """Unbroken prefixes of one rank, in tokens; each goes on from the one before."""
+    """The unbroken prefixes of one rank, in tokens. ``cpu`` includes ``gpu``, and ``disk`` includes both."""
 
     gpu: int
     cpu: int
@@ -125,11 +128,11 @@ class TierMatches(Model):
 
 
 class TieredInstance(Model):
-    """What one instance has, in tokens, counted as by ``/dynamo/query``."""
+    """What one instance has, in tokens, counted as ``/dynamo/query`` counts it."""
 
     longest_matched: int
     gpu: int
-    dp: dict[str, int] = Field(description="the same as gpu, for each rank")
+    dp: dict[str, int] = Field(description="the value of gpu of each rank")
     cpu: int
     disk: int
     rank_matches: dict[str, TierMatches]
@@ -143,13 +146,15 @@ class QueryAnswer(Model):
     __pydantic_extra__: dict[str, dict[str, InstanceRow]]
 
     instances: dict[str, TieredInstance] | None = Field(
-        None, description="Conductor's newer form: always in msgpack, in JSON if WAYMARK_CONDUCTOR_SHAPE says so"
+        None,
+        description="the newer form of Conductor's answer: WAYMARK_CONDUCTOR_SHAPE decides which answers have it; the "
+        "default adds it to msgpack answers",
     )
-    explanation: Explanation | None = Field(None, description="with explain: why no instance has more")
+    explanation: Explanation | None = Field(None, description="with explain: why no instance has more of the prompt")
 
 
 class EventsAnswer(Model):
-    """The number of events that were applied, and of those that had been applied before."""
+    """How many events were applied, and how many had been applied before."""
 
     applied: int
     stale: int
@@ -186,10 +191,10 @@ class ServicesAnswer(Model):
 
 
 class PublisherLoad(Model):
-    """What a target has to do, by the reservations that nobody has released."""
+    """The work of a target: the sum of its reservations that are not released."""
 
-    requests: int = Field(description="requests under way")
-    tokens: int = Field(description="prompt tokens still to be computed")
+    requests: int = Field(description="the number of running requests")
+    tokens: int = Field(description="the prompt tokens that the engine still has to compute")
 
 
 class Publisher(Model):
@@ -206,11 +211,13 @@ class Publisher(Model):
     address: str | None = Field(description="the address that requests are sent to")
     role: Role
     weight: float = Field(description="an engine with weight 0 gets no new requests")
-    is_further: bool = Field(description="a further socket of a rank, which is no target and has weight 0")
+    is_further: bool = Field(
+        description="true if this is an additional socket of a rank, which gets no requests: its weight is 0"
+    )
     labels: dict[str, str]
     metrics_url: str | None
     adapters: list[str] = Field(description="the adapters that the engine has loaded")
-    aliases: list[str] = Field(description="further names under which the engine serves the model")
+    aliases: list[str] = Field(description="other names under which the engine serves the model")
     source: OriginKind = Field(description="what registered the publisher: client, url, file or discovery")
     status: StreamStatus
     watermark: int | None = Field(description="the number of the last frame that was applied")
@@ -218,20 +225,20 @@ class Publisher(Model):
     gaps: int
     restarts: int
     unsalted_events: int
-    blocks: dict[str, int] = Field(description="the blocks that are held, by medium")
+    blocks: dict[str, int] = Field(description="the number of blocks, by medium")
     load: PublisherLoad = Field(description="the sum of the reservations of this target")
     known: float | None = Field(
-        description="the share of the publisher's blocks that the index knows, 0 to 1, as far as its events show; "
-        "null if it has reported no block"
+        description="the estimated share of the publisher's blocks that are in the index, 0 to 1; null before the "
+        "first block"
     )
-    prefixes: dict[str, int] = Field(description="the opaque prefixes that are held, by medium")
+    prefixes: dict[str, int] = Field(description="the number of opaque prefixes, by medium")
     last_error: str | None
-    replay: bool = Field(description="whether missing batches can be requested again")
+    replay: bool = Field(description="true if missing batches can be requested again")
     worker: str | None = Field(description="the id of the ingest worker that applies this stream")
     counters: dict[str, int] = Field(description="counters of this stream, by name")
     complaint: str | None = Field(
-        description="what is wrong with the stream, and the way out: why there is no connection, another registration "
-        "of the same endpoint; null where nothing is seen"
+        description="what is wrong with the stream, and what to do, such as why there is no connection; null if no "
+        "problem is known"
     )
 
 
@@ -256,9 +263,9 @@ class Discovery(Model):
     """What the worker that looks for engines has found."""
 
     worker: str
-    registered: int = Field(description="engines that discovery or the file registered")
-    waiting: int = Field(description="engines that were found and cannot be registered now")
-    problems: list[str] = Field(description="the first reasons, as sentences")
+    registered: int = Field(description="the number of engines that discovery or the publishers file registered")
+    waiting: int = Field(description="the number of engines that were found and cannot be registered now")
+    problems: list[str] = Field(description="why engines cannot be registered, as sentences; only the first few")
 
 
 class WorkersAnswer(Model):
@@ -270,7 +277,8 @@ class WorkersAnswer(Model):
         description="records that this release skips, because a newer release wrote them or they are damaged"
     )
     discovery: Discovery | None = Field(
-        description="what discovery has found; null if no worker looks for engines, or the token is of some tenants"
+        description="what discovery has found; null if no worker looks for engines, or if the token is limited to "
+        "some tenants",
     )
 
 
@@ -283,10 +291,10 @@ class Context(Model):
     lora_name: str
     additional_salt: str
     blocks: dict[str, int] = Field(
-        description="the blocks that are held, by medium; a block with two holders counts twice"
+        description="the number of blocks, by medium; a block that two engines have counts twice"
     )
-    instances: dict[str, dict[str, int]] = Field(description="the blocks that are held, by instance and medium")
-    pools: dict[str, dict[str, int]] = Field(description="the blocks in shared pools, by pool and medium")
+    instances: dict[str, dict[str, int]] = Field(description="the number of blocks, by instance and medium")
+    pools: dict[str, dict[str, int]] = Field(description="the number of blocks in shared pools, by pool and medium")
 
 
 class GlobalViewAnswer(Model):
@@ -306,4 +314,6 @@ class ReadyAnswer(Model):
     """The process can answer queries."""
 
     status: Literal["ready"]
-    warnings: list[str] = Field(default=[], description="problems of a Redis that answers; absent if there are none")
+    warnings: list[str] = Field(
+        default=[], description="problems of Redis that do not stop it from answering; absent if there are none"
+    )

@@ -60,12 +60,14 @@ class GivenCandidate(Request):
 
     instance_id: Name = Field(description=NAME)
     dp_rank: Rank = Field(default=0, description=RANK)
-    requests: Amount | None = Field(default=None, description=f"{_AMOUNT}: requests under way")
-    tokens: Amount | None = Field(default=None, description=f"{_AMOUNT}: prompt tokens still to be computed")
+    requests: Amount | None = Field(default=None, description=f"{_AMOUNT}: running requests of this target")
+    tokens: Amount | None = Field(
+        default=None, description=f"{_AMOUNT}: prompt tokens that the engine still has to compute"
+    )
     waiting: Amount | None = Field(default=None, description=f"{_AMOUNT}: requests in the engine's queue")
-    running: Amount | None = Field(default=None, description=f"{_AMOUNT}: requests that the engine computes")
-    kv_usage: Share | None = Field(default=None, description=f"{_SHARE}: how full its KV cache is")
-    health: Share | None = Field(default=None, description=f"{_SHARE}: requests that went well")
+    running: Amount | None = Field(default=None, description=f"{_AMOUNT}: requests that the engine is processing")
+    kv_usage: Share | None = Field(default=None, description=f"{_SHARE}: the used share of the engine's KV cache")
+    health: Share | None = Field(default=None, description=f"{_SHARE}: the share of requests that succeeded")
 
 
 class _CandidatesSchema:
@@ -90,7 +92,7 @@ class DecisionRequest(Named, PromptFields):
     block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     policy: str | None = Field(
         default=None,
-        description=f"one of {', '.join(PRESETS)}; the default is that of WAYMARK_POLICY or WAYMARK_PICKER_CONFIG",
+        description=f"one of {', '.join(PRESETS)}; the default is set by WAYMARK_POLICY or WAYMARK_PICKER_CONFIG",
     )
     overrides: dict[str, Any] = Field(default={}, description="an object: constants of the policy by name")
     explain: bool = Field(
@@ -99,12 +101,13 @@ class DecisionRequest(Named, PromptFields):
     by: By = Field(default="instance", description="instance or address")
     session_token: OptionalName = Field(
         default=None,
-        description=f"{OPTIONAL_NAME}: an instance_id in base64, which comes first, as in x-session-token",
+        description=f"{OPTIONAL_NAME}: an instance_id in base64, as in the header x-session-token; that instance "
+        "is ranked first",
     )
 
 
 class ScoreRequest(DecisionRequest):
-    """A prompt whose targets are scored; nothing is reserved."""
+    """A prompt for which all targets are scored; nothing is reserved."""
 
     candidates: Candidates | None = Field(
         default=None,
@@ -114,7 +117,7 @@ class ScoreRequest(DecisionRequest):
 
 
 class SelectRequest(DecisionRequest):
-    """A prompt whose target is picked; its reservation lasts until its release, or until it expires."""
+    """A prompt that needs a target. The reservation lasts until it is released, or until it expires."""
 
     only: Names | None = Field(default=None, description=f"{_NAMES}; the default is all")
     exclude: Names = Field(default=[], description=_NAMES)
@@ -123,31 +126,37 @@ class SelectRequest(DecisionRequest):
         default=1,
         description=f"an integer of 1..{_COUNT_MAX}: how many targets the answer names, including the chosen one",
     )
-    reserve: bool = Field(default=True, description="true or false: whether the target's load counts the request")
+    reserve: bool = Field(
+        default=True, description="true or false: whether the request is added to the load of the target"
+    )
     expect: bool | None = Field(
         default=None,
-        description="true or false: whether the target counts as having the prompt from now on; the default is "
-        "that of WAYMARK_SPECULATIVE",
+        description="true or false: whether the target counts as having the prompt from now on; the default is set by "
+        "WAYMARK_SPECULATIVE",
     )
     timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
         default=120.0, description="a number of 1 to 3600: after how many seconds an unreleased reservation expires"
     )
     request_id: OptionalName = Field(
-        default=None, description=f"{OPTIONAL_NAME}; the same one again gets the same target and reservation"
+        default=None,
+        description=f"{OPTIONAL_NAME}: the id of the request; a second call with this id returns the same target and "
+        "reservation",
     )
 
 
 class ReleaseRequest(Request):
-    """The reservations to end or renew, or whose prefill has ended."""
+    """The reservations to end or to renew, or those whose prefill is done."""
 
     reservation: str | None = Field(default=None, description="a text, as /select returned it")
     reservations: list[str] | None = Field(default=None, description=f"a list of at most {RELEASES_MAX} such texts")
     part: Literal["prefill", "all", "renew"] = Field(
-        default="all", description="prefill (the first token has come), all (it has ended) or renew (it goes on)"
+        default="all",
+        description="prefill (the engine sent the first token), all (the request ended) or renew (the request "
+        "continues)",
     )
-    outcome: Literal["ok", "failed"] = Field(default="ok", description="ok or failed: how it ended")
+    outcome: Literal["ok", "failed"] = Field(default="ok", description="ok or failed: the result of the request")
     timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
-        default=120.0, description="a number of 1 to 3600: for how much longer it is renewed"
+        default=120.0, description="a number of 1 to 3600: the seconds until a renewed reservation expires"
     )
     ttft_ms: Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)] | None = Field(
         default=None,
@@ -157,7 +166,7 @@ class ReleaseRequest(Request):
 
 
 class GaugesRow(Model):
-    """What an engine reports of itself."""
+    """What an engine reports about itself."""
 
     waiting: int
     running: int
@@ -176,14 +185,16 @@ class ScoreRow(Model):
     host_tokens: int
     disk_tokens: int
     shared_tokens: int
-    expected_tokens: int = Field(description="what it will have soon, because the prompt was sent there")
-    new_tokens: int = Field(
-        description="the prompt tokens that it would still compute if every block that it has is used"
+    expected_tokens: int = Field(
+        description="the tokens that the target will probably have soon, because this prompt was sent to it before"
     )
-    wait_tokens: int = Field(description="the prompt tokens of earlier requests that it has not computed yet")
+    new_tokens: int = Field(
+        description="the prompt tokens that the target still has to compute if it uses all blocks that it has"
+    )
+    wait_tokens: int = Field(description="the prompt tokens of earlier requests that the target has not computed yet")
     active_requests: int
     health: float = Field(description="the share of requests that succeeded")
-    parts: dict[str, float | None] | None = Field(default=None, description="of the score; with explain")
+    parts: dict[str, float | None] | None = Field(default=None, description="with explain: the parts of the score")
     gauges: GaugesRow | None = Field(
         default=None,
         description="the engine's own numbers that the score uses; null if the engine reports none, or only old ones; "
@@ -192,7 +203,7 @@ class ScoreRow(Model):
 
 
 class ScoreAnswer(Model):
-    """Best first; no scores where the model is not known."""
+    """The scores of all targets, best first. The list is empty if the model is unknown."""
 
     policy: str
     decision: Decision
@@ -201,29 +212,27 @@ class ScoreAnswer(Model):
     block_size: int
     degraded: Literal[False]
     scores: list[ScoreRow]
-    explanation: Explanation | None = Field(None, description="with explain: why each instance has no more")
+    explanation: Explanation | None = Field(None, description="with explain: why no instance has more of the prompt")
 
 
 class SelectAnswer(Model):
-    """Where the request goes."""
+    """The target that gets the request."""
 
     target: ScoreRow
-    others: list[str] = Field(description="the next best, instances or addresses")
+    others: list[str] = Field(description="the next best targets, as instance ids or addresses")
     prefill: ScoreRow | None
     encode: list[ScoreRow]
     policy: str
     decision: Decision
-    degraded: bool = Field(
-        description="whether Redis was unavailable, so that the target was found by the prefix alone"
-    )
+    degraded: bool = Field(description="true if Redis was unavailable and the prefix key alone decided")
     prefix_key: str | None
     reservation: str | None = Field(description="the text to send to /release; null if nothing was reserved")
     headers: dict[str, str] = Field(description="the headers to add to the request, for proxies and engines")
-    explanation: Explanation | None = Field(None, description="with explain: why each instance has no more")
+    explanation: Explanation | None = Field(None, description="with explain: why no instance has more of the prompt")
 
 
 class ReleaseAnswer(Model):
-    """How many were there; one that was not is no error."""
+    """How many reservations existed (``released``), and how many did not (``gone``), which is not an error."""
 
     released: int
     gone: int

@@ -44,7 +44,7 @@ class DynamoRegisterRequest(_Grouped):
 
 
 class DynamoUnregisterRequest(_Grouped):
-    """The publishers to remove: without a group, in all groups; without ``dp_rank``, all ranks."""
+    """The publishers to remove: in all routing groups if none is named, and all ranks if ``dp_rank`` is absent."""
 
     instance_id: InstanceId = Field(description=_ID)
     dp_rank: Rank | None = Field(default=None, description=_RANK)
@@ -77,14 +77,14 @@ RankBlocks = tuple[DynamoWorkerRank, int]
 
 
 class DynamoDeviceBlocks(Model):
-    """Blocks of the unbroken prefix on the device, by rank."""
+    """For each rank, how many blocks its unbroken prefix on the device has."""
 
     scores: list[RankBlocks]
     frequencies: list[int]
 
 
 class DynamoTierBlocks(Model):
-    """Blocks that a tier adds to those of the tiers above it, by rank."""
+    """For each rank, how many blocks this tier adds to the unbroken prefix on the tiers above it."""
 
     hits: list[RankBlocks]
 
@@ -118,7 +118,7 @@ class DynamoStatus(Model):
 class DynamoInstance(Model):
     """The unbroken prefixes of one worker, in tokens: the maximum over its ranks."""
 
-    longest_matched: int = Field(description="the same as disk")
+    longest_matched: int = Field(description="the unbroken prefix on any medium: the same value as disk")
     gpu: int = Field(description="the unbroken prefix on the device")
     dp: dict[str, int] = Field(description="the device tokens of each rank that has a match")
     cpu: int = Field(description="the unbroken prefix on device or host")
@@ -147,7 +147,9 @@ class DynamoWorker(Model):
     """One worker of one model and group."""
 
     instance_id: InstanceId
-    source: Literal["zmq", "discovery"] = Field(description="discovery if its events arrive by HTTP")
+    source: Literal["zmq", "discovery"] = Field(
+        description="discovery (Dynamo's word) if the events arrive over HTTP, else zmq"
+    )
     status: Literal["failed", "pending", "active"] = Field(description="the worst status of its listeners")
     model_name: str
     routing_group: str
@@ -161,14 +163,14 @@ class DynamoWorkers(Root[list[DynamoWorker]]):
 
 
 class DynamoDumpedGroup(Model):
-    """One model and group."""
+    """One model and routing group."""
 
     block_size: int
     events: list[int] = Field(max_length=0, description="always empty")
 
 
 class DynamoDump(Root[dict[str, DynamoDumpedGroup]]):
-    """The groups, by ``model:group``."""
+    """The models and routing groups, by ``model:group``."""
 
 
 class DynamoPeers(Root[list[str]]):

@@ -35,7 +35,7 @@ class _InGroup(Request):
 
 
 class WorkerPatch(Request):
-    """What changes of a worker's description; absent fields stay as they are."""
+    """The fields to change in a worker's description. Absent fields stay as they are."""
 
     endpoint: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}, the address of its requests")
     kv_events_endpoint: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}, the socket of its events")
@@ -46,12 +46,12 @@ class WorkerPatch(Request):
     data_parallel_size: Annotated[int, Field(ge=0, le=_RANKS_MAX)] | None = Field(
         default=None, description=f"an integer of 0..{_RANKS_MAX}"
     )
-    max_num_batched_tokens: Amount | None = Field(default=None, description="an integer; it is kept and not used")
-    total_kv_blocks: Amount | None = Field(default=None, description="an integer; it is kept and not used")
-    stable_routing_id: OptionalName = Field(default=None, description="a text; it is kept and not used")
-    is_eagle: bool | None = Field(default=None, description="true or false; it is kept and not used")
-    taints: list[str] | None = Field(default=None, description="a list of texts; it is kept and not used")
-    topology_domains: dict[str, str] | None = Field(default=None, description="an object; it is kept and not used")
+    max_num_batched_tokens: Amount | None = Field(default=None, description="an integer; stored, but not used")
+    total_kv_blocks: Amount | None = Field(default=None, description="an integer; stored, but not used")
+    stable_routing_id: OptionalName = Field(default=None, description="a text; stored, but not used")
+    is_eagle: bool | None = Field(default=None, description="true or false; stored, but not used")
+    taints: list[str] | None = Field(default=None, description="a list of texts; stored, but not used")
+    topology_domains: dict[str, str] | None = Field(default=None, description="an object; stored, but not used")
 
 
 class WorkerRequest(WorkerPatch, _InGroup):
@@ -66,13 +66,15 @@ class _Prompted(_InGroup):
     )
     block_hashes: Hashes = Field(default=None, description="a list of local hashes, signed or unsigned")
     sequence_hashes: Hashes = Field(default=None, description="a list of rolling hashes; required with block_hashes")
-    isl_tokens: Amount | None = Field(default=None, description="an integer: tokens of the prompt beside block_hashes")
+    isl_tokens: Amount | None = Field(
+        default=None, description="an integer: the number of tokens of the prompt, if block_hashes replace token_ids"
+    )
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")
 
 
 class DynamoSelectRequest(_Prompted):
-    """A prompt whose worker is picked."""
+    """A prompt that needs a worker."""
 
     selection_id: OptionalName = Field(default=None, description=OPTIONAL_NAME)
     allowed_worker_ids: list[InstanceId] | None = Field(
@@ -88,13 +90,13 @@ class DynamoPromptRequest(_Prompted):
 
 
 class DynamoReservationRequest(_Prompted):
-    """A selection that is to be reserved: one of /select, or a worker that the client has picked itself."""
+    """What to reserve: a selection that ``/dynamo/select`` returned, or a worker that the client picked."""
 
     selection_id: Name = Field(description=NAME)
     worker_id: InstanceId | None = Field(default=None, description=_ID)
     dp_rank: U32 = Field(default=0, description=_U32)
     track_prefill_tokens: bool = Field(
-        default=False, description="true or false: whether isl_tokens are still to be computed"
+        default=False, description="true or false: whether the engine still has to compute the prompt"
     )
 
 
@@ -109,8 +111,10 @@ class DynamoLoad(Model):
 
     worker_id: InstanceId
     dp_rank: int
-    potential_prefill_tokens: int = Field(description="prompt tokens that are still to be computed")
-    potential_decode_blocks: int = Field(description="complete blocks of the prompts under way, counted by request")
+    potential_prefill_tokens: int = Field(description="the prompt tokens that the worker still has to compute")
+    potential_decode_blocks: int = Field(
+        description="the blocks of all running prompts; a block that two requests share counts twice"
+    )
     active_requests: int
 
 

@@ -14,7 +14,7 @@ from waymark.domain.status import StreamStatus
 
 
 class RedisState(Model):
-    """What Redis reports of itself, over all primaries."""
+    """What Redis reports about itself, summed over all primaries."""
 
     version: str
     primaries: int
@@ -26,10 +26,10 @@ class RedisState(Model):
 
 
 class WorkerStatus(Model):
-    """One ingest worker, alive or silent."""
+    """One ingest worker. It is alive while it renews its heartbeat."""
 
     id: str
-    streams: int = Field(description="how many of the shown streams it applies")
+    streams: int = Field(description="how many of the shown streams this worker applies")
     silent_seconds: float = Field(description="seconds since its last heartbeat")
     streams_max: int | None = Field(description="the limit of streams of this worker; null if it has none")
     alive: bool
@@ -48,36 +48,42 @@ class StreamState(Model):
     block_size: int
     scope: Scope
     endpoint: str | None
-    weight: float = Field(description="0: it gets no new requests")
-    is_further: bool = Field(description="a further socket of a rank, which is no target and has weight 0")
+    weight: float = Field(description="with weight 0 the engine gets no new requests")
+    is_further: bool = Field(
+        description="true if this is an additional socket of a rank, which gets no requests: its weight is 0"
+    )
     status: StreamStatus
-    worker: str | None = Field(description="the id of the ingest worker that applies the stream, or was the last to")
+    worker: str | None = Field(
+        description="the id of the ingest worker that applies the stream now, or applied it last"
+    )
     has_live_worker: bool = Field(description="false if the publisher has a socket and no worker that is alive")
     watermark: int | None = Field(description="the number of the last frame that was applied")
     lag_seconds: float | None = Field(description="the age of the newest applied batch, by the clock of its publisher")
-    blocks: dict[str, int] = Field(description="the blocks that are held, by medium")
-    known: float | None = Field(description="the share of the publisher's blocks that the index knows, 0 to 1")
-    prefixes: dict[str, int] = Field(description="the opaque prefixes that are held, by medium")
+    blocks: dict[str, int] = Field(description="the number of blocks, by medium")
+    known: float | None = Field(
+        description="the estimated share of the publisher's blocks that are in the index, 0 to 1"
+    )
+    prefixes: dict[str, int] = Field(description="the number of opaque prefixes, by medium")
     gaps: int
     replays: int
     restarts: int
     batches_lost: int
     counters: dict[str, int] = Field(description="counters of this stream, by name")
     last_error: str | None
-    complaint: str | None = Field(description="what is wrong with the stream, and the way out")
+    complaint: str | None = Field(description="what is wrong with the stream, and what to do")
 
 
 class StatusAnswer(Model):
     """What ``waymark status --json`` prints."""
 
     redis: RedisState | None = Field(description="null if Redis does not answer INFO")
-    warnings: list[str] = Field(description="settings of Redis that lose keys, as sentences")
+    warnings: list[str] = Field(description="sentences about settings of Redis that can lose keys")
     workers: list[WorkerStatus]
-    registered: int = Field(description="how many publishers there are, shown or not")
+    registered: int = Field(description="the number of all publishers, also those that are not shown")
     unreadable: list[UnreadableRecord]
     discovery: Discovery | None = Field(description="what discovery has found; null if no worker looks for engines")
     by_status: dict[str, int] = Field(description="the shown publishers by status")
-    is_whole: bool = Field(description="whether publishers of every tenant and model are counted")
+    is_whole: bool = Field(description="true if the counts include every tenant and model")
     publishers: list[StreamState]
 
 
@@ -92,7 +98,7 @@ class InspectKeysRequest(Request):
 
 
 class InspectBlockRequest(InspectKeysRequest):
-    """A block that is looked for."""
+    """The block to find."""
 
     key: Annotated[str, Field(pattern="^[0-9a-fA-F]{16}$")] = Field(
         description="16 hex digits: the key of the block, which is seq_hash XOR namespace"
@@ -100,7 +106,7 @@ class InspectBlockRequest(InspectKeysRequest):
 
 
 class InspectHolderRequest(InspectKeysRequest):
-    """A holder that is looked for."""
+    """The holder to describe."""
 
     holder: Annotated[int, Field(ge=0, le=2**53 - 1)] = Field(
         description="an integer of 0..9007199254740991: the id of the holder, as a row contains it"
@@ -115,7 +121,7 @@ class LiveBlockHolder(Model):
     medium: str
     block_size: int
     scope: Scope
-    not_counted: str | None = Field(description="why queries do not count it; null if they do")
+    not_counted: str | None = Field(description="why queries do not count this holder; null if they do")
 
 
 class BlockHolderRow(Model):
@@ -123,7 +129,7 @@ class BlockHolderRow(Model):
 
     id: int
     engine_hash: str | None = Field(description="the hash that the engine reported for the block, in 16 hex digits")
-    live: LiveBlockHolder | None = Field(description="null if its life has ended and the sweep will remove it")
+    live: LiveBlockHolder | None = Field(description="null if the holder is dead: the sweep will remove it")
 
 
 class BlockRow(Model):
@@ -133,12 +139,12 @@ class BlockRow(Model):
     model_name: str
     row: str = Field(description="the name of its key in Redis")
     slot: int
-    depth: int = Field(description="the position of the block within the piece of the prompt that the row is for")
+    depth: int = Field(description="the position of the block in the piece of its chain, from 0")
     holders: list[BlockHolderRow]
 
 
 class BlockAnswer(Model):
-    """What ``waymark inspect block`` draws."""
+    """What ``waymark inspect block`` prints."""
 
     rows: list[BlockRow]
 
@@ -157,7 +163,7 @@ class PublisherOfHolder(Model):
 
 
 class RecordOfHolder(Model):
-    """A holder whose life goes on."""
+    """A live holder, and the publisher that it belongs to."""
 
     instance_id: str
     dp_rank: int
@@ -165,20 +171,20 @@ class RecordOfHolder(Model):
     block_size: int
     backend_id: str
     scope: Scope
-    not_counted: str | None = Field(description="why queries do not count it; null if they do")
-    publishers: list[PublisherOfHolder] = Field(description="one, or none if it is not registered any more")
+    not_counted: str | None = Field(description="why queries do not count this holder; null if they do")
+    publishers: list[PublisherOfHolder] = Field(description="one publisher, or none if it is not registered any more")
 
 
 class HoldingsOfShard(Model):
     """What a holder has in one shard."""
 
-    key: str = Field(description="the name of its engine hash in Redis")
+    key: str = Field(description="the Redis key of the hash with the holder's rows and engine hashes")
     rows: int
     branch_rows: int
     singles: int
     copies: int
     applied_seq: str | None = Field(description="the number of the last applied frame; null before the first")
-    ops: str = Field(description="how many operations of that frame are applied")
+    ops: str = Field(description="the position in that frame up to which it is applied")
 
 
 class RowOfHolder(Model):
@@ -188,14 +194,14 @@ class RowOfHolder(Model):
     blocks: int | None = Field(description="how many blocks of the row the holder has; null if it cannot be read")
     slots: str = Field(description="which slots of the row, such as 0-3 7")
     note: str
-    is_bad: bool = Field(description="the value is gone, or cannot be read")
+    is_bad: bool = Field(description="true if the value is gone, or cannot be read")
 
 
 class HoldingsAnswer(Model):
     """What a holder has."""
 
     shards: list[HoldingsOfShard]
-    is_whole: bool = Field(description="whether every field of every shard is counted")
+    is_whole: bool = Field(description="false if the holder has more data than this answer counts")
     rows: list[RowOfHolder]
     more_rows: int = Field(description="how many rows are not shown")
 
@@ -207,12 +213,12 @@ class HolderRow(Model):
     tenant_id: str
     model_name: str
     group: int
-    record: RecordOfHolder | None = Field(description="null if its life has ended and the sweep removes it")
+    record: RecordOfHolder | None = Field(description="null if the holder is dead: the sweep will remove it")
     holdings: HoldingsAnswer
 
 
 class HolderAnswer(Model):
-    """What ``waymark inspect holder`` draws."""
+    """What ``waymark inspect holder`` prints."""
 
     holders: list[HolderRow]
 
@@ -220,5 +226,7 @@ class HolderAnswer(Model):
 class KeysAnswer(Model):
     """What ``waymark inspect keys`` prints."""
 
-    notes: list[str] = Field(description="comments about all commands")
-    lines: list[str] = Field(description="redis-cli commands, and comments that name the group of those below")
+    notes: list[str] = Field(description="comments that concern all commands")
+    lines: list[str] = Field(
+        description="redis-cli commands; a comment above the commands of each group names the group"
+    )

@@ -15,11 +15,13 @@ from waymark.api.operations import Doc
 
 _TEXT, _HTML = "text/plain", "text/html"
 
-_PARTIAL = {"X-Waymark-Partial": "true if the query reached its deadline and the numbers are lower bounds; else absent"}
+_PARTIAL = {
+    "X-Waymark-Partial": "true if the query reached its deadline, so that the real numbers may be higher; else absent"
+}
 _OF_QUERY = _PARTIAL | {
     "X-Waymark-Note": "why every number is zero, if no engine has this model or block size; else absent"
 }
-_NOTE = {"X-Waymark-Note": "the reason why a replica needs neither a dump nor peers to recover"}
+_NOTE = {"X-Waymark-Note": "explains why Waymark needs no dump and no peers: the index is in Redis"}
 
 HEALTH = Doc("Answers 200 while the process is alive.", answer=answers.HealthAnswer, needs_redis=False, reach="none")
 READY = Doc("Answers 200 when the process can answer queries.", answer=answers.ReadyAnswer, reach="none")
@@ -33,9 +35,9 @@ METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, needs
 OPENAPI = Doc("Returns this contract.", needs_redis=False, reach="none")
 SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer, reach="filtered")
 WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer, reach="filtered")
-ROOT = Doc("Leads to the page.", status=307, media_type=_TEXT, needs_redis=False, reach="none")
+ROOT = Doc("Redirects to the page, /ui.", status=307, media_type=_TEXT, needs_redis=False, reach="none")
 PAGE = Doc(
-    "Returns the page, which shows what the other paths answer.",
+    "Returns the web page that shows engines, prompts and recent events.",
     media_type=_HTML,
     errors=(404,),
     needs_redis=False,
@@ -49,13 +51,13 @@ PAGE_FILE = Doc(
     reach="none",
 )
 ACTIVITY = Doc(
-    "Sends what happens as server-sent events: registrations, drains, restarts, losses, takeovers and sweeps.",
+    "Streams the activity as server-sent events: registrations, drains, restarts, losses, takeovers and sweeps.",
     media_type="text/event-stream",
     request_headers=("Last-Event-ID",),
     reach="filtered",
 )
 GLOBAL_VIEW = Doc(
-    "Lists contexts with their instances and block counts.",
+    "Lists each combination of model, tenant, block size, adapter and salt, with its instances and block counts.",
     answer=answers.GlobalViewAnswer,
     reach="filtered",
 )
@@ -80,51 +82,51 @@ INSPECT_PROMPT = Doc(
     reach="body",
 )
 INSPECT_STATUS = Doc(
-    "Returns the state of Redis, of each ingest worker and of each stream, as waymark status prints it.",
+    "Returns the state of Redis, of each ingest worker and of each stream. 'waymark status' prints the same.",
     answer=inspections.StatusAnswer,
     parameters=PARAMETERS,
     errors=(400,),
     queue="read",
 )
 INSPECT_BLOCK = Doc(
-    "Returns the rows that list a block and the holders that have it, as waymark inspect block draws them.",
+    "Returns where a block is in the index and which engines have it. 'waymark inspect block' prints the same.",
     inspections.InspectBlockRequest,
     inspections.BlockAnswer,
     errors=(404,),
 )
 INSPECT_HOLDER = Doc(
-    "Returns what the id of a holder means and what the holder has, as waymark inspect holder draws it.",
+    "Returns the engine that a holder id stands for, and its blocks. 'waymark inspect holder' prints the same.",
     inspections.InspectHolderRequest,
     inspections.HolderAnswer,
     errors=(404,),
 )
 INSPECT_KEYS = Doc(
-    "Returns redis-cli commands that show everything except the blocks, as waymark inspect keys prints them.",
+    "Returns redis-cli commands that show everything except the blocks. 'waymark inspect keys' prints the same.",
     inspections.InspectKeysRequest,
     inspections.KeysAnswer,
     errors=(404,),
 )
 PREFIX_STATS = Doc(
-    "Returns how often the policy sticky decided, over all replicas.",
+    "Returns how many decisions the policy sticky made, in all replicas together.",
     answer=admin_bodies.PrefixRoutingStats,
     queue="read",
 )
 INDEX_STATS = Doc(
-    "Returns what the index holds, and how often decisions used it, over all replicas.",
+    "Returns what the index contains, and how many decisions used it, in all replicas together.",
     answer=admin_bodies.IndexStats,
     queue="read",
 )
 INDEX_BACKENDS = Doc(
-    "Lists the events of each publisher.", answer=admin_bodies.IndexBackends, reach="filtered", queue="read"
+    "Returns the event counts of each publisher.", answer=admin_bodies.IndexBackends, reach="filtered", queue="read"
 )
 INDEX_CLEAR = Doc(
-    "Clears what sources of opaque prefixes hold, or what all publishers hold.",
+    "Removes all opaque prefixes from the index, or the entries of all publishers.",
     admin_bodies.ClearRequest,
     admin_bodies.ClearAnswer,
     reach="filtered",
 )
 CACHE_STATS = Doc(
-    "Returns what the response cache holds, and how often this gateway answered from it.", needs_redis=False
+    "Returns what the response cache contains, and how often this gateway answered from it.", needs_redis=False
 )
 CACHE_CLEAR = Doc(
     "Clears the response cache of this gateway, or of all gateways if they share it in Redis.",
@@ -154,7 +156,7 @@ WEIGHT = Doc(
     reach="body",
 )
 EVENTS = Doc(
-    "Applies events in the standard format; a publisher without a ZMQ socket sends them here.",
+    "Applies events in the KV Events format (type standard). A publisher without a ZMQ socket sends its events here.",
     event_schemas.EventsRequest,
     answers.EventsAnswer,
     errors=(404, 409),
@@ -169,7 +171,7 @@ SCORE = Doc(
     reach="body",
 )
 SELECT = Doc(
-    "Picks the target for a prompt, and by default reserves its load.",
+    "Picks the target for a prompt, and by default makes a reservation.",
     decision_bodies.SelectRequest,
     decision_bodies.SelectAnswer,
     errors=(429,),
@@ -177,7 +179,7 @@ SELECT = Doc(
     reach="body",
 )
 RELEASE = Doc(
-    "Ends or renews reservations, or ends their prefill.",
+    "Ends reservations, renews them, or reports that their prefill is done.",
     decision_bodies.ReleaseRequest,
     decision_bodies.ReleaseAnswer,
     queue="decide",
@@ -262,7 +264,11 @@ DEREGISTER_PEER = Doc(
     headers=_NOTE,
 )
 PEERS = Doc("Lists the peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
-ADD_WORKER = Doc("Describes a worker; a complete one is registered.", select_bodies.WorkerRequest, status=201)
+ADD_WORKER = Doc(
+    "Stores the description of a worker. Once the description is complete, Waymark registers the worker.",
+    select_bodies.WorkerRequest,
+    status=201,
+)
 CHANGE_WORKER = Doc("Changes the description of a worker.", select_bodies.WorkerPatch, errors=(404, 409))
 REMOVE_WORKER = Doc("Removes a worker and its blocks.", errors=(400, 404, 409))
 DYNAMO_SELECT = Doc(
@@ -272,19 +278,19 @@ DYNAMO_SELECT = Doc(
     queue="decide",
 )
 SELECT_AND_RESERVE = Doc(
-    "Picks the worker for a prompt and reserves it under an id.",
+    "Picks the worker for a prompt, and makes a reservation under an id.",
     select_bodies.DynamoSelectRequest,
     errors=(409, 429),
     queue="decide",
 )
 RESERVE = Doc(
-    "Reserves what was selected before, or the worker that the client has picked.",
+    "Makes a reservation for an earlier selection, or for a worker that the client picked.",
     select_bodies.DynamoReservationRequest,
     status=201,
     errors=(404, 409, 429),
     queue="decide",
 )
-PREFILL_COMPLETE = Doc("Ends the prefill of a reservation.", errors=(404,), queue="decide")
+PREFILL_COMPLETE = Doc("Reports that the prefill of a reservation is done.", errors=(404,), queue="decide")
 OUTPUT_BLOCK = Doc("Renews a reservation.", select_bodies.OutputBlockRequest, errors=(404,), queue="decide")
 END_RESERVATION = Doc("Ends a reservation.", errors=(404,), queue="decide")
 OVERLAP_SCORES = Doc("Returns the blocks that each worker has of a prompt.", select_bodies.DynamoPromptRequest)

@@ -48,17 +48,18 @@ class Named(Request):
         return [salt for salt in (self.additional_salt, self.cache_salt) if salt is not None]
 
 
-OPTIONAL_BLOCK_SIZE = f"{BLOCK_SIZE}; the default is that of the model's engines, if they have only one"
+OPTIONAL_BLOCK_SIZE = f"{BLOCK_SIZE}; the default is the block size of the model's engines, if all have the same"
 
 
 class _Asked(Named):
     block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
     by: Literal["instance", "address"] = Field(
-        default="instance", description="instance or address: what the rows of the answer are named by"
+        default="instance", description="instance or address: the key of each row in the answer"
     )
     explain: bool = Field(
-        default=False, description="true or false: whether the answer says why each instance has no more of the prompt"
+        default=False,
+        description="true or false: whether the answer explains why each instance has no more of the prompt",
     )
 
 
@@ -67,7 +68,8 @@ class PromptFields(TextFields):
 
     token_ids: TokenIds = Field(
         default=None,
-        description="a list of token ids, or in msgpack a bin of little-endian u32; a request has one prompt",
+        description="a list of token ids, or in msgpack a bin of little-endian u32; send only one of token_ids, "
+        "seq_hashes, prompt and messages",
     )
     seq_hashes: Hashes = Field(
         default=None,
@@ -76,8 +78,8 @@ class PromptFields(TextFields):
     )
     features: dict[str, Any] | None = Field(
         default=None,
-        description="an object with mm_hashes and mm_placeholders, as vLLM's render endpoints answer it: the images "
-        "among token_ids",
+        description="an object with mm_hashes and mm_placeholders, as vLLM's render endpoints return it: the position "
+        "of each image in token_ids",
     )
 
     @property
@@ -100,7 +102,7 @@ class QueryByHashRequest(_Asked):
 
 
 class InspectRequest(QueryRequest):
-    """A prompt that is looked up for a person, given as a query has it."""
+    """A prompt to explain, with the same fields as a query."""
 
     top: Annotated[int, Field(ge=1, le=1000)] = Field(
         default=20, description="an integer of 1..1000: how many instances are shown, the longest match first"

@@ -57,12 +57,12 @@ class _PublisherFields(Request):
     medium_endpoints: MediumEndpoints | None = Field(
         default=None,
         description=f"an object of at most {MEDIA_MAX} endpoints by medium, such as npu, cpu or disk: the sockets of "
-        "a rank that has several; one socket may be listed under several media",
+        "a rank with several sockets; several media may have the same socket",
     )
     store_backend: OptionalName = Field(
         default=None,
-        description=f"{OPTIONAL_NAME}, the store behind the engines; with endpoint and without medium_endpoints, "
-        "the registration is of the store itself, as a pool",
+        description=f"{OPTIONAL_NAME}, the name of the store that the engines share; with endpoint and without "
+        "medium_endpoints, the request registers the store itself, as a pool",
     )
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
@@ -78,7 +78,7 @@ class _PublisherFields(Request):
     )
     copies: Copies | None = Field(
         default=None,
-        description="count or set, where count is for an engine that may store a block several times; "
+        description="count or set: with count a removal takes one copy of a block, and with set it takes the block; "
         f"the default of {kinds_where('copies', 'count')} is count",
     )
     sequence: SeqCounter = Field(
@@ -106,19 +106,19 @@ class _PublisherFields(Request):
     )
     treat_eviction_as_offload: bool = Field(
         default=DEFAULT.treat_eviction_as_offload,
-        description=f"true or false: {_OPAQUE}, whether an evicted prefix is in that storage",
+        description=f"true or false: {_OPAQUE}, whether a prefix that the engine evicts is in storage afterwards",
     )
     reconnect_interval_ms: Annotated[int, Field(ge=1, le=RECONNECT_MILLISECONDS_MAX)] | None = Field(
         default=None,
-        description=f"an integer of 1..{RECONNECT_MILLISECONDS_MAX}: {_OPAQUE}, the pause before it reconnects",
+        description=f"an integer of 1..{RECONNECT_MILLISECONDS_MAX}: {_OPAQUE}, the pause before Waymark reconnects",
     )
     entry_ttl_seconds: Annotated[int, Field(ge=1, le=TTL_SECONDS_MAX)] = Field(
         default=DEFAULT.entry_ttl_seconds,
-        description=f"an integer of 1..{TTL_SECONDS_MAX}: {_OPAQUE}, how long an entry stays",
+        description=f"an integer of 1..{TTL_SECONDS_MAX}: {_OPAQUE}, how long the index keeps an entry",
     )
     max_entries: Annotated[int, Field(ge=ENTRIES_MIN, le=ENTRIES_MAX)] = Field(
         default=DEFAULT.max_entries,
-        description=f"an integer of {ENTRIES_MIN}..{ENTRIES_MAX}: {_OPAQUE}, how many entries it may have",
+        description=f"an integer of {ENTRIES_MIN}..{ENTRIES_MAX}: {_OPAQUE}, how many entries the publisher may have",
     )
 
 
@@ -127,13 +127,13 @@ class RegisterRequest(_PublisherFields):
 
     type: Kind = Field(description=_TYPE)
     modelname: Name = Field(validation_alias=_MODEL_NAMES, description=f"{NAME}, the name of the model")
-    instance_id: Name = Field(description=f"{NAME}, the name that a router picks")
+    instance_id: Name = Field(description=f"{NAME}, the name of the engine in answers")
     block_size: BlockSize = Field(description=BLOCK_SIZE)
     dp_rank: Rank = Field(default=0, description=RANK)
     topic: OptionalName = Field(
         default=None,
-        description=f"{OPTIONAL_NAME}, the topic of this publisher's frames, if several publishers share a socket and "
-        "its counter. Its blocks are added to those of the instance's own socket, or with scope shared to a pool",
+        description=f"{OPTIONAL_NAME}, the topic of this publisher's frames; required if several publishers use one "
+        "socket with one counter. Its blocks are added to the blocks of the instance or, if scope is shared, of a pool",
     )
 
     def registrations(self) -> list[Registration]:
@@ -149,7 +149,9 @@ class RegisterRequest(_PublisherFields):
             )
         if self.endpoint is not None and self.endpoint not in endpoints:
             raise Unfit(
-                f"endpoint is {shown(self.endpoint)}, and is none of medium_endpoints; leave it out", field="endpoint"
+                f"endpoint is {shown(self.endpoint)}, but medium_endpoints does not contain it; send only "
+                "medium_endpoints",
+                field="endpoint",
             )
         first = self.model_copy(update={"endpoint": endpoints[0], "store_backend": None}).registration()
         further = replace(
@@ -217,8 +219,8 @@ class RegisterRequest(_PublisherFields):
             raise Unfit("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
         if self.topic is not None and (self.endpoint is None or traits.is_opaque or self.sequence == "rank"):
             raise Unfit(
-                f"topic is {shown(self.topic)}; it is for an endpoint of ZeroMQ with one counter for all topics: leave "
-                'it out, or give an endpoint, and no "sequence": "rank"',
+                f"topic is {shown(self.topic)}, but a topic needs a ZMQ endpoint whose topics share one counter; "
+                'remove topic, or send such an endpoint without "sequence": "rank"',
                 field="topic",
             )
 
@@ -241,7 +243,8 @@ class RegisterByUrlRequest(_PublisherFields):
         default=None, validation_alias=_MODEL_NAMES, description=f"{OPTIONAL_NAME}, a model that the engine serves"
     )
     instance_id: OptionalName = Field(
-        default=None, description=f"{OPTIONAL_NAME}, the name that a router picks; the default is host:port of the URL"
+        default=None,
+        description=f"{OPTIONAL_NAME}, the name of the engine in answers; the default is host:port of the URL",
     )
     block_size: BlockSize | None = Field(default=None, description=BLOCK_SIZE)
     dp_rank: Rank | None = Field(default=None, description=f"{RANK}; the default is every rank of the engine")
@@ -254,7 +257,7 @@ class RegisterByUrlRequest(_PublisherFields):
 
 
 class AnyRegisterRequest(Root[RegisterRequest | RegisterByUrlRequest]):
-    """A publisher, or the URL of an engine that says the rest itself."""
+    """A publisher with all fields, or the URL of an engine, which Waymark then asks for the other fields."""
 
 
 class UnregisterRequest(Request):

@@ -32,17 +32,19 @@ class TextFields(Request):
         default=None, description="a list of messages as in a chat request of OpenAI; the model needs a tokenizer"
     )
     system: System = Field(
-        default=None, description="a text or a list of blocks, for messages, as requests of Anthropic's form have it"
+        default=None,
+        description="a text or a list of blocks: the system prompt for messages, as in a request of Anthropic's API",
     )
     tools: list[Any] | None = Field(default=None, description="a list of tools, for messages")
     chat_template_kwargs: dict[str, Any] = Field(
         default={}, description="an object with arguments for the chat template, for messages"
     )
     add_generation_prompt: bool = Field(
-        default=True, description="true or false: whether messages end with the beginning of an answer"
+        default=True,
+        description="true or false: whether the start of the assistant's answer is added after the messages",
     )
     continue_final_message: bool = Field(
-        default=False, description="true or false: whether the last of the messages is left open"
+        default=False, description="true or false: whether the model continues the last message"
     )
     add_special_tokens: bool | None = Field(
         default=None, description="true or false; the default is true for a prompt and false for messages"
@@ -65,7 +67,7 @@ class TextFields(Request):
 
 
 class OfModel(Request):
-    """The model whose tokens they are."""
+    """The model whose tokenizer is used."""
 
     model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
@@ -80,16 +82,18 @@ class TokenizeRequest(OfModel, TextFields):
 
 
 class TokenizeAnswer(Model):
-    """The token ids, as vLLM answers them."""
+    """The token ids, in the form of vLLM's answer."""
 
     count: int
     max_model_len: int | None = Field(description="null, because the engine alone knows it")
     tokens: list[int]
-    source: Literal["local", "remote"] = Field(description="local for this process, or remote for an engine")
+    source: Literal["local", "remote"] = Field(
+        description="local if this process made the token ids, remote if an engine did"
+    )
 
 
 class DetokenizeRequest(OfModel):
-    """Token ids of a model."""
+    """The token ids to turn into text."""
 
     tokens: TokenIds = Field(
         validation_alias=AliasChoices("tokens", "token_ids"),

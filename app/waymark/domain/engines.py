@@ -16,7 +16,7 @@ Copies = Literal["count", "set"]
 
 
 class EngineKind(StrEnum):
-    """Who publishes, as a registration's ``type`` names it."""
+    """The kind of a publisher: the field ``type`` of a registration."""
 
     VLLM = "vLLM"
     SGLANG = "SGLang"

@@ -6,14 +6,14 @@ from enum import StrEnum
 
 
 class StreamStatus(StrEnum):
-    """The best first."""
+    """The states of a stream, from best to worst."""
 
     ACTIVE = "active"
     REPLAYING = "replaying"
     PENDING = "pending"
-    """It has no connection to its publisher yet, or nobody applies it."""
+    """The stream has no connection to its publisher yet, or no worker applies it."""
     DEGRADED = "degraded"
-    """Something is lost or unknown; ``last_error`` says what."""
+    """Batches are lost or unknown; ``last_error`` explains which."""
     LOST = "lost"
     """Its publisher has been unreachable for so long that its holders are not counted."""
     FAILED = "failed"

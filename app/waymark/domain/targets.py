@@ -20,7 +20,7 @@ _URL_CHARACTERS_MAX = 2048
 
 
 class Role(StrEnum):
-    """What a target is for, where prefill, decode and encoding of images are apart."""
+    """The work of a target, in a fleet with separate engines for prefill, decode and image encoding."""
 
     PREFILL = "prefill"
     DECODE = "decode"
