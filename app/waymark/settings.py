@@ -1,4 +1,4 @@
-"""Every knob once: its name, type, bounds, default, and a sentence.
+"""Every setting once: its name, type, bounds, default, and what it is in one or two sentences.
 
 The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settings are read once, in the command
 line, and handed down as arguments; nothing below asks the environment. What is wrong, or unknown, stops the process
@@ -69,7 +69,7 @@ def _split(text: Any) -> Any:
 
 def _zero_or_hundred(number: int) -> int:
     if 0 < number < 100:
-        raise ValueError("it must be 0, or 100 at the least")
+        raise ValueError("it must be 0, or at least 100")
     return number
 
 
@@ -107,7 +107,7 @@ def _checked_source(url: str) -> str:
         )
     query = re.match(r"(?:file|hf):[^?]*\?(.*)", url)
     if query is not None and query[1] not in ("engine=vllm", "engine=sglang"):
-        raise ValueError(f"{hide_password(url)!r} has {query[1]!r} behind its ?: give engine=vllm or engine=sglang")
+        raise ValueError(f"{hide_password(url)!r} has {query[1]!r} after its '?'; use engine=vllm or engine=sglang")
     return url
 
 
@@ -166,7 +166,7 @@ class Settings(BaseModel):
     redis_tls_verify: Annotated[Literal["full", "ca", "none"], BeforeValidator(_lower)] = "full"
     """What is checked of a certificate of Redis: its CA and host name, its CA only, or nothing."""
     host: str = Field("0.0.0.0", min_length=1)
-    """The address that the HTTP API listens on; without it a trial on `memory://` listens on `127.0.0.1`."""
+    """The address that the HTTP API listens on; for a trial on `memory://` the default is `127.0.0.1`."""
     port: int = Field(13333, ge=1, le=65535)
     """The TCP port that the HTTP API listens on."""
     ingest_port: int = Field(0, ge=0, le=65535)
@@ -176,21 +176,21 @@ class Settings(BaseModel):
     shards: int = Field(1, ge=1, le=256)
     """The number of Redis Cluster slots that the blocks of a new group are spread over."""
     conductor_shape: Literal["auto", "published", "instances"] = "auto"
-    """The form of `/query`: `published`, `instances` (the newer form), or `auto`, which adds it to msgpack answers."""
+    """The form of `/query` answers: `published` (old), `instances` (new), or `auto` (old in JSON, both in msgpack)."""
     query_deadline_ms: int = Field(1000, ge=1, le=60_000)
     """How long a query may take before it answers with what it has found."""
     inspect_at_once: int = Field(2, ge=1, le=100)
-    """How many explanations of prompts, and other inspections, a replica works on at a time; further ones wait."""
+    """How many explanations of prompts, and other inspections, a replica runs at once; further ones wait."""
     inspect_seconds: float = Field(5.0, ge=0.01, le=60)
     """How long the explanation of a prompt, or another inspection, may take, in seconds."""
     inspect_blocks_max: int = Field(16_384, ge=1, le=2**21)
-    """The most blocks of a prompt that is explained."""
+    """The longest prompt, in blocks, that Waymark explains."""
     native: bool = True
     """Whether the native module is used if it was built; `false` selects the pure-Python path."""
     hot_block_ms: int = Field(200, ge=0, le=60_000)
-    """How long a replica keeps a row of the index that many holders share; 0 disables this cache."""
+    """How long, in milliseconds, a replica keeps a row of the index that many holders share; 0 disables this cache."""
     hot_block_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """How many bytes of such rows a replica keeps at most."""
+    """The most bytes of rows of the index that a replica keeps in its cache."""
     event_memory_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """How many bytes of publishers' blocks a replica remembers between requests of `POST /events`; 0 disables it."""
     answer_cache_bytes: int = Field(8 * _MIB, ge=0, le=64 * 1024 * _MIB)
@@ -216,7 +216,7 @@ class Settings(BaseModel):
     request_seconds: float = Field(30.0, ge=0.1, le=3600)
     """How long a client may take to send a request, and to read the answer, before its connection is closed."""
     requests_at_once: int = Field(16, ge=1, le=32)
-    """How many reading and how many writing requests run at once; more only help if Redis is far away."""
+    """How many requests of each kind (reading, writing, deciding) run at once. More help only if Redis is far away."""
     connections_max: int = Field(4096, ge=1, le=1_000_000)
     """How many HTTP connections are open at once; above it, the connection that is idle longest is closed."""
     api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
@@ -228,23 +228,23 @@ class Settings(BaseModel):
     allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The globs and CIDRs that registered endpoints must match; the default allows every endpoint."""
     engine_api_key: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
-    """The bearer token that requests to engines carry; every URL that a client registers is sent it."""
+    """The bearer token in requests to engines. Waymark sends it to every URL that a client registers."""
     engine_ca_file: str | None = None
     """The PEM file with the CA that signs the certificates of engines; the default is the CAs of the system."""
     on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
     """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
     probe_seconds: float = Field(30.0, ge=1, le=3600)
-    """After how long without a frame a publisher is probed."""
+    """After how many seconds without a frame a worker asks the publisher for a replay, to see if frames are missing."""
     replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
-    """How long to wait for the next reply of a replay."""
+    """How long to wait for the next message of a replay."""
     replay_seconds: float = Field(120.0, ge=1, le=3600)
     """How long one replay may take in total."""
     replays_max: int = Field(8, ge=1, le=256)
     """How many replays one ingest worker runs at once; each holds unapplied batches in memory."""
     replay_bytes_per_second_min: int = Field(16_384, ge=0, le=1024 * _MIB)
-    """Below how many bytes per second a replay gives up its place to a stream that waits; 0 means never."""
+    """A replay that is slower than this, in bytes per second, lets a waiting stream replay first; 0 means never."""
     publisher_timeout: float = Field(60.0, ge=0, le=7 * _DAY)
-    """After how many seconds without a connection the blocks of a publisher are no longer counted; 0 means never."""
+    """After how many seconds without a connection queries no longer count a publisher's blocks; 0 means never."""
     lease_seconds: float = Field(8.0, ge=1, le=300)
     """After how long without a heartbeat an ingest worker loses the lease of a stream."""
     worker_id: str = Field(default_factory=_new_worker_id, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
@@ -256,7 +256,7 @@ class Settings(BaseModel):
     fold_batches: int = Field(64, ge=1, le=4096)
     """How many waiting batches of one stream go to Redis in one call."""
     apply_blocks_max: int = Field(512, ge=0, le=1_000_000)
-    """How many blocks all ingest workers together may have under way to one Redis server; 0 means no bound."""
+    """How many blocks all ingest workers together may be writing to one Redis server at once; 0 means no limit."""
     frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
     """The largest frame that is read, in bytes; a connection that sends a frame four times as large is closed."""
     batch_events_max: int = Field(65_536, ge=1024, le=16_777_216)
@@ -264,41 +264,41 @@ class Settings(BaseModel):
     event_hashes_max: int = Field(262_144, ge=1024, le=16_777_216)
     """The most blocks that an event may have; a batch that contains a larger event is lost."""
     rejected_events_max: int = Field(1_000, ge=16, le=16_777_216)
-    """How many undecodable events of a batch are counted one by one; the rest counts as one."""
+    """How many undecodable events of one batch the metrics count; all further ones of the batch count as one."""
     stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
-    """How many blocks of one stream are indexed, because a worker remembers all of them; further stores are counted."""
+    """The most blocks of one stream that a worker remembers and indexes. Further blocks are ignored and counted."""
     waiting_blocks: int = Field(10_000, ge=0, le=10_000_000)
     """How many blocks per stream may wait for a parent that has not arrived yet."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
-    """From how many blocks per second an ingest worker removes dead holders."""
+    """How many blocks per second an ingest worker sweeps, that is, frees of dead holders."""
     hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
-    """What a match of a hybrid model needs: full attention, with `boundary` also window and state; `off` is without."""
+    """What a match of a hybrid model needs: full attention (`off`), or also windows and states (`boundary`)."""
     pool_hashes_max: int = Field(1_000_000, ge=1_000, le=10**9)
-    """How many engine hashes of a model are kept where a pool names blocks by them; the oldest tenth goes first."""
+    """The most engine hashes that Waymark keeps for a model with a pool. Above it, the oldest tenth is deleted."""
     max_entries: Annotated[int, AfterValidator(_zero_or_hundred)] = Field(0, ge=0, le=10**9)
-    """How many blocks a model of a tenant may have, from 100 on; the oldest blocks end first; 0 means no bound."""
+    """The most blocks of one tenant and model, at least 100; the oldest are removed first. 0 means no limit."""
     entry_ttl_seconds: int = Field(0, ge=0, le=_DAY)
-    """After how many seconds a block expires that was not stored again; 0 means never."""
+    """After how many seconds a block expires if it was not stored again; 0 means never."""
     medium_ttl: Annotated[dict[_Medium, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
-    """The same for single media, such as those without removal events: `DISK=3600,CPU=600`."""
+    """After how many seconds a block on one medium expires, such as one without removal events: `DISK=3600,CPU=600`."""
     publishers_file: str | None = None
-    """A JSON or YAML file of publishers that ingest workers register when they start, or when Redis lost its data."""
+    """A JSON or YAML file of publishers that workers register when they start, and when Redis has lost its data."""
     discovery: Annotated[Literal["off", "kubernetes"], BeforeValidator(_lower)] = "off"
     """Whether an ingest worker registers the pods that it finds in Kubernetes."""
     discovery_namespace: str | None = None
-    """The namespace whose pods are found; the default is every namespace that the ServiceAccount may list."""
+    """The namespace of the pods to register; the default is every namespace that the ServiceAccount may list."""
     discovery_selector: str = "llm-d.ai/inference-serving=true"
     """The label selector of the pods of engines."""
     discovery_api_port: int = Field(8000, ge=1, le=65535)
     """The port of the HTTP API of an engine, if its pod has no annotation `waymark.dev/api-port`."""
     discovery_port: int = Field(5557, ge=1, le=65535)
-    """The port on which rank 0 of an engine publishes, if nothing else says it; rank r adds r."""
+    """The event port of rank 0, if neither the pod nor the engine's API names it; rank r uses this port plus r."""
     discovery_replay_port: int = Field(5657, ge=0, le=65535)
-    """The port on which rank 0 of an engine answers replays, if nothing else says it; 0 means none."""
+    """The replay port of rank 0, if neither the pod nor the engine's API names it; 0 means that there is none."""
     discovery_seconds: float = Field(300.0, ge=1, le=_DAY)
-    """How often an engine that was found, or registered by its URL, is asked again what it serves."""
+    """The seconds between two questions to an engine, discovered or registered by its URL, about what it serves."""
     discovery_url: str | None = None
-    """The URL of the API server of Kubernetes; the default is that of the pod's environment."""
+    """The URL of the API server of Kubernetes; the default is in the pod's environment."""
     discovery_token_file: str | None = None
     """The file with the token for the API server, which is read for each request; the default is the pod's."""
     discovery_ca_file: str | None = None
@@ -310,33 +310,33 @@ class Settings(BaseModel):
     min_initial_workers: int = Field(0, ge=0, le=100_000)
     """How many engines must be registered before a replica is ready and decides; 0 means none."""
     loads_ms: int = Field(100, ge=0, le=10_000)
-    """How old the loads may be by which a replica ranks targets; 0 reads the loads for each decision."""
+    """How long, in milliseconds, a replica reuses the loads that it read from Redis. 0 reads them for each decision."""
     gauges_seconds: float = Field(1.0, ge=0, le=60)
-    """How often an ingest worker reads the metrics of each engine of its own; 0 means never."""
+    """The seconds between two reads of an engine's metrics by the ingest worker of its stream; 0 means never."""
     target_requests_max: int = Field(0, ge=0, le=1_000_000)
-    """How many requests a target may have under way; 0 means no limit."""
+    """How many reservations a target may have at once; 0 means no limit."""
     reservations_max: int = Field(100_000, ge=1, le=10_000_000)
-    """How many reservations a model may have under way."""
+    """How many reservations a model may have at once."""
     speculative: bool = False
-    """Whether a target counts as having the blocks of a prompt from the moment it was picked for the prompt."""
+    """Whether a target counts as having the blocks of a prompt as soon as it is picked for the prompt."""
     speculative_ttl_ms: int = Field(2_000, ge=1, le=600_000)
-    """How long a target counts so without an event that confirms it."""
+    """How long, in milliseconds, a speculative entry lasts if no event confirms it."""
     approximate_seconds: int = Field(600, ge=1, le=_DAY)
     """How long a target that publishes no events counts as having the prompts that it was picked for."""
     prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)
-    """How fast a target computes a prompt if no event reports its end; 0 waits for the end of the request."""
+    """The assumed prefill speed of a target without events. With 0 its prefill counts until the request ends."""
     prefix_bytes: int = Field(1024, ge=1, le=_MIB)
     """How many bytes of a system prompt, or of a first message, make the prefix key."""
     gateway_engines: Annotated[tuple[_EngineUrl, ...], BeforeValidator(_split)] = ()
-    """The URLs of engines that a gateway registers when it starts, by commas."""
+    """The URLs of engines that a gateway registers when it starts."""
     gateway_keys: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The keys of the gateway's clients, each as `name:sha256` or `name:sha256:tenant`; without keys all may call."""
     gateway_keys_file: Path | None = None
     """A file with further keys, one in each line; it is read again if it changes."""
     gateway_key_requests: int = Field(0, ge=0, le=1_000_000)
-    """How many requests of one key a gateway has under way at once; 0 means no limit."""
+    """How many requests of one key a gateway runs at once; 0 means no limit."""
     gateway_key_tokens: int = Field(0, ge=0, le=10**12)
-    """How many prompt tokens of one key a gateway has under way at once; 0 means no limit."""
+    """How many prompt tokens of one key's requests a gateway runs at once; 0 means no limit."""
     tenant_header: str | None = Field(None, pattern=r"^[A-Za-z0-9-]{1,64}$")
     """The header that names the tenant of a request to a gateway without keys."""
     gateway_first_byte_seconds: float = Field(600.0, ge=0.1, le=_DAY)
@@ -350,75 +350,75 @@ class Settings(BaseModel):
     cache_control_injection: bool = False
     """Whether a gateway marks the system prompt of `/v1/messages` with `cache_control`, if no block of it has one."""
     response_cache: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "off"
-    """Where a gateway keeps answers to requests with `temperature` 0 or absent, for equal ones; `redis` is for all."""
+    """Where a gateway caches answers for equal requests with `temperature` 0 or none; all gateways share `redis`."""
     response_cache_entries: int = Field(1000, ge=1, le=10_000_000)
-    """How many answers are kept, in a gateway or in Redis."""
+    """How many answers the response cache keeps, in a gateway or in Redis."""
     response_cache_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of answers are kept, in a gateway or in Redis."""
+    """How many bytes of answers the response cache keeps, in a gateway or in Redis."""
     response_cache_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
-    """How long an answer is kept."""
+    """How long, in seconds, the response cache keeps an answer."""
     response_cache_response_bytes: int = Field(_MIB, ge=1, le=1024 * _MIB)
-    """The largest answer that is kept, in bytes."""
+    """The largest answer that the response cache keeps, in bytes."""
     response_cache_stream_bytes: int = Field(10 * _MIB, ge=1, le=1024 * _MIB)
-    """The largest stream that is kept, in bytes."""
+    """The largest streamed answer that the response cache keeps, in bytes."""
     response_cache_redis_ms: int = Field(1000, ge=10, le=60_000)
-    """How long a gateway waits for kept answers in Redis before it keeps them in its memory."""
+    """How long, in milliseconds, a gateway waits for the response cache in Redis before it uses its own memory."""
     response_cache_fallback_entries: int = Field(1000, ge=0, le=10_000_000)
-    """How many answers a gateway keeps in its memory while Redis is unavailable; 0 keeps none."""
+    """How many answers the response cache of a gateway keeps in memory while Redis is unavailable; 0 keeps none."""
     response_cache_fallback_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
-    """How long it keeps these."""
+    """How long, in seconds, a gateway keeps an answer in its memory while Redis is unavailable."""
     responses: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "memory"
-    """Where a gateway stores answers of `/v1/responses`, so that a later request may go on from one."""
+    """Where a gateway stores answers of `/v1/responses`, so that a later request can continue from one of them."""
     responses_ttl_seconds: int = Field(_DAY, ge=1, le=30 * _DAY)
-    """How long such an answer is stored, in memory or in Redis."""
+    """How long, in seconds, an answer of `/v1/responses` is stored, in memory or in Redis."""
     responses_entry_bytes: int = Field(_MIB, ge=1024, le=64 * _MIB)
-    """The largest conversation that is stored, in bytes."""
+    """The largest conversation of `/v1/responses` that is stored, in bytes."""
     responses_entries: int = Field(10_000, ge=1, le=10_000_000)
-    """How many of these answers are stored, in a gateway or in Redis."""
+    """How many answers of `/v1/responses` are stored, in a gateway or in Redis."""
     responses_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of these answers are stored, in a gateway or in Redis."""
+    """How many bytes of answers of `/v1/responses` are stored, in a gateway or in Redis."""
     responses_mongo_url: SecretStr | None = None
-    """The URL of the MongoDB that gets a copy of every answer that is stored in Redis."""
+    """The URL of the MongoDB that gets a copy of every answer of `/v1/responses` in Redis."""
     responses_mongo_database: str = Field("waymark", pattern=r"^[A-Za-z0-9_-]{1,63}$")
-    """The database of these copies."""
+    """The MongoDB database for the copies of answers."""
     responses_mongo_collection: str = Field("responses", pattern=r"^[A-Za-z0-9_-]{1,63}$")
-    """The collection of these copies."""
+    """The MongoDB collection for the copies of answers."""
     responses_mongo_ttl_seconds: int = Field(30 * _DAY, ge=1, le=3650 * _DAY)
-    """How long MongoDB keeps them."""
+    """How long, in seconds, MongoDB keeps a copy of an answer."""
     responses_mongo_ms: int = Field(500, ge=10, le=60_000)
     """How long one operation of MongoDB may take."""
     responses_mongo_queue: int = Field(1_000_000, ge=1, le=100_000_000)
-    """How many changes wait in Redis at most, about, while MongoDB is unavailable."""
+    """The approximate maximum number of changes that wait in Redis while MongoDB is unavailable."""
     profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
-    """Whether a gateway sends a request to one engine, or its prefill to another one; `auto` is as the policy says."""
+    """Whether one engine (`single`) or two (`disagg`) prefill and decode a request; with `auto` the policy decides."""
     epp_port: int = Field(9002, ge=1, le=65535)
     """The TCP port on which an endpoint picker answers Envoy over gRPC."""
     epp_health_port: int = Field(9003, ge=0, le=65535)
-    """The TCP port on which it answers gRPC health checks without TLS; 0 means `WAYMARK_EPP_PORT` alone."""
+    """The TCP port for gRPC health checks of an endpoint picker, without TLS; 0 means only on `WAYMARK_EPP_PORT`."""
     epp_metrics_port: int = Field(9090, ge=0, le=65535)
-    """The TCP port on which it answers `/health`, `/ready` and `/metrics`; 0 means no port."""
+    """The TCP port on which an endpoint picker answers `/health`, `/ready` and `/metrics`; 0 means no port."""
     epp_tls: bool = True
     """Whether the gRPC port of an endpoint picker has TLS."""
     epp_cert_file: Path | None = None
-    """The PEM file with its certificate; the default is a certificate that it makes when it starts."""
+    """The PEM file with the certificate of an endpoint picker; by default the picker makes one when it starts."""
     epp_key_file: Path | None = None
-    """The PEM file with the key of that certificate."""
+    """The PEM file with the key of the certificate of an endpoint picker."""
     epp_tenant: str = Field("default", min_length=1)
     """The tenant whose targets an endpoint picker picks."""
     epp_streams_max: int = Field(4096, ge=1, le=1_000_000)
-    """How many requests an endpoint picker has under way at once; it refuses a further one."""
+    """How many requests an endpoint picker handles at once; it refuses further requests."""
     epp_idle_seconds: float = Field(600.0, ge=1, le=_DAY)
-    """After how long without a message the stream of a request is ended."""
+    """After how many seconds without a message an endpoint picker ends the gRPC stream of a request."""
     epp_index_streams_max: int = Field(256, ge=1, le=1_000_000)
-    """How many streams of `radix_index.RadixIndex` an endpoint picker has open at once; it refuses a further one."""
+    """How many streams of `radix_index.RadixIndex` an endpoint picker has open at once; it refuses further streams."""
     placement_seconds: int = Field(180, ge=1, le=_DAY)
-    """How long a prompt that a router reports as sent to an engine without events counts as cached there."""
+    """How long, in seconds, a prompt counts as cached that a router reports as sent to an engine without events."""
     placements_max: int = Field(1_000_000, ge=1000, le=1_000_000_000)
-    """How many blocks of a model have such a report; the oldest reports are dropped first."""
+    """How many blocks of a model may count as cached by such reports of a router; the oldest are dropped first."""
     epp_drain_seconds: float = Field(5.0, ge=0, le=3600)
-    """How long it still takes requests after SIGTERM, while its health says that it ends."""
+    """How long an endpoint picker accepts requests after SIGTERM; its health check already reports that it stops."""
     epp_finish_seconds: float = Field(60.0, ge=0, le=_DAY)
-    """How long its requests may then take to end."""
+    """How long the requests of an endpoint picker may take to end after it stopped accepting new ones."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
     """The lowest level of log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
@@ -598,9 +598,9 @@ def _type_text(field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) is tuple:
-        return "list, by commas"
+        return "list, separated by commas"
     if get_origin(kind) is dict:
-        return "`NAME=SECONDS`, by commas" if int in _leaves(get_args(kind)[1]) else "JSON object"
+        return "`NAME=SECONDS`, separated by commas" if int in _leaves(get_args(kind)[1]) else "JSON object"
     if kind is bool:
         return "`true` or `false`"
     if kind in (int, float):
