@@ -601,21 +601,26 @@ static PyObject *make_list(const Events *events)
     return list;
 }
 
-/* Whether two names, numbers or None are equal; mostly they are one object. */
+/* Whether two names, numbers or None are equal; mostly they are one object. -1 with an exception. */
 static int is_equal(PyObject *one, PyObject *other)
 {
-    return one == other || (one != NULL && other != NULL && PyObject_RichCompareBool(one, other, Py_EQ) == 1);
+    if (one == NULL || other == NULL)
+        return one == other;
+    return PyObject_RichCompareBool(one, other, Py_EQ);
 }
 
-/* Whether two stores, or two removals, differ in nothing but their blocks. */
+/* Whether two stores, or two removals, differ in nothing but their blocks. -1 with an exception. */
 static int are_alike(const PlainEvent *one, const PlainEvent *other)
 {
-    return one->has_group == other->has_group && one->group == other->group && one->is_main == other->is_main &&
-           one->tells_salts == other->tells_salts && one->block_size == other->block_size &&
-           is_equal(one->medium, other->medium) && is_equal(one->adapter, other->adapter);
+    if (one->has_group != other->has_group || one->group != other->group || one->is_main != other->is_main ||
+        one->tells_salts != other->tells_salts || one->block_size != other->block_size)
+        return 0;
+    const int is_same_medium = is_equal(one->medium, other->medium);
+    return is_same_medium == 1 ? is_equal(one->adapter, other->adapter) : is_same_medium;
 }
 
-/* Whether all events are stores that are alike, each with the tokens of its blocks, and removals that are alike. */
+/* Whether all events are stores that are alike, each with the tokens of its blocks, and removals that are alike. -1
+ * with an exception. */
 static int is_run(Events *events)
 {
     const PlainEvent *first[2] = {NULL, NULL};
@@ -628,8 +633,9 @@ static int is_run(Events *events)
             return 0;
         if (first[event->kind] == NULL)
             first[event->kind] = event;
-        if (!are_alike(event, first[event->kind]))
-            return 0;
+        const int is_alike = are_alike(event, first[event->kind]);
+        if (is_alike != 1)
+            return is_alike;
     }
     if (first[STORE] != NULL)
         events->block_size = first[STORE]->block_size;
@@ -744,8 +750,7 @@ static PyType_Spec events_spec = {"waymark._native.Events", sizeof(Events), 0,
 /* Nobody makes one but read_batch, so the module does not name the type. */
 int add_events(PyObject *module)
 {
-    events_type = (PyTypeObject *)PyType_FromSpec(&events_spec); /* for as long as the process lasts */
-    return events_type == NULL ? -1 : 0;
+    return add_type(NULL, "Events", &events_spec, &events_type);
 }
 
 /* ---- batches ------------------------------------------------------------------------------------ */
@@ -766,7 +771,9 @@ static PyObject *read_payload(Batch *batch, Py_ssize_t events_max)
     if (outcome == READ && root.number == 3)
         outcome = read_number(&batch->reader, &rank);
     if (outcome == READ && batch->reader.at == batch->reader.end) {
-        found = is_run(batch->events) ? Py_NewRef((PyObject *)batch->events) : make_list(batch->events);
+        const int stay_together = is_run(batch->events);
+        if (stay_together >= 0)
+            found = stay_together ? Py_NewRef((PyObject *)batch->events) : make_list(batch->events);
         answer = found == NULL ? NULL : Py_BuildValue("OOOn", ts, found, rank == NULL ? Py_None : rank, others);
     } else if (outcome != FAILED)
         answer = Py_NewRef(Py_None);

@@ -11,8 +11,7 @@
 #define WAYMARK_INDEX_H
 
 #include "native.h"
-
-#include <string.h>
+#include "xxh3.h"
 
 enum {
     SEGMENT_BITS = 6,
@@ -33,7 +32,19 @@ typedef struct {
     size_t bytes;
 } Index;
 
-/* The hash of a thing of `owner`; all of its bits count. */
+/* Without this number nobody can choose things whose hashes fall together. */
+extern uint64_t index_secret __attribute__((visibility("hidden")));
+
+/* Choose it, once in each process. 0 with an exception. */
+int choose_secret(void);
+
+/* The hash of a number. */
+static inline uint64_t spread(uint64_t number)
+{
+    return fold_product(number ^ index_secret, PRIME64_1 ^ index_secret);
+}
+
+/* The hash of thing `number` of `owner`; all of its bits count. */
 typedef uint64_t HashOf(const void *owner, uint32_t number);
 
 static inline Segment *segment_of(Index *index, uint64_t hash)
@@ -63,6 +74,16 @@ static inline uint32_t distance_bits(uint32_t steps)
     return (steps < FAR ? steps : FAR) << NUMBER_BITS;
 }
 
+/* Make a segment larger. 0 with an exception; it is as it was then. */
+int grow_segment(Index *index, Segment *segment, HashOf *hash_of, const void *owner);
+
+/* Make room for one more thing with this hash. 0 with an exception; the index is as it was then. */
+static inline int reserve_slot(Index *index, uint64_t hash, HashOf *hash_of, const void *owner)
+{
+    Segment *segment = segment_of(index, hash);
+    return segment->used + 1 <= (uint64_t)segment->capacity * 4 / 5 || grow_segment(index, segment, hash_of, owner);
+}
+
 /* Put a thing where it belongs; there is room. */
 static inline void place_in(Segment *segment, uint64_t hash, uint32_t number)
 {
@@ -72,82 +93,19 @@ static inline void place_in(Segment *segment, uint64_t hash, uint32_t number)
     segment->slots[at] = distance_bits(steps) | (number + 1);
 }
 
-/* How far the slot `at` is from where its thing belongs. */
-static inline uint32_t steps_to(const Segment *segment, uint32_t at, HashOf *hash_of, const void *owner)
-{
-    const uint32_t slot = segment->slots[at], steps = slot >> NUMBER_BITS;
-    if (steps < FAR)
-        return steps;
-    const uint32_t home = home_of(segment, hash_of(owner, number_in(slot)));
-    return home <= at ? at - home : segment->capacity - home + at;
-}
-
-/* Give a segment another capacity. 0 without memory for it; then it is as it was. */
-static int resize(Index *index, Segment *segment, uint32_t capacity, HashOf *hash_of, const void *owner)
-{
-    Segment resized = {NULL, capacity, segment->used};
-    if (capacity > 0 && (resized.slots = PyMem_Calloc(capacity, sizeof *resized.slots)) == NULL)
-        return 0;
-    for (uint32_t i = 0; i < segment->capacity; i++)
-        if (segment->slots[i] != 0)
-            place_in(&resized, hash_of(owner, number_in(segment->slots[i])), number_in(segment->slots[i]));
-    index->bytes += sizeof *resized.slots * capacity;
-    index->bytes -= sizeof *resized.slots * segment->capacity;
-    PyMem_Free(segment->slots);
-    *segment = resized;
-    return 1;
-}
-
-/* Make room for one more thing with this hash. 0 with an exception. */
-static int reserve_slot(Index *index, uint64_t hash, HashOf *hash_of, const void *owner)
-{
-    Segment *segment = segment_of(index, hash);
-    if (segment->used + 1 <= (uint64_t)segment->capacity * 4 / 5)
-        return 1;
-    const uint32_t grown = segment->capacity + (segment->capacity + 3) / 4;
-    if (resize(index, segment, grown < CAPACITY_MIN ? CAPACITY_MIN : grown, hash_of, owner))
-        return 1;
-    PyErr_NoMemory();
-    return 0;
-}
-
 /* Put a thing in, for which there is room, and which is not there. */
-static void insert_slot(Index *index, uint64_t hash, uint32_t number)
+static inline void insert_slot(Index *index, uint64_t hash, uint32_t number)
 {
     Segment *segment = segment_of(index, hash);
     place_in(segment, hash, number);
     segment->used++;
 }
 
-/* Take a thing out, which is there. What is behind it moves up, so that no search ends at a gap. */
-static void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner)
-{
-    Segment *segment = segment_of(index, hash);
-    uint32_t gap = home_of(segment, hash), behind = 1; /* slots from the gap to `at` */
-    while (number_in(segment->slots[gap]) != number)
-        gap = next_slot(segment, gap);
-    for (uint32_t at = next_slot(segment, gap); segment->slots[at] != 0; at = next_slot(segment, at), behind++) {
-        const uint32_t steps = steps_to(segment, at, hash_of, owner);
-        if (steps < behind)
-            continue; /* it belongs behind the gap */
-        segment->slots[gap] = distance_bits(steps - behind) | (segment->slots[at] & THINGS_MAX);
-        gap = at;
-        behind = 0;
-    }
-    segment->slots[gap] = 0;
-    segment->used--;
-    if (segment->capacity > CAPACITY_MIN && segment->used < (uint64_t)segment->capacity * 2 / 5) {
-        const uint32_t shrunk = (uint32_t)((uint64_t)segment->capacity * 5 / 8);
-        resize(index, segment, shrunk < CAPACITY_MIN ? CAPACITY_MIN : shrunk, hash_of, owner);
-    }
-}
+/* Take a thing out, which is there. There is room for another one with its hash then. */
+void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner);
 
-static void clear_index(Index *index)
-{
-    for (int i = 0; i < SEGMENTS; i++)
-        PyMem_Free(index->segments[i].slots);
-    memset(index, 0, sizeof *index);
-}
+/* Free what an index has; it is empty then. */
+void clear_index(Index *index);
 
 /* Have the caches fetch the slot where a thing with a hash belongs. */
 static inline void fetch_slot(const Index *index, uint64_t hash)

@@ -9,6 +9,8 @@
  *     row_runs     block keys and rows  ->  runs of equal holders                                 rows.c
  *     piece_runs   the same for one piece, from all its values                                    rows.c
  *     KnownBlocks  a table of engine hashes, whose blocks are in Places                           known.c
+ *                  its table, an index by hash, its places                      blocks.c, index.c, places.c
+ *                  its methods for whole events                              stores.c, removals.c, runs.c
  *     Parts        what changes in the index, and how the script of Redis reads it                parts.c
  *     Events       plain events of one batch that differ in their blocks alone                    events.c
  *
@@ -46,7 +48,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, m
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *created = PyModule_Create(&module);
-    if (created != NULL && (add_known(created) < 0 || add_parts(created) < 0 || add_events(created) < 0 ||
+    if (created != NULL && (add_places(created) < 0 || add_known(created) < 0 || add_parts(created) < 0 || add_events(created) < 0 ||
                             PyModule_AddStringConstant(created, "sources", WAYMARK_SOURCES) < 0))
         Py_CLEAR(created);
     return created;

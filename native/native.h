@@ -1,4 +1,15 @@
-/* The entry points of the C module, as Python calls them: one file for each subject, module.c lists them all. */
+/* The entry points of the C module, as Python calls them: one file for each subject, module.c lists them all.
+ *
+ * What holds for every function unless its comment says otherwise:
+ *
+ * - It runs with the GIL, and never lets it go. What it calls may run other Python code only where objects of the
+ *   caller are compared, called or read as a sequence, and where an object of Python is made, which may collect garbage.
+ * - A PyObject that it takes is borrowed; one that it returns is a new reference, or NULL with an exception.
+ * - A function that says "0 with an exception" returns 1 else; one that says "-1 with an exception" has other answers.
+ *   The functions without these words raise nothing.
+ * - Lengths are size_t, or Py_ssize_t where Python has them. A length from outside is bounded by bytes that are there,
+ *   or PyMem_New refuses it.
+ */
 
 #ifndef WAYMARK_NATIVE_H
 #define WAYMARK_NATIVE_H
@@ -15,6 +26,7 @@ EntryPoint row_runs, piece_runs;        /* rows.c */
 /* Each puts its types into the module. -1 with an exception. */
 int add_events(PyObject *module);       /* events.c */
 int add_known(PyObject *module);        /* known.c */
+int add_places(PyObject *module);       /* places.c */
 int add_parts(PyObject *module);        /* parts.c */
 
 /* Whether there are `count` arguments; with an exception where there are not. */
@@ -23,6 +35,16 @@ static inline int has_arguments(const char *name, Py_ssize_t nargs, Py_ssize_t c
     if (nargs != count)
         PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments (%zd given)", name, count, nargs);
     return nargs == count;
+}
+
+/* The same of a type that is called, which takes no argument by its name. */
+static inline int has_only_arguments(const char *name, PyObject *args, PyObject *names, Py_ssize_t count)
+{
+    if (names != NULL && PyDict_Size(names) > 0) {
+        PyErr_Format(PyExc_TypeError, "%s() takes no argument by its name", name);
+        return 0;
+    }
+    return has_arguments(name, PyTuple_Size(args), count);
 }
 
 #endif

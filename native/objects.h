@@ -45,6 +45,15 @@ static inline void free_object(PyObject *self)
     Py_DECREF(type);
 }
 
+/* Put the type of `spec` into a module, unless that is NULL. There is one in a process, however often the module is
+ * loaded: *type has a reference to it. -1 with an exception. */
+static inline int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **type)
+{
+    if (*type == NULL && (*type = (PyTypeObject *)PyType_FromSpec(spec)) == NULL)
+        return -1;
+    return module == NULL ? 0 : PyModule_AddObjectRef(module, name, (PyObject *)*type);
+}
+
 #define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))function, flags, doc}
 
 #endif

@@ -128,23 +128,6 @@ int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlo
     return copies == NULL && last->copies == NULL ? 1 : add_copies(parts, copies, count);
 }
 
-/* Head, branch and kind of a Place. 0 with an exception. */
-static int read_place(PyObject *place, Part *part)
-{
-    if (!PyTuple_Check(place) || PyTuple_Size(place) != 3) {
-        PyErr_Format(PyExc_TypeError, "a place is head, branch and is_single, not %R", place);
-        return 0;
-    }
-    PyObject *branch = PyTuple_GetItem(place, 1);
-    part->place_kind = PyTuple_GetItem(place, 2) == Py_True ? SINGLE : ROW;
-    part->head = PyLong_AsUnsignedLongLong(PyTuple_GetItem(place, 0));
-    if (!PyErr_Occurred() && branch != Py_None) {
-        part->branch = PyLong_AsUnsignedLongLong(branch);
-        part->place_kind = BRANCH_ROW;
-    }
-    return !PyErr_Occurred();
-}
-
 /* The blocks of packed slots and engine hashes, in memory that is to be freed. NULL with an exception. */
 static PartBlock *read_blocks(PyObject *slots, PyObject *hashes, size_t *count)
 {
@@ -154,7 +137,7 @@ static PartBlock *read_blocks(PyObject *slots, PyObject *hashes, size_t *count)
         PyBytes_AsStringAndSize(hashes, &hash, &hashes_size) < 0)
         return NULL;
     *count = (size_t)hashes_size / sizeof(uint64_t);
-    PartBlock *blocks = PyMem_Malloc(*count * sizeof *blocks + 1);
+    PartBlock *blocks = PyMem_New(PartBlock, *count);
     if (blocks == NULL) {
         PyErr_NoMemory();
         return NULL;
@@ -192,7 +175,7 @@ static PyObject *parts_add(PyObject *self, PyObject *const *args, Py_ssize_t nar
     part.kind = *kind;
     part.holder = PyLong_AsUnsignedLongLong(args[1]);
     const int64_t position = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || !read_place(args[3], &part))
+    if (PyErr_Occurred() || !is_position(position) || !read_place(args[3], &part.head, &part.branch, &part.place_kind))
         return NULL;
     part.namespace = PyLong_AsUnsignedLongLong(args[4]);
     part.is_known = args[7] == Py_True;
@@ -216,9 +199,7 @@ static PyObject *parts_add(PyObject *self, PyObject *const *args, Py_ssize_t nar
 
 static PyObject *place_of(const Parts *parts, const Part *part)
 {
-    PyObject *branch = part->place_kind == BRANCH_ROW ? PyLong_FromUnsignedLongLong(part->branch) : Py_NewRef(Py_None);
-    PyObject *is_single = part->place_kind == SINGLE ? Py_True : Py_False;
-    return build_named(parts->place_type, branch == NULL ? NULL : Py_BuildValue("KNO", part->head, branch, is_single));
+    return build_place(parts->place_type, part->head, part->branch, part->place_kind);
 }
 
 static void write_slots(const PartBlock *blocks, size_t count, char *at)
@@ -469,8 +450,8 @@ static void store_big16(char *at, uint16_t number)
 /* A part as lua/apply_rows.lua reads it. */
 static PyObject *pack_part(Call *call, const Parts *parts, const Part *part)
 {
-    if (part->last < 0 || part->last > UINT32_MAX)
-        return PyErr_Format(PyExc_OverflowError, "position %lld has no 32 bits", (long long)part->last);
+    if (!is_position(part->last))
+        return NULL;
     PyObject *copies = NULL;
     char *tail = NULL;
     Py_ssize_t tail_size = 0;
@@ -596,14 +577,13 @@ static PyObject *get_singles(PyObject *self, void *closure)
 
 static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *names)
 {
-    if (!has_arguments("Parts", PyTuple_Size(args), 3) || !intern_names(part_names, part_attributes, PART_NAMES))
+    if (!has_only_arguments("Parts", args, names, 3) || !intern_names(part_names, part_attributes, PART_NAMES))
         return NULL;
     PyObject *part_type = PyTuple_GetItem(args, 0), *place_type = PyTuple_GetItem(args, 1);
     const uint64_t seq = PyLong_AsUnsignedLongLong(PyTuple_GetItem(args, 2));
     if (PyErr_Occurred())
         return NULL;
-    if (!PyType_Check(part_type) || !PyType_Check(place_type) ||
-        !PyType_IsSubtype((PyTypeObject *)place_type, &PyTuple_Type))
+    if (!PyType_Check(part_type) || !is_tuple_type(place_type))
         return PyErr_Format(PyExc_TypeError, "Parts() takes the types of a part and of a place");
     return new_parts(type, part_type, place_type, seq);
 }
@@ -652,9 +632,5 @@ static PyType_Spec parts_spec = {"waymark._native.Parts", sizeof(Parts), 0, Py_T
 
 int add_parts(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&parts_spec);
-    if (type == NULL)
-        return -1;
-    parts_type = (PyTypeObject *)type; /* for as long as the process lasts */
-    return PyModule_AddObjectRef(module, "Parts", type);
+    return add_type(module, "Parts", &parts_spec, &parts_type);
 }

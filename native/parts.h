@@ -3,16 +3,13 @@
 #ifndef WAYMARK_PARTS_H
 #define WAYMARK_PARTS_H
 
-#include "native.h"
+#include "place.h"
 
 #include <stddef.h>
 #include <stdint.h>
 
 /* By how much positions go up from one block to the next, and how many blocks a part has at most. */
 enum { STEP = 2, PART_BLOCKS = 64 };
-
-/* What a place is; of a free number of a stream's places there is none. */
-typedef enum { FREE, ROW, BRANCH_ROW, SINGLE } PlaceKind;
 
 typedef struct {
     uint64_t key, hash;
@@ -35,6 +32,15 @@ typedef struct Parts Parts;
 
 /* The object as Parts. NULL with an exception. */
 Parts *as_parts(PyObject *object);
+
+/* Whether a number is a position as a call says it, in 32 bits; OverflowError where it is not. */
+static inline int is_position(int64_t position)
+{
+    if (position >= 0 && position <= UINT32_MAX)
+        return 1;
+    PyErr_Format(PyExc_OverflowError, "position %lld has no 32 bits", (long long)position);
+    return 0;
+}
 
 /* Add blocks at consecutive positions, the first at `position`, to the last part or as a new one. What is said of the
  * blocks is in `part`, besides its seq, last, start and count, and in `copies`, of each of them; NULL for nothing. 0

@@ -1,0 +1,176 @@
+/* The table behind KnownBlocks: see blocks.h. */
+
+#include "blocks.h"
+
+static uint64_t hash_spread_of(const void *known, uint32_t number)
+{
+    return spread(block_at(known, number)->hash);
+}
+
+static uint64_t key_spread_of(const void *known, uint32_t number)
+{
+    return spread(block_at(known, number)->key);
+}
+
+void fetch_slots(const Index *index, const uint64_t *numbers, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        fetch_slot(index, spread(numbers[i]));
+}
+
+void fetch_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count)
+{
+    fetch_slots(&known->by_hash, hashes, count);
+    for (size_t i = 0; i < count; i++) {
+        Search search = begin_search(&known->by_hash, spread(hashes[i]));
+        const int64_t found = next_found(&search);
+        if (found >= 0)
+            __builtin_prefetch(block_at(known, (uint32_t)found));
+    }
+}
+
+/* Room for one more block. 0 with an exception. */
+static int reserve_block(KnownBlocks *known)
+{
+    if (known->free != 0 || known->count < known->chunks_count * CHUNK_BLOCKS)
+        return 1;
+    Block **chunks = known->chunks_count < THINGS_MAX / CHUNK_BLOCKS
+                         ? PyMem_Realloc(known->chunks, (known->chunks_count + 1) * sizeof *chunks)
+                         : NULL;
+    if (chunks != NULL) {
+        known->chunks = chunks;
+        chunks[known->chunks_count] = PyMem_New(Block, CHUNK_BLOCKS);
+    }
+    if (chunks == NULL || chunks[known->chunks_count] == NULL) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    known->chunks_count++;
+    return 1;
+}
+
+/* A number that no block has, for which there is room. */
+static uint32_t new_block(KnownBlocks *known)
+{
+    if (known->free == 0)
+        return known->count++;
+    const uint32_t number = known->free - 1;
+    known->free = (uint32_t)block_at(known, number)->hash;
+    return number;
+}
+
+void remove_block(KnownBlocks *known, uint32_t number)
+{
+    Block *block = block_at(known, number);
+    delete_slot(&known->by_hash, spread(block->hash), number, hash_spread_of, known);
+    if (block->is_first) {
+        delete_slot(&known->by_key, spread(block->key), number, key_spread_of, known);
+        known->firsts--;
+    }
+    leave_place(known->places, block->place);
+    block->hash = known->free;
+    known->free = number + 1;
+    known->used--;
+}
+
+int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth)
+{
+    /* All that may fail comes first. What goes makes no index smaller than for what comes. */
+    if (!reserve_slot(&known->by_hash, spread(hash), hash_spread_of, known) ||
+        (known->has_keys && !reserve_slot(&known->by_key, spread(key), key_spread_of, known)))
+        return 0;
+    const int64_t former = find_hash(known, hash);
+    if (former < 0 && !reserve_block(known))
+        return 0;
+    enter_place(known->places, place); /* before the former block leaves it */
+    if (former >= 0)
+        remove_block(known, (uint32_t)former);
+    const int is_first = known->has_keys && find_key(known, key) < 0;
+    const uint32_t number = new_block(known);
+    *block_at(known, number) = (Block){hash, key, place, depth, (uint8_t)is_first};
+    insert_slot(&known->by_hash, spread(hash), number);
+    if (is_first)
+        insert_slot(&known->by_key, spread(key), number);
+    known->firsts += (uint32_t)is_first;
+    known->used++;
+    return 1;
+}
+
+void discard_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count)
+{
+    if (known->used == 0)
+        return;
+    fetch_blocks(known, hashes, count);
+    for (size_t i = 0; i < count; i++) {
+        const int64_t number = find_hash(known, hashes[i]);
+        if (number >= 0)
+            remove_block(known, (uint32_t)number);
+    }
+}
+
+int lead_block(KnownBlocks *known, uint32_t number)
+{
+    Block *block = block_at(known, number);
+    if (block->is_first)
+        return 1;
+    if (!reserve_slot(&known->by_key, spread(block->key), key_spread_of, known))
+        return 0;
+    const int64_t former = find_key(known, block->key);
+    if (former >= 0) {
+        delete_slot(&known->by_key, spread(block->key), (uint32_t)former, key_spread_of, known);
+        block_at(known, (uint32_t)former)->is_first = 0;
+    } else
+        known->firsts++;
+    insert_slot(&known->by_key, spread(block->key), number);
+    block->is_first = 1;
+    return 1;
+}
+
+static int compare_numbers(const void *one, const void *other)
+{
+    const uint64_t a = *(const uint64_t *)one, b = *(const uint64_t *)other;
+    return (a > b) - (a < b);
+}
+
+int has_repeats(const uint64_t *numbers, size_t count)
+{
+    if (count < 2)
+        return 0;
+    uint64_t few[64], *sorted = count > 64 ? PyMem_New(uint64_t, count) : few;
+    if (sorted == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(sorted, numbers, count * sizeof *sorted);
+    qsort(sorted, count, sizeof *sorted, compare_numbers);
+    int is_repeated = 0;
+    for (size_t i = 1; i < count; i++)
+        is_repeated |= sorted[i - 1] == sorted[i];
+    if (sorted != few)
+        PyMem_Free(sorted);
+    return is_repeated;
+}
+
+int are_strange(KnownBlocks *known, const uint64_t *numbers, size_t count, Find *find)
+{
+    for (size_t i = 0; i < count; i++)
+        if (find(known, numbers[i]) >= 0)
+            return 0;
+    const int is_repeated = has_repeats(numbers, count);
+    return is_repeated < 0 ? -1 : !is_repeated;
+}
+
+void clear_blocks(KnownBlocks *known)
+{
+    /* Where nobody else has the places, they go with it. */
+    if (known->places != NULL && Py_REFCNT((PyObject *)known->places) > 1)
+        for (int i = 0; i < SEGMENTS; i++)
+            for (uint32_t at = 0; at < known->by_hash.segments[i].capacity; at++)
+                if (known->by_hash.segments[i].slots[at] != 0)
+                    leave_place(known->places, block_at(known, number_in(known->by_hash.segments[i].slots[at]))->place);
+    for (uint32_t i = 0; i < known->chunks_count; i++)
+        PyMem_Free(known->chunks[i]);
+    PyMem_Free(known->chunks);
+    clear_index(&known->by_hash);
+    clear_index(&known->by_key);
+}

@@ -1,0 +1,87 @@
+/* The table behind KnownBlocks: engine hashes, and the block of each.
+ *
+ * A block takes 24 bytes, and its slots in one index or two. The blocks of a table are in chunks that never move, so a
+ * pointer to one is good until the block goes. Numbers of blocks that went are used again.
+ */
+
+#ifndef WAYMARK_BLOCKS_H
+#define WAYMARK_BLOCKS_H
+
+#include "places.h"
+
+enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256 };
+
+typedef struct {
+    uint64_t hash; /* the engine hash; of a free one: the number of the next free one, and 1 */
+    uint64_t key;
+    uint32_t place;
+    uint8_t depth;
+    uint8_t is_first; /* of the hashes of its block */
+} Block;
+
+typedef struct {
+    PyObject_HEAD
+    Places *places; /* a reference */
+    Block **chunks;
+    uint32_t count, chunks_count, used;
+    uint32_t free;   /* as of Places */
+    uint32_t firsts; /* blocks that are found by their key */
+    int has_keys;
+    Index by_hash, by_key;
+} KnownBlocks;
+
+static inline Block *block_at(const KnownBlocks *known, uint32_t number)
+{
+    return &known->chunks[number / CHUNK_BLOCKS][number % CHUNK_BLOCKS];
+}
+
+/* The block with an engine hash, or with a key; -1 where there is none. */
+static inline int64_t find_hash(KnownBlocks *known, uint64_t hash)
+{
+    Search search = begin_search(&known->by_hash, spread(hash));
+    int64_t found;
+    while ((found = next_found(&search)) >= 0 && block_at(known, (uint32_t)found)->hash != hash)
+        continue;
+    return found;
+}
+
+static inline int64_t find_key(KnownBlocks *known, uint64_t key)
+{
+    Search search = begin_search(&known->by_key, spread(key));
+    int64_t found;
+    while ((found = next_found(&search)) >= 0 && block_at(known, (uint32_t)found)->key != key)
+        continue;
+    return found;
+}
+
+typedef int64_t Find(KnownBlocks *known, uint64_t number);
+
+/* Of many numbers the caches fetch all slots at once; one search after the other would wait for each. */
+void fetch_slots(const Index *index, const uint64_t *numbers, size_t count);
+
+/* The same with the blocks of engine hashes. */
+void fetch_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count);
+
+/* Put a block in, whose place is there. A former one with its engine hash goes; one with its key stays the first. 0
+ * with an exception; nothing has changed then. */
+int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth);
+
+/* Take a block out, by its number. */
+void remove_block(KnownBlocks *known, uint32_t number);
+
+/* Take out those of these engine hashes that are here. */
+void discard_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count);
+
+/* A block becomes the first of its key. 0 with an exception; nothing has changed then. */
+int lead_block(KnownBlocks *known, uint32_t number);
+
+/* Whether a number is there twice: 1 or 0, -1 with an exception. */
+int has_repeats(const uint64_t *numbers, size_t count);
+
+/* Whether none of these is found, and none is there twice: 1 or 0, -1 with an exception. */
+int are_strange(KnownBlocks *known, const uint64_t *numbers, size_t count, Find *find);
+
+/* Free the table; its blocks leave their places. */
+void clear_blocks(KnownBlocks *known);
+
+#endif

@@ -1,0 +1,80 @@
+/* How an index grows and shrinks, and what a deletion moves: see index.h. */
+
+#include "index.h"
+
+uint64_t index_secret;
+
+int choose_secret(void)
+{
+    PyObject *word = PyUnicode_FromString("waymark"); /* its hash is another one in each process */
+    if (word == NULL)
+        return 0;
+    index_secret = (uint64_t)PyObject_Hash(word);
+    Py_DECREF(word);
+    return 1;
+}
+
+/* How far the slot `at` is from where its thing belongs. */
+static inline uint32_t steps_to(const Segment *segment, uint32_t at, HashOf *hash_of, const void *owner)
+{
+    const uint32_t slot = segment->slots[at], steps = slot >> NUMBER_BITS;
+    if (steps < FAR)
+        return steps;
+    const uint32_t home = home_of(segment, hash_of(owner, number_in(slot)));
+    return home <= at ? at - home : segment->capacity - home + at;
+}
+
+/* Give a segment another capacity. 0 without memory for it; then it is as it was. */
+static int resize(Index *index, Segment *segment, uint32_t capacity, HashOf *hash_of, const void *owner)
+{
+    Segment resized = {NULL, capacity, segment->used};
+    if (capacity > 0 && (resized.slots = PyMem_Calloc(capacity, sizeof *resized.slots)) == NULL)
+        return 0;
+    for (uint32_t i = 0; i < segment->capacity; i++)
+        if (segment->slots[i] != 0)
+            place_in(&resized, hash_of(owner, number_in(segment->slots[i])), number_in(segment->slots[i]));
+    index->bytes += sizeof *resized.slots * capacity;
+    index->bytes -= sizeof *resized.slots * segment->capacity;
+    PyMem_Free(segment->slots);
+    *segment = resized;
+    return 1;
+}
+
+int grow_segment(Index *index, Segment *segment, HashOf *hash_of, const void *owner)
+{
+    const uint32_t grown = segment->capacity + (segment->capacity + 3) / 4;
+    if (resize(index, segment, grown < CAPACITY_MIN ? CAPACITY_MIN : grown, hash_of, owner))
+        return 1;
+    PyErr_NoMemory();
+    return 0;
+}
+
+/* What is behind the thing moves up, so that no search ends at a gap. */
+void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner)
+{
+    Segment *segment = segment_of(index, hash);
+    uint32_t gap = home_of(segment, hash), behind = 1; /* slots from the gap to `at` */
+    while (number_in(segment->slots[gap]) != number)
+        gap = next_slot(segment, gap);
+    for (uint32_t at = next_slot(segment, gap); segment->slots[at] != 0; at = next_slot(segment, at), behind++) {
+        const uint32_t steps = steps_to(segment, at, hash_of, owner);
+        if (steps < behind)
+            continue; /* it belongs behind the gap */
+        segment->slots[gap] = distance_bits(steps - behind) | (segment->slots[at] & THINGS_MAX);
+        gap = at;
+        behind = 0;
+    }
+    segment->slots[gap] = 0;
+    segment->used--;
+    if (segment->capacity > CAPACITY_MIN && segment->used < (uint64_t)segment->capacity * 2 / 5) {
+        const uint32_t shrunk = (uint32_t)((uint64_t)segment->capacity * 5 / 8);
+        resize(index, segment, shrunk < CAPACITY_MIN ? CAPACITY_MIN : shrunk, hash_of, owner);
+    }
+}
+
+void clear_index(Index *index)
+{
+    for (int i = 0; i < SEGMENTS; i++)
+        PyMem_Free(index->segments[i].slots);
+    memset(index, 0, sizeof *index);
+}

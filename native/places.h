@@ -1,0 +1,62 @@
+/* The places of a stream, each of them once, by numbers.
+ *
+ * A place is there as long as one of its blocks is; then its number goes to another one. It takes 40 bytes and a slot
+ * of the index.
+ */
+
+#ifndef WAYMARK_PLACES_H
+#define WAYMARK_PLACES_H
+
+#include "index.h"
+#include "place.h"
+
+typedef struct {
+    uint64_t head;   /* of a free one: the number of the next free one, and 1 */
+    uint64_t branch; /* key of the first block of a branch row, else 0 */
+    uint64_t namespace;
+    uint32_t blocks; /* that are here */
+    uint8_t kind;
+} Place;
+
+/* A pointer to one of `places` is good until the next place is new. */
+typedef struct {
+    PyObject_HEAD
+    Place *places;
+    uint32_t count, capacity, used;
+    uint32_t free; /* the number of the first free one, and 1; 0 for none */
+    Index index;
+    PyObject *place_type, *spot_type;
+    PyObject *last; /* the Place that was made last, of the number last_number; NULL for none */
+    uint32_t last_number;
+} Places;
+
+/* The object as Places, borrowed. NULL with an exception. */
+Places *as_places(PyObject *object);
+
+/* What a Place of Python names, in a namespace, with no block. 0 with an exception. */
+int read_place_in(PyObject *object, PyObject *namespace, Place *place);
+
+/* The number of a place, which is new if need be. A new one has no block: enter it, or it stays forever. -1 with an
+ * exception; nothing has changed then. */
+int64_t number_of_place(Places *places, const Place *place);
+
+/* The place has one block more. */
+static inline void enter_place(Places *places, uint32_t number)
+{
+    places->places[number].blocks++;
+}
+
+/* A place without blocks goes; its number is free. */
+void drop_place(Places *places, uint32_t number);
+
+/* The place has one block less. It goes with its last block. */
+static inline void leave_place(Places *places, uint32_t number)
+{
+    if (--places->places[number].blocks == 0)
+        drop_place(places, number);
+}
+
+/* The Place with a number, which is one of a place that is there. */
+PyObject *make_place(Places *places, uint32_t number);
+
+#endif

@@ -1,0 +1,73 @@
+/* The short ways of KnownBlocks for plain events: what stores.c, removals.c and runs.c do with whole events. */
+
+#ifndef WAYMARK_PLAIN_H
+#define WAYMARK_PLAIN_H
+
+#include "blocks.h"
+#include "chain.h"
+
+/* ---- known.c -------------------------------------------------------------------------------------- */
+
+/* A sequence of numbers, whose length goes into *count, in memory that PyMem_Free frees. NULL with an exception. */
+uint64_t *read_numbers(PyObject *sequence, size_t *count);
+
+/* ---- methods -------------------------------------------------------------------------------------- */
+
+PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs); /* stores.c */
+PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs);   /* removals.c */
+PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs);    /* runs.c */
+
+/* ---- stores.c ------------------------------------------------------------------------------------- */
+
+/* What a plain store goes by. */
+typedef struct {
+    uint64_t *hashes, *keys; /* `count` of each */
+    size_t count;
+    int64_t place; /* of the first block, where it goes on in the piece of its parent; else -1 */
+    uint64_t parent, namespace;
+    int depth; /* of the first block */
+} Store;
+
+/* Where a store goes on, into `store` and `chain`: 1 where that is plain, 0 where it is not, -1 with an exception.
+ * `full`: a dict of the places where nothing goes on. */
+int find_parent(KnownBlocks *known, const uint64_t *parent, PyObject *full, int piece_blocks, Store *store,
+                Chain *chain);
+
+/* Hash a store's blocks, of `width` bytes each, into its keys. 1 where all of them are new, 0 where not, -1 with an
+ * exception. */
+int hash_new_blocks(KnownBlocks *known, Store *store, Chain *chain, const char *tokens, size_t width);
+
+/* Put in the blocks `start` to `end` of a store, which are of one piece: the number of their place, and the blocks in
+ * `blocks`, which has room for them. -1 with an exception. */
+int64_t put_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth, Block *blocks);
+
+/* The end of the piece of a store's block `start`, which has this depth: at most PIECE_BLOCKS further. */
+static inline size_t end_of_piece(const Store *store, size_t start, int depth, int piece_blocks)
+{
+    const size_t end = start + (size_t)(piece_blocks - depth);
+    return end < store->count ? end : store->count;
+}
+
+/* The slots of blocks as a row has them, SLOT_CHARS each, and their engine hashes, 8 bytes each, as two new bytes
+ * objects. 0 with an exception; there are none then. */
+int pack_blocks(const Block *blocks, size_t count, PyObject **slots, PyObject **hashes);
+
+/* ---- removals.c ----------------------------------------------------------------------------------- */
+
+/* Whether `gone` is a tuple of KnownBlocks, all of the places of `known` and none of them itself. 0 with an exception. */
+int are_beside(KnownBlocks *known, PyObject *gone);
+
+/* Take engine hashes out of those of a tuple, from the one with number `first` on. */
+void discard_beside(PyObject *gone, Py_ssize_t first, const uint64_t *hashes, size_t count);
+
+/* The blocks of these hashes into `blocks`, if all are here, each once, and not among `several`, a dict by keys. 1, 0,
+ * or -1 with an exception. */
+int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks);
+
+/* The end of the blocks from `start` on that are at one place, as many as a part may have. */
+size_t end_of_group(const Block *blocks, size_t start, size_t count);
+
+/* Move collected blocks to `gone`. 0 with an exception; some have moved then. */
+int move_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, size_t count);
+
+#endif

@@ -1,0 +1,185 @@
+/* Runs of plain events: each goes the short way of a store or of a removal, and its parts go to where Redis gets them. */
+
+#include "events.h"
+#include "parts.h"
+#include "plain.h"
+
+/* What all events of a run share, and memory for one of them. */
+typedef struct {
+    const Events *events;
+    Parts *parts;
+    PyObject *full, *gone, *several;
+    uint64_t holder, namespace;
+    uint64_t *keys;
+    Block *blocks;
+    PartBlock *some;
+    size_t room; /* of these three, in hashes */
+    Xxh3 state;
+    int piece_blocks, may_store, may_remove;
+    Py_ssize_t stores, stored, removed;
+} Run;
+
+/* What is said of the blocks at a place, besides the kind. */
+static Part part_at(const KnownBlocks *known, uint32_t number, uint64_t holder)
+{
+    const Place *place = &known->places->places[number];
+    return (Part){.holder = holder,
+                  .head = place->head,
+                  .branch = place->branch,
+                  .namespace = place->namespace,
+                  .place_kind = place->kind};
+}
+
+/* Add blocks that follow each other in an event, the first at `position`. 0 with an exception. */
+static int add_blocks(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        run->some[i] = (PartBlock){blocks[i].key, blocks[i].hash, blocks[i].depth};
+    return add_to_parts(run->parts, part, STEP * position + 1, run->some, count, NULL);
+}
+
+static void free_room(Run *run)
+{
+    PyMem_Free(run->keys);
+    PyMem_Free(run->blocks);
+    PyMem_Free(run->some);
+}
+
+/* Memory for the blocks of an event. 0 with an exception. */
+static int make_room(Run *run, size_t hashes)
+{
+    if (hashes <= run->room)
+        return 1;
+    free_room(run);
+    run->room = hashes + PIECE_BLOCKS;
+    run->keys = PyMem_New(uint64_t, run->room);
+    run->blocks = PyMem_New(Block, run->room);
+    run->some = PyMem_New(PartBlock, run->room);
+    if (run->keys != NULL && run->blocks != NULL && run->some != NULL)
+        return 1;
+    PyErr_NoMemory();
+    return 0;
+}
+
+/* A store of a run, at `position`. 1 where it was plain, 0 where not and nothing has changed, -1 with an exception. */
+static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
+{
+    Chain chain = {.state = run->state};
+    Store store = {.hashes = run->events->hashes + event->hashes, .keys = run->keys, .count = event->hashes_count,
+                   .place = -1, .namespace = run->namespace};
+    const size_t width = sizeof(uint32_t) * event->block_size;
+    for (size_t i = 0; i < store.count; i++)
+        if (store.hashes[i] == UINT64_MAX) /* SAME_HASH: an entry cannot tell it */
+            return 0;
+    int is_plain = find_parent(known, event->has_parent ? &event->parent : NULL, run->full, run->piece_blocks, &store, &chain);
+    if (is_plain == 1)
+        is_plain = hash_new_blocks(known, &store, &chain, (const char *)(run->events->tokens + event->tokens), width);
+    if (is_plain != 1)
+        return is_plain;
+    int depth = store.depth;
+    for (size_t start = 0, end; start < store.count; start = end, depth = 0) {
+        end = end_of_piece(&store, start, depth, run->piece_blocks);
+        const int64_t place = put_piece(known, &store, start, end, depth, run->blocks);
+        if (place < 0)
+            return -1;
+        Part part = part_at(known, (uint32_t)place, run->holder);
+        part.kind = '+';
+        part.has_parent = depth > 0;
+        part.parent = store.parent;
+        if (!add_blocks(run, &part, position + (int64_t)start, run->blocks, end - start))
+            return -1;
+    }
+    discard_beside(run->gone, 0, store.hashes, store.count);
+    run->stores++;
+    run->stored += (Py_ssize_t)store.count;
+    return 1;
+}
+
+/* The same with a removal. */
+static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
+{
+    const uint64_t *hashes = run->events->hashes + event->hashes;
+    const size_t count = event->hashes_count;
+    KnownBlocks *gone = (KnownBlocks *)PyTuple_GetItem(run->gone, 0);
+    const int is_plain = collect(known, hashes, count, run->several, run->blocks);
+    if (is_plain != 1)
+        return is_plain;
+    for (size_t start = 0, end; start < count; start = end) {
+        end = end_of_group(run->blocks, start, count);
+        Part part = part_at(known, run->blocks[start].place, run->holder);
+        part.kind = '-';
+        part.is_known = 1;
+        if (!add_blocks(run, &part, position + (int64_t)start, run->blocks + start, end - start))
+            return -1;
+    }
+    fetch_slots(&gone->by_hash, hashes, count);
+    if (!move_blocks(known, gone, run->blocks, count))
+        return -1;
+    discard_beside(run->gone, 1, hashes, count);
+    run->removed += (Py_ssize_t)count;
+    return 1;
+}
+
+/* The events from *at on, up to the first that is not plain, or after so many hashes. 0 with an exception. */
+static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *position, size_t hashes_max)
+{
+    size_t hashes = 0;
+    for (; *at < run->events->count && hashes < hashes_max; ++*at) {
+        const PlainEvent *event = &run->events->events[*at];
+        if (!(event->kind == STORE ? run->may_store : run->may_remove))
+            break;
+        if (!make_room(run, event->hashes_count))
+            return 0;
+        const int is_plain = event->kind == STORE ? run_store(known, run, event, *position)
+                                                  : run_removal(known, run, event, *position);
+        if (is_plain < 0)
+            return 0;
+        if (!is_plain)
+            break;
+        *position += event->hashes_count;
+        hashes += event->hashes_count;
+    }
+    return 1;
+}
+
+/* run(events: Events, at: int, position: int, hashes_max: int, parts: Parts, holder: int, seed: int, namespace: int,
+ *     full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...], several: dict[int, object],
+ *     may_store: bool, may_remove: bool)
+ *     -> tuple[int, int, int, int, int]
+ *
+ * What extend and take do with the events from the one with number `at` on: their parts are added to `parts`. Ends
+ * before the first event that is not plain, and after `hashes_max` hashes or somewhat more. Returns the number of the
+ * next event, its position, how many stores there were, and how many blocks were stored and removed.
+ */
+PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    KnownBlocks *known = (KnownBlocks *)self;
+    Run run = {0};
+    if (!has_arguments("run", nargs, 14))
+        return NULL;
+    run.events = as_events(args[0]);
+    run.parts = run.events == NULL ? NULL : as_parts(args[4]);
+    if (run.parts == NULL || !are_beside(known, args[10]))
+        return NULL;
+    size_t at = PyLong_AsSize_t(args[1]);
+    int64_t position = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[2]);
+    const size_t hashes_max = PyErr_Occurred() ? 0 : PyLong_AsSize_t(args[3]);
+    run.holder = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[5]);
+    const uint64_t seed = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[6]);
+    run.namespace = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[7]);
+    const long piece_blocks = PyErr_Occurred() ? 0 : PyLong_AsLong(args[9]);
+    if (PyErr_Occurred() || !is_position(position))
+        return NULL;
+    run.full = args[8], run.gone = args[10], run.several = args[11];
+    run.may_store = args[12] == Py_True, run.may_remove = args[13] == Py_True;
+    if (piece_blocks < 1 || piece_blocks > PIECE_BLOCKS || !PyDict_Check(run.full) ||
+        !PyDict_Check(run.several) || PyTuple_Size(run.gone) == 0 || !known->has_keys)
+        return PyErr_Format(PyExc_ValueError, "run() takes pieces of up to 32 blocks, two dicts, and a place for what is gone");
+    run.piece_blocks = (int)piece_blocks;
+    const size_t width = sizeof(uint32_t) * run.events->block_size;
+    xxh3_prepare(&run.state, seed, width > 2 * KEY ? width : 2 * KEY);
+    const int is_done = run_events(known, &run, &at, &position, hashes_max);
+    free_room(&run);
+    return is_done ? Py_BuildValue("nLnnn", (Py_ssize_t)at, (long long)position, run.stores, run.stored, run.removed)
+                   : NULL;
+}

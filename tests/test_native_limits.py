@@ -1,0 +1,257 @@
+"""The C module at its limits: lengths that overflow, positions that overflow, and memory that runs out anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import re
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import pytest
+
+from waymark import native
+from waymark.domain.events import Cleared, Removed, Stored
+from waymark.domain.known import Spot
+from waymark.domain.parts import Part
+from waymark.domain.rows import Place
+
+pytestmark = pytest.mark.usefixtures("implementation_kept")
+
+SIZES = [2**60, 2**61, 2**62]
+"""Numbers whose bytes overflow 64 bits, or have more than an object may have."""
+EVENTS: list[Any] = [
+    {
+        "type": "BlockStored",
+        "block_hashes": [1, 2, 3],
+        "parent_block_hash": None,
+        "token_ids": [*range(6)],
+        "block_size": 2,
+        "medium": "GPU",
+        "lora_name": "a",
+        "group_idx": 2**40 % 2**32 + 7,
+    },
+    ["BlockRemoved", [2, 3], "GPU"],
+    {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"},
+]
+
+
+@pytest.fixture
+def loops() -> native.Loops:
+    if native.select(True) == "pure" or native.selected is None:
+        pytest.skip("built without the C part")
+    return native.selected
+
+
+class Tables:
+    """The tables of a stream, and its parts."""
+
+    def __init__(self, loops: native.Loops) -> None:
+        self.loops = loops
+        self.places = loops.Places(Place, Spot)
+        self.known, self.gone = loops.KnownBlocks(self.places, True), loops.KnownBlocks(self.places, False)
+        self.parts = loops.Parts(Part, Place, 1)
+
+    def fill(self, count: int) -> list[int]:
+        """That many blocks, each at a place of its own; their engine hashes."""
+        hashes = [number * 0x9E3779B97F4A7C15 % 2**64 for number in range(1, count + 1)]
+        for engine_hash in hashes:
+            self.known.store(Place(engine_hash), 0, [engine_hash ^ 1], [0], [engine_hash])
+        return hashes
+
+    def extend(self, hashes: Sequence[int], tokens: bytes) -> Any:
+        return self.known.extend(None, hashes, tokens, 1, 7, 0, {}, 32, (self.gone,))
+
+    def take(self, hashes: Sequence[int]) -> Any:
+        return self.known.take(hashes, (self.gone,), {})
+
+    def run(self, events: Any, *, position: int = 1, piece_blocks: int = 32) -> Any:
+        rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), {}, True, True)
+        return self.known.run(events, 0, position, 10**6, self.parts, 7, 7, 0, *rest)
+
+    def add(self, position: int, copies: bytes = b"") -> Any:
+        slots, hashes = b"0" * 16 + b"0" + b"0" * 15 + b"11", struct.pack(">QQ", 1, 2)
+        return self.parts.add("+", 7, position, Place(0), 0, slots, hashes, False, False, None, copies, False)
+
+    @property
+    def state(self) -> Any:
+        return len(self.known), len(self.gone), self.known.blocks(), len(self.places), len(self.parts)
+
+
+@pytest.fixture
+def tables(loops: native.Loops) -> Tables:
+    return Tables(loops)
+
+
+def read(loops: native.Loops, events: Sequence[Any], medium: Callable[[str | None], Any] = lambda _: "GPU") -> Any:
+    found = loops.read_batch(msgpack.packb([1.5, events, 0]), 99, Stored, Removed, Cleared(), medium)
+    assert found is not None
+    return found[1]
+
+
+# ---- lengths and positions -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_length_that_overflows_is_no_memory(tables: Tables, size: int) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: tables.known.discard(range(size)),
+        lambda: tables.known.are_new(range(size), []),
+        lambda: tables.known.are_new([], range(size)),
+        lambda: tables.extend(range(size), b"1234"),
+        lambda: tables.take(range(size)),
+    ]
+    for call in calls:
+        with pytest.raises(MemoryError):
+            call()
+    assert tables.state == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("piece_blocks", [-1, 0, 33, 2**32 + 4, -(2**32) + 4, 2**62])
+def test_a_piece_of_another_size_is_refused(loops: native.Loops, tables: Tables, piece_blocks: int) -> None:
+    events = read(loops, EVENTS)
+    with pytest.raises(ValueError, match="32 blocks"):
+        tables.run(events, piece_blocks=piece_blocks)
+    assert tables.state == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("position", [-(2**63), -(2**61), -1, 2**32, 2**61, 2**62, 2**63 - 1])
+def test_a_position_beyond_those_of_a_batch_is_refused(loops: native.Loops, tables: Tables, position: int) -> None:
+    events = read(loops, EVENTS)
+    for call in (tables.add, lambda position: tables.run(events, position=position)):
+        with pytest.raises(OverflowError, match=rf"position {position} "):
+            call(position)
+    assert tables.state == (0, 0, 0, 0, 0)
+
+
+def test_no_type_takes_an_argument_by_its_name(loops: native.Loops, tables: Tables) -> None:
+    for make, arguments in (
+        (loops.Places, (Place, Spot)),
+        (loops.KnownBlocks, (tables.places, True)),
+        (loops.Parts, (Part, Place, 1)),
+    ):
+        assert make(*arguments) is not None
+        with pytest.raises(TypeError, match="takes no argument by its name"):
+            make(*arguments, more=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="there must be Places, not"):
+        loops.KnownBlocks(5, True)
+
+
+def test_a_module_that_is_loaded_twice_has_the_same_types(loops: native.Loops, tables: Tables) -> None:
+    """Tables of one know those of the other; the tests with sanitizers load it twice."""
+    path = vars(loops)["__file__"]
+    loader = importlib.machinery.ExtensionFileLoader("waymark._native", path)
+    spec = importlib.util.spec_from_file_location("waymark._native", path, loader=loader)
+    assert spec is not None
+    again: Any = importlib.util.module_from_spec(spec)
+    loader.exec_module(again)
+    assert again is not loops
+    for module in (again, loops):
+        assert module.KnownBlocks(tables.places, True) is not None
+        parts = module.Parts(Part, Place, 1)
+        parts += tables.parts
+        assert tables.run(read(module, EVENTS))[0] == len(EVENTS)
+
+
+class Odd:
+    """A medium that cannot be compared."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ArithmeticError("no comparison")
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_an_exception_of_a_comparison_is_that_of_the_call(loops: native.Loops) -> None:
+    events = [EVENTS[0], {**EVENTS[0], "medium": "CPU"}]
+    with pytest.raises(ArithmeticError, match="no comparison"):
+        read(loops, events, lambda _: Odd())
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+ALLOCATIONS = 40
+"""More than any of these calls makes before it is done, or before all of its kinds have come."""
+
+
+def failing(at: int, function: Callable[..., object], *arguments: Any) -> bool:
+    """Call with the allocation ``at`` failing, and only that one; whether there was no memory."""
+    testcapi = pytest.importorskip("_testcapi", reason="this Python comes without its own tests")
+    testcapi.set_nomemory(at, at + 1)
+    try:
+        function(*arguments)
+    except MemoryError:
+        return True
+    finally:
+        testcapi.remove_mem_hooks()
+    return False
+
+
+def test_without_memory_no_block_is_lost(loops: native.Loops) -> None:
+    """An engine hash that comes to mean another block, another name of a block, a block at another place."""
+    failed = 0
+    for at in range(6):
+        tables = Tables(loops)
+        known, hashes = tables.known, tables.fill(300)
+        for engine_hash, other in zip(hashes, reversed(hashes), strict=True):
+            for change, arguments in (
+                (known.store, (Place(5), 0, [engine_hash ^ 2], [1], [engine_hash])),
+                (known.name, (engine_hash, other ^ 1)),
+                (known.move, (engine_hash, Place(3, 4))),
+            ):
+                before = known.get(engine_hash), known.first(engine_hash ^ 1), known.blocks(), len(tables.places)
+                with contextlib.suppress(KeyError):
+                    if failing(at, change, *arguments):
+                        failed += 1
+                        after = known.get(engine_hash), known.first(engine_hash ^ 1), known.blocks(), len(tables.places)
+                        assert after == before
+    assert failed > 20
+
+
+def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Loops) -> None:
+    tokens, payload = struct.pack("<100I", *range(100)), msgpack.packb([1.5, EVENTS, 0])
+    hashes = tuple(range(1, 101))
+
+    def steps(tables: Tables) -> list[tuple[Any, ...]]:
+        events, parts, known, beside = read(loops, EVENTS), tables.parts, tables.known, (tables.gone,)
+        tables.add(10, b"1")
+        run: tuple[Any, ...] = events, 0, 1, 10**6, parts, 7, 7, 0, {}, 32, beside, {}, True, True
+        row = b"78" * 8 + b"0 17:1"
+        return [
+            (loops.read_batch, payload, 99, Stored, Removed, Cleared(), str),
+            (known.extend, None, hashes, tokens, 1, 7, 0, {}, 32, beside),
+            (known.take, hashes, beside, {}),
+            (known.run, *run),
+            (tables.add, 50, b"1"),
+            (list, parts),
+            (parts.pack, 0, len(parts), b"wm:"),
+            (list, events),
+            (events.hashes, 0, 3),
+            (parts.__getitem__, slice(None)),
+            (parts.cut, 0, len(parts)),
+            (loops.Places, Place, Spot),
+            (loops.KnownBlocks, tables.places, True),
+            (loops.Parts, Part, Place, 1),
+            (loops.hash_blocks, tokens, 1, 7, None, 0),
+            (loops.cut, b'{"t":[1,2]}', b'"t"', 9),
+            (loops.piece_runs, b"x" * 8, [row, row]),
+            (loops.row_runs, b"x" * 8, [row]),
+        ]
+
+    def play() -> list[Any]:
+        tables = Tables(loops)
+        answers = [(repr(step(*arguments)), tables.state) for step, *arguments in steps(tables)]
+        return [(re.sub(" at 0x[0-9a-f]+", "", answer), state) for answer, state in answers]
+
+    expected, failed = play(), set()
+    for at in range(ALLOCATIONS):
+        tables = Tables(loops)
+        for number, (step, *arguments) in enumerate(steps(tables)):
+            if failing(at, step, *arguments):
+                failed.add(number)
+    assert play() == expected
+    assert failed == set(range(len(expected)))
