@@ -135,7 +135,7 @@ def test_a_wrong_entry_is_named_with_its_field_its_value_and_the_way_out(
 ) -> None:
     path = written(tmp_path, [POD, POD | {"dp_rank": 1} | entry])
     told = complaint(path)
-    assert told.startswith(f"WAYMARK_PUBLISHERS_FILE {path!r}, entry 2: ")
+    assert told.startswith(f"WAYMARK_PUBLISHERS_FILE {path}, entry 2: ")
     assert words in told
     assert "\n" not in told
 
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(
 ) -> None:
     path = written(tmp_path, text, name)
     told = complaint(path)
-    assert told.startswith(f"WAYMARK_PUBLISHERS_FILE {path!r} cannot be used: ")
+    assert told.startswith(f"WAYMARK_PUBLISHERS_FILE {path} cannot be used: ")
     assert words in told
     assert "\n" not in told
 
@@ -228,4 +228,4 @@ def test_a_wrong_file_stops_the_start_of_a_worker(
     monkeypatch.setenv("WAYMARK_PUBLISHERS_FILE", path)
     for role in (["serve"], ["ingest", "--redis-url", "redis://127.0.0.1:1"]):
         assert main(role) == EXIT_USAGE
-        assert f"WAYMARK_PUBLISHERS_FILE {path!r}, entry 1: block_size is 0" in capsys.readouterr().err
+        assert f"WAYMARK_PUBLISHERS_FILE {path}, entry 1: block_size is 0" in capsys.readouterr().err

@@ -56,21 +56,21 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        pytest.param("WAYMARK_PORT", "http", ["'http'", "1 to 65535", "13333"], id="not-a-number"),
-        pytest.param("WAYMARK_PORT", "65536", ["'65536'", "1 to 65535"], id="too-large"),
-        pytest.param("WAYMARK_HASH_SEED", "-1", ["'-1'", "0 to 18446744073709551615"], id="negative-seed"),
-        pytest.param("WAYMARK_LEASE_SECONDS", "nan", ["'nan'"], id="not-finite"),
-        pytest.param("WAYMARK_ON_GAP", "drop", ["'drop'", "`keep` or `reset`"], id="no-such-choice"),
-        pytest.param("WAYMARK_ACCESS_LOG", "maybe", ["'maybe'", "`true` or `false`"], id="not-a-truth"),
-        pytest.param("WAYMARK_REDIS_URL", "cache:6379", ["'cache:6379'", "redis://"], id="url-without-scheme"),
-        pytest.param("WAYMARK_MEDIUM_TTL", "DISK", ["'DISK'", "NAME=SECONDS"], id="ttl-without-seconds"),
+        pytest.param("WAYMARK_PORT", "http", ['"http"', "1 to 65535", "13333"], id="not-a-number"),
+        pytest.param("WAYMARK_PORT", "65536", ['"65536"', "1 to 65535"], id="too-large"),
+        pytest.param("WAYMARK_HASH_SEED", "-1", ['"-1"', "0 to 18446744073709551615"], id="negative-seed"),
+        pytest.param("WAYMARK_LEASE_SECONDS", "nan", ['"nan"'], id="not-finite"),
+        pytest.param("WAYMARK_ON_GAP", "drop", ['"drop"', "`keep` or `reset`"], id="no-such-choice"),
+        pytest.param("WAYMARK_ACCESS_LOG", "maybe", ['"maybe"', "`true` or `false`"], id="not-a-truth"),
+        pytest.param("WAYMARK_REDIS_URL", "cache:6379", ['"cache:6379"', "redis://"], id="url-without-scheme"),
+        pytest.param("WAYMARK_MEDIUM_TTL", "DISK", ['"DISK"', "NAME=SECONDS"], id="ttl-without-seconds"),
         pytest.param("WAYMARK_MEDIUM_TTL", "DISK=1,disk=2", ["once"], id="ttl-given-twice"),
         pytest.param("WAYMARK_TOKENIZERS", "a=b", ["JSON object"], id="sources-that-are-no-json"),
-        pytest.param("WAYMARK_TOKENIZERS", '{"a": "ftp://x"}', ["'ftp://x'", "file:///"], id="no-such-source"),
+        pytest.param("WAYMARK_TOKENIZERS", '{"a": "ftp://x"}', ['"ftp://x"', "file:///"], id="no-such-source"),
         pytest.param(
-            "WAYMARK_TOKENIZERS", '{"a": "file:///m?engine=x"}', ["'engine=x'", "engine=sglang"], id="no-such-reader"
+            "WAYMARK_TOKENIZERS", '{"a": "file:///m?engine=x"}', ['"engine=x"', "engine=sglang"], id="no-such-reader"
         ),
-        pytest.param("WAYMARK_MEDIUM_TTL", "DISK=0", ["'DISK=0'"], id="ttl-of-nothing"),
+        pytest.param("WAYMARK_MEDIUM_TTL", "DISK=0", ['"DISK=0"'], id="ttl-of-nothing"),
     ],
 )
 def test_a_wrong_value_names_the_variable_the_value_and_the_way_out(

@@ -38,8 +38,20 @@ def test_a_value_is_shown_as_json_writes_it(value: object, text: str) -> None:
     assert shown(value) == text
 
 
-def test_a_long_text_is_cut() -> None:
-    assert shown("x" * 1000) == '"' + "x" * (SHOWN_MAX - 4) + "..."
+@pytest.mark.parametrize(
+    ("long", "text"),
+    [
+        ("x" * 1000, '"' + "x" * 57 + '..." (1000 characters)'),
+        ("x" * (SHOWN_MAX - 1), '"' + "x" * 59 + '..." (79 characters)'),
+        ("\n" * 1000, '"' + "\\n" * 28 + '..." (1000 characters)'),
+    ],
+)
+def test_a_text_that_is_cut_ends_in_a_quote_and_says_how_long_it_is(long: str, text: str) -> None:
+    assert shown(long) == text
+
+
+def test_a_text_that_just_fits_is_whole() -> None:
+    assert shown("x" * (SHOWN_MAX - 2)) == '"' + "x" * (SHOWN_MAX - 2) + '"'
 
 
 @given(VALUES)
@@ -48,8 +60,10 @@ def test_whatever_it_is_it_is_short_and_on_one_line(value: Any) -> None:
     assert len(text) <= SHOWN_MAX
     assert "\n" not in text
     text.encode()
-    if isinstance(value, str) and not text.endswith("..."):
-        assert json.loads(text) == value
+    if isinstance(value, str):
+        said, end, rest = text.partition('..." (') if text.endswith(" characters)") else (text, "", "")
+        whole = json.loads(said + end[3:4])
+        assert value == whole if not end else value.startswith(whole) and rest == f"{len(value)} characters)"
 
 
 def test_every_kind_has_a_noun() -> None:

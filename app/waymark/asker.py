@@ -147,7 +147,7 @@ class Asker:
             try:
                 context = ssl.create_default_context(cafile=Path(self._ca_file))
             except OSError as error:
-                raise InvalidValue(f"the certificates {self._ca_file!r} cannot be read: {error}") from None
+                raise InvalidValue(f"the certificates {self._ca_file} cannot be read: {error}") from None
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=connections_max, ssl=context, socket_factory=_kept_alive),
             headers={"Accept-Encoding": "identity"} | self._headers,

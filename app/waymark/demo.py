@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.remote.service import Service as RemoteService
+from waymark.shown import shown
 from waymark.simulator import Prompt, SimulatedEngine, build_engine
 from waymark.simulator.wire import CPU, GPU
 
@@ -185,7 +186,7 @@ def _sentences() -> Iterator[None]:
 async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_Service]:
     base = url.rstrip("/")
     if not re.fullmatch(r"https?://[^/@:]+(:\d{1,5})?(/.*)?", base):
-        raise DemoFailed(f"url is {url!r}; it is a URL such as http://127.0.0.1:13333")
+        raise DemoFailed(f"url is {shown(url)}; it is a URL such as http://127.0.0.1:13333")
     # A URL says that a service runs there: one that does not is an error at once.
     with RemoteService(base, api_token) as remote:
         await asyncio.to_thread(remote.answer, "GET", "/health")

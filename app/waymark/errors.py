@@ -26,9 +26,15 @@ nobody a zmq one. Outcomes that a caller can decide about are values, not except
 
 from __future__ import annotations
 
+from waymark.shown import shown
+
 
 class WaymarkError(Exception):
-    """The base of all of ours."""
+    """The base of all of ours. ``sentence`` is what a person reads."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
 
 
 class InvalidValue(WaymarkError):
@@ -42,7 +48,6 @@ class InvalidValue(WaymarkError):
         self, sentence: str, *, reason: str = "invalid_value", field: str | None = None, index: int | None = None
     ) -> None:
         super().__init__(sentence)
-        self.sentence = sentence
         self.reason = reason
         self.field = field
         self.index = index
@@ -53,51 +58,39 @@ class Conflict(WaymarkError):
 
     def __init__(self, sentence: str, *, field: str | None = None) -> None:
         super().__init__(sentence)
-        self.sentence = sentence
         self.field = field
 
 
 class NotFound(WaymarkError):
     """The thing named does not exist."""
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
-
 
 class NoTarget(WaymarkError):
     """No registered target can take the request."""
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
+
+def nothing_registered(model_name: str, tenant_id: str) -> str:
+    """The sentence of NoTarget where there is no target at all."""
+    return (
+        f"no target is registered for model {shown(model_name)} of tenant {shown(tenant_id)}; "
+        "register one with POST /register"
+    )
 
 
 class UnknownModel(NoTarget):
     """Nothing serves the model."""
 
     def __init__(self, model_name: str, tenant_id: str) -> None:
-        super().__init__(
-            f"no target is registered for model {model_name!r} of tenant {tenant_id!r}; "
-            "register one with POST /register"
-        )
+        super().__init__(nothing_registered(model_name, tenant_id))
         self.model_name = model_name
 
 
 class Starting(WaymarkError):
     """Fewer engines are registered than the operator wants to see before the first decision."""
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
-
 
 class Saturated(WaymarkError):
     """Targets are there, and all of them have as many requests as they may have."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
 
 
 class StoreUnavailable(WaymarkError):
@@ -105,7 +98,6 @@ class StoreUnavailable(WaymarkError):
 
     def __init__(self, sentence: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(sentence)
-        self.sentence = sentence
         self.retry_after_seconds = retry_after_seconds
 
 
@@ -118,7 +110,6 @@ class RemoteUnavailable(WaymarkError):
 
     def __init__(self, sentence: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(sentence)
-        self.sentence = sentence
         self.retry_after_seconds = retry_after_seconds
 
 
@@ -129,10 +120,6 @@ class TokenizerUnavailable(RemoteUnavailable):
 class Unanswered(WaymarkError):
     """An engine was asked over HTTP and gave no answer that can be used; the sentence says why, without the URL."""
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
-
 
 class Undecodable(WaymarkError):
     """A payload that is no batch at all. ``kind`` is a short slug for the counter; the text never holds a token."""
@@ -140,7 +127,6 @@ class Undecodable(WaymarkError):
     def __init__(self, kind: str, sentence: str) -> None:
         super().__init__(sentence)
         self.kind = kind
-        self.sentence = sentence
 
 
 class StaleBuild(WaymarkError):

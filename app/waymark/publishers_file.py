@@ -61,7 +61,7 @@ def read_wanted(
 
     ``ports`` are those of an engine that names no sockets: event port and replay port of rank 0, number of ranks.
     """
-    about = f"WAYMARK_PUBLISHERS_FILE {path!r}"
+    about = f"WAYMARK_PUBLISHERS_FILE {path}"
     try:
         entries = _entries(_parsed(Path(path)))
     except (OSError, _Unreadable) as exc:

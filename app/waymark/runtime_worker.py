@@ -27,6 +27,7 @@ from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
 from waymark.publishers_file import read_publishers, read_wanted
 from waymark.settings import Settings, hide_password
+from waymark.shown import shown
 from waymark.store.store import Store
 
 #: Where a pod has the token and the CA of its ServiceAccount.
@@ -99,7 +100,7 @@ def discovery_options(settings: Settings, environ: Mapping[str, str]) -> Discove
 def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
     url, token_file, ca_file = settings.discovery_url, settings.discovery_token_file, settings.discovery_ca_file
     if url is not None and not is_url(url):
-        raise SettingsError(f"WAYMARK_DISCOVERY_URL is {hide_password(url)!r}: it must be {URL}")
+        raise SettingsError(f"WAYMARK_DISCOVERY_URL is {shown(hide_password(url))}: it must be {URL}")
     if url is None:
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:

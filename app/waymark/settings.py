@@ -34,6 +34,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from waymark.errors import SettingsError
+from waymark.shown import shown
 
 PREFIX = "WAYMARK_"
 
@@ -46,8 +47,8 @@ _DAY = 86_400
 
 def hide_password(url: str) -> str:
     """The URL as it may be shown: ``redis://***@host``, and no password among its parameters."""
-    shown = re.sub(r"^([A-Za-z0-9+.-]+://)?.*@", r"\1***@", url)
-    return re.sub(r"(?i)([?&][^=&#]*(?:password|username)[^=&#]*=)[^&#]*", r"\1***", shown)
+    plain = re.sub(r"^([A-Za-z0-9+.-]+://)?.*@", r"\1***@", url)
+    return re.sub(r"(?i)([?&][^=&#]*(?:password|username)[^=&#]*=)[^&#]*", r"\1***", plain)
 
 
 def _checked_url(url: str) -> str:
@@ -81,7 +82,7 @@ def _split_seconds(text: Any) -> Any:
     for part in _split(text):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name.upper() in seconds:
-            raise ValueError(f"{part!r} is not NAME=SECONDS with a name given once")
+            raise ValueError(f"{shown(part)} is not NAME=SECONDS with a name given once")
         seconds[name.upper()] = value
     return seconds
 
@@ -102,18 +103,20 @@ def _parsed_sources(text: Any) -> Any:
 def _checked_source(url: str) -> str:
     if not re.match(r"(file:///|hf://[^/]+/[^/]|https?://[^/]|unix:///|engine:$)", url):
         raise ValueError(
-            f"{hide_password(url)!r} is no source of tokens: give file:///..., hf://org/name, http://host, "
+            f"{shown(hide_password(url))} is no source of tokens: give file:///..., hf://org/name, http://host, "
             "unix:///... or engine:"
         )
     query = re.match(r"(?:file|hf):[^?]*\?(.*)", url)
     if query is not None and query[1] not in ("engine=vllm", "engine=sglang"):
-        raise ValueError(f"{hide_password(url)!r} has {query[1]!r} after its '?'; use engine=vllm or engine=sglang")
+        raise ValueError(
+            f"{shown(hide_password(url))} has {shown(query[1])} after its '?'; use engine=vllm or engine=sglang"
+        )
     return url
 
 
 def _checked_engine(url: str) -> str:
     if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", url):
-        raise ValueError(f"{hide_password(url)!r} is no URL of an engine: give http://host:port")
+        raise ValueError(f"{shown(hide_password(url))} is no URL of an engine: give http://host:port")
     return url
 
 
@@ -530,9 +533,9 @@ def _wrong(error: Any, given: Mapping[str, str]) -> str:
     variable = PREFIX + str(error["loc"][0]).upper()
     field = Settings.model_fields[_FIELDS[variable]]
     value = given[variable]
-    shown = "not usable" if _is_secret(field) else f"{hide_password(value)!r}"
+    said = "not usable" if _is_secret(field) else shown(hide_password(value))
     return (
-        f"{variable} is {shown}: {reason[:1].lower()}{reason[1:]}."
+        f"{variable} is {said}: {reason[:1].lower()}{reason[1:]}."
         f" Expected: {_type_text(field)}; left out, it is {_default_text(field)}."
     )
 

@@ -13,10 +13,13 @@ SHOWN_MAX = 80
 
 
 def shown(value: object) -> str:
-    """The value in at most ``SHOWN_MAX`` characters; a container or an integer beyond 64 bits only by its kind."""
+    """The value in at most ``SHOWN_MAX`` characters; a container or an integer beyond 64 bits only by its kind.
+
+    Of a longer text only the beginning is shown, and its length follows: ``"the begin..." (1000 characters)``.
+    """
     if isinstance(value, str):
-        text = _quoted(value[:SHOWN_MAX])
-        return text if len(text) <= SHOWN_MAX else text[: SHOWN_MAX - 3] + "..."
+        text = _quoted(value) if len(value) <= SHOWN_MAX else ""
+        return text if 0 < len(text) <= SHOWN_MAX else _cut(value)
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int):
@@ -43,6 +46,15 @@ def kind(value: object) -> str:
 def _quoted(text: str) -> str:
     # Half of a surrogate pair has no UTF-8, so it is written in ASCII.
     return json.dumps(text, ensure_ascii=any("\ud800" <= char <= "\udfff" for char in text))
+
+
+def _cut(text: str) -> str:
+    """The beginning of a text, as much as there is room for."""
+    end = f'..." ({len(text)} characters)'
+    kept = text[: SHOWN_MAX - len(end) - 1]
+    while len(quoted := _quoted(kept)[:-1] + end) > SHOWN_MAX:
+        kept = kept[:-1]
+    return quoted
 
 
 def several(count: int, name: str) -> str:

@@ -264,7 +264,11 @@ async def test_unregister_takes_out_a_rank_or_the_instance(client: httpx.AsyncCl
     assert rest.json()["removed_instances"] == ["a|default|0", "a|default|2"]
     gone = await client.post("/unregister", json={"instance_id": "a", "dp_rank": 0})
     assert gone.status_code == 404
-    assert gone.json() == {"error": "service not found: a|default|0", "reason": "not_found"}
+    assert gone.json() == {
+        "error": 'service not found: a|default|0; no publisher is registered with instance_id "a", '
+        'tenant_id "default" and dp_rank 0; GET /workers lists those that are',
+        "reason": "not_found",
+    }
     assert await ask(client) == {"default": {"b": row()}}
 
 

@@ -57,7 +57,7 @@ async def test_each_instance_tells_its_runs_and_where_its_match_ends(client: htt
                 "instance_id": "b",
                 "is_pool": False,
                 "longest_matched": 4,
-                "note": "block 2 is next, and 'a' has it",
+                "note": 'block 2 is next, and "a" has it',
                 "holders": [
                     {"dp_rank": 0, "medium": "GPU", "not_counted": None, "runs": [[0, 1]]},
                     {"dp_rank": 0, "medium": "CPU", "not_counted": None, "runs": [[1, 1]]},
@@ -67,7 +67,7 @@ async def test_each_instance_tells_its_runs_and_where_its_match_ends(client: htt
                 "instance_id": "a",
                 "is_pool": False,
                 "longest_matched": 2,
-                "note": "block 1 is next, and 'b' has it; 1 of its blocks are behind the missing one and do not count",
+                "note": 'block 1 is next, and "b" has it; 1 of its blocks are behind the missing one and do not count',
                 "holders": [{"dp_rank": 0, "medium": "GPU", "not_counted": None, "runs": [[0, 1], [2, 1]]}],
             },
             {
@@ -121,14 +121,14 @@ async def test_reasons_are_those_of_the_shell(client: httpx.AsyncClient, registe
     await register("a", modelname="llama-70b", additionalsalt="sesame")
     await hold("a", TOKENS, salts=("sesame",))
     answer = await inspect(client, model="llama-70b")
-    assert answer["reasons"] == ["With the additional salt that 'a' is registered with it is held by 'a'"]
+    assert answer["reasons"] == ['With the additional salt that "a" is registered with it is held by "a"']
     assert "sesame" not in orjson.dumps(answer).decode()
     answer = await inspect(client, model="llama-70b", lora_name="sql", additional_salt="sesame")
-    assert answer["reasons"] == ["With its salts and without an adapter it is held by 'a'"]
+    assert answer["reasons"] == ['With its salts and without an adapter it is held by "a"']
     answer = await inspect(client, model="llama-70b", block_size=4)
     assert answer["instances"][0]["note"] == "it is registered with block size 2, and the query is for 4"
     answer = await inspect(client, model="lama-70b")
-    assert answer["reasons"] == ["model 'lama-70b' is not registered; did you mean 'llama-70b'?"]
+    assert answer["reasons"] == ['model "lama-70b" is not registered; did you mean "llama-70b"?']
     assert (answer["instances"], answer["block_size"], answer["keys"]) == ([], None, [])
     answer = await inspect(client, model="llama-70b", token_ids=[1])
     assert answer["reasons"] == ["The prompt has 1 tokens, less than one block of 2: there is nothing to find"]
@@ -138,7 +138,7 @@ async def test_another_tenant_is_never_spoken_of(client: httpx.AsyncClient, regi
     await register("a", tenant_id="secret")
     await hold("a", TOKENS, tenant_id="secret")
     alone = await inspect(client)
-    assert alone["reasons"] == ["model 'm' is not registered; this tenant has no registered model"]
+    assert alone["reasons"] == ['model "m" is not registered; this tenant has no registered model']
     await register("b")
     assert "secret" not in orjson.dumps(await inspect(client)).decode()
     # And the tenant itself is answered as one that is not there.

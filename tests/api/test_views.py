@@ -183,9 +183,9 @@ async def test_what_is_wrong_with_a_stream_is_said(
     found = await complaints()
     same = "its endpoint tcp://10.0.0.1:5557 is also that of {}: the same blocks count for each; unregister those that "
     assert found["a"] is not None
-    assert same.format("'b' rank 0") in found["a"]
+    assert same.format('"b" rank 0') in found["a"]
     assert found["b"] is not None
-    assert same.format("'a' rank 0") in found["b"]
+    assert same.format('"a" rank 0') in found["b"]
     await client.post("/unregister", json={"instance_id": "b", "tenant_id": "t"})
     assert await complaints() == {"a": "no connection to tcp://10.0.0.1:5557: it is refused; look there"}
 

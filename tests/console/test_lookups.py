@@ -76,7 +76,7 @@ async def test_a_block_of_a_lost_publisher_is_not_counted(streams: list[Stream],
     ("words", "sentence"),
     [
         (["block", "0" * 16], "no holder has a block 0000000000000000"),
-        (["block", WORD, "--model", "n"], r"no group with model 'n'; groups of this Redis: 1 \(default/m\)"),
+        (["block", WORD, "--model", "n"], r'no group with model "n"; groups of this Redis: 1 \(default/m\)'),
         (["block", WORD, "--group", "7"], r"no group with group 7; groups of this Redis: 1 \(default/m\)"),
         (["holder", "99"], "holder 99 is unknown in default/m"),
     ],

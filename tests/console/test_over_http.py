@@ -44,7 +44,7 @@ async def test_the_pages_are_those_that_redis_gives(
         by_hash = ("--hashes", ",".join(map(str, blocks(PROMPT))))
         assert await printed(*ask[:4], *by_hash, "--url", live.url) == over_http
         salted = await printed(*ask, "--salt", "a", "--salt", "b", "--url", live.url)
-        assert "Why nothing? Without adapter and salts it is held by 'pod-1'" in salted
+        assert 'Why nothing? Without adapter and salts it is held by "pod-1"' in salted
         await printed(*ask[:3], "who", *ask[4:], "--url", live.url, code=cli.EXIT_FAILED)
         await printed(*ask, "--keys", "--url", live.url, code=cli.EXIT_USAGE)
         for flags in ((), ("--tenant", "default", "--status", "pending"), ("--model", "who")):
@@ -104,7 +104,7 @@ async def test_a_block_a_holder_and_the_keys_are_those_that_redis_gives(
         assert "# default/m" not in await same("keys", "--tenant", "t")
         for arguments, sentence in (
             (("block", "0" * 16), "no holder has a block 0000000000000000"),
-            (("block", first, "--model", "n"), "no group with model 'n'; groups of this Redis: 1 (default/m), 2 (t/m)"),
+            (("block", first, "--model", "n"), 'no group with model "n"; groups of this Redis: 1 (default/m), 2 (t/m)'),
             (("holder", "99"), "holder 99 is unknown in default/m, t/m"),
             (("keys", "--group", "9"), "no group with group 9"),
         ):

@@ -41,11 +41,11 @@ async def test_each_holder_is_a_line_of_cells(streams: list[Stream], waymark: Ru
         "default/m, group 1: 10 blocks of 16 tokens, 10 of them held, longest match 128 tokens",
         "a cell is 1 block (16 tokens): # held, o held behind a missing block, which no query counts, . not held",
         "",
-        "pod-1: 128 of 160 tokens, 8 of 10 blocks; block 8 is next, and 'pod-2' has it",
+        'pod-1: 128 of 160 tokens, 8 of 10 blocks; block 8 is next, and "pod-2" has it',
         "  rank 0 GPU #1  ######....",
         "  rank 0 CPU #2  ....####..",
         "",
-        "pod-2: 48 of 160 tokens, 3 of 10 blocks; block 3 is next, and 'pod-1' has it; "
+        'pod-2: 48 of 160 tokens, 3 of 10 blocks; block 3 is next, and "pod-1" has it; '
         "5 of its blocks are behind the missing one and do not count",
         "  rank 0 GPU #3  ###..ooooo",
         "pod-3: no match, it has sent no event, status pending (no connection to tcp://10.0.0.1:5557)",
@@ -90,7 +90,7 @@ async def test_what_is_not_counted_says_so(streams: list[Stream], redis: Redis, 
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
     assert "  rank 0 GPU #1  oooooo....  lost, not counted" in text
     assert "#3" not in text
-    assert "Why nothing? It is held by 'pod-1', whose blocks are currently not counted" in text
+    assert 'Why nothing? It is held by "pod-1", whose blocks are currently not counted' in text
 
 
 async def test_a_pool_counts_for_every_instance(store: Store, redis: Redis, waymark: Run) -> None:
@@ -179,19 +179,19 @@ async def test_another_block_size_is_found_out(store: Store, redis: Redis, wayma
     await of_pod(store, redis, block_size=32)
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT), "--block-size", "16")
     assert "pod-1: no match, it is registered with block size 32, and the query is for 16" in text
-    assert why(text) == ["With block size 32 it is held by 'pod-1'"]
+    assert why(text) == ['With block size 32 it is held by "pod-1"']
 
 
 async def test_an_adapter_too_many_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:
     await of_pod(store, redis)
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT), "--lora", "sql")
-    assert why(text) == ["Without adapter and salts it is held by 'pod-1'"]
+    assert why(text) == ['Without adapter and salts it is held by "pod-1"']
 
 
 async def test_a_registered_adapter_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:
     await of_pod(store, redis, ns=namespace("sql", ()), lora_name="sql")
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
-    assert why(text) == ["With adapter 'sql' it is held by 'pod-1'"]
+    assert why(text) == ['With adapter "sql" it is held by "pod-1"']
 
 
 async def test_an_adapter_that_only_events_named_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:
@@ -199,7 +199,7 @@ async def test_an_adapter_that_only_events_named_is_found_out(store: Store, redi
     await of_pod(store, redis, ns=ns)
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
     assert why(text) == [
-        f"Its first block is held by 'pod-1' in namespace {ns:016x}, and this prompt is in namespace 0000000000000000: "
+        f'Its first block is held by "pod-1" in namespace {ns:016x}, and this prompt is in namespace 0000000000000000: '
         "its adapter or salts are different; 'waymark inspect namespace' computes the number of an adapter and salts"
     ]
 
@@ -211,28 +211,28 @@ async def test_a_registered_salt_is_found_out_and_never_shown(
     await of_pod(store, redis, ns=namespace(None, ("sesame",)), additional_salt="sesame")
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT), *given)
     (reason,) = why(text)
-    assert reason.startswith("With the additional salt that 'pod-1' is registered with")
-    assert reason.endswith("it is held by 'pod-1'")
+    assert reason.startswith('With the additional salt that "pod-1" is registered with')
+    assert reason.endswith('it is held by "pod-1"')
     assert "sesame" not in text
 
 
 async def test_salts_in_the_wrong_order_are_found_out(store: Store, redis: Redis, waymark: Run) -> None:
     await of_pod(store, redis, ns=namespace(None, ("a", "b")))
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT), "--salt", "b", "--salt", "a")
-    assert why(text) == ["With its salts in the other order it is held by 'pod-1'"]
+    assert why(text) == ['With its salts in the other order it is held by "pod-1"']
 
 
 async def test_another_tenant_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:
     await of_pod(store, redis, tenant_id="acme")
     await stream_of(store, redis, registration("pod-9"))
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
-    assert why(text) == ["For tenant 'acme' it is held by 'pod-1'"]
+    assert why(text) == ['For tenant "acme" it is held by "pod-1"']
 
 
 async def test_another_hash_seed_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:
     await of_pod(store, redis)
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT), seed=7)
-    assert why(text) == ["With the usual hash seed 1337 it is held by 'pod-1'"]
+    assert why(text) == ['With the usual hash seed 1337 it is held by "pod-1"']
 
 
 async def test_a_hash_seed_that_nobody_can_guess_is_named(store: Store, redis: Redis, waymark: Run) -> None:
@@ -246,7 +246,7 @@ async def test_a_hash_seed_that_nobody_can_guess_is_named(store: Store, redis: R
 async def test_a_first_token_too_many_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:
     await of_pod(store, redis)
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words([1, *PROMPT]))
-    assert why(text) == ["Without its first token it is held by 'pod-1'"]
+    assert why(text) == ['Without its first token it is held by "pod-1"']
 
 
 async def test_a_prompt_shorter_than_a_block_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:
@@ -276,10 +276,10 @@ async def test_a_group_whose_publishers_are_gone_says_so(streams: list[Stream], 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--model", "lama-70b"], "model 'lama-70b' is not registered; did you mean 'llama-70b'?"),
-        (["--model", "x"], "model 'x' is not registered; tenant 'default' has 'llama-70b'"),
-        (["--model", "qwen"], "tenant 'default' has no model 'qwen'; it is registered under 'acme'"),
-        (["--model", "x", "--tenant", "who"], "model 'x' is not registered; this tenant has no registered model"),
+        (["--model", "lama-70b"], 'model "lama-70b" is not registered; did you mean "llama-70b"?'),
+        (["--model", "x"], 'model "x" is not registered; tenant "default" has "llama-70b"'),
+        (["--model", "qwen"], 'tenant "default" has no model "qwen"; it is registered under "acme"'),
+        (["--model", "x", "--tenant", "who"], 'model "x" is not registered; this tenant has no registered model'),
     ],
 )
 async def test_an_unknown_model_names_what_may_have_been_meant(

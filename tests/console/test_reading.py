@@ -26,7 +26,7 @@ def test_a_dash_reads_standard_input() -> None:
     ("given", "word", "at"), [("1 -2", "-2", 1), ("4294967296", "4294967296", 0), ("1 2 x", "x", 2), ("1.5", "1.5", 0)]
 )
 def test_what_is_no_token_is_named_with_its_place(given: str, word: str, at: int) -> None:
-    sentence = f"--tokens: {word!r} at {at} is no token id; they are integers of 0..4294967295"
+    sentence = f'--tokens: "{word}" at {at} is no token id; they are integers of 0..4294967295'
     with pytest.raises(InvalidValue, match=re.escape(sentence)):
         read_tokens(given, option="--tokens")
 
@@ -48,7 +48,7 @@ def test_a_hash_is_sixteen_hex_digits_or_decimal(word: str, number: int) -> None
 
 @pytest.mark.parametrize("word", ["18446744073709551616", "-9223372036854775809", "cb38", "0x12", "١٢"])
 def test_what_is_no_hash_is_refused(word: str) -> None:
-    with pytest.raises(InvalidValue, match=f"--hashes: '{word}' is no hash"):
+    with pytest.raises(InvalidValue, match=f'--hashes: "{word}" is no hash'):
         read_hashes(word, option="--hashes")
 
 

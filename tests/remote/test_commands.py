@@ -206,7 +206,7 @@ async def test_a_drain_that_is_interrupted_says_in_which_state_the_engine_is(liv
 async def test_a_model_that_is_not_registered_is_a_failure_with_one_sentence(live: Live) -> None:
     code, output, error = await run(live, "ask", "--tokens", "1-8", "--model", "nope")
     assert (code, output) == (cli.EXIT_FAILED, "")
-    assert error == "waymark ask: model 'nope' is not registered; tenant 'default' has 'm'\n"
+    assert error == 'waymark ask: model "nope" is not registered; tenant "default" has "m"\n'
 
 
 async def test_status_and_inspect_ask_the_waymark_that_the_environment_names(live: Live) -> None:
@@ -282,14 +282,14 @@ def test_what_is_no_url_is_a_wrong_argument(url: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--tokens", "1,x"), "'x' at 1 is no token id"),
-        (("--tokens", "4294967296"), "'4294967296' at 0 is no token id"),
-        (("--tokens", "1,2,3-"), "'3-' at 2 is no token id"),
+        (("--tokens", "1,x"), '"x" at 1 is no token id'),
+        (("--tokens", "4294967296"), '"4294967296" at 0 is no token id'),
+        (("--tokens", "1,2,3-"), '"3-" at 2 is no token id'),
         (("--tokens", " ".join(["0-2097151"] * 3)), "there are more than 4194304 token ids"),
         (("--tokens", ","), "there are none"),
-        (("--tokens", "7,5-4"), "the range '5-4' at 1 has not 1 to 2097152 token ids"),
-        (("--tokens", "0-4294967295"), "the range '0-4294967295' at 0 has not 1 to 2097152 token ids"),
-        (("--file", "/nowhere"), "--file: '/nowhere' cannot be read"),
+        (("--tokens", "7,5-4"), 'the range "5-4" at 1 has not 1 to 2097152 token ids'),
+        (("--tokens", "0-4294967295"), 'the range "0-4294967295" at 0 has not 1 to 2097152 token ids'),
+        (("--file", "/nowhere"), "--file: /nowhere cannot be read"),
         (("--messages", "/dev/null"), "--messages: the file has no JSON"),
     ],
 )

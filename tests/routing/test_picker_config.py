@@ -204,7 +204,7 @@ def plugins(*lines: str) -> str:
         pytest.param("[", "the file is not YAML", id="no-yaml"),
         pytest.param("- a", "the file must be a mapping", id="a-list"),
         pytest.param("kind: Pod", 'kind is "Pod"; it must be EndpointPickerConfig', id="kind"),
-        pytest.param("plugin: []", "'plugin' is not known; did you mean plugins?", id="field"),
+        pytest.param("plugin: []", '"plugin" is not known; did you mean plugins?', id="field"),
         pytest.param("plugins: {}", "plugins must be a list", id="no-list"),
         pytest.param("plugins: []", "schedulingProfiles is empty", id="no-profile"),
         pytest.param(plugins("- type: queue-scorr"), "did you mean queue-scorer?", id="type"),
@@ -235,7 +235,7 @@ def plugins(*lines: str) -> str:
         pytest.param(plugins("- type: queue-scorer", "- type: queue-scorer"), "is used twice", id="twice"),
         pytest.param(
             "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: a, plugins: [{pluginRef: queue}]}]",
-            "pluginRef 'queue' is not in plugins; known are queue-scorer",
+            'pluginRef "queue" is not in plugins; known are queue-scorer',
             id="reference",
         ),
         pytest.param(
@@ -252,7 +252,7 @@ def plugins(*lines: str) -> str:
         ),
         pytest.param(
             "plugins: [{type: tokenizer}]\nschedulingProfiles: [{name: a, plugins: [{pluginRef: tokenizer}]}]",
-            "is of kind 'other'; a profile has filters, scorers, pickers",
+            "is of kind other; a profile has filters, scorers, pickers",
             id="no-place",
         ),
         pytest.param(
@@ -278,7 +278,7 @@ def plugins(*lines: str) -> str:
         ),
         pytest.param(
             DISAGGREGATED.replace("- name: decode\n", "- name: decoding\n"),
-            "profile 'decode' is not in schedulingProfiles; did you mean decoding?",
+            'profile "decode" is not in schedulingProfiles; did you mean decoding?',
             id="no-decode-profile",
         ),
     ],

@@ -66,7 +66,7 @@ def test_a_url_is_taken_apart(url: str, address: Address) -> None:
     ],
 )
 def test_a_url_that_cannot_be_used_names_the_setting_and_the_way_out_and_no_secret(url: str, way_out: str) -> None:
-    with pytest.raises(SettingsError, match=f"^WAYMARK_REDIS_READ_URL: '.+' cannot be used: .*{way_out}") as caught:
+    with pytest.raises(SettingsError, match=f'^WAYMARK_REDIS_READ_URL: ".+" cannot be used: .*{way_out}') as caught:
         RedisClient.open(url, variable="WAYMARK_REDIS_READ_URL")
     assert "secret" not in str(caught.value).replace("?secret=1", "").replace("secret is unknown", "")
     assert "sec/ret" not in str(caught.value)

@@ -48,7 +48,7 @@ class Gate:
                     if access == "write" and not caller.may_write:
                         raise Forbidden(f"the token {shown(caller.name)} may read only; use one with access write")
                     return caller
-        raise Unauthorized
+        raise Unauthorized()
 
     def _caller(self, given: bytes) -> Caller | None:
         if self._token is not None and hmac.compare_digest(given, self._token):

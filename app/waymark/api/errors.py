@@ -25,8 +25,6 @@ from waymark.errors import (
 )
 from waymark.shown import SHOWN_MAX, kind, shown
 
-#: Characters of a client's value that an error may repeat.
-
 #: Fields whose values are secrets of a tenant; an error names them and shows nothing.
 _SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
 
@@ -59,15 +57,14 @@ class Unfit(InvalidValue):
 class Unauthorized(WaymarkError):
     """No bearer token, or the wrong one, where one is needed."""
 
-    sentence = "this request needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
+    def __init__(self) -> None:
+        super().__init__(
+            "this request needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
+        )
 
 
 class Forbidden(WaymarkError):
     """A token is known, and what it allows is less than what was asked for."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
 
 
 def short(name: str) -> str:
@@ -136,7 +133,7 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
         case InvalidValue(reason=reason, field=field, index=index):
             body |= {"reason": reason, "field": field, "index": index}
         case Unauthorized() | Forbidden():
-            body = {"error": error.sentence, "reason": "unauthorized"}
+            body["reason"] = "unauthorized"
         case NotFound():
             body["reason"] = "not_found"
         case Conflict(field=field):

@@ -165,7 +165,12 @@ class Registrations:
 
 
 def _not_found(request: UnregisterRequest) -> NotFound:
-    rank = "*" if request.dp_rank is None else request.dp_rank
+    """The words of Mooncake's Conductor, which clients match on, and then what they mean."""
+    tenant_id, rank = request.tenant_id or DEFAULT_TENANT, "*" if request.dp_rank is None else request.dp_rank
+    named = f"instance_id {shown(request.instance_id)} and tenant_id {shown(tenant_id)}"
+    if request.dp_rank is not None:
+        named = f"instance_id {shown(request.instance_id)}, tenant_id {shown(tenant_id)} and dp_rank {rank}"
     return NotFound(
-        f"service not found: {short(request.instance_id)}|{short(request.tenant_id or DEFAULT_TENANT)}|{rank}"
+        f"service not found: {short(request.instance_id)}|{short(tenant_id)}|{rank}; "
+        f"no publisher is registered with {named}; GET /workers lists those that are"
     )

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 from waymark.cli.service import add_prompt, add_service, settle
+from waymark.domain.status import StreamStatus
 
 if TYPE_CHECKING:
     from waymark.console.screen import Screen
     from waymark.remote.service import Service
 
-_STATUSES = ("pending", "active", "replaying", "degraded", "lost", "failed", "draining", "drained")
+_STATUSES = (*map(str, StreamStatus), "draining", "drained")
 
 _EXAMPLES = {
     "ask": """\

@@ -8,6 +8,7 @@ from typing import Any
 from waymark.domain.hashing import DEFAULT_SEED, token_bytes
 from waymark.domain.multimodal import items_of, seq_hashes_with
 from waymark.errors import InvalidValue
+from waymark.shown import shown
 
 
 def block_hashes(
@@ -24,7 +25,7 @@ def block_hashes(
         raise ValueError(f"block_size is {block_size}; it is at least 1")
     wrong = next((token for token in token_ids if not (isinstance(token, int) and 0 <= token < 2**32)), None)
     if wrong is not None:
-        raise ValueError(f"token_ids contains {wrong!r}; a token id is an integer within 0..4294967295")
+        raise ValueError(f"token_ids contains {shown(wrong)}; a token id is an integer within 0..4294967295")
     try:
         items = () if features is None else items_of(features)
     except InvalidValue as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.domain.status import StreamStatus
+from waymark.shown import shown
 
 Commands = Any
 """What ``add_subparsers`` returns; argparse has no public name for it."""
@@ -152,5 +153,5 @@ def _seconds(word: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds from 0.1 to 3600")
+        raise argparse.ArgumentTypeError(f"{shown(word)} is not a number of seconds from 0.1 to 3600")
     return seconds

@@ -15,7 +15,7 @@ from rich.text import Text
 from waymark.console.screen import Part, joined, text
 from waymark.domain.media import MEDIA, order_of
 from waymark.inspection.holding import HolderLine, Holding, InstanceLines
-from waymark.inspection.inspector import shown
+from waymark.inspection.inspector import group_text
 
 #: Of the media in their order; then of all others.
 _MEDIUM_STYLES = ("green", "yellow", "blue", "cyan")
@@ -86,7 +86,7 @@ def _head(holding: Holding) -> Text:
     blocks, size = len(holding.keys), holding.block_size
     group = f", group {holding.group.id}" if holding.group.id else ""  # over HTTP it has no id
     return joined(
-        text(shown(holding.group.name), "bold"),
+        text(group_text(holding.group.name), "bold"),
         f"{group}: {blocks} {'block' if blocks == 1 else 'blocks'} of {size} tokens,"
         f" {holding.blocks_held} of them held, longest match {holding.best * size} tokens",
     )

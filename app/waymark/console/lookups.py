@@ -14,7 +14,7 @@ from waymark.domain.names import Adapter, GroupName
 from waymark.inspection.blocks import BlockHolder, ListedBlock
 from waymark.inspection.holders import HolderPublisher, KnownHolder
 from waymark.inspection.holdings import FIELDS_MAX, Holdings
-from waymark.inspection.inspector import shown
+from waymark.inspection.inspector import group_text
 
 _BLOCK_HEAD = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HASH", "STATE")
 _SHARD_HEAD = ("KEY", "ROWS", "BRANCH ROWS", "SINGLES", "COPIES", "APPLIED SEQ", "OPS OF IT")
@@ -24,7 +24,7 @@ def block(listed: Sequence[ListedBlock]) -> list[Part]:
     """The rows that list a block, with its holders."""
     drawn: list[Part] = []
     for each in listed:
-        group = shown(GroupName(each.tenant_id, each.model_name))
+        group = group_text(GroupName(each.tenant_id, each.model_name))
         where = f"slot {each.slot}, depth {each.depth} in its piece"
         drawn.append(joined(text(each.row, "bold"), f" has the block in {where}, a block of {group}"))
         rows = [_block_holder(holder) for holder in each.holders]
@@ -56,7 +56,7 @@ def holder(known: Sequence[KnownHolder]) -> list[Part]:
     """A holder's record, its publisher, and what it has, in each group that knows the id."""
     drawn: list[Part] = []
     for each in known:
-        group, record = shown(GroupName(each.tenant_id, each.model_name)), each.record
+        group, record = group_text(GroupName(each.tenant_id, each.model_name)), each.record
         drawn.append(joined(text(f"holder {each.id}", "bold"), f" of {group}, group {each.group}"))
         if record is None:
             drawn.append(text("its life has ended; its entries are being swept", "yellow"))

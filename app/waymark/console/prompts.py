@@ -10,6 +10,7 @@ from typing import TextIO
 
 from waymark.domain.names import U32_MAX, U64_MASK
 from waymark.errors import InvalidValue
+from waymark.shown import shown
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
 
 _HEX = re.compile(r"(0x)?[0-9a-fA-F]{16}")
@@ -22,7 +23,7 @@ def read_tokens(given: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[
     tokens: list[int] = []
     for i, word in enumerate(words):
         if not (word.isascii() and word.isdigit() and int(word) <= U32_MAX):
-            raise InvalidValue(f"{option}: {word!r} at {i} is no token id; they are integers of 0..{U32_MAX}")
+            raise InvalidValue(f"{option}: {shown(word)} at {i} is no token id; they are integers of 0..{U32_MAX}")
         tokens.append(int(word))
     return tuple(tokens)
 
@@ -70,7 +71,7 @@ def read_hash(word: str, *, option: str) -> int:
         return int(word, 16)
     number = int(word) if _DECIMAL.fullmatch(word) else U64_MASK + 1
     if not -(2**63) <= number <= U64_MASK:
-        raise InvalidValue(f"{option}: {word!r} is no hash; give 16 hex digits, or a decimal number of 64 bits")
+        raise InvalidValue(f"{option}: {shown(word)} is no hash; give 16 hex digits, or a decimal number of 64 bits")
     return number & U64_MASK
 
 

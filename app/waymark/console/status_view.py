@@ -10,7 +10,7 @@ from rich.text import Text
 from waymark.console.screen import Grid, Part, joined, text
 from waymark.console.units import bytes_text, held_text, seconds_text
 from waymark.domain.status import StreamStatus
-from waymark.inspection.inspector import shown
+from waymark.inspection.inspector import group_text
 from waymark.inspection.status import Server, Status, count, replays
 from waymark.store.discovery import DiscoveryState
 from waymark.store.parsing import Unreadable
@@ -55,7 +55,11 @@ def parts(status: Status, *, is_plain: bool) -> list[Part]:
     for (group_id, name), states in groupby(
         status.publishers, key=lambda state: (state.group_id, state.registration.group)
     ):
-        drawn += [joined(text(shown(name), "bold"), f", group {group_id}"), *_group(status, tuple(states)), text("")]
+        drawn += [
+            joined(text(group_text(name), "bold"), f", group {group_id}"),
+            *_group(status, tuple(states)),
+            text(""),
+        ]
     return drawn[:-1]
 
 

@@ -17,6 +17,7 @@ from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.protobuf import message_classes
 from waymark.selection.reported import HolderMatch, Keyspace, ReportedPrompts
+from waymark.shown import shown
 
 PACKAGE = "radix_index"
 SERVICE = f"{PACKAGE}.RadixIndex"
@@ -171,7 +172,7 @@ class RadixIndex:
             )
         if update.seq or any(event.HasField("removed") or event.HasField("cleared") for event in update.events):
             return (
-                f"the events of {update.holder!r} are not taken from a bridge; register the engine with POST "
+                f"the events of {shown(update.holder)} are not taken from a bridge; register the engine with POST "
                 "/register, and an ingest worker reads them"
             )
         if len(update.holder) > _HOLDER_MAX:

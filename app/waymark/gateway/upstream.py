@@ -113,7 +113,7 @@ class Upstream:
             try:
                 context = ssl.create_default_context(cafile=Path(self._ca_file))
             except OSError as error:
-                raise SettingsError(f"WAYMARK_ENGINE_CA_FILE {self._ca_file!r} cannot be read: {error}") from None
+                raise SettingsError(f"WAYMARK_ENGINE_CA_FILE {self._ca_file} cannot be read: {error}") from None
         return aiohttp.ClientSession(
             # As many as there are requests; these have a bound of their own.
             connector=aiohttp.TCPConnector(limit=0, ssl=context, keepalive_timeout=_KEEP_ALIVE_SECONDS),

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from waymark.asker import Asker
 from waymark.chat.sse import EventStreamParser, EventTooLong, ServerSentEvent
 from waymark.errors import InvalidValue, Unanswered
+from waymark.shown import shown
 
 QUEUE_EVENTS = 10_000
 PAUSE_SECONDS = 1.0
@@ -98,7 +99,7 @@ class EventSource:
             if answer.status != 200:  # a redirect, too: no redirect is followed
                 raise Unanswered(f"it has answered with status {answer.status}")
             if answer.content_type.partition(";")[0].strip().lower() != "text/event-stream":
-                raise Unanswered(f"its answer is {answer.content_type[:80]!r}, not text/event-stream")
+                raise Unanswered(f"its answer is {shown(answer.content_type[:80])}, not text/event-stream")
             self.connection += 1
             self.is_connected, self.error = True, None
             self._news.set()

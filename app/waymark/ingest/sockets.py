@@ -12,6 +12,7 @@ import zmq
 
 from waymark.errors import InvalidValue
 from waymark.ingest.connection_failure import Attempt
+from waymark.shown import shown
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
@@ -63,7 +64,9 @@ def connect(socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        sentence = f"{field} {endpoint!r} cannot be connected to ({error.strerror}); give tcp://host:port or ipc://path"
+        sentence = (
+            f"{field} {shown(endpoint)} cannot be connected to ({error.strerror}); give tcp://host:port or ipc://path"
+        )
         raise InvalidValue(sentence, field=field) from error
 
 

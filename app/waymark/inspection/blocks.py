@@ -10,7 +10,7 @@ from waymark.domain.engines import Scope
 from waymark.domain.table import HolderTable
 from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
-from waymark.inspection.inspector import Group, Inspector, shown
+from waymark.inspection.inspector import Group, Inspector, group_text
 from waymark.inspection.search import ROWS_MAX, Found, Search
 
 
@@ -62,7 +62,7 @@ async def find_block(inspector: Inspector, groups: Sequence[Group], key: int) ->
             listed += [await _listed(inspector, group, table, key, found) for found in await search.run(group, table)]
     if listed:
         return listed
-    names = ", ".join(shown(group.name) for group in groups[:5])
+    names = ", ".join(group_text(group.name) for group in groups[:5])
     bound = "" if search.is_complete else f" among the first {ROWS_MAX} rows; give the first block of its prompt"
     raise NotFound(f"no holder has a block {key:016x} (key seq_hash XOR namespace) in {names}{bound}")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from waymark.inspection.explanation import nobody
-from waymark.inspection.inspector import Group, Inspector, shown
+from waymark.inspection.inspector import Group, Inspector, group_text
 from waymark.inspection.redis_cli import RedisCli
 
 #: Lines that are printed.
@@ -33,7 +33,7 @@ async def every_key(inspector: Inspector, groups: Sequence[Group], cli: RedisCli
         if len(lines) > LINES_MAX:
             break
         table = await inspector.table(group)
-        lines += [f"# {shown(group.name)}", *cli.group(group, table or nobody(group))]
+        lines += [f"# {group_text(group.name)}", *cli.group(group, table or nobody(group))]
     if len(lines) > LINES_MAX:
         lines = [*lines[:LINES_MAX], f"# these are the first {LINES_MAX:,} lines; --group or --model asks for less"]
     return Commands(cli.notes, lines)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from waymark.domain.status import StreamStatus
+from waymark.shown import shown
 from waymark.store.records import PublisherState
 
 #: Counters of a stream, by their beginning, that count events without effect.
@@ -46,7 +47,7 @@ class Complaints:
     def _twice(self, state: PublisherState) -> str:
         """Another registration of the same socket: what the engine was called before, often."""
         others = [
-            f"{other.registration.instance_id!r} rank {other.registration.dp_rank}"
+            f"{shown(other.registration.instance_id)} rank {other.registration.dp_rank}"
             for other in self._at.get(state.registration.endpoint or "", ())
             if other.registration.name != state.registration.name
             and None in (other.registration.topic, state.registration.topic)

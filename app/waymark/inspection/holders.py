@@ -13,7 +13,7 @@ from waymark.domain.table import HolderTable
 from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
 from waymark.inspection.holdings import HeldRow, Holdings, ShardHoldings, holdings
-from waymark.inspection.inspector import Group, Inspector, shown
+from waymark.inspection.inspector import Group, Inspector, group_text
 from waymark.store import keys
 
 
@@ -74,7 +74,7 @@ async def find_holder(inspector: Inspector, groups: Sequence[Group], holder_id: 
         known.append(KnownHolder(holder_id, group.name.tenant_id, group.name.model_name, group.id, record, held))
     if known:
         return known
-    names = ", ".join(shown(group.name) for group in groups[:5])
+    names = ", ".join(group_text(group.name) for group in groups[:5])
     raise NotFound(f"holder {holder_id} is unknown in {names}: its life has ended and was swept, or it never existed")
 
 

@@ -14,6 +14,7 @@ from waymark.domain.rows import Entry, Place, parse_entry
 from waymark.domain.table import HolderTable
 from waymark.errors import NotFound, SettingsError
 from waymark.settings import Settings
+from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.credentials import Credentials
@@ -139,12 +140,12 @@ def pick(groups: Sequence[Group], *, group_id: int | None, model: str | None, te
     ]
     if not picked:
         wanted = {"group": group_id, "model": model, "tenant": tenant}
-        said = ", ".join(f"{name} {value!r}" for name, value in wanted.items() if value is not None)
-        known = ", ".join(f"{group.id} ({shown(group.name)})" for group in groups[:20]) or "none"
+        said = ", ".join(f"{name} {shown(value)}" for name, value in wanted.items() if value is not None)
+        known = ", ".join(f"{group.id} ({group_text(group.name)})" for group in groups[:20]) or "none"
         raise NotFound(f"no group with {said}; groups of this Redis: {known}" if said else "no group is registered yet")
     return picked
 
 
-def shown(name: GroupName) -> str:
+def group_text(name: GroupName) -> str:
     """A group for people."""
     return f"{name.tenant_id}/{name.model_name}"

@@ -21,6 +21,7 @@ from waymark.inspection.asked import Asked
 from waymark.inspection.complaint import complaint
 from waymark.inspection.holding import Holding, not_counted
 from waymark.inspection.inspector import Group, Inspector
+from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.records import PublisherState
 
@@ -36,15 +37,16 @@ def unknown_group(wanted: GroupName, groups: Sequence[Group]) -> str:
     """The sentence for a tenant and model that were never registered, with what may have been meant."""
     tenants = [group.name.tenant_id for group in groups if group.name.model_name == wanted.model_name]
     if tenants:
-        return (
-            f"tenant {wanted.tenant_id!r} has no model {wanted.model_name!r}; it is registered under {_names(tenants)}"
-        )
+        tenant, model = shown(wanted.tenant_id), shown(wanted.model_name)
+        return f"tenant {tenant} has no model {model}; it is registered under {_names(tenants)}"
     models = [group.name.model_name for group in groups if group.name.tenant_id == wanted.tenant_id]
     near = difflib.get_close_matches(wanted.model_name, models, n=3, cutoff=0.5)
     if near:
-        return f"model {wanted.model_name!r} is not registered; did you mean {_names(near)}?"
-    known = f"tenant {wanted.tenant_id!r} has {_names(models)}" if models else "this tenant has no registered model"
-    return f"model {wanted.model_name!r} is not registered; {known}"
+        return f"model {shown(wanted.model_name)} is not registered; did you mean {_names(near)}?"
+    known = (
+        f"tenant {shown(wanted.tenant_id)} has {_names(models)}" if models else "this tenant has no registered model"
+    )
+    return f"model {shown(wanted.model_name)} is not registered; {known}"
 
 
 def of_instances(holding: Holding, states: Sequence[PublisherState]) -> dict[str, str]:
@@ -157,9 +159,9 @@ def _readings(
     spaces = {(of.lora_name, of.additional_salt): of.instance_id for of in reversed(registered)}
     for (lora_name, salt), instance_id in spaces.items():
         if lora_name and lora_name != asked.adapter:
-            yield f"With adapter {lora_name!r}", group, replace(asked, adapter=lora_name), size
+            yield f"With adapter {shown(lora_name)}", group, replace(asked, adapter=lora_name), size
         if salt and salt not in asked.salts:
-            said = f"With the additional salt that {instance_id!r} is registered with"
+            said = f"With the additional salt that {shown(instance_id)} is registered with"
             yield said, group, replace(asked, salts=(salt, *asked.salts)), size
             if asked.salts:
                 yield f"{said}, in place of the given ones", group, replace(asked, salts=(salt,)), size
@@ -171,7 +173,7 @@ def _readings(
         yield "Without its first token", group, asked.without_first_token(), size
     for other_group in groups:
         if other_group.id != group.id and other_group.name.model_name == group.name.model_name:
-            yield f"For tenant {other_group.name.tenant_id!r}", other_group, asked, size
+            yield f"For tenant {shown(other_group.name.tenant_id)}", other_group, asked, size
 
 
 async def of_other_namespaces(inspector: Inspector, asked: Asked, holding: Holding, table: HolderTable) -> str:
@@ -197,7 +199,7 @@ async def of_other_namespaces(inspector: Inspector, asked: Asked, holding: Holdi
                         continue  # a mark, or no entry of ours
                     if ns != asked.namespace and head == first ^ ns:
                         return (
-                            f"Its first block is held by {holder.instance_id!r} in namespace {ns:016x}, and this "
+                            f"Its first block is held by {shown(holder.instance_id)} in namespace {ns:016x}, and this "
                             f"prompt is in namespace {asked.namespace:016x}: its adapter or salts are different; "
                             "'waymark inspect namespace' computes the number of an adapter and salts"
                         )
@@ -217,5 +219,5 @@ def last_resort(asked: Asked, states: Sequence[PublisherState]) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_NAMES_MAX])
-    return shown if len(names) <= _NAMES_MAX else f"{shown} and {len(names) - _NAMES_MAX} more"
+    said = ", ".join(map(shown, names[:_NAMES_MAX]))
+    return said if len(names) <= _NAMES_MAX else f"{said} and {len(names) - _NAMES_MAX} more"

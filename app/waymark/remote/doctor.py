@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waymark import __version__
 from waymark.console.screen import Part, joined, text
+from waymark.domain.status import StreamStatus
 from waymark.errors import SettingsError
-from waymark.remote.publishers import complaint, drains
+from waymark.remote.publishers import UNUSABLE, complaint, drains
 from waymark.remote.service import Service
 from waymark.settings import Settings
 from waymark.shown import shown
@@ -118,9 +119,9 @@ def _publishers(view: dict[str, Any]) -> Iterator[Finding]:
     if not view["publishers"]:
         yield Finding("warning", "engines", "none is registered; run 'waymark register URL' for each")
         return
-    unwell = [each for each in view["publishers"] if each["status"] != "active" or complaint(each)]
+    unwell = [each for each in view["publishers"] if each["status"] != StreamStatus.ACTIVE or complaint(each)]
     for each in unwell:
-        verdict: Verdict = "failed" if each["status"] in ("lost", "failed") else "warning"
+        verdict: Verdict = "failed" if each["status"] in UNUSABLE else "warning"
         said = complaint(each) or "docs/troubleshooting.md says what the status means"
         yield Finding(verdict, f"engine {_name(each)}", f"{each['status']}: {said}")
     for each, drain in zip(view["publishers"], drains(view["publishers"]), strict=True):

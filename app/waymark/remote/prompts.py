@@ -61,11 +61,12 @@ def _ids(text: str) -> list[int]:
         ends = (first, last if dash else first)
         if not all(each.isascii() and each.isdigit() and int(each) <= U32_MAX for each in ends):
             raise InvalidValue(
-                f"--tokens: {word!r} at {place} is no token id; they are integers of 0..{U32_MAX}, or ranges as 100-163"
+                f"--tokens: {shown(word)} at {place} is no token id; they are integers of 0..{U32_MAX}, "
+                "or ranges as 100-163"
             )
         least, most = map(int, ends)
         if not 0 <= most - least < _RANGE_MAX:
-            raise InvalidValue(f"--tokens: the range {word!r} at {place} has not 1 to {_RANGE_MAX} token ids")
+            raise InvalidValue(f"--tokens: the range {shown(word)} at {place} has not 1 to {_RANGE_MAX} token ids")
         if len(found) + most - least >= _IDS_MAX:
             raise InvalidValue(f"--tokens: at {place} there are more than {_IDS_MAX} token ids")
         found += range(least, most + 1)
@@ -78,7 +79,7 @@ def _read(path: str, flag: str) -> str:
     try:
         return sys.stdin.read() if path == _FROM_INPUT else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise InvalidValue(f"{flag}: {path!r} cannot be read: {exc}") from None
+        raise InvalidValue(f"{flag}: {path} cannot be read: {exc}") from None
 
 
 def _messages(text: str) -> dict[str, Any]:

@@ -8,15 +8,18 @@ from typing import Any
 
 from waymark.console.screen import Grid, Part, Text, joined, text
 from waymark.console.units import held_text, seconds_text
+from waymark.domain.status import StreamStatus
 from waymark.remote.service import Service
 
-STYLES = {
-    "active": "green",
-    "replaying": "cyan",
-    "pending": "yellow",
-    "degraded": "yellow",
-    "lost": "bold red",
-    "failed": "bold red",
+#: An engine of these gets no requests.
+UNUSABLE = (StreamStatus.LOST, StreamStatus.FAILED)
+STYLES: dict[str, str] = {
+    StreamStatus.ACTIVE: "green",
+    StreamStatus.REPLAYING: "cyan",
+    StreamStatus.PENDING: "yellow",
+    StreamStatus.DEGRADED: "yellow",
+    StreamStatus.LOST: "bold red",
+    StreamStatus.FAILED: "bold red",
 }
 
 

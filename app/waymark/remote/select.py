@@ -7,7 +7,7 @@ from typing import Any
 
 from waymark.console.screen import Grid, Part, joined, text
 from waymark.remote.prompts import fields_of, group_of, token_ids
-from waymark.remote.publishers import drains
+from waymark.remote.publishers import UNUSABLE, drains
 from waymark.remote.service import Service
 
 
@@ -28,7 +28,7 @@ def _others(service: Service, group: dict[str, Any], scores: list[dict[str, Any]
     publishers = service.get("/workers")["publishers"]
     scored = {row["instance_id"] for row in scores}
     return {
-        each["instance_id"]: drain or (each["status"] if each["status"] in ("lost", "failed") else "no target")
+        each["instance_id"]: drain or (each["status"] if each["status"] in UNUSABLE else "no target")
         for each, drain in zip(publishers, drains(publishers), strict=True)
         if (each["tenant_id"], each["model_name"]) == (group["tenant_id"] or "default", group["model"])
         and each["scope"] != "shared"

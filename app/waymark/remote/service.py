@@ -8,6 +8,7 @@ from typing import Any, Self
 import httpx
 
 from waymark.errors import InvalidValue, ServiceRefused, ServiceUnreachable
+from waymark.shown import shown
 
 DEFAULT_URL = "http://127.0.0.1:13333"
 #: For how long a command waits for an answer.
@@ -25,7 +26,7 @@ class Service:
         """Raises ``InvalidValue`` where ``url`` is none."""
         self.url = url.rstrip("/")
         if not _URL.fullmatch(self.url):
-            raise InvalidValue(f"url is {url!r}; it is a URL such as {DEFAULT_URL}", field="url")
+            raise InvalidValue(f"url is {shown(url)}; it is a URL such as {DEFAULT_URL}", field="url")
         headers = {} if api_token is None else {"Authorization": f"Bearer {api_token}"}
         # A proxy of the environment is not asked: it may be one that only reaches the outside.
         self._http = httpx.Client(timeout=seconds, headers=headers, trust_env=False)

@@ -45,7 +45,7 @@ class Declared:
         _only(fields, ("type", "name", "parameters"), where)
         self.type = _text(fields.get("type"), f"{where}.type")
         if self.type not in PLUGINS:
-            sentence = f"{where}.type is '{self.type}', which is no plugin; {nearest(self.type, PLUGINS)}"
+            sentence = f"{where}.type is {shown(self.type)}, which is no plugin; {nearest(self.type, PLUGINS)}"
             raise InvalidValue(sentence, field=f"{where}.type")
         self.row: Plugin = PLUGINS[self.type]
         self.name = _text(fields.get("name", self.type), f"{where}.name")
@@ -70,14 +70,14 @@ def read_picker_config(text: str) -> PickerConfig:
     for at, entry in enumerate(_list(top.get("plugins"), "plugins")):
         plugin = Declared(entry, at)
         if plugin.name in declared:
-            raise InvalidValue(f"plugins[{at}].name '{plugin.name}' is used twice; give each plugin another name")
+            raise InvalidValue(f"plugins[{at}].name {shown(plugin.name)} is used twice; give each plugin another name")
         declared[plugin.name] = plugin
     profiles: dict[str, Profile] = {}
     for at, entry in enumerate(_list(top.get("schedulingProfiles"), "schedulingProfiles")):
         profile = _profile(entry, f"schedulingProfiles[{at}]", declared)
         if profile.name in profiles:
             raise InvalidValue(
-                f"schedulingProfiles[{at}].name '{profile.name}' is used twice; give each profile another name"
+                f"schedulingProfiles[{at}].name {shown(profile.name)} is used twice; give each profile another name"
             )
         profiles[profile.name] = profile
     if not profiles:
@@ -103,7 +103,7 @@ def _profile(entry: Any, where: str, declared: Mapping[str, Declared]) -> Profil
         _only(given, ("pluginRef", "weight"), here)
         name = _text(given.get("pluginRef"), f"{here}.pluginRef")
         if name not in declared:
-            raise InvalidValue(f"{here}.pluginRef '{name}' is not in plugins; {nearest(name, declared)}")
+            raise InvalidValue(f"{here}.pluginRef {shown(name)} is not in plugins; {nearest(name, declared)}")
         plugin = declared[name]
         if plugin.row.kind in (Kind.FILTER, Kind.FILTER_AND_SCORER):
             kept += _filter(plugin)
@@ -112,9 +112,8 @@ def _profile(entry: Any, where: str, declared: Mapping[str, Declared]) -> Profil
         elif plugin.row.kind is Kind.PICKER:
             picker, endpoints = _picker(plugin)
         elif plugin.row.kind is not Kind.FILTER:
-            sentence = (
-                f"{here}.pluginRef '{name}' is of kind '{plugin.row.kind}'; a profile has filters, scorers, pickers"
-            )
+            what = f"{here}.pluginRef {shown(name)} is of kind {plugin.row.kind}"
+            sentence = f"{what}; a profile has filters, scorers, pickers"
             raise InvalidValue(sentence, field=f"{here}.pluginRef")
     return Profile(_text(fields.get("name"), f"{where}.name"), tuple(kept), tuple(scorers), picker, endpoints)
 
@@ -209,7 +208,7 @@ def _handled(declared: Mapping[str, Declared], profiles: Mapping[str, Profile], 
     for name, is_needed in ((decode, True), (prefill, prefill_decider), (encode, encode_decider)):
         if is_needed and name not in profiles:
             way_out = nearest(name, profiles)
-            raise InvalidValue(f"{handler.where}: profile '{name}' is not in schedulingProfiles; {way_out}")
+            raise InvalidValue(f"{handler.where}: profile {shown(name)} is not in schedulingProfiles; {way_out}")
     return PickerConfig(
         profiles,
         decode,
@@ -234,7 +233,7 @@ def _decider(declared: Mapping[str, Declared], name: Any, where: str) -> Decider
     plugin = declared.get(name)
     if plugin is None or plugin.row.kind is not Kind.DECIDER:
         known = [each.name for each in declared.values() if each.row.kind is Kind.DECIDER]
-        raise InvalidValue(f"{where}: decider '{name}' is not a decider in plugins; {nearest(str(name), known)}")
+        raise InvalidValue(f"{where}: decider {shown(name)} is not a decider in plugins; {nearest(str(name), known)}")
     if plugin.type == "prefix-based-pd-decider":
         tokens = plugin.parameters.get("nonCachedTokens", 0)
         if not (isinstance(tokens, int) and tokens >= 0):
@@ -269,4 +268,4 @@ def _text(value: Any, where: str) -> str:
 def _only(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for name in fields:
         if name not in known:
-            raise InvalidValue(f"{where}: '{name}' is not known; {nearest(name, known)}", field=name)
+            raise InvalidValue(f"{where}: {shown(name)} is not known; {nearest(name, known)}", field=name)

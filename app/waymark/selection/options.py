@@ -65,9 +65,9 @@ def _read(path: str) -> PickerConfig:
     try:
         config = read_picker_config(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as exc:
-        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path!r} cannot be used: {exc}") from None
+        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path} cannot be used: {exc}") from None
     except InvalidValue as exc:
-        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path!r}: {exc.sentence}") from None
+        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path}: {exc.sentence}") from None
     for note in config.notes:
         log.info("waymark treats an entry of the picker file differently", extra=fields(note=note))
     return config

@@ -14,7 +14,7 @@ from time import perf_counter
 
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
-from waymark.errors import NoTarget, Saturated, StoreUnavailable
+from waymark.errors import NoTarget, Saturated, StoreUnavailable, nothing_registered
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
@@ -134,10 +134,7 @@ class Selector:
                 return taken
             # Every target that was offered is gone: the cached table is older than that.
             await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
-        raise NoTarget(
-            f"no target is registered for model {shown(asked.group.model_name)} of tenant "
-            f"{shown(asked.group.tenant_id)}; register one with POST /register"
-        )
+        raise NoTarget(nothing_registered(asked.group.model_name, asked.group.tenant_id))
 
     def _sums(self, asked: Asked, taking: Taking, lookup: Lookup) -> SumOffers | None:
         """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
@@ -197,7 +194,7 @@ class Selector:
         degraded = asked._replace(policy=Chosen.of(sticky))
         of = self._stages(degraded, taking, lookup)
         if of is None:
-            raise NoTarget(f"no target is left for model {shown(asked.group.model_name)}; look at only and exclude")
+            raise NoTarget(_none_allowed(asked, taking, known.fleet))
         best, *others = of.decode
         prefill = of.prefill[0] if of.prefill else None
         reservations = []
@@ -230,7 +227,7 @@ class Selector:
         """Reserve a target that the caller has chosen. Raises NoTarget, Saturated."""
         entry = self._store.reader.entry_at_hand(group)
         if entry is None:
-            raise NoTarget(f"no target is registered for model {shown(group.model_name)}")
+            raise NoTarget(nothing_registered(group.model_name, group.tenant_id))
         terms = Terms(
             context=context,
             milliseconds=milliseconds,

@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 import msgpack
 
 from waymark.errors import InvalidValue
+from waymark.shown import shown
 from waymark.simulator.wire import CPU, DISK, AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 
 _VLLM_LISTS = {f"vllm-list-{length}": length for length in (6, 7, 8, 9, 10, 12)}
@@ -59,7 +60,9 @@ class Encoder:
 
     def __init__(self, dialect: str, dimensions: Dimensions | None = None) -> None:
         if dialect not in DIALECTS:
-            raise InvalidValue(f"dialect {dialect!r} is not known; it is one of {', '.join(DIALECTS)}", field="dialect")
+            raise InvalidValue(
+                f"dialect {shown(dialect)} is not known; it is one of {', '.join(DIALECTS)}", field="dialect"
+            )
         self.dialect = dialect
         self._standard = _Standard(dialect == "standard-tokens", dimensions or Dimensions())
 

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from waymark.errors import InvalidValue
+from waymark.shown import shown
 
 #: What a person reads of a bound, where pydantic's own words are for programs.
 _WANTED = {
@@ -28,7 +29,7 @@ class Options(BaseModel):
             error = exc.errors(include_url=False)[0]
             name = str(error["loc"][0]) if error["loc"] else "options"
             wanted = _WANTED.get(error["type"], error["msg"][0].lower() + error["msg"][1:])
-            sentence = f"{name} is {error['input']!r}; {wanted.format(**error.get('ctx', {}))}"
+            sentence = f"{name} is {shown(error['input'])}; {wanted.format(**error.get('ctx', {}))}"
             raise InvalidValue(sentence, field=name) from None
 
 

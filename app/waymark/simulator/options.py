@@ -8,6 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from waymark.errors import InvalidValue
+from waymark.shown import shown
 from waymark.simulator.encode import DIALECTS
 from waymark.simulator.faults import AnswerFaults, Faults, Options
 from waymark.simulator.publisher import ReplayFraming
@@ -93,7 +94,7 @@ class SimulateOptions(Options):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        _require(self.dialect in DIALECTS, "dialect", f"is {self.dialect!r}; it is one of {', '.join(DIALECTS)}")
+        _require(self.dialect in DIALECTS, "dialect", f"is {shown(self.dialect)}; it is one of {', '.join(DIALECTS)}")
         _require(not self.disk_blocks or self.cpu_blocks > 0, "disk_blocks", "needs cpu_blocks: blocks come from there")
         _require(
             self.prompts_per_second is None or self.blocks_per_second is None,
@@ -114,7 +115,7 @@ class SimulateOptions(Options):
         )
         _require(
             self.register_url is None or self.register_url.startswith(("http://", "https://")),
-            "register", f"is {self.register_url!r}; it is a URL such as http://127.0.0.1:13333",
+            "register", f"is {shown(self.register_url)}; it is a URL such as http://127.0.0.1:13333",
         )  # fmt: skip
         _require(
             self.register_url is None or self.host not in ("0.0.0.0", "*") or self.advertised_host is not None,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from waymark.errors import InvalidValue
+from waymark.shown import shown
 from waymark.simulator.wire import ExtraKeys
 
 TRACE_BLOCK_TOKENS = 512
@@ -94,7 +95,7 @@ def _request(line: str, where: str) -> Prompt:
         return Prompt(tokens, at_seconds=float(milliseconds) / 1000)
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidValue(
-            f"{where} is no request with timestamp, input_length and hash_ids: {error!r}", field="trace"
+            f"{where} is no request with timestamp, input_length and hash_ids: {shown(str(error))}", field="trace"
         ) from error
 
 

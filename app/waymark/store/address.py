@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 from waymark.errors import SettingsError
 from waymark.settings import hide_password
+from waymark.shown import shown
 
 Endpoint: TypeAlias = tuple[str, int]
 """Host and port."""
@@ -55,7 +56,7 @@ def parse(url: str, variable: str = "WAYMARK_REDIS_URL") -> Address:
     try:
         return _parse(url)
     except ValueError as exc:
-        raise SettingsError(f"{variable}: '{hide_password(url)}' cannot be used: {exc}") from None
+        raise SettingsError(f"{variable}: {shown(hide_password(url))} cannot be used: {exc}") from None
 
 
 def _parse(url: str) -> Address:
@@ -109,8 +110,8 @@ def _parameters(query: str) -> dict[str, str]:
         name, _, value = part.partition("=")
         if name not in known or name in given:
             # The error names the option alone: its value may be a secret.
-            shown = name if re.fullmatch(r"[a-z_]{1,40}", name) else "one of its parameters"
-            raise ValueError(f"{shown} is unknown or given twice; it may have {', '.join(known)}")
+            option = name if re.fullmatch(r"[a-z_]{1,40}", name) else "one of its parameters"
+            raise ValueError(f"{option} is unknown or given twice; it may have {', '.join(known)}")
         given[name] = unquote(value)
     return given
 

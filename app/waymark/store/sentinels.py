@@ -16,6 +16,7 @@ from redis.asyncio.sentinel import (
     SentinelManagedSSLConnection,
 )
 
+from waymark.shown import shown
 from waymark.store.address import Address, Endpoint
 from waymark.store.connect import Packing, Pool, common_options, first
 from waymark.store.credentials import Credentials
@@ -58,7 +59,9 @@ class _Sentinels(Sentinel):
 
         found = await first(ask, self.sentinels)
         if isinstance(found, Exception):
-            raise MasterNotFoundError(f"no Sentinel names a primary '{service_name}' that is up: {found}") from found
+            raise MasterNotFoundError(
+                f"no Sentinel names a primary {shown(service_name)} that is up: {found}"
+            ) from found
         return found
 
     async def discover_slaves(self, service_name: str) -> list[Endpoint]:
