@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -19,9 +19,11 @@ import msgpack
 from waymark.domain.events import Batch, Cleared, Event, PlainEvents
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices, finish
 from waymark.engines.ceilings import Ceilings, frame_too_large, too_many_events, too_many_hashes
+from waymark.engines.distinct import DistinctHashes
 from waymark.engines.long import UNREADABLE, WINDOW_BYTES, LongPayload
 from waymark.engines.parts import PART_HASHES, hashes_of, parts
 from waymark.engines.plain import PlainBatch, ReadPlain
+from waymark.engines.unpacking import BAD_MSGPACK, unpack, unpack_event
 from waymark.engines.wire import Ignored, Rejected, is_u32
 from waymark.errors import Undecodable
 
@@ -33,13 +35,11 @@ MORE: Final = "more"
 SHORT_BYTES: Final = 1024
 """A payload that is read in one go."""
 _SHORT_EVENTS: Final = 16
-_DICTS: Final = 127
 _COLLECTED_PARTS: Final = 16
 """After so many parts the garbage collector has its turn: it reads every hash that it has not seen, once."""
 
 # Later than any second of this era: such a clock counts milliseconds (Mooncake's master does).
 _MILLISECONDS_FROM: Final = 1e11
-_BAD_MSGPACK: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
 
 
 class Decoder:
@@ -75,7 +75,7 @@ class Decoder:
             return events.plain(plain)
         try:
             root = msgpack.unpackb(payload, strict_map_key=False)
-        except _BAD_MSGPACK:
+        except BAD_MSGPACK:
             return self(payload)
         ts, listed, rank = _split(root, len(payload), bare=self._bare)
         if len(listed) > _SHORT_EVENTS:
@@ -96,14 +96,14 @@ class Decoder:
             ts, rank = plain.ts, plain.rank
             for found in plain.events:
                 if isinstance(found, tuple):
-                    yield from events.read(_unpack_event(payload[slice(*found)]))
+                    yield from events.read(unpack_event(payload[slice(*found)]))
                 else:
                     events.events.append(found)
         elif len(payload) > WINDOW_BYTES:
             long = LongPayload(payload, self._names, self.ceilings)
             ts, rank = yield from long.batch(events.read, bare=self._bare)
         else:
-            ts, listed, rank = _split((yield from _unpack(payload)), len(payload), bare=self._bare)
+            ts, listed, rank = _split((yield from unpack(payload)), len(payload), bare=self._bare)
             if len(listed) > self.ceilings.batch_events:
                 raise too_many_events(len(listed), self.ceilings)
             may_be_long = len(payload) > 2 * PART_HASHES
@@ -187,7 +187,7 @@ class _Events:
 
     def _read_parts(self, event: Any) -> Slices[None]:
         found: list[Event] = []
-        seen = _Distinct()
+        seen = DistinctHashes()
         try:
             for part in parts(event, self._names):
                 read = self._read_event(part)
@@ -220,38 +220,6 @@ class _Events:
             self.rejected[MORE] = 1
 
 
-class _Distinct:
-    """Hashes of one long event, in many small dicts.
-
-    One large one would now and then be copied as it grows, and the garbage collector would go through all of a set;
-    either takes 10 ms. It leaves out a dict of integers.
-    """
-
-    __slots__ = ("_dicts", "added")
-
-    def __init__(self) -> None:
-        self.added = 0
-        self._dicts: list[dict[int, None]] = [{} for _ in range(_DICTS)]
-
-    def add(self, engine_hashes: Sequence[int]) -> bool:
-        """Whether all of them are new, and none is twice among them."""
-        self.added += len(engine_hashes)
-        dicts = self._dicts
-        for engine_hash in engine_hashes:
-            dicts[engine_hash % _DICTS][engine_hash] = None
-        return sum(map(len, dicts)) == self.added
-
-    def __contains__(self, engine_hash: int | None) -> bool:
-        return engine_hash is not None and engine_hash in self._dicts[engine_hash % _DICTS]
-
-
-def _unpack_event(piece: bytes) -> Any:
-    try:
-        return msgpack.unpackb(piece, strict_map_key=False)
-    except _BAD_MSGPACK:
-        return UNREADABLE
-
-
 def _split(root: Any, size: int, *, bare: bool) -> tuple[Any, list[Any], Any]:
     """(ts, events, rank) of a payload that is unpacked."""
     if isinstance(root, list) and len(root) >= 2 and isinstance(root[1], list):
@@ -261,50 +229,6 @@ def _split(root: Any, size: int, *, bare: bool) -> tuple[Any, list[Any], Any]:
     if bare and isinstance(root, list) and (not root or any(isinstance(item, dict) for item in root)):
         return None, root, None
     raise Undecodable("not_a_batch", f"a payload of {size} bytes is a {type(root).__name__}, not a batch")
-
-
-def _unpack(payload: bytes) -> Slices[Any]:
-    try:
-        return msgpack.unpackb(payload, strict_map_key=False)
-    except _BAD_MSGPACK:
-        pass
-    try:
-        root = yield from _salvage(payload, 2)
-    except _BAD_MSGPACK:
-        root = UNREADABLE
-    if root is UNREADABLE:
-        raise Undecodable("bad_msgpack", f"a payload of {len(payload)} bytes is not msgpack")
-    return root
-
-
-def _salvage(piece: bytes, levels: int) -> Slices[Any]:
-    """The value of ``piece``; where that fails, the same list with ``UNREADABLE`` for what cannot be read.
-
-    Text that is no UTF-8, a map as a map's key or a broken timestamp end ``unpackb`` for the whole payload, but
-    skipping a value needs only lengths: elements are cut out and read one by one, down to the events, two levels
-    below. Lists and not tuples: a list's room is not touched before it is filled, however long it claims to be.
-    """
-    try:
-        return msgpack.unpackb(piece, strict_map_key=False)
-    except _BAD_MSGPACK:
-        if levels == 0:
-            return UNREADABLE
-    unpacker = msgpack.Unpacker(None, max_buffer_size=0)
-    unpacker.feed(piece)
-    try:
-        length = unpacker.read_array_header()
-    except ValueError:
-        return UNREADABLE
-    items = []
-    end = unpacker.tell()
-    for i in range(length):
-        start = end
-        unpacker.skip()
-        end = unpacker.tell()
-        items.append((yield from _salvage(piece[start:end], levels - 1)))
-        if i % EVENT_UNITS == 0:
-            yield
-    return items if end == len(piece) else UNREADABLE
 
 
 def _clock(value: Any) -> float | None:
