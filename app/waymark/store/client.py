@@ -19,15 +19,15 @@ from redis.exceptions import NoScriptError, RedisError
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import hide_password
-from waymark.store.address import Address, Endpoint, parse
+from waymark.store.address import parse
 from waymark.store.cluster import Cluster
-from waymark.store.connect import Pool, server
+from waymark.store.connect import Pool
 from waymark.store.credentials import Credentials
+from waymark.store.drivers import connected, embedded
 from waymark.store.failures import is_damage, kind_of, unavailable
 from waymark.store.lua import REPEATABLE, SCRIPTS, Script
 from waymark.store.read_connection import Replies, ReplyReader
-from waymark.store.read_pool import Dialer, Find, ReadPool
-from waymark.store.sentinels import behind_sentinels, found_by
+from waymark.store.read_pool import ReadPool
 
 Reply: TypeAlias = list[Any]
 T = TypeVar("T")
@@ -84,11 +84,11 @@ class RedisClient:
         ``credentials`` does not fit.
         """
         if url == EMBEDDED:
-            return cls(_embedded(), url, variable)
+            return cls(embedded(), url, variable)
         credentials = credentials or Credentials()
         address = parse(url, variable)
         credentials.check(address, variable)
-        redis, reads = _connected(address, credentials, timeout_seconds, connections)
+        redis, reads = connected(address, credentials, timeout_seconds, connections)
         return cls(redis, url, variable, reads)
 
     async def close(self) -> None:
@@ -263,36 +263,6 @@ class RedisClient:
                 yield Subscription(pubsub, self._translated)
 
 
-def _connected(
-    address: Address, credentials: Credentials, timeout_seconds: float, connections: int
-) -> tuple[Redis | Cluster, ReadPool | None]:
-    def node(endpoint: Endpoint | None) -> Redis:
-        return server(address, credentials, endpoint, timeout_seconds=timeout_seconds, connections=connections)
-
-    def reads(find: Find | None) -> ReadPool:
-        return ReadPool(Dialer(address, credentials, timeout_seconds, find))
-
-    def reads_of(endpoint: Endpoint) -> ReadPool:
-        async def find() -> Sequence[Endpoint]:
-            return [endpoint]
-
-        return reads(find)
-
-    match address.kind:
-        case "cluster":
-            is_replica = address.is_replica
-            return Cluster(
-                address.endpoints, node, reads_of, timeout_seconds=timeout_seconds, is_replica=is_replica
-            ), None
-        case "sentinel":
-            redis = behind_sentinels(address, credentials, timeout_seconds=timeout_seconds, connections=connections)
-            return redis, reads(found_by(redis, address))
-        case "server":
-            return node(address.endpoints[0]), reads_of(address.endpoints[0])
-        case "socket":
-            return node(None), reads(None)
-
-
 async def _unlink_all(redis: Redis, pattern: str) -> int:
     count = 0
     async with redis.pipeline(transaction=False) as pipeline:
@@ -308,9 +278,3 @@ async def _load(redis: Redis) -> None:
         for script in SCRIPTS.values():
             pipeline.execute_command("SCRIPT LOAD", script.text)
         await pipeline.execute()
-
-
-def _embedded() -> Redis:
-    from fakeredis import FakeAsyncRedis, FakeServer  # only a process with an embedded Redis loads the emulation
-
-    return FakeAsyncRedis(server=FakeServer(), decode_responses=False, protocol=2)
