@@ -11,7 +11,8 @@ import pytest
 from tests.conftest import IMPLEMENTATIONS
 from tests.domain.known_model import STEPS, Model, play
 from waymark import native
-from waymark.domain.known import KnownBlocks, Places, Spot, new_known, new_places
+from waymark.domain.known import KnownBlocks, Places, Spot
+from waymark.domain.new_known import new_known, new_places
 from waymark.domain.rows import Place
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
@@ -31,7 +32,7 @@ def known(places: Places) -> KnownBlocks:
 
 
 def test_the_selected_implementation_is_used(known: KnownBlocks, implementation: str) -> None:
-    assert type(known).__module__ == ("waymark._native" if implementation == "native" else "waymark.domain.known")
+    assert type(known).__module__ == ("waymark._native" if implementation == "native" else "waymark.domain.pure_known")
 
 
 def test_nothing_is_known_at_first(known: KnownBlocks, places: Places) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from sys import getsizeof
 
-from waymark.domain.known import KnownBlocks, Places, Spot, new_known
+from waymark.domain.known import KnownBlocks, Places, Spot
+from waymark.domain.new_known import new_known
 
 GONE_MAX = 16_384
 """Hashes that are gone, of one rank. At least half as many are remembered: the last ones."""

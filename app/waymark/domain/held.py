@@ -17,7 +17,8 @@ from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.events import PlainEvents
 from waymark.domain.full_places import FullPlaces
 from waymark.domain.gone import GONE_MAX, GoneHashes
-from waymark.domain.known import Group, KnownBlocks, Piece, Ran, Spot, new_known, new_places
+from waymark.domain.known import Group, KnownBlocks, Piece, Ran, Spot
+from waymark.domain.new_known import new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
 from waymark.domain.rows import SLOT_CHARS, Place
 from waymark.domain.slices import Slices

@@ -1,0 +1,24 @@
+"""New tables of what a stream knows, of the implementation that was selected."""
+
+from __future__ import annotations
+
+from waymark import native
+from waymark.domain.known import KnownBlocks, Places, Spot
+from waymark.domain.pure_known import PureKnownBlocks, PurePlaces
+from waymark.domain.rows import Place
+
+
+def new_places() -> Places:
+    if native.selected is not None:
+        places: Places = native.selected.Places(Place, Spot)
+        return places
+    return PurePlaces()
+
+
+def new_known(places: Places, *, has_keys: bool) -> KnownBlocks:
+    """No engine hashes yet; their blocks will be in ``places``."""
+    if isinstance(places, PurePlaces):
+        return PureKnownBlocks(places, has_keys)
+    assert native.selected is not None
+    known: KnownBlocks = native.selected.KnownBlocks(places, has_keys)
+    return known
