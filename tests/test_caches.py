@@ -35,8 +35,8 @@ DECORATORS = {"cache", "lru_cache", "cached_property"}
 ELSEWHERE = {
     "api.dynamo_views:DynamoViews": "what clients have said of their peers",
     "api.fields:Request": "names of fields",
-    "api.operations:Answer": "one answer",
-    "api.operations:Doc": "documentation",
+    "api.answers:Answer": "one answer",
+    "api.doc:Doc": "documentation",
     "store.calls:Calls": "the parts of one fold, until its call is over",
     "api.operations:Operation": "children of a counter",
     "api.query_counts:QueryCounts": "children of a counter",

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.patience import within
 from tests.serving.wire import LAST, answers, ask, post, request, served, wire
-from waymark.api import operations
+from waymark.api import answers as api_answers
 from waymark.serving import cycle
 from waymark.serving.connection import HttpConnection
 
@@ -213,4 +213,4 @@ async def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
 
 def test_both_sides_have_the_same_name_of_a_whole_answer() -> None:
     """They share no module; with two names each answer would be two messages."""
-    assert operations._WHOLE == cycle.WHOLE
+    assert api_answers._WHOLE == cycle.WHOLE

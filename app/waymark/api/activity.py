@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import orjson
 
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body
-from waymark.api.operations import Answer
 from waymark.api.tokens_file import Caller
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.logs import fields

@@ -20,10 +20,12 @@ from waymark.api.access_log import AccessLog
 from waymark.api.activity import ActivityFeed
 from waymark.api.admin import Admin, ResponseCacheAdmin
 from waymark.api.admission import AdmissionQueue
+from waymark.api.answers import Handler
 from waymark.api.bodies import Format, encode
 from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
 from waymark.api.decisions import Decisions
+from waymark.api.doc import Doc, Queue
 from waymark.api.dynamo import Dynamo
 from waymark.api.dynamo_inputs import DynamoInputs
 from waymark.api.dynamo_loads import DynamoLoads
@@ -35,7 +37,7 @@ from waymark.api.events import Events
 from waymark.api.explanations import Explanations
 from waymark.api.inspection_turns import InspectionTurns
 from waymark.api.inspections import Inspections
-from waymark.api.operations import Dependencies, Doc, Handler, Method, Operation, Queue, Resource
+from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.page import Page
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import orjson
 
 from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
+from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body, Format
 from waymark.api.by_address import AddressTables
 from waymark.api.errors import Unfit
 from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.lookup import KeysOf, Lookup
-from waymark.api.operations import Answer, Paused
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.domain.block_size import block_size_of

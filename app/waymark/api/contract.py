@@ -17,11 +17,13 @@ from pydantic.json_schema import models_json_schema
 
 from waymark import __version__
 from waymark.api import docs_page
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body, Format
+from waymark.api.doc import Doc
 from waymark.api.dynamo_schemas import DynamoErrorBody
 from waymark.api.errors import ErrorBody
 from waymark.api.fields import Request
-from waymark.api.operations import Answer, Doc, Operation
+from waymark.api.operations import Operation
 
 _REF = "#/components/schemas/{model}"
 _EXAMPLES = Path(__file__).parent / "examples.json"

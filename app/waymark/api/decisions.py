@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body
 from waymark.api.decision_answers import best_by_address, score_row, select_answer
 from waymark.api.decision_bodies import (
@@ -20,7 +21,6 @@ from waymark.api.decision_bodies import (
 from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequest, SelectRequest
 from waymark.api.errors import Unfit
 from waymark.api.given_prompts import GivenPrompts
-from waymark.api.operations import Answer, Paused
 from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.api.tokens_file import Caller
 from waymark.errors import InvalidValue

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body
 from waymark.api.conductor import PARTIAL
 from waymark.api.dynamo_schemas import (
@@ -19,7 +20,6 @@ from waymark.api.dynamo_schemas import (
 )
 from waymark.api.errors import short
 from waymark.api.lookup import KeysOf, Lookup, PromptKeys
-from waymark.api.operations import Answer
 from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import namespace

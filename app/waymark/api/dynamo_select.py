@@ -10,6 +10,7 @@ import asyncio
 from typing import Any
 from uuid import uuid4
 
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body
 from waymark.api.dynamo_inputs import DynamoInputs, none_schedulable, remembered
 from waymark.api.dynamo_select_schemas import (
@@ -17,7 +18,6 @@ from waymark.api.dynamo_select_schemas import (
     DynamoSelectRequest,
     OutputBlockRequest,
 )
-from waymark.api.operations import Answer
 from waymark.domain.keys import unpack
 from waymark.domain.match import DynamoRank, Walk, dynamo_rows
 from waymark.domain.names import GroupName

@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body
 from waymark.api.dynamo_select_schemas import WorkerPatch, WorkerRequest
-from waymark.api.operations import Answer
 from waymark.domain.engines import UNNAMED
 from waymark.domain.names import ENDPOINT, U64_MASK, GroupName, PublisherName, Registration, is_endpoint
 from waymark.domain.targets import URL, Target, is_url

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body
-from waymark.api.operations import Answer
 from waymark.api.prompts import check_count
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.kept import KeptMemories

@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
+from waymark.api.answers import Answer, Handler, Paused
 from waymark.api.bodies import Body
 from waymark.api.given_prompts import text_of
 from waymark.api.inspection_turns import InspectionTurns
-from waymark.api.operations import Answer, Handler, Paused
 from waymark.api.prompts import hashes, packed_hashes, token_bytes
 from waymark.api.query_schemas import InspectRequest
 from waymark.api.texts import PromptTokenizer

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body
 from waymark.api.inspection_schemas import InspectBlockRequest, InspectHolderRequest, InspectKeysRequest
 from waymark.api.inspection_turns import InspectionTurns
-from waymark.api.operations import Answer, Paused
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
 from waymark.inspection.blocks import find_block

@@ -6,11 +6,9 @@ does without them, down to the answer to an exception that nobody expected.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
 from urllib.parse import parse_qsl
@@ -18,9 +16,11 @@ from urllib.parse import parse_qsl
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from waymark.api.access import Access, Gate, Reach, check_reach
+from waymark.api.access import Access, Gate, check_reach
 from waymark.api.admission import AdmissionQueue
-from waymark.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, encode, format_of, read_body
+from waymark.api.answers import Answer, Handler, Paused, send_answer, send_stream
+from waymark.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, format_of, read_body
+from waymark.api.doc import Doc, Queue
 from waymark.api.errors import body_of, headers_of, status_of
 from waymark.api.fields import Request
 from waymark.api.query_schemas import PromptFields
@@ -35,65 +35,10 @@ from waymark.settings import Settings
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Answer:
-    """What a handler returns. ``content`` is encoded in the request's format; bytes are sent as they are."""
-
-    content: Any
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    media_type: bytes = b"text/plain; charset=utf-8"
-    """Of ``content`` that is bytes."""
-    stream: AsyncGenerator[bytes] | None = None
-    """Where the answer has no end: its pieces, in the place of ``content``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Doc:
-    """What the published contract says of an operation, beside what follows from its method and access."""
-
-    summary: str
-    request: type[BaseModel] | None = None
-    answer: type[BaseModel] | None = None
-    """None where it is no JSON, or has no fixed shape."""
-    status: int = 200
-    media_type: str = "application/json"
-    errors: tuple[int, ...] = ()
-    """404, 409: where it has them."""
-    needs_redis: bool = True
-    may_be_list: bool = False
-    """A list of bodies is as good as one."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Of its success: name to what it says."""
-    parameters: tuple[str, ...] = ()
-    """Of the query string; all are optional."""
-    request_headers: tuple[str, ...] = ()
-    """Headers that it reads beside those of every operation; a handler finds them among its parameters."""
-    reach: Reach = "fleet"
-    """What it shows of tenants. A path that does not say so is closed to tokens of some tenants."""
-    queue: Queue | None = None
-    """Where its requests wait for each other; None: with all of the same access."""
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """What a handler returns when it needs something that takes long and does not involve Redis.
-
-    The request gives its place to others until ``work`` returns. Then ``resume`` answers it with the result.
-    """
-
-    work: Callable[[], Awaitable[Any]]
-    resume: Callable[[Any], Awaitable[Answer]]
-
-
-Handler: TypeAlias = Callable[[Body], Awaitable[Answer | Paused]]
 Method: TypeAlias = Literal["GET", "POST", "PATCH", "DELETE"]
 Dialect: TypeAlias = Literal["conductor", "dynamo"]
-Queue: TypeAlias = Literal["read", "write", "decide"]
 
 _NO_BODY = Body({})
-#: ``serving`` has it. Most answers are one message to such a server, a fifteenth less Python for a short query.
-_WHOLE = "waymark.response.whole"
 _LONG_LISTS = ("token_ids", "tokens", "seq_hashes", "block_hashes")
 
 #: A method is the client's text; a label must be one of a few.
@@ -311,49 +256,3 @@ def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependenc
         is_hashes = name not in ("token_ids", "tokens")
         found = LongList(model.spellings(name), is_hashes, count_max, cache, path.encode(), found)
     return found
-
-
-async def send_stream(
-    answer: Answer, pieces: AsyncGenerator[bytes], scope: Scope, receive: Receive, send: Send
-) -> None:
-    """Send an answer piece by piece, until its pieces or its client end."""
-    headers = [(b"content-type", answer.media_type)]
-    headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    if scope["method"] == "HEAD":
-        await send({"type": "http.response.body", "body": b""})
-        return
-
-    async def left() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    async def sent() -> None:
-        async with aclosing(pieces):
-            async for piece in pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-    tasks = [asyncio.ensure_future(left()), asyncio.ensure_future(sent())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:
-    """Send an answer, as two ASGI messages; most answers as one, if the server knows that extension."""
-    if isinstance(answer.content, bytes):
-        content, media_type = answer.content, answer.media_type
-    else:
-        content, media_type = encode(answer.content, body_format), body_format.value
-    if answer.status == 200 and not answer.headers and _WHOLE in scope.get("extensions", ()):
-        await send({"type": _WHOLE, "content_type": media_type, "body": content})
-        return
-    headers = [(b"content-type", media_type), (b"content-length", b"%d" % len(content))]
-    if answer.headers:
-        headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})

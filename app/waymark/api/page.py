@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body
-from waymark.api.operations import Answer
 from waymark.errors import NotFound
 from waymark.shown import shown
 

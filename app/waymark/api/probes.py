@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body
-from waymark.api.operations import Answer
 from waymark.api.texts import PromptTokenizer
 from waymark.metrics import Metrics
 from waymark.selection.startup import StartupGate

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body
 from waymark.api.errors import short
-from waymark.api.operations import Answer, Paused
 from waymark.api.registration_schemas import RegisterByUrlRequest, RegisterRequest, UnregisterRequest, WeightRequest
 from waymark.asker import Asker
 from waymark.discovery.describe import Describer, base_of

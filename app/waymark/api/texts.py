@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body
 from waymark.api.errors import Unfit
-from waymark.api.operations import Answer
 from waymark.api.prompts import check_count, token_bytes
 from waymark.api.text_schemas import DetokenizeRequest, TextFields, TokenizeRequest
 from waymark.domain.hashing import unpack_tokens

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from waymark.api.answers import Answer
 from waymark.api.bodies import Body
-from waymark.api.operations import Answer
 from waymark.api.tokens_file import Caller
 from waymark.domain.names import Registration
 from waymark.inspection.complaint import Complaints

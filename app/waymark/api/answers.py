@@ -1,0 +1,89 @@
+"""What a handler returns, and how it is sent: whole, or piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from starlette.types import Receive, Scope, Send
+
+from waymark.api.bodies import Body, Format, encode
+
+#: ``serving`` has it. Most answers are one message to such a server, a fifteenth less Python for a short query.
+_WHOLE = "waymark.response.whole"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a handler returns. ``content`` is encoded in the request's format; bytes are sent as they are."""
+
+    content: Any
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    media_type: bytes = b"text/plain; charset=utf-8"
+    """Of ``content`` that is bytes."""
+    stream: AsyncGenerator[bytes] | None = None
+    """Where the answer has no end: its pieces, in the place of ``content``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """What a handler returns when it needs something that takes long and does not involve Redis.
+
+    The request gives its place to others until ``work`` returns. Then ``resume`` answers it with the result.
+    """
+
+    work: Callable[[], Awaitable[Any]]
+    resume: Callable[[Any], Awaitable[Answer]]
+
+
+Handler: TypeAlias = Callable[[Body], Awaitable[Answer | Paused]]
+
+
+async def send_stream(
+    answer: Answer, pieces: AsyncGenerator[bytes], scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Send an answer piece by piece, until its pieces or its client end."""
+    headers = [(b"content-type", answer.media_type)]
+    headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    if scope["method"] == "HEAD":
+        await send({"type": "http.response.body", "body": b""})
+        return
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def sent() -> None:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    tasks = [asyncio.ensure_future(left()), asyncio.ensure_future(sent())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:
+    """Send an answer, as two ASGI messages; most answers as one, if the server knows that extension."""
+    if isinstance(answer.content, bytes):
+        content, media_type = answer.content, answer.media_type
+    else:
+        content, media_type = encode(answer.content, body_format), body_format.value
+    if answer.status == 200 and not answer.headers and _WHOLE in scope.get("extensions", ()):
+        await send({"type": _WHOLE, "content_type": media_type, "body": content})
+        return
+    headers = [(b"content-type", media_type), (b"content-length", b"%d" % len(content))]
+    if answer.headers:
+        headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})

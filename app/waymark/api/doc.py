@@ -1,0 +1,40 @@
+"""What the published contract says of an operation, and what follows from it for its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from pydantic import BaseModel
+
+from waymark.api.access import Reach
+
+Queue: TypeAlias = Literal["read", "write", "decide"]
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """What the published contract says of an operation, beside what follows from its method and access."""
+
+    summary: str
+    request: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    """None where it is no JSON, or has no fixed shape."""
+    status: int = 200
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    """404, 409: where it has them."""
+    needs_redis: bool = True
+    may_be_list: bool = False
+    """A list of bodies is as good as one."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of its success: name to what it says."""
+    parameters: tuple[str, ...] = ()
+    """Of the query string; all are optional."""
+    request_headers: tuple[str, ...] = ()
+    """Headers that it reads beside those of every operation; a handler finds them among its parameters."""
+    reach: Reach = "fleet"
+    """What it shows of tenants. A path that does not say so is closed to tokens of some tenants."""
+    queue: Queue | None = None
+    """Where its requests wait for each other; None: with all of the same access."""
