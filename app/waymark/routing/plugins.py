@@ -120,7 +120,7 @@ _RESPONSES: Parameters = {
         },
     }
 }
-_HEADERS_NOTE = "/select answers the headers that name the targets of the other stages"
+_HEADERS_NOTE = "/select returns headers with the targets of the other stages"
 
 #: What a scorer takes beside the numbers of its own table.
 _SCORER_EXTRAS: Mapping[str, tuple[Parameters, str]] = {
@@ -188,31 +188,31 @@ _PLUGINS = (
         "tokenizer",
         Kind.OTHER,
         {"modelName": "text", "udsTokenizerConfig": {"socketFile": "text"}},
-        "tokenizers are set by WAYMARK_TOKENIZERS, one on a unix socket as unix:///path/of/the.socket",
+        "WAYMARK_TOKENIZERS names the tokenizers; a tokenizer on a unix socket is unix:///path/of/the.socket",
     ),
     Plugin(
         "response-header-handler",
         Kind.OTHER,
         {},
-        "waymark gateway puts the places that served into these headers; /select names them in its answer",
+        "waymark gateway puts the targets of a request into these headers; /select has them in its answer",
     ),
     Plugin(
         "responses-store",
         Kind.OTHER,
         _RESPONSES,
-        "waymark gateway stores responses: WAYMARK_RESPONSES and the settings whose names begin so",
+        "an endpoint picker stores no responses; waymark gateway does (WAYMARK_RESPONSES and WAYMARK_RESPONSES_*)",
     ),
     Plugin(
         "models-data-source",
         Kind.OTHER,
         {"scheme": "text", "path": "text", "insecureSkipVerify": "bool"},
-        "models and adapters of an engine come with its registration",
+        "the registration of an engine names its models and adapters",
     ),
     Plugin(
         "model-server-protocol-models",
         Kind.OTHER,
         {},
-        "models and adapters of an engine come with its registration",
+        "the registration of an engine names its models and adapters",
     ),
 )
 PLUGINS: Mapping[str, Plugin] = {plugin.type: plugin for plugin in _PLUGINS}

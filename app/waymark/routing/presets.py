@@ -122,7 +122,7 @@ def _dynamo(inputs: Inputs) -> Ranking:
 
 
 def _softened(scored: Sequence[Scored], temperature: float, random: Random) -> Ranking:
-    """Least first; above temperature 0 drawn by a softmax over the costs, scaled to their range."""
+    """The lowest cost first. With a temperature above 0, drawn by a softmax over the costs, scaled to their range."""
     least, most = min(each.value for each in scored), max(each.value for each in scored)
     if temperature == 0 or least == most:
         return ranked(scored, random, is_cost=True)
@@ -205,9 +205,9 @@ _PRESETS = (
         is_cost=True,
         constants=(
             *CREDITS,
-            Constant("new_weight", 3.0, "What a token to be computed counts: once for this request, twice for those "
-                     "behind it and for the blocks that it throws out.", most=1e6),
-            Constant("active_weight", 512.0, "Tokens that a request under way counts for.", most=1e9),
+            Constant("new_weight", 3.0, "Cost of one token to compute: 1 for this request, and 2 for the requests that "
+                     "wait behind it and the blocks that it evicts.", most=1e6),
+            Constant("active_weight", 512.0, "Cost of one request in progress, in tokens.", most=1e9),
         ),
         linear=lambda values: Linear(values.number("new_weight"), values.number("active_weight")),
         sum_of=_work,
@@ -216,17 +216,18 @@ _PRESETS = (
         "composite",
         "Continuum Router",
         "greatest `overlap_weight * overlap * tier + load_weight * (1 - active / most active) + health_weight * "
-        "health`; below `min_overlap_threshold` the order of `fallback`",
+        "health`; the policy `fallback` decides if the best overlap is below `min_overlap_threshold`",
         _composite,
         is_cost=False,
         constants=(
-            Constant("overlap_weight", 0.6, "Weight of what is cached.", most=1),
-            Constant("load_weight", 0.3, "Weight of the requests under way.", most=1),
+            Constant("overlap_weight", 0.6, "Weight of the cached share of the prompt.", most=1),
+            Constant("load_weight", 0.3, "Weight of the number of requests in progress.", most=1),
             Constant("health_weight", 0.1, "Weight of the share of requests that succeeded.", most=1),
             Constant("gpu_tier_weight", 1.0, "What a token on the device is worth.", most=16),
             Constant("storage_tier_weight", 0.6, "What a token below the device is worth.", most=16),
-            Constant("min_overlap_threshold", 0.3, "The overlap from which the index decides.", most=1),
-            Constant("fallback", "sticky", "The policy below the threshold.",
+            Constant("min_overlap_threshold", 0.3, "Minimum overlap. If the best overlap is lower, the policy "
+                     "`fallback` decides.", most=1),
+            Constant("fallback", "sticky", "The policy that decides below `min_overlap_threshold`.",
                      choices=("sticky", "least-work", "lmetric", "longest")),
         ),
         check=_check_composite,
@@ -241,11 +242,13 @@ _PRESETS = (
         constants=(
             *CREDITS,
             Constant("prefill_load_scale", 1.0, "Weight of the blocks to be computed.", most=1e6),
-            Constant("overlap_score_weight", 1.0, "An older name of that weight; the two are multiplied.", most=1e6),
-            Constant("active_weight", 0.0, "Blocks that a request under way counts for.", most=1e9),
-            Constant("router_temperature", 0.0, "0 takes the least; above, a softmax over the costs draws.", most=1e3),
-            Constant("track_prefill_tokens", True, "Whether prefill under way counts."),
-            Constant("assume_kv_reuse", True, "Accepted; requests that share blocks are counted each by itself."),
+            Constant("overlap_score_weight", 1.0, "Older name of `prefill_load_scale`. The two are multiplied.",
+                     most=1e6),
+            Constant("active_weight", 0.0, "Cost of one request in progress, in blocks.", most=1e9),
+            Constant("router_temperature", 0.0, "0 picks the lowest cost. A higher value picks at random, with "
+                     "softmax probabilities of the costs.", most=1e3),
+            Constant("track_prefill_tokens", True, "Whether the prefill tokens that wait at a target count."),
+            Constant("assume_kv_reuse", True, "No effect: a block that two requests share counts twice."),
         ),
     ),
     Preset(
@@ -258,8 +261,8 @@ _PRESETS = (
         constants=(
             Constant("overlap_score_weight", 1.0, "Weight of the blocks to be computed.", most=1e6),
             Constant("shared_cache_multiplier", 0.5, "What a block in the pool is worth; 0 ignores the pool.", most=16),
-            Constant("deduct_device", True, "Whether `prefill` leaves out what is on the device, as the program does; "
-                     "without it the worked example of its page comes out."),
+            Constant("deduct_device", True, "Whether `prefill` leaves out tokens on the device. `true` is how its "
+                     "code works; `false` gives the numbers of the example in its documentation."),
         ),
     ),
     Preset("lmetric", "LMetric", "least `(wait + new) * (active + 1)`", _lmetric, is_cost=True, constants=CREDITS),
@@ -272,7 +275,8 @@ _PRESETS = (
         constants=(
             Constant("prefix_weight", 2.0, "Weight of the share of the prompt that is cached.", most=1e6),
             Constant("kv_cache_weight", 1.0, "Weight of the free share of the KV cache.", most=1e6),
-            Constant("queue_weight", 1.0, "Weight of the queue, scaled to the candidates' range.", most=1e6),
+            Constant("queue_weight", 1.0, "Weight of the queue: 1 for the shortest queue of the candidates, 0 for the "
+                     "longest.", most=1e6),
         ),
         needs_gauges=True,
     ),
@@ -284,8 +288,10 @@ _PRESETS = (
         _sticky,
         is_cost=True,
         constants=(
-            Constant("load_factor_epsilon", EPSILON, "How far above the mean a target may be.", least=0.01, most=10),
-            Constant("virtual_nodes", float(POINTS), "Points of a target on the ring.", least=1, most=10_000),
+            Constant("load_factor_epsilon", EPSILON, "How far the requests of a target may be above the mean, as a "
+                     "share of the mean.", least=0.01, most=10),
+            Constant("virtual_nodes", float(POINTS), "Number of points of each target on the hash ring.",
+                     least=1, most=10_000),
         ),
     ),
     Preset(
@@ -294,7 +300,8 @@ _PRESETS = (
         "longest match among targets whose wait is at most `wait_max` above the least",
         _longest,
         is_cost=True,
-        constants=(*CREDITS, Constant("wait_max", 16_384.0, "Tokens that a queue may be longer.", most=1e9)),
+        constants=(*CREDITS, Constant("wait_max", 16_384.0, "How many tokens longer than the shortest wait the wait "
+                                      "of a target may be.", most=1e9)),
         linear=lambda values: Linear(_LONGEST_NEW, 0.0),
     ),
 )  # fmt: skip

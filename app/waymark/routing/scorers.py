@@ -197,30 +197,31 @@ _SCORERS = (
     ),
     Scorer(
         "prefix-cache-scorer",
-        "share of the prompt that the target is expected to hold, because it was sent there before",
+        "share of the prompt that the target will probably have, because it was sent there before",
         _expected_prefix,
         (Constant("maxPrefixBlocksToMatch", 256.0, "Blocks that are looked at.", least=1, most=1e6),),
     ),
     Scorer(
         "no-hit-lru-scorer",
-        "for a prompt that nobody has anything of: the target that took such a one longest ago",
+        "if no target has a block of the prompt: 1 for the target that got its last such prompt longest ago, less for "
+        "each later one; else 0.5",
         _no_hit_lru,
     ),
     Scorer("session-affinity-scorer", "1 for the target that the session token names", _session),
     Scorer(
         "active-request-scorer",
-        "1 up to `idleThreshold` requests under way, above it less with each more",
+        "1 up to `idleThreshold` requests in progress, and less with each further request",
         _active_requests,
         (
             Constant("idleThreshold", 0.0, "Requests up to which a target is idle.", most=1e6),
             Constant("maxBusyScore", 1.0, "The best score of a busy target.", most=1),
         ),
     ),
-    Scorer("lmetric-scorer", "1 for the least `new blocks * (active + 1)`", _lmetric),
+    Scorer("lmetric-scorer", "1 for the lowest `new blocks * (active + 1)`", _lmetric),
     Scorer(
         "predicted-latency-scorer",
-        "1 for the shortest time to the first token, predicted by the target's latest `ttft_ms` and what each then had "
-        "to compute; null after fewer than five",
+        "1 for the shortest predicted time to the first token. The prediction uses the target's latest `ttft_ms` and "
+        "the tokens that it had to compute for each; null with fewer than five",
         _predicted_latency,
         needs_first_tokens=True,
     ),
@@ -236,7 +237,7 @@ _SCORERS = (
     ),
     Scorer(
         "lora-affinity-scorer",
-        "1 where the adapter runs, 0.8 where there is room for it, 0.6 where it waits",
+        "1 if the engine runs the adapter, 0.8 if it has room for it, 0.6 if the adapter waits there, else 0",
         _adapter,
         needs_gauges=True,
     ),
