@@ -104,7 +104,10 @@ def test_every_help_has_examples_that_can_be_typed(
     shown = re.findall(r"^  \$ (.+)$", examples, re.MULTILINE)
     assert shown
     for line in shown:
-        words = re.split(r"   +| > |\|(?= jq)", line)[0].rpartition("waymark ")[2]
+        before, _, words = re.split(r"   +| > |\|(?= jq)", line)[0].rpartition("waymark ")
+        assert re.fullmatch(r"(cat \S+ \| )?(WAYMARK_\w+=\S+ )*", before), (
+            f"{before!r} is no command that everybody has"
+        )
         assert tuple(shlex.split(words))[: len(command)] == command
         cli.parse(shlex.split(words))
 

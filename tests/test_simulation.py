@@ -385,6 +385,14 @@ def test_what_does_not_fit_is_named_before_anything_starts(
     assert sentence in capsys.readouterr().err
 
 
+def test_the_help_of_the_simulation_has_the_options_of_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmarks.main(["--simulate", "--help"])
+    printed = capsys.readouterr().out
+    for option in ("--kill-at", "--policies", "--scale", "--seeds", "--peer"):
+        assert f"\n  {option} " in printed, option
+
+
 def test_a_picture_without_matplotlib_is_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Everything that is claimed about speed and memory, measured in one run.
+"""Measure every figure about speed and memory in the documentation, in one run.
 
     python -m tests.benchmarks [--only P1,P5] [--quick] [--trace FILE] [--json FILE] [--no-peer]
 
@@ -195,24 +195,34 @@ def _parser() -> argparse.ArgumentParser:
                 raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(names)}")
         return picked
 
-    parser.add_argument("--only", type=chosen, default=[], metavar="NAMES", help=f"some of {', '.join(names)}")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the work: to see that it runs")
     parser.add_argument(
-        "--simulate", action="store_true", help="hit ratios by routing instead; --simulate --help says more"
+        "--only",
+        type=chosen,
+        default=[],
+        metavar="NAMES",
+        help=f"run only these parts of docs/performance.md, separated by commas: {', '.join(names)}",
+    )
+    parser.add_argument("--quick", action="store_true", help="do a tenth of the work, to check that the benchmarks run")
+    parser.add_argument(
+        "--simulate", action="store_true", help="simulate a fleet and compare ways of routing; see --simulate --help"
     )
     parser.add_argument("--trace", type=Path, help="requests with hash_ids, one JSON object per line")
-    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument(
         "--beside",
         type=Path,
         action="append",
         default=[],
         metavar="FILE",
-        help="the --json of an earlier run: a target holds only where it held then, too (may be given again)",
+        help="the --json file of an earlier run: a target counts as met only if both runs met it; may be repeated",
     )
-    parser.add_argument("--markdown", type=Path, help="put the table into that page, such as docs/performance.md")
-    parser.add_argument("--no-peer", action="store_true", help="leave dynamo.indexer out")
-    parser.add_argument("--peer-python", default=sys.executable, help="the Python that has ai-dynamo-runtime")
+    parser.add_argument("--markdown", type=Path, help="put the table into this page, such as docs/performance.md")
+    parser.add_argument("--no-peer", action="store_true", help="do not compare with dynamo.indexer")
+    parser.add_argument(
+        "--peer-python",
+        default=sys.executable,
+        help="the Python with ai-dynamo-runtime, for the comparison with dynamo.indexer",
+    )
     return parser
 
 

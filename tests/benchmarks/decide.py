@@ -1,4 +1,4 @@
-"""What decisions are worth: times to the first token of a simulated fleet, for each policy.
+"""Simulate a fleet of engines, and print the times to the first token for each policy.
 
     waymark bench --simulate --policies least-work,dynamo [--trace FILE --scale 1.3 --replicas 1,2,8]
 
@@ -156,8 +156,8 @@ def _median(several: Sequence[Figures]) -> Figures:
 
 def main(arguments: Sequence[str]) -> int:
     """Simulate, print and write what was found. 2: an argument does not fit."""
-    parser = _parser()
-    given = vars(parser.parse_args(arguments))
+    parsed = parser()
+    given = vars(parsed.parse_args(arguments))
     json_path = given.pop("json")
     options = Options(**given)
     try:
@@ -166,9 +166,9 @@ def main(arguments: Sequence[str]) -> int:
         for kind in options.peer:
             live.check_kind(kind)
         if min(options.gateways, default=1) < 1:
-            raise InvalidValue("--gateways are numbers of at least 1, by commas")
+            raise InvalidValue("--gateways must be numbers of at least 1, separated by commas")
         if min(options.replicas, default=0) < 1 or options.engines < 1 or options.scale <= 0 or options.seeds < 1:
-            raise InvalidValue("--replicas, --engines and --seeds are at least 1, and --scale is above 0")
+            raise InvalidValue("--replicas, --engines and --seeds must be at least 1, and --scale must be above 0")
         options.arrivals(0)
     except InvalidValue as error:
         print(error.sentence, file=sys.stderr)
@@ -180,43 +180,58 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The options of this simulation."""
     parser = argparse.ArgumentParser(
-        prog="waymark bench --simulate --policies",
+        prog="waymark bench --simulate",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     known = ", ".join(PRESETS)
-    parser.add_argument("--policies", type=_words, default=("least-work",), help=f"some of {known}, by commas")
+    parser.add_argument(
+        "--policies",
+        type=_words,
+        default=("least-work",),
+        help=f"the policies to compare, separated by commas: {known}",
+    )
     parser.add_argument("--trace", type=Path, help="requests with hash_ids, one JSON object per line")
-    parser.add_argument("--first", type=int, default=0, help="how many requests of the trace are left out")
-    parser.add_argument("--requests", type=int, default=1500, help="how many requests; 0: bursts alone")
-    parser.add_argument("--scale", type=float, default=1.0, help="how many times as fast they arrive")
+    parser.add_argument("--first", type=int, default=0, help="how many first requests of the trace are left out")
+    parser.add_argument("--requests", type=int, default=1500, help="how many requests; 0: only bursts")
+    parser.add_argument("--scale", type=float, default=1.0, help="how many times as fast as recorded requests arrive")
     parser.add_argument("--engines", type=int, default=8, help="how many engines")
-    parser.add_argument("--replicas", type=_numbers, default=(1,), help="query replicas of the runs, by commas")
-    parser.add_argument("--gateways", type=_numbers, default=(), help="decide by so many gateways, by commas")
-    parser.add_argument("--round-robin", action="store_true", help="first, each engine in turn")
-    parser.add_argument("--seeds", type=int, default=1, help="how many runs each figure is the median of")
+    parser.add_argument(
+        "--replicas", type=_numbers, default=(1,), help="the number of query replicas of each run, separated by commas"
+    )
+    parser.add_argument(
+        "--gateways", type=_numbers, default=(), help="the number of gateways that decide, separated by commas"
+    )
+    parser.add_argument("--round-robin", action="store_true", help="also measure routing to each engine in turn")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="the number of runs; each figure is the median of all runs"
+    )
     parser.add_argument("--burst-every", type=float, default=0.0, help="seconds between bursts; 0: none")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for how long, where there are bursts alone")
+    parser.add_argument("--seconds", type=float, default=600.0, help="the length of a run with only bursts, in seconds")
     parser.add_argument("--speculative-ms", type=float, default=0.0, help="how long speculative entries last; 0: none")
-    parser.add_argument("--speculative-credit", type=float, default=1.0, help="what a token of them counts")
+    parser.add_argument(
+        "--speculative-credit", type=float, default=1.0, help="the weight of a token of a speculative entry"
+    )
     parser.add_argument("--own-loads", action="store_true", help="each replica knows its own decisions only")
-    parser.add_argument("--together", action="store_true", help="arrivals of one instant are decided at once")
+    parser.add_argument("--together", action="store_true", help="decide requests that arrive at the same time at once")
     parser.add_argument("--live", action="store_true", help="decide by replicas over HTTP, on a real Redis")
     parser.add_argument(
         "--as-decided",
         action="store_true",
-        help="with --live, engines get requests in the order of Redis' decisions, not of the answers",
+        help="with --live, engines get requests in the order in which Redis decided, not in the order of the answers",
     )
     parser.add_argument(
         "--peer",
         type=_words,
         default=(),
-        help="dynamo.select_service: defaults, tuned, mesh, tuned-mesh, by commas",
+        help="compare with dynamo.select_service in these forms, separated by commas: defaults, tuned, mesh, "
+        "tuned-mesh",
     )
     parser.add_argument("--dynamo-python", default=sys.executable, help="a Python that has ai-dynamo-runtime")
-    parser.add_argument("--json", type=Path, help="write what was found there, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser
 
 

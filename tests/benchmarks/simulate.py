@@ -1,4 +1,4 @@
-"""What an index is worth: the block hit ratio of a fleet of engines by how requests are routed, over a trace.
+"""Replay a trace on simulated engines, and print the block hit ratio for each way of routing.
 
     waymark bench --simulate [--trace FILE --requests N] [--json FILE] [--plot FILE]
     waymark bench --simulate --policies least-work,dynamo ...   times to the first token: ``decide``
@@ -224,33 +224,40 @@ def _about(options: Simulation, requests: Sequence[Request]) -> dict[str, Any]:
     }
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults behind each option, and the end of the help as it is."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks --simulate",
+        prog="waymark bench --simulate",
         description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=f"With --policies or --peer another simulation runs:\n\n{decide.parser().format_help()}",
+        formatter_class=_Help,
     )
     plain = Simulation()
 
     def add(name: str, kind: Any, sentence: str) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(plain, name), help=sentence)
 
-    add("trace", Path, "requests with hash_ids, one JSON object per line; None: made-up conversations")
-    add("requests", int, "how many of them")
+    add("trace", Path, "requests with hash_ids, one JSON object per line; None: generated conversations")
+    add("requests", int, "how many requests")
     add("engines", int, "how many engines")
     add("engine_blocks", int, "blocks of 16 tokens that fit into an engine's cache")
     add("tokens_per_second", float, "how fast an engine computes prompts")
-    add("queue_tokens", float, "by how much the queue of the chosen engine may be longer than the shortest")
-    add("prefix_blocks", int, "how many blocks stickiness goes by")
-    add("replicas", _numbers, "query replicas of the runs, by commas")
-    add("workers", int, "ingest workers")
-    add("lag_ms", float, "how long after it happened an event can be seen, on the trace's clock")
-    add("kill_at", float, "at which part of the trace's time everything but Redis is killed")
-    add("outage_seconds", float, "after how long it is started again, on the trace's clock")
-    add("seed", int, "decides made-up conversations, and chance")
-    parser.add_argument("--windows", type=int, default=24, help="how many windows of time the JSON and the plot have")
-    parser.add_argument("--json", type=Path, help="write what was found there, too")
-    parser.add_argument("--plot", type=Path, help="draw it there (.png or .svg); needs matplotlib")
+    add("queue_tokens", float, "how many tokens longer than the shortest queue the chosen engine's queue may be")
+    add("prefix_blocks", int, "how many first blocks of a prompt sticky routing compares")
+    add("replicas", _numbers, "the number of query replicas of each run, separated by commas")
+    add("workers", int, "the number of ingest workers")
+    add("lag_ms", float, "the delay until an event is in the index, in milliseconds of the trace")
+    add("kill_at", float, "when everything but Redis is killed, as a fraction of the trace (0 to 1)")
+    add("outage_seconds", float, "after how many seconds of the trace the killed processes start again")
+    add("seed", int, "the seed of generated conversations and of random routing")
+    parser.add_argument(
+        "--windows", type=int, default=24, help="into how many windows of time the JSON and the plot divide the trace"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--plot", type=Path, help="draw the results into this file (.png or .svg); needs matplotlib")
     return parser
 
 

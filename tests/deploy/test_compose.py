@@ -155,7 +155,7 @@ async def test_the_commands_work_together(redis_url: str, tmp_path: Path) -> Non
             await wait_until(has_engines, "the simulated engines are registered", 20)
             code, printed, complaints = await ended(command("demo"), clean, ROOT)
             assert code == 0, complaints
-            assert "Every number is what the engines' own caches hold." in printed
+            assert "Checked: every number agrees with the cache of the engine." in printed
             # It has taken its own engines away, and no others.
             assert await has_engines()
         assert process.returncode == 0, log.read_text()

@@ -32,17 +32,17 @@ GROUPS: dict[str, dict[str, Command]] = {
         "query": Command("roles", "run a query replica, which serves the HTTP API"),
         "ingest": Command("roles", "run an ingest worker, which applies the events of publishers"),
         "gateway": Command("roles", "run a gateway, which sends OpenAI requests to engines", extra="gateway"),
-        "epp": Command("epp", "run an endpoint picker, which Envoy asks over gRPC where a request goes", extra="epp"),
+        "epp": Command("epp", "run an endpoint picker: Envoy asks it for the engine of each request", extra="epp"),
     },
     "engines of a running Waymark": {
         "register": Command("registrations", "register an engine by its URL, and show its streams"),
         "unregister": Command("registrations", "unregister an engine by its name or URL"),
-        "publishers": Command("remote", "list the registered engines with their state"),
+        "publishers": Command("remote", "list the publishers (one per engine rank) with their state"),
         "drain": Command("remote", "stop new requests to an engine, and wait for those under way"),
     },
-    "prompts and a running Waymark": {
+    "ask a running Waymark about a prompt": {
         "ask": Command("remote", "show how much of a prompt each engine has"),
-        "select": Command("remote", "show which engine a prompt would be sent to, and the score of each"),
+        "select": Command("remote", "show which engine a prompt would be sent to, and the score of each engine"),
     },
     "look at a running Waymark": {
         "top": Command("remote", "show the engines live, sorted and filtered by keys"),
@@ -50,8 +50,8 @@ GROUPS: dict[str, dict[str, Command]] = {
         "status": Command("looking", "show publishers, streams, ingest workers and the state of Redis"),
         "inspect": Command("looking", "show which instances have the blocks of a prompt, and what Redis contains"),
     },
-    "change a Redis": {
-        "reset": Command("reset", "delete everything of Waymark in a Redis; stop all roles first"),
+    "delete data": {
+        "reset": Command("reset", "delete all keys of Waymark in Redis; stop all its processes first"),
     },
     "try and measure": {
         "demo": Command("demo", "run the whole service with simulated engines and show a table", extra="demo"),
@@ -59,7 +59,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bench": Command("bench", "run the benchmarks in a checkout; 'waymark bench --help' lists them"),
     },
     "your shell": {
-        "completion": Command("completion", "print the completion script for a shell"),
+        "completion": Command("completion", "print the completion script for your shell"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -8,7 +8,7 @@ import sys
 from waymark.cli.exits import EXIT_OK, EXIT_USAGE
 
 _EXAMPLES = """\
-examples, of which any number may run:
+examples (run as many of these processes as you like):
   $ waymark epp --redis-url redis://redis:6379/0
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark epp --port 9002 --health-port 9003
   $ WAYMARK_PICKER_CONFIG=/etc/waymark/picker.yaml WAYMARK_REDIS_URL=redis://redis:6379/0 waymark epp

@@ -54,8 +54,12 @@ def _default(value: ast.expr) -> tuple[Any, str | None]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add them; what is not given stays None in the parsed arguments."""
-    faults = parser.add_argument_group("faults", "What goes wrong on purpose. Numbers count batches; 0 is never.")
-    answers = parser.add_argument_group("faults of answers", "The same over HTTP. Numbers count requests; 0 is never.")
+    faults = parser.add_argument_group(
+        "faults", "What goes wrong on purpose with events. Numbers count batches; 0 means never."
+    )
+    answers = parser.add_argument_group(
+        "faults of answers", "What goes wrong on purpose with answers over HTTP. Numbers count requests; 0 means never."
+    )
     for file, name, prefix, group in (
         ("options.py", "SimulateOptions", "", parser),
         ("faults.py", "Faults", "fault-", faults),

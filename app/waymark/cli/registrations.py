@@ -10,12 +10,12 @@ from waymark.cli.service import add_service, settle
 
 #: Fields of ``POST /register`` that have a flag.
 _FIELDS = {
-    "instance_id": "the name that a router picks; the default is host:port of the URL",
-    "type": "the type of the engine, if it does not say it",
-    "model": "the model, if the engine serves several names",
-    "block_size": "the tokens per block, if the engine does not say it",
-    "endpoint": "the event socket, if the engine does not say it",
-    "replay_endpoint": "the replay socket, if the engine does not say it",
+    "instance_id": "the name of the engine in answers; the default is host:port of the URL",
+    "type": "the type of the engine, if its API does not report it",
+    "model": "the name of the model, if the engine serves several names",
+    "block_size": "the tokens per block, if the engine's API does not report them",
+    "endpoint": "the event socket, if the engine's API does not report it",
+    "replay_endpoint": "the replay socket, if the engine's API does not report it",
     "dp_rank": "register this rank only",
     "role": "the role: prefill, decode or both",
 }

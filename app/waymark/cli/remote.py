@@ -26,7 +26,7 @@ examples:
 """,
     "select": """\
 examples:
-  $ waymark select --model llama --tokens 1,2,3,4,5,6,7,8       who would get it; nothing is reserved
+  $ waymark select --model llama --tokens 1,2,3,4,5,6,7,8       which engine would get it; nothing is reserved
   $ waymark select --text "Once upon a time" --policy least-work
 """,
     "publishers": """\
@@ -37,13 +37,13 @@ examples:
 """,
     "drain": """\
 examples:
-  $ waymark drain vllm-0                   no new requests; waits until those under way have ended
-  $ waymark drain vllm-0 --unregister      the same, and then unregisters it
-  $ waymark drain vllm-0 --resume          sends it requests again
+  $ waymark drain vllm-0                   no new requests; waits until the running ones have ended
+  $ waymark drain vllm-0 --unregister      the same, and then unregisters the engine
+  $ waymark drain vllm-0 --resume          sends the engine requests again
 """,
     "top": """\
 examples:
-  $ waymark top                            q ends it, s sorts, / filters, c shows complaints whole
+  $ waymark top                            q quits, s changes the order, / filters, c shows all complaints
   $ waymark top --seconds 5 --url http://waymark:13333
 """,
     "doctor": """\
@@ -61,8 +61,8 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         add_prompt(parser)
     match command:
         case "select":
-            parser.add_argument("--policy", help="the policy; the default is that of WAYMARK_POLICY")
-            parser.add_argument("--reserve", action="store_true", help="reserve the load, as a router does")
+            parser.add_argument("--policy", help="the policy; the default is set by WAYMARK_POLICY")
+            parser.add_argument("--reserve", action="store_true", help="make a reservation, as a router does")
         case "publishers":
             parser.add_argument("--model", help="show only publishers of this model")
             parser.add_argument(
@@ -71,9 +71,11 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         case "drain":
             parser.add_argument("engine", metavar="NAME", help="the instance_id")
             parser.add_argument("--wait-seconds", type=float, default=120.0, help="how long to wait for requests (120)")
-            parser.add_argument("--unregister", action="store_true", help="unregister it when it has no requests")
-            parser.add_argument("--resume", action="store_true", help="send it requests again")
-            parser.add_argument("--weight", type=float, default=1.0, help="the weight that --resume gives it (1)")
+            parser.add_argument(
+                "--unregister", action="store_true", help="unregister the engine when it has no requests"
+            )
+            parser.add_argument("--resume", action="store_true", help="send the engine requests again")
+            parser.add_argument("--weight", type=float, default=1.0, help="the weight that --resume sets (1)")
         case "top":
             parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two updates (2)")
         case "doctor":

@@ -24,12 +24,12 @@ examples:
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark serve --port 8080
 """,
     "query": """\
-examples, of which any number may run:
+examples (run as many of these processes as you like):
   $ waymark query --redis-url redis://redis:6379/0
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark query --host 127.0.0.1 --port 8080
 """,
     "ingest": """\
-examples, of which any number may run:
+examples (run as many of these processes as you like):
   $ waymark ingest --redis-url redis://redis:6379/0
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 WAYMARK_DISCOVERY=kubernetes waymark ingest
 """,
@@ -38,7 +38,7 @@ examples:
   # two engines behind one base_url, for a trial on an embedded Redis
   $ waymark gateway --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
 
-  # one of any number of gateways; ingest workers and the registered engines are those of the same Redis
+  # on a real Redis: all gateways of this Redis share its engines and need its ingest workers
   $ waymark gateway --redis-url redis://redis:6379/0
 """,
 }

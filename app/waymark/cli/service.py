@@ -28,7 +28,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     given.add_argument(
         "--messages", metavar="FILE", help="a JSON file with the messages of a chat; - for standard input"
     )
-    parser.add_argument("--block-size", type=int, help="tokens per block; the default is that of the engines")
+    parser.add_argument("--block-size", type=int, help="tokens per block; the default is the block size of the engines")
     parser.add_argument("--lora", help="the name of the adapter")
     parser.add_argument("--cache-salt", help="the cache salt of the request")
 

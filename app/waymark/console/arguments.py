@@ -25,15 +25,16 @@ examples:
 #: What is inspected -> its examples.
 _INSPECT_EXAMPLES = {
     "prompt": """\
-  $ waymark inspect prompt --model llama --tokens "1 2 3 4 5 6 7 8"     which instances have it, or why none has
-  $ tokenize prompt.txt | waymark inspect prompt --model llama --tokens -
+  $ waymark inspect prompt --model llama --tokens "1 2 3 4 5 6 7 8"     which instances have it, or why none does
+  $ waymark inspect prompt --model llama --text "Once upon a time"     the model's tokenizer makes the tokens
+  $ cat token-ids.txt | waymark inspect prompt --model llama --tokens -
 """,
     "block": """\
   $ waymark inspect block cb38e4d7fb2dca5c --model llama               which holders have this block
   $ waymark inspect block cb38e4d7fb2dca5c --url http://waymark:13333   ask a running Waymark in place of Redis
 """,
     "holder": """\
-  $ waymark inspect holder 17                                          what holder id 17 in a row means
+  $ waymark inspect holder 17                                          which engine, rank and medium holder 17 is
 """,
     "namespace": """\
   $ waymark inspect namespace --lora sql --salt tenant-7               the number that is XORed into a block's key
@@ -42,7 +43,7 @@ _INSPECT_EXAMPLES = {
   $ waymark inspect keys --model llama                                 redis-cli commands that show everything
 """,
 }
-_INSPECT_ENDING = "With --keys, each of them except namespace prints the redis-cli commands that show the same.\n"
+_INSPECT_ENDING = "With --keys, prompt, block and holder print the redis-cli commands that show the same.\n"
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +88,16 @@ def _add_inspections(kinds: Commands) -> None:
     given.add_argument("--hashes", help="rolling hashes, in 16 hex digits or decimal; - reads standard input")
     _add_space(prompt)
     prompt.add_argument("--top", type=int, default=20, help="the most instances to show (20)")
-    block = _inspection(kinds, "block", "show which holders have the block with this key, including dead holders")
-    block.add_argument("key", help="the 16 hex digits of the key, which are seq_hash XOR namespace")
+    block = _inspection(
+        kinds, "block", "show which holders (engine, rank, medium) have the block with this key, also dead ones"
+    )
+    block.add_argument(
+        "key", help="the key of the block, as 16 hex digits; 'waymark inspect namespace --seq-hash' computes it"
+    )
     _add_group(block)
-    holder = _inspection(kinds, "holder", "show what a holder id in a row means, and which rows the holder has")
+    holder = _inspection(
+        kinds, "holder", "show which engine, rank and medium a holder id stands for, and which rows of the index it has"
+    )
     holder.add_argument("id", type=int, help="the id, as a row contains it")
     _add_group(holder)
     every = _inspection(
@@ -102,7 +109,7 @@ def _add_inspections(kinds: Commands) -> None:
         "namespace", help=sentence, description=sentence, epilog=f"examples:\n{_INSPECT_EXAMPLES['namespace']}"
     )
     _add_space(space)
-    space.add_argument("--seq-hash", help="the rolling hash of a block, whose key is printed")
+    space.add_argument("--seq-hash", help="the rolling hash of a block; the key of the block is printed, too")
 
 
 def _inspection(kinds: Commands, name: str, sentence: str, *, has_keys: bool = True) -> argparse.ArgumentParser:
@@ -124,9 +131,9 @@ def _add_redis(parser: argparse.ArgumentParser) -> None:
 def _add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
-        help="the URL of a running Waymark, asked in place of Redis; the default is WAYMARK_URL, if no Redis is named",
+        help="ask the Waymark at this URL instead of Redis; if no Redis is named, the default is WAYMARK_URL",
     )
-    parser.add_argument("--api-token", help="the bearer token for it; the default is WAYMARK_API_TOKEN")
+    parser.add_argument("--api-token", help="the bearer token for that Waymark; the default is WAYMARK_API_TOKEN")
 
 
 def _add_group(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +150,7 @@ def _add_space(parser: argparse.ArgumentParser) -> None:
         "--salt",
         action="append",
         default=[],
-        help="a salt; may be repeated, the additional salt before the cache salt",
+        help="a salt; repeat it for two salts: first the additional salt, then the cache salt",
     )
 
 

@@ -33,7 +33,7 @@ def parts(lines: Sequence[Counted]) -> list[Part]:
         (line.label, line.instance, line.matched, line.tokens, line.gpu, line.cpu, "#" * _bar(line)) for line in lines
     ]
     return [
-        text("Two simulated engines, one shared system prompt. What /query says each of them has, in tokens:"),
+        text("Two simulated engines, one shared system prompt. Tokens that each engine has, according to /query:"),
         text(""),
         Grid(
             ("prompt", "engine", "has", "of", "on GPU", "on CPU", "share"),
@@ -41,7 +41,7 @@ def parts(lines: Sequence[Counted]) -> list[Part]:
             numbers=frozenset({"has", "of", "on GPU", "on CPU"}),
         ),
         text(""),
-        text("Every number is what the engines' own caches hold."),
+        text("Checked: every number agrees with the cache of the engine."),
     ]
 
 

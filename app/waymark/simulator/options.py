@@ -1,4 +1,4 @@
-"""What ``waymark simulate`` can be asked for, checked before anything is opened."""
+"""The options of ``waymark simulate``, checked before anything is opened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PORT_MAX = 65535
 
 
 class SimulateOptions(Options):
-    """All of it, with defaults; ``InvalidValue`` names the field that does not fit."""
+    """All options, with defaults; ``InvalidValue`` names the field that does not fit."""
 
     engines: int = Field(1, ge=1)
     """The number of engines."""
@@ -36,7 +36,7 @@ class SimulateOptions(Options):
     has_replay: bool = True
     """Each engine has a replay endpoint; with --no-replay it has none."""
     replay_framing: ReplayFraming = "topic"
-    """The form of a reply of a replay: with a topic before the seq, or the seq alone, as older vLLMs send it."""
+    """The form of replay messages: topic sends a topic before the seq, seq sends the seq alone, as older vLLM does."""
     buffer_batches: int = Field(10_000, ge=1)
     """The number of batches that an engine keeps for replays."""
     topic: str = ""
@@ -56,11 +56,11 @@ class SimulateOptions(Options):
     disk_blocks: int = Field(0, ge=0)
     """Blocks that fit on the disk of a rank. It gets the blocks that host memory evicts."""
     repeat_rate: float = Field(0.05, ge=0, le=1)
-    """The probability that a part of a prompt that is in the cache is stored again, as a second copy."""
+    """The probability that an engine stores a cached part of a prompt again, as a second copy."""
     seed: int = 0
     """The seed for the prompts, their order, and the engine of each."""
     prompts: int | None = Field(None, ge=0)
-    """Stop after this number of prompts in total. Without it, the time, the end of the trace or SIGTERM ends it."""
+    """Stop after this number of prompts. By default the duration, the end of the trace or SIGTERM ends the run."""
     duration_seconds: float | None = Field(None, ge=0)
     """Stop after this number of seconds."""
     prompts_per_second: float | None = Field(None, ge=0)
@@ -82,15 +82,15 @@ class SimulateOptions(Options):
     answer_tokens: int = Field(16, ge=1, le=100_000)
     """Tokens of an answer over HTTP, if the request has no limit."""
     prefill_tokens_per_second: float = Field(0.0, ge=0)
-    """Tokens per second that an engine computes of a prompt over HTTP. 0 means that it takes no time."""
+    """The prefill speed of an engine for HTTP requests, in tokens per second. 0 means no delay."""
     tokens_per_second: float = Field(0.0, ge=0)
-    """Tokens per second of one answer. 0 means that they take no time."""
+    """The decode speed of one answer over HTTP, in tokens per second. 0 means no delay."""
     register_url: str | None = Field(None, alias="register")
     """Base URL of a running Waymark to register the engines with, such as ``http://127.0.0.1:13333``."""
     register_within_seconds: float = Field(0.0, ge=0)
-    """Seconds to wait until that Waymark answers. 0 means no wait."""
+    """Seconds to wait until the Waymark of --register answers. 0 means no wait."""
     api_token: str | None = Field(None, repr=False)
-    """The bearer token, if that Waymark requires one."""
+    """The bearer token, if the Waymark of --register requires one."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
