@@ -34,6 +34,7 @@ _SCRIPT_BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5,
 _LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 # In blocks; the longest prompt that is read has 2,097,152 tokens.
 _BLOCK_BUCKETS = (0.0, 1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 16384.0)
+_SHARE_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _ROUND_TRIP_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 
 #: The labels of models beyond the ceiling, and of queries for a model that is not registered.
@@ -84,7 +85,9 @@ class Metrics:
         "How many decisions used only the prefix key, because the prompt had no token ids, by reason.", "reason"
     )
     decision_duration_seconds = histogram(
-        "How long a part of a decision took: the walk, the policy, the reservation.", _SCRIPT_BUCKETS, "part"
+        "How long a part of a decision took: the tokens of a text, the walk, the policy, the reservation.",
+        _SCRIPT_BUCKETS,
+        "part",
     )
     reservations = gauge("How many reservations exist now, as this replica sees it.", over="max")
     reservations_expired = counter("How many reservations expired without a release.")
@@ -105,6 +108,17 @@ class Metrics:
     )
     kv_index_routing_decisions = counter(
         "How many decisions the policies that use the index made, by how the target was chosen.", "decision"
+    )
+    kv_index_overlap_score = histogram("Which share of a prompt the target of a decision had.", _SHARE_BUCKETS)
+    avoidable_prefill_tokens = counter(
+        "How many tokens targets of decisions had to compute although another instance had them."
+    )
+    router_shared_cache_hit_rate = histogram(
+        "Which share of a prompt's blocks a shared pool had, in decisions of groups with a pool.", _SHARE_BUCKETS
+    )
+    router_shared_cache_beyond_blocks = histogram(
+        "How many blocks a shared pool had beyond those on the target's device, in decisions of groups with a pool.",
+        _BLOCK_BUCKETS,
     )
 
     # ---- the gateway

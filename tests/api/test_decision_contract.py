@@ -12,7 +12,9 @@ import pytest
 
 from tests.api.conftest import Hold, MakeClient
 from tests.api.test_decisions import PROMPT, Register, pods, post, scores
+from tests.tokenization import small
 from waymark.domain.hashing import extend, namespace, token_bytes
+from waymark.metrics import Metrics
 from waymark.selection.loads import Loads
 from waymark.selection.readings import Readings
 from waymark.settings import Settings
@@ -184,3 +186,45 @@ schedulingProfiles:
         assert names[:2] == names[2:]
         assert names[0] != names[1], "the one that took such a one longest ago"
     assert all(load.cold > 0 for load in (await store.reservations.loads(1)).values())
+
+
+# ---- what is counted ---------------------------------------------------------------------------------
+
+
+async def test_what_targets_have_and_lack_is_counted(
+    store: Store, make_client: MakeClient, pods: list[str], register: Register, hold: Hold
+) -> None:
+    metrics = Metrics()
+    replica = await make_client(store, metrics=metrics)
+    share = metrics.kv_index_overlap_score
+    hits, beyond = metrics.router_shared_cache_hit_rate, metrics.router_shared_cache_beyond_blocks
+
+    def avoidable() -> float | None:
+        return metrics.registry.get_sample_value("waymark_avoidable_prefill_tokens_total")
+
+    await hold("pod-1", PROMPT[:30])
+    await post(replica, "/select", only=["pod-1"])
+    assert (sum(share.seen), share.sum, avoidable()) == (1, 0.75, 0)
+    await post(replica, "/select", only=["pod-2"])
+    assert (sum(share.seen), share.sum, avoidable()) == (2, 0.75, 30)
+    assert (sum(hits.seen), sum(beyond.seen)) == (0, 0), "the group has no pool"
+    await register("pool", type="Mooncake")
+    await hold("pool", PROMPT, medium="CPU", blocks=range(10, 20))
+    await post(replica, "/select", only=["pod-1"])
+    assert (sum(hits.seen), hits.sum, beyond.sum) == (1, 0.5, 5)
+    assert (share.sum, avoidable()) == (1.75, 30), "a pool is for all"
+    await post(replica, "/select", only=["pod-1"], token_ids=[1])
+    assert sum(share.seen) == sum(hits.seen) + 2 == 3, "less than a block has no share"
+    await post(replica, "/score")
+    assert sum(share.seen) == 3, "nobody was picked"
+
+
+async def test_each_part_of_a_decision_is_timed(memory_store: Store, make_client: MakeClient, tmp_path: Path) -> None:
+    small.directory(tmp_path / "models" / "m")
+    metrics = Metrics()
+    replica = await make_client(memory_store, metrics=metrics, tokenizers_dir=tmp_path / "models")
+    pod = {"type": "none", "model": "m", "instance_id": "pod-1", "block_size": 2}
+    assert (await replica.post("/register", json=pod)).status_code == 200
+    await post(replica, "/select", token_ids=..., prompt="hello")
+    parts = {values[0]: sum(series.seen) for values, series in metrics.decision_duration_seconds.read().items()}
+    assert parts == {"tokens": 1, "walk": 1, "policy": 1, "reserve": 1}

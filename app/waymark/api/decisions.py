@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from time import perf_counter
 
 from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body
@@ -49,6 +50,7 @@ class Decisions:
         self._tokenizer = tokenizer
         self._given = GivenPrompts(settings)
         self.selector = self._selector = Selector(store, SelectionOptions.of(settings), metrics)
+        self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
         self._served = store.incarnation.cache(
             ServedNames(store.directory, store.reader, store.begin, settings.query_deadline_ms / 1000)
         )
@@ -187,9 +189,12 @@ class Decisions:
 
     async def _tokens(self, text: ModelPrompt, *, has_key: bool) -> Tokens | InvalidValue:
         """The tokens of a text; the error of a model without a tokenizer, where a prefix key can decide instead."""
+        began = perf_counter()
         try:
             return await self._tokenizer.tokens(text)
         except InvalidValue as exc:
             if has_key and exc.reason == "no_tokenizer":
                 return exc
             raise
+        finally:
+            self._observe_tokens(perf_counter() - began)

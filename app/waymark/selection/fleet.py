@@ -97,6 +97,7 @@ class Fleet:
                 is_whole = role_of(idle) not in _PARTS
                 self.members.append(Member(publisher, name, target, publisher not in table.silent, is_whole, idle))
         self.have_addresses = all(member.target.address is not None for member in self.members)
+        self.has_pools = any(row.scope == "shared" for row in table.publishers.values())
         self.has_silent = any(not member.tells_events for member in self.members)
         self.by_publisher = {member.publisher: member for member in self.members}
         self.scraped = [each.publisher for each in self.members if each.target.metrics_url or each.target.address]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import NamedTuple
 
 from waymark.chat.media import has_media
@@ -92,6 +92,7 @@ class RequestSelector:
         self._prompts = RequestPrompts(tokenizers, settings)
         self._gate = gate
         self._metrics = metrics
+        self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
         self._profile: Profile | None = None if settings.profile == "auto" else settings.profile
         self._prefix_bytes = settings.prefix_bytes
         self._decided: dict[GroupName, float] = {}
@@ -122,7 +123,9 @@ class RequestSelector:
         refused = None
         if not is_sticky or key is None or counts_tokens:
             try:
+                began = perf_counter()
                 several = await self._prompts.tokens(request, served)
+                self._observe_tokens(perf_counter() - began)
                 if several:
                     prompt = self._prompts.keyed(several[0], request, served)
             except (InvalidValue, RemoteUnavailable, StoreUnavailable) as exc:

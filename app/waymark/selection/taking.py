@@ -97,7 +97,7 @@ class Taker:
                 before_at = second
         taken, prefill = offers.scored(at), None if before is None else before.scored(before_at)
         self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
-        self._metrics.speculative_tokens.inc(max(0, taken.candidate.expected - taken.candidate.matched))
+        self._count(taken.candidate, lookup)
         headers = headers_of(taken.candidate, prefill and prefill.candidate, [each.candidate for each in encode])
         return Selected(
             taken,
@@ -114,6 +114,22 @@ class Taker:
             walk=lookup.walk,
             headers=headers,
         )
+
+    def _count(self, taken: Candidate, lookup: Lookup) -> None:
+        """What the target has of the prompt, what it lacks of what others have, and what a pool has."""
+        request, metrics, matched = lookup.request, self._metrics, taken.matched
+        if taken.expected > matched:
+            metrics.speculative_tokens.inc(taken.expected - matched)
+        if not request.blocks:
+            return
+        size = request.block_size
+        metrics.kv_index_overlap_score.observe(matched / (request.blocks * size))
+        walk = lookup.walk
+        if walk is not None and not walk.view.windows and walk.blocks * size > matched:
+            metrics.avoidable_prefill_tokens.inc(walk.blocks * size - matched)
+        if lookup.fleet.has_pools:
+            metrics.router_shared_cache_hit_rate.observe(request.pool.bit_count() / request.blocks)
+            metrics.router_shared_cache_beyond_blocks.observe(request.pool_blocks_beyond(taken.device // size))
 
     async def _second(
         self, offers: Offers, lookup: Lookup, asked: Asked, taking: Taking, made: list[Reservation]
