@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import cast
 
 import httpx
@@ -16,8 +19,8 @@ from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.decide import Options, simulate
 from tests.benchmarks.decide_books import Fast, Placed, RoundRobin, Rules, as_answered
 from tests.benchmarks.decide_engines import PIECE_TOKENS, Engine, Job
-from tests.benchmarks.decide_live import Live
-from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up
+from tests.benchmarks.decide_live import KINDS, Live, check_kind
+from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up, traced
 from tests.benchmarks.decide_run import run
 from tests.benchmarks.simulate_service import Waymark
 from waymark.routing.presets import preset
@@ -213,6 +216,44 @@ def test_the_command_prints_a_line_for_each_policy(capsys: pytest.CaptureFixture
     assert benchmarks.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(",")[0] for line in lines[1:]] == ["least-work", "sticky"] * 2
+    assert [word for word in re.split(r"\s{2,}|\s*\|\s*", lines[0].strip()) if word] == [
+        *("policy", "mean TTFT", "p99 TTFT", "hits", "end to end"),
+    ]
+    for line in lines[1:]:
+        assert re.search(r"replicas?\W+[\d.]+ s\W+[\d.]+ s\W+[\d.]+%\W+[\d.]+ s", line), line
+
+
+def test_requests_of_a_trace_come_as_much_faster_as_is_asked_for(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": at, "input_length": 700, "output_length": out, "hash_ids": [1, n]}
+        for n, (at, out) in enumerate([(0, 5), (3000, 0), (3000, 7), (6000, 9)])
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [each.at_seconds for each in traced(trace, 0, 4, 1.0)] == [0.0, 3.0, 4.5, 6.0]
+    assert [each.at_seconds for each in traced(trace, 1, 2, 2.0, is_spread=False)] == [0.0, 0.0]
+    assert [each.at_seconds for each in traced(trace, 1, 3, 1.5)] == pytest.approx([0.0, 1.0, 2.0])
+    first, *_ = traced(trace, 2, 1, 1.0)
+    assert first == Arrival(0.0, 700, 7, (1, 2))
+
+
+def test_a_burst_is_many_requests_over_a_new_document() -> None:
+    found = bursts(Bursts(), 25.0, 0)
+    assert len(found) == 48
+    for at, of in ((10.0, found[:24]), (20.0, found[24:])):
+        assert all(at <= each.at_seconds <= at + 0.5 for each in of)
+        assert {each.pieces[:32] for each in of} == {of[0].pieces[:32]}, "16,384 tokens of one document"
+        assert len({each.pieces[32:] for each in of}) == 24, "and a question of each"
+    assert not {*found[0].pieces} & {*found[-1].pieces}
+
+
+def test_the_peer_runs_with_its_defaults_tuned_and_with_a_mesh() -> None:
+    assert KINDS == {
+        "defaults": {},
+        "tuned": {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "2", "DYN_ROUTER_PREFILL_LOAD_SCALE": "10"},
+    }
+    for kind in ("defaults", "tuned", "mesh", "tuned-mesh"):
+        check_kind(kind)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""What a worker is given of the settings."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from waymark.apply.options import ApplyOptions
+from waymark.ingest.stream import StreamOptions
+from waymark.runtime_worker import worker_options
+from waymark.settings import Settings
+
+
+def test_ceilings_of_what_a_publisher_may_send_are_as_published() -> None:
+    options = worker_options(Settings())
+    assert (options.apply.frame_bytes_max, options.apply.batch_events_max) == (16 * 2**20, 65_536)
+    assert (options.apply.event_hashes_max, options.apply.rejected_events_max) == (262_144, 1_000)
+    assert options.stream.message_bytes_max == 4 * 16 * 2**20
+    changed = worker_options(Settings(frame_bytes_max=65_536))
+    assert (changed.apply.frame_bytes_max, changed.stream.message_bytes_max) == (65_536, 4 * 65_536)
+
+
+def test_options_of_streams_are_settings() -> None:
+    """With the same defaults; the largest message follows from the largest frame."""
+    assert worker_options(Settings()).stream == StreamOptions()
+    names = {each.name for each in fields(StreamOptions)} - {"message_bytes_max"}
+    assert names <= set(Settings.model_fields)
+    assert worker_options(Settings()).apply == ApplyOptions()
