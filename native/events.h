@@ -1,4 +1,8 @@
-/* The events of a batch as C has them. */
+/* The events of a batch as C has them.
+ *
+ * Of most batches the events differ in their hashes and tokens alone. Those stay here, as Events, and become objects
+ * only where somebody asks for one.
+ */
 
 #ifndef WAYMARK_EVENTS_H
 #define WAYMARK_EVENTS_H
@@ -12,7 +16,7 @@ typedef enum { STORE, REMOVAL, CLEARING, OTHER } EventKind;
 
 /* A plain event; of another one only where it stands in the payload. */
 typedef struct {
-    PyObject *medium, *adapter; /* NULL where its kind has none */
+    PyObject *medium, *adapter; /* references; NULL where its kind has none */
     uint64_t parent, group;
     size_t hashes, tokens; /* where its own begin among those of all events */
     uint32_t hashes_count, tokens_count, block_size;
@@ -29,11 +33,28 @@ typedef struct {
     uint32_t *tokens; /* little-endian */
     size_t tokens_count, tokens_capacity;
     uint32_t block_size; /* of all stores, where the events are alike; 0 without a store */
-    PyTypeObject *stored, *removed;
+    PyTypeObject *stored, *removed; /* references, as the next one */
     PyObject *cleared;
 } Events;
 
-/* The object as Events. NULL with an exception. */
+/* The object as Events, borrowed. NULL with an exception. */
 Events *as_events(PyObject *object);
+
+/* Events without any yet; `stored` and `removed` are types, `cleared` an object. */
+Events *new_events(PyObject *stored, PyObject *removed, PyObject *cleared);
+
+/* Let go what an event refers to. */
+static inline void drop_event(PlainEvent *event)
+{
+    Py_CLEAR(event->medium);
+    Py_CLEAR(event->adapter);
+}
+
+/* A list of all events, each as an object. */
+PyObject *list_events(const Events *events);
+
+/* Whether all events are stores that are alike, each with the tokens of its blocks, and removals that are alike: the
+ * block size of the stores is then that of the events. -1 with an exception. */
+int stay_together(Events *events);
 
 #endif

@@ -5,13 +5,18 @@
  *     digest       bytes  ->  their XXH3-64                                                       hashing.c
  *     hash_blocks  token ids  ->  block keys, as big-endian u64                                   hashing.c
  *     chain        hashes of blocks by themselves  ->  block keys                                 hashing.c
- *     read_batch   msgpack of a batch  ->  its plain events                                       events.c
- *     row_runs     block keys and rows  ->  runs of equal holders                                 rows.c
- *     piece_runs   the same for one piece, from all its values                                    rows.c
- *     KnownBlocks  a table of engine hashes, whose blocks are in Places                           known.c
- *                  its table, an index by hash, its places                      blocks.c, index.c, places.c
- *                  its methods for whole events                              stores.c, removals.c, runs.c
- *     Parts        what changes in the index, and how the script of Redis reads it                parts.c
+ *     read_batch   msgpack of a batch  ->  its plain events                                       batches.c
+ *                  the fields of an event                                                         fields.c
+ *     row_runs     block keys and rows  ->  runs of equal holders                                 row_runs.c
+ *     piece_runs   the same for one piece, from all its values                                    row_runs.c
+ *                  the value of a row                                                             rows.c
+ *     Places       the places of a stream                                                         places.c
+ *     KnownBlocks  engine hashes, and the block of each, at a place                               known.c
+ *                  its table, and an index by hash                                                blocks.c, index.c
+ *                  its methods for whole events                                                   stores.c, removals.c
+ *                  its method for whole batches                                                   runs.c
+ *     Parts        what changes in the index                                                      parts.c
+ *                  how the script of Redis reads it                                               calls.c
  *     Events       plain events of one batch that differ in their blocks alone                    events.c
  *
  * The module is optional: app/waymark/native.py has the types and says where the same is done in Python; the same tests

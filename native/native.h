@@ -21,8 +21,8 @@ typedef PyObject *EntryPoint(PyObject *module, PyObject *const *args, Py_ssize_t
 
 EntryPoint cut, cut_hashes;             /* lists.c */
 EntryPoint digest, hash_blocks, chain;  /* hashing.c */
-EntryPoint read_batch;                  /* events.c */
-EntryPoint row_runs, piece_runs;        /* rows.c */
+EntryPoint read_batch;                  /* batches.c */
+EntryPoint row_runs, piece_runs;        /* row_runs.c */
 /* Each puts its types into the module. -1 with an exception. */
 int add_events(PyObject *module);       /* events.c */
 int add_known(PyObject *module);        /* known.c */

@@ -1,33 +1,12 @@
-/* The parts of a fold, one behind the other, and how the script of Redis reads them.
+/* The parts of a fold, one behind the other.
  *
- * app/waymark/domain/parts.py says what a part is and has the same in Python; app/waymark/store/calls.py packs those.
- * A part takes some hundred bytes here, and a block 24; as objects they would be ten times as much, each a part of the
- * time that an event of one block takes.
+ * app/waymark/domain/parts.py says what a part is and has the same in Python. A part takes some hundred bytes here, and
+ * a block 24; as objects they would be ten times as much, each a part of the time that an event of one block takes.
  */
 
 #include "parts.h"
 
-#include "bytes.h"
-#include "objects.h"
 #include "reserve.h"
-#include "slots.h"
-
-enum {
-    HEADER = 15,      /* bytes of a packed part before its namespace */
-    CALL_PARTS = 128, /* of a call, at most; a part needs two rows at most */
-    BUCKETS = 1024,   /* more than twice the rows of a call */
-};
-
-struct Parts {
-    PyObject_HEAD
-    Part *parts;
-    size_t count, capacity;
-    PartBlock *blocks;
-    size_t blocks_count, blocks_capacity;
-    size_t stored, singles; /* blocks that are stored, and parts whose place is a single */
-    uint64_t seq;
-    PyObject *part_type, *place_type;
-};
 
 static const char *const part_names[] = {
     "kind",          "holder",   "seq",         "last",   "place",  "namespace", "slots",
@@ -56,11 +35,6 @@ static int reserve_blocks(Parts *parts, size_t more)
 static int reserve_parts(Parts *parts, size_t more)
 {
     return reserve((void **)&parts->parts, &parts->capacity, parts->count, more, sizeof *parts->parts);
-}
-
-static int is_at_place_of(const Part *one, const Part *other)
-{
-    return one->head == other->head && one->branch == other->branch && one->place_kind == other->place_kind;
 }
 
 /* Whether blocks go on from the last part: as PartList.add_packed has it. */
@@ -202,18 +176,6 @@ static PyObject *place_of(const Parts *parts, const Part *part)
     return build_place(parts->place_type, part->head, part->branch, part->place_kind);
 }
 
-static void write_slots(const PartBlock *blocks, size_t count, char *at)
-{
-    for (size_t i = 0; i < count; i++)
-        write_slot(at + SLOT_CHARS * i, blocks[i].key, blocks[i].depth);
-}
-
-static void write_hashes(const PartBlock *blocks, size_t count, char *at)
-{
-    for (size_t i = 0; i < count; i++)
-        store_big64(at + sizeof(uint64_t) * i, blocks[i].hash);
-}
-
 /* A part as an object of its type in Python. */
 static PyObject *make_part(const Parts *parts, size_t at)
 {
@@ -281,7 +243,8 @@ static PyObject *parts_subscript(PyObject *self, PyObject *key)
     return list;
 }
 
-/* Append the parts `start` to `end` of another. 0 with an exception. */
+/* Append the parts `start` to `end` of another. 0 with an exception; nothing has changed
+ * then. */
 static int append_parts(Parts *parts, const Parts *other, size_t start, size_t end)
 {
     if (start == end)
@@ -303,7 +266,7 @@ static int append_parts(Parts *parts, const Parts *other, size_t start, size_t e
     return 1;
 }
 
-/* parts += other */
+/* parts += other, which stays as it is */
 static PyObject *parts_inplace_concat(PyObject *self, PyObject *other)
 {
     Parts *more = as_parts(other);
@@ -314,6 +277,7 @@ static PyObject *parts_inplace_concat(PyObject *self, PyObject *other)
     return append_parts((Parts *)self, more, 0, more->count) ? Py_NewRef(self) : NULL;
 }
 
+/* Parts without any yet. */
 static PyObject *new_parts(PyTypeObject *type, PyObject *part_type, PyObject *place_type, uint64_t seq)
 {
     Parts *parts = (Parts *)PyType_GenericAlloc(type, 0);
@@ -325,7 +289,7 @@ static PyObject *new_parts(PyTypeObject *type, PyObject *part_type, PyObject *pl
     return (PyObject *)parts;
 }
 
-/* ---- calls --------------------------------------------------------------------------------------- */
+/* ---- some of them -------------------------------------------------------------------------------- */
 
 /* The end of the parts from `start` on that go together: one, and more within the bounds. */
 static size_t end_of(const Parts *parts, size_t start, size_t parts_max, size_t blocks_max)
@@ -339,15 +303,7 @@ static size_t end_of(const Parts *parts, size_t start, size_t parts_max, size_t 
     return end;
 }
 
-/* The numbers of the arguments from the second on. 0 with an exception. */
-static int read_bounds(PyObject *const *args, size_t count, size_t *bounds)
-{
-    for (size_t i = 0; i < count && !PyErr_Occurred(); i++)
-        bounds[i] = PyLong_AsSize_t(args[i]);
-    return !PyErr_Occurred();
-}
-
-/* end(start: int, parts_max: int, blocks_max: int) -> int */
+/* end(start: int, parts_max: int, blocks_max: int) -> int: the end of the parts from `start` on that go together */
 static PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     size_t bounds[3] = {0};
@@ -356,16 +312,7 @@ static PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return PyLong_FromSize_t(end_of((Parts *)self, bounds[0], bounds[1], bounds[2]));
 }
 
-/* Whether two numbers are a range of parts; with an exception where they are not. */
-static int is_range(const Parts *parts, size_t start, size_t end)
-{
-    if (start <= end && end <= parts->count)
-        return 1;
-    PyErr_Format(PyExc_IndexError, "there are no parts %zu to %zu among %zu", start, end, parts->count);
-    return 0;
-}
-
-/* cut(start: int, end: int) -> Parts */
+/* cut(start: int, end: int) -> Parts: some of the parts, as others */
 static PyObject *parts_cut(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     const Parts *parts = (Parts *)self;
@@ -376,186 +323,6 @@ static PyObject *parts_cut(PyObject *self, PyObject *const *args, Py_ssize_t nar
     if (cut != NULL && !append_parts((Parts *)cut, parts, bounds[0], bounds[1]))
         Py_CLEAR(cut);
     return cut;
-}
-
-/* The numbers that a call gives to what its parts name, from 1, in the order in which they are named. */
-typedef struct {
-    uint64_t holders[CALL_PARTS], seqs[CALL_PARTS];
-    Part rows[2 * CALL_PARTS]; /* only their places */
-    uint16_t holders_count, seqs_count, rows_count;
-    uint16_t buckets[BUCKETS]; /* numbers of rows */
-} Call;
-
-static uint16_t number_of(uint64_t *numbers, uint16_t *count, uint64_t number)
-{
-    for (uint16_t i = *count; i > 0; i--) /* mostly it is the last one */
-        if (numbers[i - 1] == number)
-            return i;
-    numbers[(*count)++] = number;
-    return *count;
-}
-
-/* The number of a row, which is new if need be. */
-static uint16_t number_of_row(Call *call, const Part *place)
-{
-    size_t bucket = (size_t)((place->head ^ place->branch * 3 ^ place->place_kind) * 0x9E3779B97F4A7C15 >> 54);
-    for (; call->buckets[bucket] != 0; bucket = (bucket + 1) % BUCKETS)
-        if (is_at_place_of(&call->rows[call->buckets[bucket] - 1], place))
-            return call->buckets[bucket];
-    Part *row = &call->rows[call->rows_count++];
-    row->head = place->head;
-    row->branch = place->branch;
-    row->place_kind = place->place_kind;
-    return call->buckets[bucket] = call->rows_count;
-}
-
-/* The row of a branch row's piece. */
-static uint16_t number_of_piece(Call *call, const Part *branch_row)
-{
-    const Part row = {.head = branch_row->head, .place_kind = ROW};
-    return number_of_row(call, &row);
-}
-
-static void number_all(Call *call, const Part *parts, size_t count)
-{
-    memset(call->buckets, 0, sizeof call->buckets);
-    call->holders_count = call->seqs_count = call->rows_count = 0;
-    for (size_t i = 0; i < count; i++) {
-        number_of(call->holders, &call->holders_count, parts[i].holder);
-        number_of(call->seqs, &call->seqs_count, parts[i].seq);
-        if (parts[i].kind != '*')
-            number_of_row(call, &parts[i]);
-    }
-    const uint16_t named = call->rows_count;
-    for (uint16_t i = 0; i < named; i++)
-        if (call->rows[i].place_kind == BRANCH_ROW)
-            number_of_piece(call, &call->rows[i]);
-}
-
-/* The copies of a part, joined by semicolons. NULL with an exception. */
-static PyObject *join_copies(const Part *part)
-{
-    PyObject *semicolon = PyBytes_FromStringAndSize(";", 1);
-    PyObject *joined = semicolon == NULL ? NULL : PyObject_CallMethod(semicolon, "join", "O", part->copies);
-    Py_XDECREF(semicolon);
-    return joined;
-}
-
-static void store_big16(char *at, uint16_t number)
-{
-    at[0] = (char)(number >> 8);
-    at[1] = (char)number;
-}
-
-/* A part as lua/apply_rows.lua reads it. */
-static PyObject *pack_part(Call *call, const Parts *parts, const Part *part)
-{
-    if (!is_position(part->last))
-        return NULL;
-    PyObject *copies = NULL;
-    char *tail = NULL;
-    Py_ssize_t tail_size = 0;
-    if (part->copies != NULL && ((copies = join_copies(part)) == NULL || PyBytes_AsStringAndSize(copies, &tail, &tail_size) < 0)) {
-        Py_XDECREF(copies);
-        return NULL;
-    }
-    const size_t hashes = part->kind == '+' && !part->is_identity ? sizeof(uint64_t) * part->count : 0;
-    const size_t namespace = part->namespace ? HEX_DIGITS : 0, slots = SLOT_CHARS * (size_t)part->count;
-    PyObject *word = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(HEADER + namespace + slots + hashes) + tail_size);
-    if (word != NULL) {
-        uint16_t row = 0, branch = 0;
-        if (part->kind != '*') {
-            branch = part->place_kind == BRANCH_ROW ? number_of_row(call, part) : 0;
-            row = branch ? number_of_piece(call, part) : number_of_row(call, part);
-        }
-        const uint32_t last = (uint32_t)part->last;
-        char *at = PyBytes_AsString(word);
-        at[0] = part->kind;
-        store_big16(at + 1, number_of(call->holders, &call->holders_count, part->holder));
-        store_big16(at + 3, number_of(call->seqs, &call->seqs_count, part->seq));
-        store_big16(at + 5, (uint16_t)(last >> 16));
-        store_big16(at + 7, (uint16_t)last);
-        store_big16(at + 9, row);
-        store_big16(at + 11, branch);
-        at[13] = (char)part->count;
-        at[14] = (char)((hashes > 0) + (namespace > 0 ? 2 : 0));
-        at += HEADER;
-        if (namespace > 0)
-            write_hex(at, part->namespace);
-        write_slots(parts->blocks + part->start, part->count, at + namespace);
-        if (hashes > 0)
-            write_hashes(parts->blocks + part->start, part->count, at + namespace + slots);
-        if (tail_size > 0)
-            memcpy(at + namespace + slots + hashes, tail, (size_t)tail_size);
-    }
-    Py_XDECREF(copies);
-    return word;
-}
-
-/* The key of a place's value. */
-static PyObject *row_key(const Part *place, const char *prefix, Py_ssize_t length)
-{
-    const Py_ssize_t suffix = place->place_kind == ROW ? 0 : 2;
-    PyObject *key = PyBytes_FromStringAndSize(NULL, length + HEX_DIGITS + suffix);
-    if (key != NULL) {
-        char *at = PyBytes_AsString(key);
-        memcpy(at, prefix, (size_t)length);
-        write_hex(at + length, place->place_kind == BRANCH_ROW ? place->branch : place->head);
-        if (suffix > 0)
-            memcpy(at + length + HEX_DIGITS, place->place_kind == BRANCH_ROW ? ":b" : ":s", 2);
-    }
-    return key;
-}
-
-/* Put an object into a list that has room for it. 0 with an exception. */
-static int set_item(PyObject *list, size_t at, PyObject *item)
-{
-    return item != NULL && PyList_SetItem(list, (Py_ssize_t)at, item) == 0;
-}
-
-static int fill_call(Call *call, const Parts *parts, size_t start, size_t end, const char *prefix, Py_ssize_t length,
-                     PyObject *holders, PyObject *rows, PyObject *seqs, PyObject *words)
-{
-    int is_done = 1;
-    for (size_t i = 0; is_done && i < end - start; i++)
-        is_done = set_item(words, i, pack_part(call, parts, &parts->parts[start + i]));
-    for (size_t i = 0; is_done && i < call->holders_count; i++)
-        is_done = set_item(holders, i, PyLong_FromUnsignedLongLong(call->holders[i]));
-    for (size_t i = 0; is_done && i < call->seqs_count; i++)
-        is_done = set_item(seqs, i, PyLong_FromUnsignedLongLong(call->seqs[i]));
-    for (size_t i = 0; is_done && i < call->rows_count; i++)
-        is_done = set_item(rows, i, row_key(&call->rows[i], prefix, length));
-    return is_done;
-}
-
-/* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], list[bytes], list[int], list[bytes]] */
-static PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    const Parts *parts = (Parts *)self;
-    size_t bounds[2] = {0}, blocks = 0;
-    char *prefix;
-    Py_ssize_t length;
-    if (!has_arguments("pack", nargs, 3) || !read_bounds(args, 2, bounds) || !is_range(parts, bounds[0], bounds[1]) ||
-        PyBytes_AsStringAndSize(args[2], &prefix, &length) < 0)
-        return NULL;
-    const size_t start = bounds[0], count = bounds[1] - start;
-    if (count > CALL_PARTS)
-        return PyErr_Format(PyExc_ValueError, "a call has at most %d parts", CALL_PARTS);
-    Call call;
-    number_all(&call, parts->parts + start, count);
-    for (size_t i = 0; i < count; i++)
-        blocks += parts->parts[start + i].count;
-    PyObject *holders = PyList_New(call.holders_count), *rows = PyList_New(call.rows_count);
-    PyObject *seqs = PyList_New(call.seqs_count), *words = PyList_New((Py_ssize_t)count);
-    if (holders == NULL || rows == NULL || seqs == NULL || words == NULL ||
-        !fill_call(&call, parts, start, bounds[1], prefix, length, holders, rows, seqs, words)) {
-        Py_XDECREF(holders);
-        Py_XDECREF(rows);
-        Py_XDECREF(seqs);
-        Py_XDECREF(words);
-        return NULL;
-    }
-    return Py_BuildValue("nNNNN", (Py_ssize_t)blocks, holders, rows, seqs, words);
 }
 
 /* ---- the type ------------------------------------------------------------------------------------ */
@@ -575,6 +342,7 @@ static PyObject *get_singles(PyObject *self, void *closure)
     return PyLong_FromSize_t(((Parts *)self)->singles);
 }
 
+/* Parts(part_type: type[Part], place_type: type[Place], seq: int) */
 static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *names)
 {
     if (!has_only_arguments("Parts", args, names, 3) || !intern_names(part_names, part_attributes, PART_NAMES))

@@ -4,6 +4,7 @@
 #define WAYMARK_PARTS_H
 
 #include "place.h"
+#include "slots.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -21,16 +22,25 @@ typedef struct {
     uint64_t head, branch, namespace; /* its place */
     uint64_t parent;                  /* key of the block before, if has_parent */
     int64_t last;                     /* position of the last block */
-    PyObject *copies;                 /* a list of bytes, or NULL */
+    PyObject *copies;                 /* a list of bytes, a reference; or NULL */
     size_t start;                     /* of its blocks among those of all parts */
     uint32_t count;
     char kind;
     uint8_t place_kind, is_known, is_identity, has_parent, waits;
 } Part;
 
-typedef struct Parts Parts;
+typedef struct {
+    PyObject_HEAD
+    Part *parts;
+    size_t count, capacity;
+    PartBlock *blocks;
+    size_t blocks_count, blocks_capacity;
+    size_t stored, singles; /* blocks that are stored, and parts whose place is a single */
+    uint64_t seq;
+    PyObject *part_type, *place_type; /* references */
+} Parts;
 
-/* The object as Parts. NULL with an exception. */
+/* The object as Parts, borrowed. NULL with an exception. */
 Parts *as_parts(PyObject *object);
 
 /* Whether a number is a position as a call says it, in 32 bits; OverflowError where it is not. */
@@ -44,8 +54,49 @@ static inline int is_position(int64_t position)
 
 /* Add blocks at consecutive positions, the first at `position`, to the last part or as a new one. What is said of the
  * blocks is in `part`, besides its seq, last, start and count, and in `copies`, of each of them; NULL for nothing. 0
- * with an exception. */
+ * with an exception; without memory for the copies the blocks are there. */
 int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count,
                  PyObject *copies);
+
+/* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], list[bytes], list[int], list[bytes]]; calls.c */
+PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+
+/* ---- what both files need --------------------------------------------------------------------------- */
+
+static inline int is_at_place_of(const Part *one, const Part *other)
+{
+    return one->head == other->head && one->branch == other->branch && one->place_kind == other->place_kind;
+}
+
+/* The numbers of arguments. 0 with an exception. */
+static inline int read_bounds(PyObject *const *args, size_t count, size_t *bounds)
+{
+    for (size_t i = 0; i < count && !PyErr_Occurred(); i++)
+        bounds[i] = PyLong_AsSize_t(args[i]);
+    return !PyErr_Occurred();
+}
+
+/* Whether two numbers are a range of parts. 0 with an exception. */
+static inline int is_range(const Parts *parts, size_t start, size_t end)
+{
+    if (start <= end && end <= parts->count)
+        return 1;
+    PyErr_Format(PyExc_IndexError, "there are no parts %zu to %zu among %zu", start, end, parts->count);
+    return 0;
+}
+
+/* The slots of blocks, SLOT_CHARS each, to `at`. */
+static inline void write_slots(const PartBlock *blocks, size_t count, char *at)
+{
+    for (size_t i = 0; i < count; i++)
+        write_slot(at + SLOT_CHARS * i, blocks[i].key, blocks[i].depth);
+}
+
+/* Their engine hashes, 8 bytes each, to `at`. */
+static inline void write_hashes(const PartBlock *blocks, size_t count, char *at)
+{
+    for (size_t i = 0; i < count; i++)
+        store_big64(at + sizeof(uint64_t) * i, blocks[i].hash);
+}
 
 #endif

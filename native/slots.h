@@ -9,10 +9,23 @@ enum { SLOT_CHARS = 17, HEX_DIGITS = 16 };
 
 static const char depth_digits[] = "0123456789abcdefghijklmnopqrstuv";
 
+/* The 8 hex digits of 32 bits, at once. */
+static inline void write_hex32(char *out, uint32_t number)
+{
+    /* Halved until each byte has four bits; the highest are in the lowest byte, which is written first. */
+    uint64_t digits = number >> 16 | (uint64_t)(number & 0xFFFF) << 32;
+    digits = (digits >> 8 & 0x000000FF000000FF) | (digits & 0x000000FF000000FF) << 16;
+    digits = (digits >> 4 & 0x000F000F000F000F) | (digits & 0x000F000F000F000F) << 8;
+    /* 10 and more are letters: 39 characters behind the digits. */
+    const uint64_t letters = (digits + 0x0606060606060606) >> 4 & 0x0101010101010101;
+    store_little64(out, digits + 0x3030303030303030 + letters * 39);
+}
+
+/* The 16 hex digits of 64 bits. */
 static inline void write_hex(char *at, uint64_t number)
 {
-    for (int digit = 0; digit < HEX_DIGITS; digit++)
-        at[digit] = depth_digits[number >> (60 - 4 * digit) & 15];
+    write_hex32(at, (uint32_t)(number >> 32));
+    write_hex32(at + 8, (uint32_t)number);
 }
 
 static inline void write_slot(char *at, uint64_t key, unsigned depth)

@@ -1,0 +1,109 @@
+/* Where the fields of an event stand in its payload, and what is in them, in vLLM's dialect.
+ *
+ * A plain event has nothing in it that needs a rule of app/waymark/engines: no salt, no image, nothing that is to be
+ * rejected. All others are UNUSUAL: they are left to Python, which has the words for them.
+ */
+
+#ifndef WAYMARK_FIELDS_H
+#define WAYMARK_FIELDS_H
+
+#include "events.h"
+#include "msgpack.h"
+
+/* Fields of a store, in the order of a list; what only maps have comes behind. */
+typedef enum {
+    BLOCK_HASHES,
+    PARENT,
+    TOKEN_IDS,
+    BLOCK_SIZE,
+    LORA_ID,
+    MEDIUM,
+    LORA_NAME,
+    EXTRA_KEYS,
+    GROUP,
+    ATTENTION,
+    LOCALITY,
+    CACHE_SALT,
+    IMAGES,
+    TYPE,
+    FIELDS,
+} Field;
+
+typedef struct {
+    const char *text;
+    size_t size;
+} Name;
+
+#define NAME(text) {text, sizeof text - 1}
+
+/* One call of read_batch. */
+typedef struct {
+    Reader reader;
+    const unsigned char *begin;
+    Events *events;
+    PyObject *medium_of;     /* a name of the wire, or None, to that of its medium */
+    PyObject *medium;        /* of the last event that has one: a reference, or NULL */
+    const unsigned char *medium_at; /* its name in the payload */
+    uint64_t medium_size;
+    PyObject *adapter;       /* of the last event that named one by a text: a reference, or NULL */
+    Value adapter_name;
+} Batch;
+
+/* Where the fields of an event are; NULL where it does not have them. */
+typedef struct {
+    const unsigned char *at[FIELDS];
+    uint64_t elements; /* of a list; 0 of a map */
+} Event;
+
+/* What reading comes to. FAILED: with an exception. */
+typedef enum { FAILED = -1, UNUSUAL = 0, READ = 1 } Outcome;
+
+static int is_name(const Value *value, const Name *name)
+{
+    return value->kind == TEXT && value->number == name->size && memcmp(value->start, name->text, name->size) == 0;
+}
+
+/* Where the fields of an event are, whose head has been read; the reader is behind it then. 0 where it is UNUSUAL. */
+int find_fields(Reader *reader, const Value *head, Event *event);
+
+/* The value at a place that is known to have a whole one; nil where there is no place. */
+static inline Value value_at(const Batch *batch, const unsigned char *at, Reader *inside)
+{
+    Value value = {NIL, 0, NULL};
+    *inside = (Reader){at, batch->reader.end};
+    if (at != NULL)
+        read_value(inside, &value);
+    return value;
+}
+
+/* ---- one field, into an event; references that it then has are let go with it, whatever the outcome ---------------- */
+
+/* The hashes of an event, behind those of all. UNUSUAL where they are none, too many, or one of them comes twice. The
+ * count of all goes up when the event is taken over. */
+Outcome read_hashes(const Batch *batch, const Event *fields, PlainEvent *event);
+
+/* The parent of a store: a hash that is none of its own, or nil. What 0 means depends on the engine. */
+Outcome read_parent(const Batch *batch, const Event *fields, PlainEvent *event);
+
+/* Token ids, behind those of all events, in the same way. */
+Outcome read_tokens(const Batch *batch, const Event *fields, PlainEvent *event);
+
+/* An integer of at most `most`. */
+Outcome read_integer(const Batch *batch, const unsigned char *at, uint64_t most, uint64_t *found);
+
+/* The group of an event, if it names one. */
+Outcome read_group(const Batch *batch, const Event *fields, PlainEvent *event);
+
+/* The medium of an event: asks medium_of for each that is not that of the last event. */
+Outcome read_medium(Batch *batch, const Event *fields, PlainEvent *event);
+
+/* The adapter: its name, else its id, else None. *name: the name, nil where it has none. */
+Outcome read_adapter(Batch *batch, const Event *fields, Value *name, PlainEvent *event);
+
+/* Whether nothing is told of any of `count` blocks but the adapter that its event names. */
+int has_plain_keys(const Batch *batch, const Event *event, size_t count, const Value *adapter);
+
+/* Whether the blocks are of the attention that a prefix needs; the event may say nothing. */
+Outcome read_attention(const Batch *batch, const Event *fields, PlainEvent *event);
+
+#endif

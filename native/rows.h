@@ -1,0 +1,53 @@
+/* The value of a row: the blocks that it lists, and who has which of them; app/waymark/domain/rows.py has its form. */
+
+#ifndef WAYMARK_ROWS_H
+#define WAYMARK_ROWS_H
+
+#include "input.h"
+#include "slots.h"
+
+enum { KEY = 8, PIECE = 32, SLOTS_MAX = 64 };
+
+/* A holder in a value: its id as a number and as text, which is in the value, and the own blocks of the piece that it
+ * has. */
+typedef struct {
+    uint64_t id;
+    const char *text;
+    uint32_t length, blocks;
+} Holder;
+
+/* An array that grows, with PyMem_Realloc; whoever made it frees `first`. */
+typedef struct {
+    Holder *first;
+    size_t count, room;
+} Holders;
+
+/* The blocks of a chain in one piece, and their slots as a row has them. */
+typedef struct {
+    char slots[SLOT_CHARS * PIECE];
+    int count;
+    uint32_t every; /* a bit for each */
+} Piece;
+
+/* The slots of a value. */
+typedef struct {
+    int count, is_marked, first; /* first: which own block is in the first slot */
+    uint32_t found;              /* own blocks that are in a slot */
+    int shift;                   /* each of them is in the slot of its number less this; -1: that is not so */
+    signed char slot_of[PIECE];  /* -1: in none */
+} Slots;
+
+/* The first blocks of a chain, at most PIECE, as a piece; `keys` has `count`. */
+void open_piece(Piece *piece, const unsigned char *keys, Py_ssize_t count);
+
+/* The slots of a value, and in *rest what follows them. 0 where they cannot be read. */
+int read_slots(const Input *value, const Piece *piece, Slots *slots, const char **rest);
+
+/* The holders of a value, from `at` to its end, behind those of `holders`, ascending; their texts stay in the value. 0
+ * where they cannot be read, and then they are as they were; -1 with an exception. */
+int read_holders(const char *at, const char *end, const Slots *slots, Holders *holders);
+
+/* Bring the holders of several values into one order, each once. */
+void unite(Holders *holders);
+
+#endif
