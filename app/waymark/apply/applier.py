@@ -1,17 +1,18 @@
 """Applies folds of decoded batches to Redis: plan, resolve, apply, count.
 
-A fold is a list of consecutive batches that are applied together. An applier is always in one of four states:
+A fold is a list of consecutive batches that are applied together. An applier has these states; while it waits, it may
+be ahead:
 
 - **in step**: the applier remembers the holders, flags, engine hashes and event_ids that Redis has. Every fold begins
   in this state.
 - **ahead**: a fold is resolved, and Redis has not acknowledged it. The resolver remembers blocks and event_ids that
-  Redis may not have, and only the apply itself writes them. After the acknowledgement ``counts`` counts the fold, and
-  the applier is in step again.
+  Redis may not have yet, and nothing but the calls of this fold writes them. After the acknowledgement ``counts``
+  counts the fold, and the applier is in step again.
 - **waiting**: Redis is unavailable, and ``calls.last_error`` says why. A patient applier, which applies a stream,
   repeats its call until Redis answers; Redis may therefore run a call twice. An applier that serves a request raises
   ``StoreUnavailable`` at once instead.
-- **over**: ``Fenced``, ``StoreUnavailable`` or a cancellation has left the applier. The applier may be ahead of Redis.
-  So it is discarded, and the next applier reads the record.
+- **over**: the applier raised ``Fenced`` or ``StoreUnavailable``, or was cancelled. It may be ahead of Redis. So it is
+  discarded, and the next applier reads the record.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Applier:
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
-        """Absolute values. They count what is applied, and what was received whether or not its batch is applied."""
+        """Totals, not differences. Some count applied batches; others count what was received, applied or not."""
         self._store = store
         self.bounding = Bounding(resolver, metrics, self.new_life, self._note_entries)
         self.slices = SliceRunner(between=self._keep_lease if is_patient else None)
@@ -104,11 +105,11 @@ class Applier:
         """The time at which the lease was last taken or renewed."""
 
     def happened(self, kind: Kind, detail: str = "") -> None:
-        """Note what has happened to the publisher, for people."""
+        """Add an entry about the publisher to the activity list."""
         self._store.activity.note(kind, **about(self.grant.claim.registration), detail=detail)
 
     async def apply(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
-        """Apply batches in order. Their event_ids, and with ``commit`` the watermark, move in the last call.
+        """Apply batches in order. The last call also writes their event_ids and, with ``commit``, the watermark.
 
         Raises Fenced, and StoreUnavailable if the applier is not patient.
         """
@@ -130,7 +131,7 @@ class Applier:
         event_ids = resolver.take_event_ids()
         *portions, last = portions_of(parts, self.grant.shards)
         began = time.perf_counter()
-        # Until the watermark moves, a worker that takes over applies every portion again.
+        # Until the new watermark is written, a worker that takes over applies every portion again.
         for portion in portions:
             await self._apply(portion, moves, None, {})
             await self._keep_lease()
@@ -183,7 +184,7 @@ class Applier:
         return group
 
     async def keep_facts(self, told: Facts | None = None) -> None:
-        """Write the flags and the main group, and with them ``told``, further facts of the record.
+        """Write the flags, the main group, and the further facts in ``told`` into the record.
 
         The next worker reads the flags and the main group before it applies a batch.
         """
@@ -207,7 +208,7 @@ class Applier:
         self._asked += len(few)
         lost = await self.calls.answered(lambda: self._store.index.has_lost(self.grant, [0, *few]))
         if 0 in lost:
-            raise Fenced  # the record, on the same shard, is as old as its blocks
+            raise Fenced  # shard 0 also has the record, which lost the same writes; the next applier reads it
         if lost:
             await self._lost()
 
@@ -225,7 +226,10 @@ class Applier:
             await self.calls.answered(self._hold)
 
     async def _lost(self) -> None:
-        """End the life, because a shard has lost writes. The watermark, on another shard, does not show the loss."""
+        """End the life, because a shard has lost writes.
+
+        The watermark is on another shard and does not show the loss.
+        """
         log.warning(
             "redis has lost writes; the stream begins a new life",
             extra=fields(stream=str(self.grant.claim.registration.name)),
@@ -240,7 +244,7 @@ class Applier:
         self.counters[MISSING] = self.resolver.unknown
 
     def miss(self, batches: int) -> None:
-        """Count the blocks of lost batches as missing: for each, the average of what this stream's batches stored."""
+        """Count the blocks of lost batches as missing: for each batch, the average number of blocks per batch."""
         stored, applied = self.counters["blocks_stored"], self.counters["batches"]
         self.resolver.missing += batches * stored // max(1, applied)
 
@@ -251,7 +255,7 @@ class Applier:
         self.resolver.begin(list(begun), ids)
 
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[Begin]) -> list[int]:
-        """End holders, or begin others. Redis makes the change once, even if the call is repeated."""
+        """End holders, or begin others, and return the ids of those begun. Redis makes a repeated change only once."""
         above, nonce = await self._above(), random_nonce()
         ids = await self.calls.answered(
             lambda: self._store.records.new_life(

@@ -11,7 +11,7 @@ from waymark.domain.resolver import Resolver
 from waymark.metrics import Metrics
 from waymark.store.entries import GroupEntries
 
-#: How often the numbers of blocks are written, so that a bound is met within a second.
+#: Seconds between two writes of the block counts: few enough that a bound is enforced within a second.
 _NOTE_SECONDS: Final = 0.4
 
 
@@ -31,11 +31,14 @@ class Bounding:
         self._noted = 0.0
 
     def begin_fold(self) -> None:
-        """Begin a fold. The clock by which generations are closed stands still until the next one."""
+        """Begin a fold. All generations of this fold use the time at which it began."""
         self._resolver.generations.now = int(1000 * time.time())
 
     async def check(self, *, at_once: bool = False) -> None:
-        """End what is over. The group's numbers are asked now and then, or ``at_once``. Raises Fenced."""
+        """End the generations that are too old or beyond the bound on blocks. Raises Fenced.
+
+        With a bound on blocks, write the block counts and read the group's cut every 0.4 s, or now if ``at_once``.
+        """
         generations = self._resolver.generations
         if not generations:
             return
@@ -54,7 +57,7 @@ class Bounding:
         resolver = self._resolver
         for name, reason in resolver.over():
             if name not in resolver.holders:
-                continue  # it has ended with another one
+                continue  # an earlier call in this loop has ended this holder, too
             blocks = self._blocks_of(name)
             await self._end(name)
             if reason is not None and blocks:

@@ -1,4 +1,4 @@
-"""Counts each fold once Redis has acknowledged it, in the counters of the publisher's record and in the metrics."""
+"""Counts each fold after Redis has acknowledged it, in the counters of the publisher's record and in the metrics."""
 
 from __future__ import annotations
 
@@ -107,6 +107,6 @@ class Counts:
         dropped, self._waiting_dropped = all_dropped - self._waiting_dropped, all_dropped
         counters["waiting_dropped"] += dropped
         metrics.waiting_dropped.inc(dropped)
-        # In the record, so that a worker that takes over knows how many blocks are lost.
+        # These counters go into the record, so a worker that takes over knows how many blocks are lost.
         counters["waiting"] = resolver.waiting.blocks + len(resolver.objects)
         counters[MISSING] = resolver.unknown

@@ -1,8 +1,9 @@
 """Keeps the block memories of publishers between requests of ``POST /events``.
 
 A request holds the lease of its publisher only while it applies. A memory is valid only while no other process takes
-that lease. It is used again if three things are unchanged: the counter of the lease is the next one, the record has the
-same contents, and every shard has had the same number of calls. Otherwise the request reads the blocks from Redis.
+that lease. A request uses it again under three conditions: no lease was taken in between (the counter of the new lease
+is exactly one higher), the record has the same contents, and every shard has counted the same number of calls.
+Otherwise the request reads the blocks from Redis.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class _Kept:
 
 
 class KeptMemories:
-    """Memories by publisher, at most ``bytes_max`` together; the least recently used one goes first."""
+    """Memories by publisher, at most ``bytes_max`` together; the least recently used memory is dropped first."""
 
     def __init__(self, store: Store, bytes_max: int, metrics: Metrics) -> None:
         self._store = store
@@ -47,7 +48,7 @@ class KeptMemories:
         self.bytes = 0
 
     def take(self, grant: Grant, state: StreamState) -> HeldBlocks | None:
-        """The memory of a publisher, if it agrees with Redis. It is kept again only by ``keep``."""
+        """Remove the memory of a publisher, and return it if it agrees with Redis. ``keep`` stores it again."""
         kept = self._pop(grant)
         if kept is None or kept.claim != grant.claim or kept.counter + 1 != grant.counter:
             return None
@@ -56,7 +57,10 @@ class KeptMemories:
         return kept.memory
 
     async def keep(self, grant: Grant, resolver: Resolver) -> None:
-        """Keep what ``resolver`` knows, whose folds Redis has all acknowledged. The lease is still held."""
+        """Keep the memory of ``resolver``.
+
+        Redis has acknowledged all its folds, and the caller still holds the lease.
+        """
         size = resolver.memory.bytes
         if size > self._bytes_max:
             return
@@ -85,7 +89,7 @@ class KeptMemories:
 
 
 def _is_same(before: StreamState, now: StreamState) -> bool:
-    """Whether the record is the one that the memory was made with. Else Redis has lost writes, or a new life began."""
+    """Whether the record is as it was when the memory was kept. Else Redis lost writes, or a new life began."""
     if before.is_damaged or now.is_damaged:
         return False
     return (before.life, before.holders, before.event_ids, before.flags) == (

@@ -1,8 +1,8 @@
 """Keeps engine hashes in groups with a pool, because the events of a pool name blocks by the hashes of its engines.
 
-The stream of an engine keeps which blocks its hashes name. The stream of a pool looks hashes up, also while the pool
-sends nothing. If the pool reports an object before its engine has reported the block, the object is stored later, when
-the block is known.
+The stream of an engine stores, for each of its engine hashes, the block that the hash names. The stream of a pool looks
+hashes up, also while the pool sends no events. If the pool reports an object before its engine has reported the block,
+the object is stored later, when the block is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 KEPT: Final = "hashes_kept"
 """A flag of the record: the hashes of all blocks of this life have been kept."""
 _PAUSE_SECONDS: Final = (1.0, 8.0)
-"""Between two looks for objects that wait; it doubles while none is found."""
+"""The shortest and the longest pause between two look-ups of waiting objects. It doubles while none is found."""
 
 
 class _Answered(Protocol):
@@ -60,24 +60,27 @@ class PoolHashes:
         self._write = keep
         self._keep_facts = keep_facts
         self._blocks: AsyncIterator[list[Reported]] | None = None
-        """Blocks from before the pool was registered, whose hashes are still to be kept."""
+        """The blocks from before the pool was registered whose hashes are not kept yet; None if none is being kept."""
         self._pause, self._due, self._waited = _PAUSE_SECONDS[0], 0.0, 0
 
     async def find(self, batches: Sequence[Batch]) -> None:
-        """Look up which blocks the events of a pool mean."""
+        """Look up which blocks the events of a pool name."""
         await self._look_up(self._resolver.hashes_to_find(batches))
 
     async def keep(self, parts: Sequence[Part]) -> None:
-        """Keep what the engine hashes of new blocks stand for.
+        """Keep the engine hashes of new blocks, before the blocks are applied.
 
-        This is done before the blocks are applied. A worker that takes over does not send such blocks again, so it
-        would not keep their hashes.
+        If this worker stops between the two writes, the next worker writes both again. In the other order the blocks
+        would look done, and their hashes would be missing.
         """
         if self.is_wanted:
             await self._keep(await self._slices.run(_reported(parts)))
 
     async def tick(self, watermark: int | None) -> None:
-        """Do what is due between folds; ``watermark`` is the one that Redis has."""
+        """Between folds: look up the waiting objects of a pool, or keep hashes of an engine's older blocks.
+
+        ``watermark`` is the watermark in Redis.
+        """
         if self._resolver.registration.scope == "shared":
             await self._look_again(watermark)
         else:
@@ -112,7 +115,7 @@ class PoolHashes:
         if self.is_wanted == (KEPT in flags):
             return
         if not self.is_wanted:
-            # What comes from now on is not kept.
+            # The group has no pool now, so hashes of new blocks are not kept.
             self._blocks = None
             flags.discard(KEPT)
             await self._keep_facts()

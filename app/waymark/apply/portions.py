@@ -1,4 +1,4 @@
-"""Cuts a large fold into portions, so that one call to Redis is bounded, however large a batch is.
+"""Cuts a large fold into portions, so that each call to Redis is bounded, however large a batch is.
 
 An ordinary fold is one portion. Each portion waits for Redis, so the event loop runs other tasks in between.
 """

@@ -1,4 +1,4 @@
-"""An applier's calls to Redis: repeated while Redis is unavailable, and over once another worker has the stream."""
+"""An applier's calls to Redis: repeated while Redis is unavailable, until another worker has the stream."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _PAUSE_SECONDS_MAX = 1.0
 
 
 class Fenced(Exception):
-    """Another worker has the stream, or Redis has lost writes to it. In both cases the state here is invalid."""
+    """Another worker has the stream, or Redis has lost writes to it. In both cases the applier's memory is invalid."""
 
 
 class RedisCalls:
     """With ``is_patient`` a call waits for Redis; else it raises."""
 
     def __init__(self, metrics: Metrics, begin: Callable[[], None], *, is_patient: bool) -> None:
-        """``begin`` is called after each reply: the process has just been idle."""
+        """``begin`` is called after each reply, because the event loop has just run other callbacks."""
         self.is_patient = is_patient
         self.last_error: str | None = None
-        """Why Redis does not answer; None while it does."""
+        """Why Redis does not answer; None while it answers."""
         self._metrics = metrics
         self._begin = begin
 
@@ -62,6 +62,6 @@ class RedisCalls:
                 return reply
 
     async def accepted(self, call: Callable[[], Awaitable[bool]]) -> None:
-        """As ``answered``, for a call whose reply is False where another worker has the stream. Raises Fenced then."""
+        """As ``answered``, for a call that returns False if another worker has the stream. Raises Fenced then."""
         if not await self.answered(call):
             raise Fenced

@@ -1,4 +1,4 @@
-"""Makes the applier of a stream from the stream's record, and from the memory of the process or the blocks in Redis."""
+"""Makes the applier of a stream: from its record in Redis, and from its blocks in this process or in Redis."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def resumed(
     """Return an applier with the state in the stream's record, and that state. Raises Fenced if there is no record.
 
     ``foreign_ranks`` are the ranks of the instance with their own registration. A damaged record begins a new life.
-    The blocks of the stream come from ``kept`` where they are there, else from Redis.
+    If ``kept`` has the blocks of the stream, the applier uses these; else it reads them from Redis.
     """
     state = await store.records.read(grant)
     if state is None:
@@ -50,7 +50,7 @@ async def resumed(
         waiting_blocks=options.waiting_blocks,
         foreign_ranks=foreign_ranks,
         memory=memory,
-        # A source of opaque prefixes has no blocks, and bounds of its own.
+        # A source of opaque prefixes has no blocks. It has its own bounds.
         bounds=Bounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
         reads_windows=options.hybrid == "boundary",
     )
@@ -62,7 +62,7 @@ async def resumed(
         has_skipped = resolver.skip(await store.takeover.fill(grant, ranks, resolver.memory), state.watermark)
     counters = Counter(state.counters)
     resolver.missing = counters[MISSING]
-    # Blocks that waited for their parents were only in the memory of the process before.
+    # Only the previous process had the blocks that waited for their parents, so they are lost now.
     counters["waiting_lost"] += counters["waiting"]
     counters["waiting"] = 0
     applier = Applier(
@@ -77,7 +77,8 @@ async def resumed(
         if state is None:
             raise Fenced
     elif has_skipped and KEPT in resolver.flags:
-        # Shard 0 may have lost the hashes of blocks that another shard has, and that are skipped.
+        # Shard 0 may have lost engine hashes of blocks on other shards. ``skip`` leaves these blocks out, so their
+        # hashes would not be written again.
         resolver.flags.discard(KEPT)
         await applier.keep_facts()
     await applier.bounding.check(at_once=True)

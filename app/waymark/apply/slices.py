@@ -12,7 +12,7 @@ from waymark.domain.slices import Slices
 T = TypeVar("T")
 
 SLICE_SECONDS = 0.003
-"""Seconds of computing after which the event loop runs other callbacks; the slice under way may take 2 ms more."""
+"""Seconds of computing after which the event loop runs other callbacks; the current slice may take 2 ms more."""
 
 
 class SliceRunner:
@@ -31,7 +31,7 @@ class SliceRunner:
         self._until = self._clock() + SLICE_SECONDS
 
     async def run(self, work: Slices[T]) -> T:
-        """Run ``work`` to its end, and return what it returns."""
+        """Run ``work`` to its end, and return its result."""
         while True:
             try:
                 next(work)
