@@ -439,7 +439,7 @@ def short_path() -> Iterator[Path]:
 async def _bench(url: str, directory: Path) -> AsyncIterator[Bench]:
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("waymark.ingest.stream._REPORT_SECONDS", 0.1)
+        patch.setattr("waymark.ingest.status_reporter._REPORT_SECONDS", 0.1)
         bench = Bench(url, directory, stack)
         stack.push_async_callback(bench.store.close)
         yield bench

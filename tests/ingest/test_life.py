@@ -149,7 +149,7 @@ async def test_another_block_size_is_said_once_per_stream(bench: Bench, caplog: 
 
 
 async def test_counters_go_on_where_the_last_worker_stopped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("waymark.ingest.stream._REPORT_SECONDS", 60.0)
+    monkeypatch.setattr("waymark.ingest.status_reporter._REPORT_SECONDS", 60.0)
     worker = await bench.worker("worker-1", options=WITHOUT_PROBES)
     pod = await bench.pod()
     await pod.caught_up()
@@ -167,7 +167,7 @@ async def test_counters_go_on_where_the_last_worker_stopped(bench: Bench, monkey
     await worker.stop()  # what it counted last is written as it leaves
     counters = (await pod.state()).counters
     assert (counters["stale_batches"], counters["frames_malformed"]) == (2, 1)
-    monkeypatch.setattr("waymark.ingest.stream._REPORT_SECONDS", 0.1)
+    monkeypatch.setattr("waymark.ingest.status_reporter._REPORT_SECONDS", 0.1)
     await bench.worker("worker-2", options=WITHOUT_PROBES)
     await pod.subscribed()
     await pod.counted(replays__complete=4)

@@ -147,7 +147,9 @@ async def test_a_write_pause_and_a_stopped_worker_lose_no_event(
 ) -> None:
     """The same with nothing replaced: Redis holds all writes back, and the worker is stopped meanwhile."""
     bench = own_bench
-    monkeypatch.setattr("waymark.ingest.stream._REPORT_SECONDS", 1.0)  # as by default: the last report comes through
+    monkeypatch.setattr(
+        "waymark.ingest.status_reporter._REPORT_SECONDS", 1.0
+    )  # as by default: the last report comes through
     first = await bench.worker("worker-1", options=WITHOUT_PROBES, fold_batches=1)
     pod = await standard_pod(bench)
     await pod.caught_up()

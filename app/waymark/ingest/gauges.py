@@ -22,7 +22,8 @@ from waymark.store.pacing import Pacer
 class ServedStream(Protocol):
     """What a worker applies: frames of a socket, or an event stream over HTTP."""
 
-    status: StreamStatus
+    @property
+    def status(self) -> StreamStatus: ...
 
     @property
     def buffered(self) -> tuple[int, int]:

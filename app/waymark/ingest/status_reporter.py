@@ -1,4 +1,4 @@
-"""Writes reports of a stream into its record: status, reasons why it is degraded, counters.
+"""Finds the status of a stream, and writes reports into its record: status, reasons why it is degraded, counters.
 
 A report has only what has changed since the last one, so an idle stream causes no writes. A report may be written while
 a fold is being applied, and may be the last one of its worker. So it has nothing that is true only once the fold is
@@ -7,23 +7,102 @@ applied: the script that applies the fold moves the watermark and event_ids, and
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
+from waymark.apply.redis_calls import Fenced
+from waymark.domain.status import StreamStatus
 from waymark.ingest.life import Life
 from waymark.ingest.reasons import REASONS
+from waymark.ingest.replaying import Replaying
 from waymark.ingest.subscriber import Subscriber
+from waymark.logs import fields
 from waymark.store.records import Facts
+
+log = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 1.0
+
+_MIXED = (
+    "frames of several topics or ranks come with counters of their own; "
+    'register this publisher with "sequence": "rank", or register each publisher behind it'
+)
+_REFUSED = (
+    "its connection was ended for a message of more than {} bytes, four times WAYMARK_FRAME_BYTES_MAX, or for bytes "
+    "that are not ZMTP; it is tried again later"
+)
 
 
 class StatusReporter:
-    def __init__(self, life: Life, subscriber: Subscriber) -> None:
+    def __init__(self, life: Life, subscriber: Subscriber, replaying: Replaying, *, message_bytes_max: int) -> None:
+        self.status = StreamStatus.PENDING
+        """That of the last report."""
+        self.is_mixed = False
+        """Frames come with several counters: the stream has failed."""
         self._life = life
         self._subscriber = subscriber
+        self._replaying = replaying
+        self._message_bytes_max = message_bytes_max
+        self._reported = 0.0
         self._dropped = self._malformed = 0
         self._facts: Facts = {}
         self._counts: dict[str, int] = {}
         self._life_number = life.begun
 
-    async def report(self, status: str, error: str | None) -> None:
-        """Write what is new; ``error`` is said instead of the reasons of a degraded stream."""
+    def fail(self) -> None:
+        """Frames come with several counters, which nothing but another registration mends."""
+        self.is_mixed = True
+        log.error("stream failed", extra=fields(stream=self._life.name, error=_MIXED))
+
+    async def report(self, now: float) -> None:
+        """Write what is new, if the status has changed, or the last report was a while ago."""
+        status = self._current_status()
+        if status == self.status and now - self._reported <= _REPORT_SECONDS:
+            return
+        self._reported = now
+        if status != self.status:
+            log.info(
+                "stream status changed",
+                extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons)),
+            )
+            self.status = status
+        await self._write()
+
+    async def report_last(self) -> None:
+        """Write what was counted since the last report, if Redis answers at once."""
+        try:
+            async with asyncio.timeout(_REPORT_SECONDS):
+                await self._write()
+        except (TimeoutError, Fenced):
+            log.debug("last counters not written", extra=fields(stream=self._life.name))
+
+    def _current_status(self) -> StreamStatus:
+        if self._error is not None:
+            return StreamStatus.FAILED
+        if self._life.is_lost:
+            return StreamStatus.LOST
+        if not self._subscriber.is_connected:
+            return StreamStatus.PENDING
+        if self._replaying.is_running:
+            return StreamStatus.REPLAYING
+        return StreamStatus.DEGRADED if self._life.reasons else StreamStatus.ACTIVE
+
+    @property
+    def _error(self) -> str | None:
+        """Why the stream is failed; None where it is not."""
+        if self.is_mixed:
+            return _MIXED
+        return _REFUSED.format(self._message_bytes_max) if self._subscriber.is_refused else None
+
+    @property
+    def _problem(self) -> str | None:
+        """What a person should read first: why the stream has failed, or why it has no connection."""
+        if self._error is not None or self._subscriber.is_connected:
+            return self._error
+        return self._subscriber.failure
+
+    async def _write(self) -> None:
+        """Write what is new; an error stands in the place of the reasons of a degraded stream."""
         life = self._life
         dropped, malformed = self._subscriber.dropped, self._subscriber.malformed
         life.count("buffer_dropped", dropped - self._dropped)
@@ -34,7 +113,7 @@ class StatusReporter:
             # The script that began the life has taken counters of the last one out.
             self._counts.clear()
             self._life_number = life.begun
-        facts: Facts = {"status": status, "last_error": error or reasons}
+        facts: Facts = {"status": self.status, "last_error": self._problem or reasons}
         has_news = self._facts != facts or life.has_written_status
         counts = {name: n for name, n in life.counters.items() if self._counts.get(name) != n}
         if has_news or counts:

@@ -34,17 +34,7 @@ from waymark.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
-_REPORT_SECONDS = 1.0
 _SETTLE_TRIES = 2
-
-_MIXED = (
-    "frames of several topics or ranks come with counters of their own; "
-    'register this publisher with "sequence": "rank", or register each publisher behind it'
-)
-_REFUSED = (
-    "its connection was ended for a message of more than {} bytes, four times WAYMARK_FRAME_BYTES_MAX, or for bytes "
-    "that are not ZMTP; it is tried again later"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +62,6 @@ class Stream:
     ) -> None:
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
-        self.status = StreamStatus.PENDING
         self._life = life
         self._options = options
         self._registration = registration
@@ -100,7 +89,6 @@ class Stream:
             tick=self._tick,
             wake=self._subscriber.wake,
         )
-        self._is_failed = False
         self._silent_until = 0.0
         self._answered: int | None = None
         """The number of the life whose replay the publisher has answered to the end; None after any other outcome."""
@@ -108,9 +96,10 @@ class Stream:
         self._heard = now
         self._down_since: float | None = now
         self._renewed = now
-        self._reported = 0.0
         self._dropped_asked = 0
-        self._reporter = StatusReporter(life, self._subscriber)
+        self._reporter = StatusReporter(
+            life, self._subscriber, self._replaying, message_bytes_max=options.message_bytes_max
+        )
 
     # ---- the loop ----------------------------------------------------------------------------------
 
@@ -135,10 +124,15 @@ class Stream:
                 "another worker took the stream, or its registration changed", extra=fields(stream=self._life.name)
             )
         except asyncio.CancelledError:
-            await self._last_report()
+            await self._reporter.report_last()
             raise
         finally:
             self._replaying.drop()
+
+    @property
+    def status(self) -> StreamStatus:
+        """That of the last report."""
+        return self._reporter.status
 
     @property
     def buffered(self) -> tuple[int, int]:
@@ -180,52 +174,7 @@ class Stream:
         was_there = self._connection > 0 or bool(life.applier.resolver.holders)
         if is_away and options.publisher_timeout and not life.is_lost and was_there:
             await life.lost()
-        status = self._current_status()
-        if status != self.status or now - self._reported > _REPORT_SECONDS:
-            await self._report(status, now)
-
-    def _current_status(self) -> StreamStatus:
-        if self._error is not None:
-            return StreamStatus.FAILED
-        if self._life.is_lost:
-            return StreamStatus.LOST
-        if not self._subscriber.is_connected:
-            return StreamStatus.PENDING
-        if self._replaying.is_running:
-            return StreamStatus.REPLAYING
-        return StreamStatus.DEGRADED if self._life.reasons else StreamStatus.ACTIVE
-
-    @property
-    def _error(self) -> str | None:
-        """Why the stream is failed; None where it is not."""
-        if self._is_failed:
-            return _MIXED
-        return _REFUSED.format(self._options.message_bytes_max) if self._subscriber.is_refused else None
-
-    @property
-    def _problem(self) -> str | None:
-        """What a person should read first: why the stream has failed, or why it has no connection."""
-        if self._error is not None or self._subscriber.is_connected:
-            return self._error
-        return self._subscriber.failure
-
-    async def _report(self, status: StreamStatus, now: float) -> None:
-        self._reported = now
-        if status != self.status:
-            log.info(
-                "stream status changed",
-                extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons)),
-            )
-            self.status = status
-        await self._reporter.report(status, self._problem)
-
-    async def _last_report(self) -> None:
-        """Write what was counted since the last report, if Redis answers at once."""
-        try:
-            async with asyncio.timeout(_REPORT_SECONDS):
-                await self._reporter.report(self.status, self._problem)
-        except (TimeoutError, Fenced):
-            log.debug("last counters not written", extra=fields(stream=self._life.name))
+        await self._reporter.report(now)
 
     # ---- live frames -------------------------------------------------------------------------------
 
@@ -243,7 +192,7 @@ class Stream:
             # After a replay the buffer may be full of what the replay has brought. To decode large frames takes long.
             is_known = life.opened_at is None and life.order.is_behind(frame.seq)
             incoming = await life.decoder.decode(frame.seq, frame.payload, frame.topic, is_known=is_known)
-            if incoming is None or self._is_failed:
+            if incoming is None or self._reporter.is_mixed:
                 continue
             if self._registration.sequence == "rank":
                 await self._rank_streams.live(frame, incoming)
@@ -255,8 +204,7 @@ class Stream:
                 judgement = await self._settle(judgement, incoming)
                 life.order.last_live = frame.seq
             if judgement is Judgement.MIXED:
-                self._is_failed = True
-                log.error("stream failed", extra=fields(stream=life.name, error=_MIXED))
+                self._reporter.fail()
             elif judgement is Judgement.STALE:
                 life.count("stale_batches")
             else:
@@ -320,7 +268,7 @@ class Stream:
         """
         endpoint, life, options = self._registration.replay_endpoint, self._life, self._options
         dropped, self._dropped_asked = self._subscriber.dropped - self._dropped_asked, self._subscriber.dropped
-        if self._is_failed:
+        if self._reporter.is_mixed:
             self._replaying.drop()
             return
         if endpoint is None or not self._registration.can_replay:
