@@ -68,7 +68,7 @@ ELSEWHERE = {
     "ingest.sweeping:Pace": "how long steps have taken",
     "ingest.status_reporter:StatusReporter": "one stream, under one grant",
     "store.activity:Activity._waiting": "entries that are still to be written",
-    "store.records:PublisherState": "one answer",
+    "store.publisher_states:PublisherState": "one answer",
     "store.holder_tables:_holder": "what a record says, by its bytes",
     "store.holder_tables:_row": "what a record says, by its bytes",
     "selection.degraded:Degraded": "what was known last, to decide by while Redis is away",

@@ -47,7 +47,7 @@ RETIRED_NAMES = {
     **{"birth": "incarnation", "beat": "heartbeat"},
 }
 #: Names of scripts, which stay, are names of the functions that call them.
-SCRIPT_NAMES = {"beat": ("app/waymark/store/scripts.py", "app/waymark/store/records.py", "tests/lua/test_beat.py")}
+SCRIPT_NAMES = {"beat": ("app/waymark/store/scripts.py", "app/waymark/store/heartbeats.py", "tests/lua/test_beat.py")}
 #: Names of the standard library: nobody else defines them.
 STANDARD_NAMES = {"Sequence", "Path", "Mapping", "Iterable"}
 #: Any of them, to read most texts once only.

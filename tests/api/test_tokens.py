@@ -332,7 +332,7 @@ def test_every_path_has_its_body_here() -> None:
 async def everything(store: Store) -> list[Any]:
     """What the other tenant has."""
     claims = [each for each in await store.directory.claims() if each.registration.tenant_id == SECRET]
-    states = await store.records.publisher_states(claims)
+    states = await store.publisher_states.of(claims)
     return [claims, [state.blocks for state in states], [state.status for state in states]]
 
 

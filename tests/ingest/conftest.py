@@ -42,7 +42,7 @@ from waymark.simulator import Prompt, SimulatedEngine, build_engine
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.holder_tables import decode_table
-from waymark.store.records import PublisherState
+from waymark.store.publisher_states import PublisherState
 from waymark.store.store import Store
 
 GROUP = GroupName("default", "m")
@@ -361,7 +361,7 @@ class Bench:
 
     async def state(self, name: PublisherName) -> PublisherState:
         claims = [claim for claim in await self.store.directory.claims() if claim.registration.name == name]
-        (state,) = await self.store.records.publisher_states(claims)
+        (state,) = await self.store.publisher_states.of(claims)
         return state
 
     async def record(self, name: PublisherName) -> dict[str, str]:

@@ -183,7 +183,7 @@ async def test_a_rule_holds_from_the_socket_to_redis(bench: Bench, rule: Rule) -
         (claim,) = await bench.store.directory.claims()
 
         async def is_told() -> bool:
-            (state,) = await bench.store.records.publisher_states([claim])
+            (state,) = await bench.store.publisher_states.of([claim])
             is_counted = all(state.counters.get(name, 0) == n for name, n in rule.counted.items())
             return state.watermark == len(rule.batches) - 1 and is_counted
 

@@ -91,7 +91,7 @@ async def live(client: RedisClient, redis: Redis) -> None:
     """Everything that happens to publishers, on one shard and on three."""
     one, three = Store(client), Store(client, shards=3)
     await one.records.incarnation()
-    await one.records.alive("worker-1", keep_seconds=60)
+    await one.heartbeats.alive("worker-1", keep_seconds=60)
     state = DiscoveryState("worker-1", 2, 1, ("pod a: it has no block_size",))
     assert await one.discovery.hold(state, 60)
     assert await one.discovery.state() == state
@@ -117,7 +117,7 @@ async def live(client: RedisClient, redis: Redis) -> None:
         await claim_comes
     await redis.hdel(keys.PUBLISHERS, keys.publisher_field(lost.claim.registration.name).decode())
     assert await one.unclaimed.end(Unclaimed(lost.publisher, lost.group_id, lost.shards))
-    await one.records.alive("worker-1", keep_seconds=60, is_leaving=True)
+    await one.heartbeats.alive("worker-1", keep_seconds=60, is_leaving=True)
 
 
 async def unmarked(grant: Grant, store: Store) -> None:
@@ -335,7 +335,7 @@ async def test_every_command_of_the_tour_answers_something(redis_url: str) -> No
         client = RedisClient(redis, redis_url)
         store = Store(client)
         await store.records.incarnation()
-        await store.records.alive("worker-1", keep_seconds=60)
+        await store.heartbeats.alive("worker-1", keep_seconds=60)
         stream = await stream_of(store, redis, ids_above=28114406051233)
         (gpu, cpu) = await stream.begin("0 GPU", "0 CPU")
         await stream.apply(stored(gpu, [0xCB39AC69B63E3C9C]))

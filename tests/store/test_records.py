@@ -96,7 +96,7 @@ async def test_workers_tells_status_watermark_lag_and_blocks_by_medium(
     await store.records.write(stream.grant, {"status": "degraded", "last_error": "no replay"}, counters)
     await store.registry.register(registration("pod-2"))
 
-    first, second = await store.records.publisher_states(await store.directory.claims())
+    first, second = await store.publisher_states.of(await store.directory.claims())
     assert (first.registration, first.id, first.group_id) == (registration(), 1, 1)
     assert (first.status, first.watermark, first.counters) == ("degraded", 8, {"gaps": 1})
     assert (first.last_error, first.worker) == ("no replay", "worker-1")
@@ -109,14 +109,14 @@ async def test_workers_tells_status_watermark_lag_and_blocks_by_medium(
 
 
 async def test_without_publishers_there_is_nothing_to_tell(store: Store) -> None:
-    assert await store.records.publisher_states([]) == []
+    assert await store.publisher_states.of([]) == []
 
 
 async def test_workers_that_are_alive_know_of_each_other(store: Store) -> None:
-    assert await store.records.alive("a", keep_seconds=60) == ["a"]
-    assert await store.records.alive("b", keep_seconds=60) == ["a", "b"]
-    assert await store.records.alive("a", keep_seconds=60, is_leaving=True) == ["b"]
-    assert await store.records.alive("", keep_seconds=60) == ["b"]
+    assert await store.heartbeats.alive("a", keep_seconds=60) == ["a"]
+    assert await store.heartbeats.alive("b", keep_seconds=60) == ["a", "b"]
+    assert await store.heartbeats.alive("a", keep_seconds=60, is_leaving=True) == ["b"]
+    assert await store.heartbeats.alive("", keep_seconds=60) == ["b"]
 
 
 async def test_a_redis_that_came_back_empty_has_another_incarnation(store: Store, redis: Redis) -> None:

@@ -18,7 +18,7 @@ from waymark.domain.prefixes import DEFAULT
 from waymark.domain.status import StreamStatus
 from waymark.routing.presets import PRESETS
 from waymark.settings import Settings
-from waymark.store.records import PublisherState
+from waymark.store.publisher_states import PublisherState
 from waymark.store.store import Store
 
 _CONNECTED = frozenset({StreamStatus.ACTIVE, StreamStatus.REPLAYING, StreamStatus.DEGRADED})

@@ -15,7 +15,7 @@ from waymark.api.dynamo_schemas import PeerRequest
 from waymark.api.views import publisher_states
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue, NotFound
-from waymark.store.records import PublisherState
+from waymark.store.publisher_states import PublisherState
 from waymark.store.store import Store
 
 NOTE = {"X-Waymark-Note": "nothing to recover: the index is in Redis, and every replica reads it there"}

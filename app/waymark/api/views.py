@@ -13,7 +13,7 @@ from waymark.api.bodies import Body
 from waymark.api.tokens_file import Caller
 from waymark.domain.names import Registration
 from waymark.inspection.complaint import Complaints
-from waymark.store.records import PublisherState
+from waymark.store.publisher_states import PublisherState
 from waymark.store.reservations import NO_LOAD, Load
 from waymark.store.store import Store
 
@@ -35,7 +35,7 @@ class Views:
     async def workers(self, body: Body) -> Answer:
         states = await publisher_states(self._store, body.caller)
         streams = Counter(state.worker for state in states)
-        alive = await self._store.records.heartbeat("", keep_seconds=WORKER_SECONDS)
+        alive = await self._store.heartbeats.report("", keep_seconds=WORKER_SECONDS)
         workers = [{"id": worker, "streams": streams[worker], "streams_max": alive[worker]} for worker in alive]
         complaints = Complaints(states, alive)
         await self._store.directory.groups()  # for those that cannot be read
@@ -98,7 +98,7 @@ async def publisher_states(store: Store, caller: Caller) -> list[PublisherState]
         for claim in await store.directory.claims()
         if not claim.is_leaving and caller.has(claim.registration.tenant_id)
     ]
-    return await store.records.publisher_states(claims)
+    return await store.publisher_states.of(claims)
 
 
 def _service(registration: Registration) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from waymark.inspection.inspector import group_text
 from waymark.inspection.status import Server, Status, count, replays
 from waymark.store.discovery import DiscoveryState
 from waymark.store.parsing import Unreadable
-from waymark.store.records import PublisherState
+from waymark.store.publisher_states import PublisherState
 
 STATUS_STYLE = {
     StreamStatus.ACTIVE: "green",

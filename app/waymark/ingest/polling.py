@@ -131,7 +131,7 @@ class Poller:
         return outcomes
 
     async def _poll(self, tasks: asyncio.TaskGroup) -> None:
-        workers = await self._store.records.heartbeat(
+        workers = await self._store.heartbeats.report(
             self._options.worker_id,
             keep_seconds=max(2, int(self._options.stream.lease_seconds)),
             streams_max=self._options.streams_max,
@@ -202,7 +202,7 @@ class Poller:
         now = int(1000 * time.time())
         over = [
             claim
-            for claim, holders in zip(by_http, await self._store.records.holders(by_http), strict=True)
+            for claim, holders in zip(by_http, await self._store.publisher_states.holders(by_http), strict=True)
             if any(bounds.reason_to_end(name, holder, now, cuts.get(claim.group_id, 0)) for name, holder in holders)
         ]
         await self._for_each("end_over", over, self._runner.end_over)

@@ -71,7 +71,7 @@ class Worker:
 
     async def _leave(self) -> None:
         try:
-            await self._store.records.heartbeat(
+            await self._store.heartbeats.report(
                 self._options.worker_id,
                 keep_seconds=60,
                 streams_max=self._options.streams_max,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from waymark.domain.status import StreamStatus
 from waymark.shown import shown
-from waymark.store.records import PublisherState
+from waymark.store.publisher_states import PublisherState
 
 #: Counters of a stream, by their beginning, that count events without effect.
 _REJECTED = ("decode_errors", "frames_malformed", "ignored", "unresolved")

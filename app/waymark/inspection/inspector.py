@@ -21,7 +21,7 @@ from waymark.store.credentials import Credentials
 from waymark.store.directory import GroupEntry
 from waymark.store.holder_tables import decode_table
 from waymark.store.places import holders_of, key_of, values_of
-from waymark.store.records import PublisherState
+from waymark.store.publisher_states import PublisherState
 from waymark.store.store import Store
 
 #: Hash commands in one pipeline, about: Redis answers others between two of them.
@@ -69,7 +69,7 @@ class Inspector:
         states: list[PublisherState] = []
         size = max(1, _PIECE_COMMANDS // max((claim.shards for claim in claims), default=1))
         for start in range(0, len(claims), size):
-            states += await self.store.records.publisher_states(claims[start : start + size])
+            states += await self.store.publisher_states.of(claims[start : start + size])
         return states
 
     async def holders(self, group: Group, block_keys: Sequence[int], *, has_singles: bool) -> list[set[int]]:

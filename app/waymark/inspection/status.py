@@ -22,7 +22,7 @@ from waymark.store import keys
 from waymark.store.discovery import DiscoveryState
 from waymark.store.heartbeats import Heartbeat
 from waymark.store.parsing import Unreadable, lenient_text
-from waymark.store.records import PublisherState
+from waymark.store.publisher_states import PublisherState
 
 #: A worker that has been silent for longer is taken for dead, as ``/workers`` does.
 WORKER_SECONDS = 10

@@ -23,7 +23,7 @@ from waymark.inspection.holding import Holding, not_counted
 from waymark.inspection.inspector import Group, Inspector
 from waymark.shown import shown
 from waymark.store import keys
-from waymark.store.records import PublisherState
+from waymark.store.publisher_states import PublisherState
 
 #: Other readings of a prompt that are tried at most.
 _TRIES_MAX = 64

@@ -1,12 +1,15 @@
-"""Members of ``wm:workers``: a worker's name and, if it is limited, the number of streams that it takes.
+"""Workers report that they are alive, in ``wm:workers``.
 
-Workers divide the streams by computing the same shares, so all of them need every limit. The limit is part of the
-member and expires with it.
+A member has a worker's name and, if it is limited, the number of streams that it takes. Workers divide the streams by
+computing the same shares, so all of them need every limit. The limit is part of the member and expires with it.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from waymark.store import keys
+from waymark.store.scripts import Scripts
 
 #: Not a character of a worker's name.
 _SEPARATOR = "/"
@@ -26,3 +29,24 @@ class Heartbeat(NamedTuple):
         """Parse a member; a limit that cannot be read counts as no limit."""
         worker, _, limit = member.partition(_SEPARATOR)
         return cls(worker, int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 10 else None)
+
+
+class Heartbeats:
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+
+    async def report(
+        self, worker: str, *, keep_seconds: int, streams_max: int | None = None, is_leaving: bool = False
+    ) -> dict[str, int | None]:
+        """Report that ``worker`` is alive, or leaves; '' reports nothing. Returns all workers that are alive.
+
+        The values are each worker's ``streams_max``, None if it has no limit. A worker reports the same
+        ``streams_max`` for as long as it runs.
+        """
+        member = Heartbeat(worker, streams_max).member
+        members = await self._scripts.beat(keys.WORKERS, member, keep_seconds, "1" if is_leaving else "")
+        return dict(map(Heartbeat.of, members))
+
+    async def alive(self, worker: str, *, keep_seconds: int, is_leaving: bool = False) -> list[str]:
+        """As ``report``, for a worker without a limit. Returns only the ids."""
+        return list(await self.report(worker, keep_seconds=keep_seconds, is_leaving=is_leaving))

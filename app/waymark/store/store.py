@@ -24,6 +24,7 @@ from waymark.store.fleet_counts import FleetCounts
 from waymark.store.gauges import EngineGauges
 from waymark.store.hashes import Hashes
 from waymark.store.health import HealthWatch
+from waymark.store.heartbeats import Heartbeats
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.index import Index
@@ -32,6 +33,7 @@ from waymark.store.pacing import Pacer
 from waymark.store.parsing import RecordParser
 from waymark.store.placements import Placements
 from waymark.store.prefixes import Prefixes
+from waymark.store.publisher_states import PublisherStates
 from waymark.store.reader import Reader
 from waymark.store.records import Records
 from waymark.store.registry import Registry
@@ -93,6 +95,8 @@ class Store:
         self.index = Index(client, self.scripts, self.pacer)
         self.takeover = Takeover(client, self.parser)
         self.records = Records(client, self.scripts, self.parser, self.incarnation)
+        self.publisher_states = PublisherStates(client, self.parser)
+        self.heartbeats = Heartbeats(self.scripts)
         self.reservations = Reservations(client, self.scripts, self.begin)
         self.entries = Entries(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)

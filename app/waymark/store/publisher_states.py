@@ -1,0 +1,118 @@
+"""The states of publishers, read from their records for people and for the share of each worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from waymark.domain.names import HolderName, Registration
+from waymark.domain.status import StreamStatus
+from waymark.store import keys
+from waymark.store.claims import Claim
+from waymark.store.client import RedisClient
+from waymark.store.parsing import RecordParser
+from waymark.store.stream_fields import BLOCKS, COUNTER, HOLDER, MISSING, StreamFields
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherState:
+    """A publisher as ``GET /workers`` shows it."""
+
+    registration: Registration
+    id: int
+    group_id: int
+    status: StreamStatus
+    watermark: int | None
+    lag_seconds: float | None
+    """Age of the newest applied batch, by its publisher's clock."""
+    counters: Mapping[str, int]
+    blocks: Mapping[str, int]
+    """Blocks held, by medium."""
+    last_error: str | None
+    worker: str | None
+    prefixes: Mapping[str, int] = field(default_factory=dict)
+    """Opaque prefixes held, by medium."""
+
+    @property
+    def known(self) -> float | None:
+        """The share of the publisher's blocks in this life that the index knows, as far as its events show.
+
+        None if it has reported no block.
+        """
+        there = sum(self.blocks.values())
+        told = there + self.counters.get(MISSING, 0)
+        return round(there / told, 4) if told else None
+
+
+class PublisherStates:
+    """A record that cannot be read counts as one without fields."""
+
+    def __init__(self, client: RedisClient, parser: RecordParser) -> None:
+        self._client = client
+        self._parser = parser
+
+    async def of(self, claims: Sequence[Claim]) -> list[PublisherState]:
+        """One state per claim, in their order; without a readable record, a state has the values of the claim."""
+        now = time.time()
+        names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
+        replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
+        records = [StreamFields(self._parser, name, _pairs(reply)) for name, reply in zip(names, replies, strict=True)]
+        prefixes = await self._opaque_prefixes(claims, records)
+        states: list[PublisherState] = []
+        for claim, fields, opaque in zip(claims, records, prefixes, strict=True):
+            fields.is_of_this_format()
+            ts = fields.number("ts")
+            counters = fields.integers(COUNTER, str)
+            held = {name.medium: 0 for name in fields.integers(HOLDER, HolderName.parse)}
+            for medium in held:
+                held[medium] = counters.pop(BLOCKS + medium, 0)
+            states.append(
+                PublisherState(
+                    registration=claim.registration,
+                    id=claim.publisher,
+                    group_id=claim.group_id,
+                    status=fields.status(),
+                    watermark=fields.integer("watermark"),
+                    lag_seconds=None if ts is None else max(0.0, now - ts),
+                    counters={name: n for name, n in counters.items() if not name.startswith(BLOCKS)},
+                    blocks=held,
+                    last_error=fields.text("last_error") or None,
+                    worker=fields.text("worker") if fields.has("worker") else None,
+                    prefixes=opaque,
+                )
+            )
+        return states
+
+    async def holders(self, claims: Sequence[Claim]) -> list[list[tuple[HolderName, int]]]:
+        """The live holders of each claim, as far as they can be read."""
+        names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
+        replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
+        return [
+            list(StreamFields(self._parser, name, _pairs(reply)).integers(HOLDER, HolderName.parse).items())
+            for name, reply in zip(names, replies, strict=True)
+        ]
+
+    async def _opaque_prefixes(
+        self, claims: Sequence[Claim], records: Sequence[StreamFields]
+    ) -> list[Mapping[str, int]]:
+        """How many opaque prefixes each publisher holds, by medium; empty for a publisher that names none."""
+        now = int(1000 * time.time())
+        held = [
+            fields.integers(HOLDER, HolderName.parse) if claim.registration.kind.traits.is_opaque else {}
+            for claim, fields in zip(claims, records, strict=True)
+        ]
+        commands = [
+            ("ZCOUNT", keys.opaque_prefixes(claim.group_id, holder), now, "+inf")
+            for claim, holders in zip(claims, held, strict=True)
+            for holder in holders.values()
+        ]
+        counts = iter(await self._client.several(commands, is_lenient=True) if commands else ())
+        return [{name.medium: next(counts) or 0 for name in holders} for holders in held]
+
+
+def _pairs(reply: list[bytes] | dict[bytes, bytes] | None) -> Mapping[bytes, bytes] | None:
+    """The reply to an HGETALL in a pipeline of raw commands, which the client returns as a flat list or as a dict."""
+    if reply is None or isinstance(reply, dict):
+        return reply
+    return dict(zip(reply[::2], reply[1::2], strict=True))
