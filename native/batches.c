@@ -14,6 +14,7 @@ static const Name stored_tag = NAME("BlockStored"), removed_tag = NAME("BlockRem
 
 /* ---- events -------------------------------------------------------------------------------------- */
 
+/* A store, from its fields. */
 static Outcome read_stored(Batch *batch, const Event *fields, PlainEvent *event)
 {
     Value adapter;
@@ -41,6 +42,7 @@ static Outcome read_stored(Batch *batch, const Event *fields, PlainEvent *event)
     return outcome;
 }
 
+/* A removal, from its fields. */
 static Outcome read_removed(Batch *batch, const Event *fields, PlainEvent *event)
 {
     event->kind = REMOVAL;

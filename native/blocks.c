@@ -2,11 +2,13 @@
 
 #include "blocks.h"
 
+/* Of the index by engine hash. */
 static uint64_t hash_spread_of(const void *known, uint32_t number)
 {
     return spread(block_at(known, number)->hash);
 }
 
+/* Of the index by key. */
 static uint64_t key_spread_of(const void *known, uint32_t number)
 {
     return spread(block_at(known, number)->key);
@@ -126,6 +128,7 @@ int lead_block(KnownBlocks *known, uint32_t number)
     return 1;
 }
 
+/* For qsort, ascending. */
 static int compare_numbers(const void *one, const void *other)
 {
     const uint64_t a = *(const uint64_t *)one, b = *(const uint64_t *)other;

@@ -30,12 +30,13 @@ typedef struct {
     Index by_hash, by_key;
 } KnownBlocks;
 
+/* The block with a number, which is one of those that are here or free. */
 static inline Block *block_at(const KnownBlocks *known, uint32_t number)
 {
     return &known->chunks[number / CHUNK_BLOCKS][number % CHUNK_BLOCKS];
 }
 
-/* The block with an engine hash, or with a key; -1 where there is none. */
+/* The number of the block with an engine hash; -1 where there is none. */
 static inline int64_t find_hash(KnownBlocks *known, uint64_t hash)
 {
     Search search = begin_search(&known->by_hash, spread(hash));
@@ -45,6 +46,7 @@ static inline int64_t find_hash(KnownBlocks *known, uint64_t hash)
     return found;
 }
 
+/* The number of the first block with a key; -1 where there is none. */
 static inline int64_t find_key(KnownBlocks *known, uint64_t key)
 {
     Search search = begin_search(&known->by_key, spread(key));

@@ -20,6 +20,7 @@
 #define as_big64(number) (number)
 #endif
 
+/* The number in the bytes at `at`, the lowest first. */
 static inline uint64_t load_little64(const void *at)
 {
     uint64_t number;
@@ -27,6 +28,7 @@ static inline uint64_t load_little64(const void *at)
     return as_little64(number);
 }
 
+/* The same of four bytes. */
 static inline uint32_t load_little32(const void *at)
 {
     uint32_t number;
@@ -34,18 +36,21 @@ static inline uint32_t load_little32(const void *at)
     return as_little32(number);
 }
 
+/* Eight bytes, the lowest first, to `at`. */
 static inline void store_little64(void *at, uint64_t number)
 {
     number = as_little64(number);
     memcpy(at, &number, sizeof number);
 }
 
+/* The same with four bytes. */
 static inline void store_little32(void *at, uint32_t number)
 {
     number = as_little32(number);
     memcpy(at, &number, sizeof number);
 }
 
+/* The number in eight bytes, the highest first. */
 static inline uint64_t load_big64(const void *at)
 {
     uint64_t number;
@@ -53,6 +58,7 @@ static inline uint64_t load_big64(const void *at)
     return as_big64(number);
 }
 
+/* Eight bytes, the highest first, to `at`. */
 static inline void store_big64(void *at, uint64_t number)
 {
     number = as_big64(number);

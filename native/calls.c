@@ -8,6 +8,27 @@ enum {
     BUCKETS = 1024,   /* more than twice the rows of a call */
 };
 
+/* The end of the parts from `start` on that go together: one, and more within the bounds. */
+static size_t end_of(const Parts *parts, size_t start, size_t parts_max, size_t blocks_max)
+{
+    size_t end = start, blocks = 0;
+    for (; end < parts->count; end++) {
+        blocks += parts->parts[end].count;
+        if (end > start && (end - start >= parts_max || blocks > blocks_max))
+            break;
+    }
+    return end;
+}
+
+/* end(start: int, parts_max: int, blocks_max: int) -> int: the end of the parts from `start` on that go together */
+PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    size_t bounds[3] = {0};
+    if (!has_arguments("end", nargs, 3) || !read_bounds(args, 3, bounds))
+        return NULL;
+    return PyLong_FromSize_t(end_of((Parts *)self, bounds[0], bounds[1], bounds[2]));
+}
+
 /* The numbers that a call gives to what its parts name, from 1, in the order in which they are named. */
 typedef struct {
     uint64_t holders[CALL_PARTS], seqs[CALL_PARTS];
@@ -73,6 +94,7 @@ static PyObject *join_copies(const Part *part)
     return joined;
 }
 
+/* Two bytes, the highest first. */
 static void store_big16(char *at, uint16_t number)
 {
     at[0] = (char)(number >> 8);

@@ -41,6 +41,7 @@ Events *new_events(PyObject *stored, PyObject *removed, PyObject *cleared)
 
 /* ---- objects ------------------------------------------------------------------------------------- */
 
+/* Hashes as a tuple of numbers. */
 static PyObject *hashes_as_tuple(const uint64_t *hashes, size_t count)
 {
     PyObject *found = PyTuple_New((Py_ssize_t)count);
@@ -66,6 +67,7 @@ static PyObject *build_owned(PyTypeObject *type, PyObject *const *names, PyObjec
     return found;
 }
 
+/* A store as a Stored. */
 static PyObject *make_stored(const Events *events, const PlainEvent *event)
 {
     /* In the order of stored_names; what is borrowed stands behind the rest. */
@@ -92,6 +94,7 @@ static PyObject *make_stored(const Events *events, const PlainEvent *event)
     return build_owned(events->stored, stored_attributes, values, STORED_ATTRIBUTES, OWNED);
 }
 
+/* A removal as a Removed. */
 static PyObject *make_removed(const Events *events, const PlainEvent *event)
 {
     enum { OWNED = 4 };
@@ -172,11 +175,13 @@ int stay_together(Events *events)
 
 /* ---- the type ------------------------------------------------------------------------------------ */
 
+/* len(events) */
 static Py_ssize_t events_length(PyObject *self)
 {
     return (Py_ssize_t)((Events *)self)->count;
 }
 
+/* events[number], from 0 */
 static PyObject *events_item(PyObject *self, Py_ssize_t at)
 {
     const Events *events = (Events *)self;
@@ -238,6 +243,7 @@ static PyObject *events_hashes(PyObject *self, PyObject *const *args, Py_ssize_t
     return found;
 }
 
+/* Lets go what the events and the type itself refer to. */
 static void events_dealloc(PyObject *self)
 {
     Events *events = (Events *)self;

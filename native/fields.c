@@ -21,6 +21,7 @@ static const Name main_attention[] = {NAME("full_attention"), NAME("mla_attentio
 
 /* ---- where they are ------------------------------------------------------------------------------ */
 
+/* Whether a text is ASCII, so that Python and C read it alike. */
 static int is_ascii(const Value *value)
 {
     unsigned char all = 0;
@@ -213,6 +214,7 @@ Outcome read_medium(Batch *batch, const Event *fields, PlainEvent *event)
     return READ;
 }
 
+/* Whether both are texts, with the same bytes. */
 static int is_same_text(const Value *one, const Value *other)
 {
     return one->kind == TEXT && other->kind == TEXT && one->number == other->number &&

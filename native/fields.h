@@ -58,6 +58,7 @@ typedef struct {
 /* What reading comes to. FAILED: with an exception. */
 typedef enum { FAILED = -1, UNUSUAL = 0, READ = 1 } Outcome;
 
+/* Whether a value is a text, and this one. */
 static int is_name(const Value *value, const Name *name)
 {
     return value->kind == TEXT && value->number == name->size && memcmp(value->start, name->text, name->size) == 0;

@@ -47,6 +47,7 @@ static inline uint64_t spread(uint64_t number)
 /* The hash of thing `number` of `owner`; all of its bits count. */
 typedef uint64_t HashOf(const void *owner, uint32_t number);
 
+/* The segment for a hash: by its highest bits. */
 static inline Segment *segment_of(Index *index, uint64_t hash)
 {
     return &index->segments[hash >> (64 - SEGMENT_BITS)];
@@ -58,11 +59,13 @@ static inline uint32_t home_of(const Segment *segment, uint64_t hash)
     return (uint32_t)(((unsigned __int128)(hash << SEGMENT_BITS) * segment->capacity) >> 64);
 }
 
+/* The slot behind `at`; the first one follows the last. */
 static inline uint32_t next_slot(const Segment *segment, uint32_t at)
 {
     return at + 1 == segment->capacity ? 0 : at + 1;
 }
 
+/* The number of the thing in a slot, which has one. */
 static inline uint32_t number_in(uint32_t slot)
 {
     return (slot & THINGS_MAX) - 1;
@@ -121,6 +124,7 @@ typedef struct {
     uint32_t at, steps;
 } Search;
 
+/* A search for a hash. It is over when the index changes. */
 static inline Search begin_search(Index *index, uint64_t hash)
 {
     const Segment *segment = segment_of(index, hash);

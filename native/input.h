@@ -63,6 +63,7 @@ static inline int open_buffer(PyObject *object, Input *input)
     return copy_exactly(input, 0);
 }
 
+/* Let go what open_bytes or open_buffer has taken; nothing may point into it any more. */
 static inline void close_input(Input *input)
 {
 #ifdef WAYMARK_EXACT_INPUT

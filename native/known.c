@@ -257,6 +257,7 @@ static PyObject *known_new(PyTypeObject *type, PyObject *args, PyObject *names)
     return (PyObject *)known;
 }
 
+/* Its blocks leave their places, which others may have, too. */
 static void known_dealloc(PyObject *self)
 {
     KnownBlocks *known = (KnownBlocks *)self;
@@ -265,6 +266,7 @@ static void known_dealloc(PyObject *self)
     free_object(self);
 }
 
+/* len(known): engine hashes */
 static Py_ssize_t known_length(PyObject *self)
 {
     return (Py_ssize_t)((KnownBlocks *)self)->used;

@@ -12,6 +12,7 @@
 /* Members of an object that are looked at before giving up; a query has some ten. */
 #define QUOTES_MAX 256
 
+/* The first character from `at` that is no blank of JSON; `end` where there is none. */
 static inline const char *skip_blanks(const char *at, const char *end)
 {
     while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
@@ -90,6 +91,7 @@ static int read_hashes(const char *at, const char *close, const char *end, Py_ss
     return at == close;
 }
 
+/* How many commas there are between `at` and `end`. */
 static Py_ssize_t count_commas(const char *at, const char *end)
 {
     Py_ssize_t count = 0;
@@ -154,6 +156,7 @@ static PyObject *cut_list(const Input *text, const Input *name, Py_ssize_t count
     return Py_BuildValue("nnN", open - body, close + 1 - body, numbers);
 }
 
+/* As cut and cut_hashes, whose arguments these are. */
 static PyObject *cut_arguments(const char *function, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t width)
 {
     Input body, name;
@@ -184,6 +187,7 @@ PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return cut_arguments("cut", args, nargs, 4);
 }
 
+/* As cut, for hashes: see there. */
 PyObject *cut_hashes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     return cut_arguments("cut_hashes", args, nargs, 8);

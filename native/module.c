@@ -50,6 +50,7 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL};
 
+/* Called when the module is imported, and each time it is loaded again. */
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *created = PyModule_Create(&module);

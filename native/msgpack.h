@@ -23,6 +23,7 @@ typedef struct {
 /* Values inside of values; deeper ones are left to the library. */
 enum { DEPTH_MAX = 16 };
 
+/* The number in so many bytes, up to 8, the highest first. */
 static inline uint64_t big_endian(const unsigned char *at, int bytes)
 {
     uint64_t number = 0;
@@ -59,6 +60,7 @@ static inline int read_length(Reader *reader, Kind kind, Value *value)
     return value->number <= (uint64_t)(reader->end - reader->at) / (kind == MAP ? 2 : 1);
 }
 
+/* An integer of two's complement. 0 where it is not whole. */
 static inline int read_signed(Reader *reader, int bytes, Value *value)
 {
     if (!read_width(reader, bytes, &value->number))
@@ -70,6 +72,7 @@ static inline int read_signed(Reader *reader, int bytes, Value *value)
     return 1;
 }
 
+/* A float of 4 or 8 bytes, as a double. 0 where it is not whole. */
 static inline int read_float(Reader *reader, int bytes, Value *value)
 {
     if (!read_width(reader, bytes, &value->number))

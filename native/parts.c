@@ -27,11 +27,13 @@ Parts *as_parts(PyObject *object)
 
 /* ---- adding -------------------------------------------------------------------------------------- */
 
+/* Room for more blocks. 0 with an exception. */
 static int reserve_blocks(Parts *parts, size_t more)
 {
     return reserve((void **)&parts->blocks, &parts->blocks_capacity, parts->blocks_count, more, sizeof *parts->blocks);
 }
 
+/* Room for more parts. 0 with an exception. */
 static int reserve_parts(Parts *parts, size_t more)
 {
     return reserve((void **)&parts->parts, &parts->capacity, parts->count, more, sizeof *parts->parts);
@@ -171,6 +173,7 @@ static PyObject *parts_add(PyObject *self, PyObject *const *args, Py_ssize_t nar
 
 /* ---- as a sequence ------------------------------------------------------------------------------- */
 
+/* The Place of a part. */
 static PyObject *place_of(const Parts *parts, const Part *part)
 {
     return build_place(parts->place_type, part->head, part->branch, part->place_kind);
@@ -210,11 +213,13 @@ static PyObject *make_part(const Parts *parts, size_t at)
     return made;
 }
 
+/* len(parts) */
 static Py_ssize_t parts_length(PyObject *self)
 {
     return (Py_ssize_t)((Parts *)self)->count;
 }
 
+/* parts[number], from 0 */
 static PyObject *parts_item(PyObject *self, Py_ssize_t at)
 {
     const Parts *parts = (Parts *)self;
@@ -289,29 +294,6 @@ static PyObject *new_parts(PyTypeObject *type, PyObject *part_type, PyObject *pl
     return (PyObject *)parts;
 }
 
-/* ---- some of them -------------------------------------------------------------------------------- */
-
-/* The end of the parts from `start` on that go together: one, and more within the bounds. */
-static size_t end_of(const Parts *parts, size_t start, size_t parts_max, size_t blocks_max)
-{
-    size_t end = start, blocks = 0;
-    for (; end < parts->count; end++) {
-        blocks += parts->parts[end].count;
-        if (end > start && (end - start >= parts_max || blocks > blocks_max))
-            break;
-    }
-    return end;
-}
-
-/* end(start: int, parts_max: int, blocks_max: int) -> int: the end of the parts from `start` on that go together */
-static PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    size_t bounds[3] = {0};
-    if (!has_arguments("end", nargs, 3) || !read_bounds(args, 3, bounds))
-        return NULL;
-    return PyLong_FromSize_t(end_of((Parts *)self, bounds[0], bounds[1], bounds[2]));
-}
-
 /* cut(start: int, end: int) -> Parts: some of the parts, as others */
 static PyObject *parts_cut(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -327,16 +309,19 @@ static PyObject *parts_cut(PyObject *self, PyObject *const *args, Py_ssize_t nar
 
 /* ---- the type ------------------------------------------------------------------------------------ */
 
+/* parts.blocks */
 static PyObject *get_blocks(PyObject *self, void *closure)
 {
     return PyLong_FromSize_t(((Parts *)self)->blocks_count);
 }
 
+/* parts.stored */
 static PyObject *get_stored(PyObject *self, void *closure)
 {
     return PyLong_FromSize_t(((Parts *)self)->stored);
 }
 
+/* parts.singles */
 static PyObject *get_singles(PyObject *self, void *closure)
 {
     return PyLong_FromSize_t(((Parts *)self)->singles);
@@ -356,6 +341,7 @@ static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *names)
     return new_parts(type, part_type, place_type, seq);
 }
 
+/* Lets go the copies of the parts, and the types. */
 static void parts_dealloc(PyObject *self)
 {
     Parts *parts = (Parts *)self;

@@ -58,17 +58,21 @@ static inline int is_position(int64_t position)
 int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count,
                  PyObject *copies);
 
+/* end(start: int, parts_max: int, blocks_max: int) -> int; calls.c */
+PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+
 /* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], list[bytes], list[int], list[bytes]]; calls.c */
 PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 
 /* ---- what both files need --------------------------------------------------------------------------- */
 
+/* Whether two parts have one place, as Redis names it. */
 static inline int is_at_place_of(const Part *one, const Part *other)
 {
     return one->head == other->head && one->branch == other->branch && one->place_kind == other->place_kind;
 }
 
-/* The numbers of arguments. 0 with an exception. */
+/* The numbers of `count` arguments. 0 with an exception. */
 static inline int read_bounds(PyObject *const *args, size_t count, size_t *bounds)
 {
     for (size_t i = 0; i < count && !PyErr_Occurred(); i++)

@@ -12,11 +12,13 @@ Places *as_places(PyObject *object)
     return NULL;
 }
 
+/* All that makes a place another one. */
 static uint64_t hash_of_place(const Place *place)
 {
     return spread(spread(place->head) ^ rotate_left(spread(place->branch), 16) ^ place->namespace ^ place->kind);
 }
 
+/* Of the index of places. */
 static uint64_t place_hash_of(const void *places, uint32_t number)
 {
     return hash_of_place(&((const Places *)places)->places[number]);
@@ -31,6 +33,7 @@ int read_place_in(PyObject *object, PyObject *namespace, Place *place)
     return !PyErr_Occurred();
 }
 
+/* Whether two places are one, whatever their blocks. */
 static int is_same_place(const Place *one, const Place *other)
 {
     return one->head == other->head && one->branch == other->branch && one->namespace == other->namespace &&
@@ -132,6 +135,7 @@ static void places_dealloc(PyObject *self)
     free_object(self);
 }
 
+/* len(places) */
 static Py_ssize_t places_length(PyObject *self)
 {
     return (Py_ssize_t)((Places *)self)->used;

@@ -113,6 +113,7 @@ static int read_holder(const char **at, const Slots *slots, Holder *holder)
     return 1;
 }
 
+/* For qsort, ascending. */
 static int compare_ids(const void *one, const void *other)
 {
     const uint64_t a = ((const Holder *)one)->id, b = ((const Holder *)other)->id;

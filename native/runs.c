@@ -38,6 +38,7 @@ static int add_blocks(Run *run, const Part *part, int64_t position, const Block 
     return add_to_parts(run->parts, part, STEP * position + 1, run->some, count, NULL);
 }
 
+/* Free the memory for an event. */
 static void free_room(Run *run)
 {
     PyMem_Free(run->keys);

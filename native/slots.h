@@ -28,6 +28,7 @@ static inline void write_hex(char *at, uint64_t number)
     write_hex32(at + 8, (uint32_t)number);
 }
 
+/* The SLOT_CHARS of a slot, without a zero behind them. */
 static inline void write_slot(char *at, uint64_t key, unsigned depth)
 {
     write_hex(at, key);

@@ -17,6 +17,7 @@ static inline uint64_t which(const __m128i *text, char what)
     return found;
 }
 
+/* Which of 64 characters are digits. */
 static inline uint64_t which_digits(const __m128i *text)
 {
     uint64_t found = 0;

@@ -69,6 +69,7 @@ static inline void xxh3_prepare(Xxh3 *state, uint64_t seed, size_t length_max)
     }
 }
 
+/* By 1 to 63 bits. */
 static inline uint64_t rotate_left(uint64_t number, int bits)
 {
     return number << bits | number >> (64 - bits);
@@ -81,12 +82,14 @@ static inline uint64_t fold_product(uint64_t one, uint64_t other)
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
+/* The last step for inputs of more than 8 bytes. */
 static inline uint64_t avalanche(uint64_t hash)
 {
     hash = (hash ^ hash >> 37) * PRIME_MX1;
     return hash ^ hash >> 32;
 }
 
+/* The last step for inputs of up to 3 bytes. */
 static inline uint64_t avalanche_tiny(uint64_t hash)
 {
     hash = (hash ^ hash >> 33) * PRIME64_2;
@@ -163,11 +166,13 @@ typedef struct {
     __m128i pairs[LANES / 2];
 } Lanes;
 
+/* The two lanes with number `pair` from `at`, of any alignment. */
 static inline __m128i load_pair(const unsigned char *at, int pair)
 {
     return _mm_loadu_si128((const __m128i *)(const void *)(at + 16 * pair));
 }
 
+/* Add a stripe, mixed with 64 bytes of the secret. */
 static inline void accumulate(Lanes *lanes, const unsigned char *stripe, const unsigned char *secret)
 {
     for (int i = 0; i < LANES / 2; i++) {
@@ -178,6 +183,7 @@ static inline void accumulate(Lanes *lanes, const unsigned char *stripe, const u
     }
 }
 
+/* Mix the lanes with 64 bytes of the secret. */
 static inline void scramble(Lanes *lanes, const unsigned char *secret)
 {
     const __m128i prime = _mm_set1_epi32((int)PRIME32_1);
@@ -193,6 +199,7 @@ typedef struct {
     uint64_t lane[LANES];
 } Lanes;
 
+/* Add a stripe, mixed with 64 bytes of the secret. */
 static inline void accumulate(Lanes *lanes, const unsigned char *stripe, const unsigned char *secret)
 {
     for (int i = 0; i < LANES; i++) {
@@ -202,6 +209,7 @@ static inline void accumulate(Lanes *lanes, const unsigned char *stripe, const u
     }
 }
 
+/* Mix the lanes with 64 bytes of the secret. */
 static inline void scramble(Lanes *lanes, const unsigned char *secret)
 {
     for (int i = 0; i < LANES; i++) {
@@ -233,6 +241,7 @@ static uint64_t hash_large(const unsigned char *input, size_t length, const unsi
     return avalanche(hash);
 }
 
+/* The hash of an input of any length, for which the state is prepared. */
 static inline uint64_t xxh3(const Xxh3 *state, const void *data, size_t length)
 {
     const unsigned char *input = data;

@@ -115,6 +115,37 @@ def test_every_function_of_the_module_is_fuzzed_with_a_corpus() -> None:
     assert {name for name, target in TARGETS.items() if len(target.seeds) < 2} == set()
 
 
+#: A file of C has one subject, and as many lines at most.
+LINES_MAX = 400
+#: A function that is defined, with the comment before it, if there is one.
+FUNCTION = re.compile(
+    r"^(?P<comment>/\*(?:(?!\*/).)*\*/\n)?(?:__attribute__[^\n]*\n)?[A-Za-z][\w *]*?\b(?P<name>\w+)\([^;{]*?\)\n\{",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def c_files() -> dict[str, str]:
+    return {path.name: path.read_text("utf-8") for path in sorted((ROOT / "native").glob("*.[ch]"))}
+
+
+def test_a_file_of_c_has_one_subject_and_few_lines() -> None:
+    lines = {name: text.count("\n") for name, text in c_files().items()}
+    assert {name: count for name, count in lines.items() if count > LINES_MAX} == {}
+    assert all(text.startswith("/* ") for text in c_files().values()), "each says what its subject is"
+
+
+def test_every_function_in_c_has_a_comment() -> None:
+    """Before its definition, or before its declaration in a header."""
+    headers = "".join(text for name, text in c_files().items() if name.endswith(".h"))
+    found = [(name, each) for name, text in c_files().items() for each in FUNCTION.finditer(text)]
+    assert len(found) > 200
+    assert [
+        f"{name}: {each['name']}"
+        for name, each in found
+        if not each["comment"] and not re.search(rf"\*/\n[\w *]*\b{each['name']}\(", headers)
+    ] == []
+
+
 def test_every_function_is_called_below() -> None:
     assert set(CALLS) == set(DECLARED)
 

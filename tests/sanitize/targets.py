@@ -316,6 +316,9 @@ ROW_VALUES = [
     _FIRST[34:] + b" 17:3fffffff 5:1",
     _FIRST + b"+",
     _FIRST + b" 17:100000000",
+    _FIRST + b"z" * 17 * 32 + b" 17:ffffffffffffffff",
+    _FIRST + b"z" * 17 * 32 + b"+ 17:ffffffffffffffff",
+    _FIRST + b"z" * 17 * 33 + b" 17:1",
     b"17 21",
 ]
 PIECES: list[Arguments] = [
