@@ -95,9 +95,9 @@ class Resolver:
         """Stores of releases that cannot name a salt or an image: they may be taken for what they are not."""
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
         self._early = 0
+        """How many of the ``EARLY_MAX`` positions of the next batch are taken."""
         self._units = 0
         """Work since the loop had its turn, of all batches of a fold."""
-        """How many of the ``EARLY_MAX`` positions of the next batch are taken."""
         self.reported: Mapping[int, Spot] = {}
         """Of a pool: what the engines of the group have reported of the hashes that were looked up for this fold."""
         self.generations = Generations(bounds)
@@ -277,17 +277,47 @@ class Resolver:
             else:
                 self._cleared(plan, index, j, batch, event)
             position += self._positions(position, event)
-        # Groups with windows name blocks of main attention, which may stand behind them in the batch.
-        for j, of_group in late:
-            self._units += EVENT_UNITS + len(of_group.engine_hashes)
+        if late:
+            position = yield from self._windows(parts, position, plan, index, batch, late)
+        if placed:
+            position = yield from self._children(parts, position, placed)
+        # Objects that waited in a fold before come after the events of this one's first batch.
+        for holder, engine_hash in [] if index else self.objects.found(self.holders.values(), self.reported):
+            self._find_object(parts, position, holder, engine_hash)
+            position += 1
+        if self.placer.aliased or self.placer.crowded:
+            self._count_placed()
+        return parts.parts
+
+    def _windows(
+        self,
+        parts: PartList,
+        position: int,
+        plan: Plan,
+        index: int,
+        batch: Batch,
+        late: Sequence[tuple[int, Stored | Removed]],
+    ) -> Slices[int]:
+        """Resolve the events of groups with windows, by their numbers; the position behind them.
+
+        They name blocks of main attention, which may stand behind them in the batch.
+        """
+        for j, event in late:
+            self._units += EVENT_UNITS + len(event.engine_hashes)
             if self._units > SLICE_UNITS:
                 self._units = 0
                 yield
-            if self._planner.skip_reason(plan, batch, of_group, index, j) is None:
-                self._window(parts, position, batch, of_group)
-            position += len(of_group.engine_hashes)
-        # What waited for a block of this batch comes after all of its own events: those have their positions
-        # whether or not somebody waited, and a removal among them still finds what waits.
+            if self._planner.skip_reason(plan, batch, event, index, j) is None:
+                self._window(parts, position, batch, event)
+            position += len(event.engine_hashes)
+        return position
+
+    def _children(self, parts: PartList, position: int, placed: _Placed) -> Slices[int]:
+        """Place what waited for a block of this batch; the position behind it.
+
+        It comes after all of the batch's own events: those have their positions whether or not somebody waited, and a
+        removal among them still finds what waits.
+        """
         while placed:
             for waiting in self.waiting.take_children(*placed.pop(0)):
                 assert waiting.event.parent is not None
@@ -303,17 +333,15 @@ class Resolver:
                 if self._units > SLICE_UNITS:
                     self._units = 0
                     yield
-        # Objects that waited in a fold before come after the events of this one's first batch.
-        for holder, engine_hash in [] if index else self.objects.found(self.holders.values(), self.reported):
-            self._find_object(parts, position, holder, engine_hash)
-            position += 1
+        return position
+
+    def _count_placed(self) -> None:
+        """Count the hashes that the placer gave another meaning, or had no room for."""
         if self.placer.aliased:
             self.ignored["hash_stored_as_another_block"] += self.placer.aliased
-            self.placer.aliased = 0
         if self.placer.crowded:
             self.ignored["too_many_hashes_of_a_block"] += self.placer.crowded
-            self.placer.crowded = 0
-        return parts.parts
+        self.placer.aliased = self.placer.crowded = 0
 
     def _plain_run(self, plan: Plan, index: int, batch: Batch) -> _PlainRun | None:
         """What plain events of a batch share, if any of them can be resolved together with others."""
