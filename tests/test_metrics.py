@@ -256,16 +256,6 @@ def test_a_misspelt_label_is_an_error(labels: dict[str, object]) -> None:
         Metrics().queries.labels(**labels)
 
 
-def test_a_series_is_found_by_the_values_in_their_order() -> None:
-    metrics = Metrics()
-    metrics.queries.labels("m", "hit").inc()
-    assert metrics.queries.labels("m", "hit") is metrics.queries.labels(model="m", result="hit")
-    for texts in (("m",), ("m", "hit", "more")):
-        with pytest.raises(ValueError, match="argument 2 is"):
-            metrics.queries.labels(*texts)
-    assert b'waymark_queries_total{model="m",result="hit"} 1.0' in metrics.render()[0]
-
-
 def test_a_misspelt_metric_is_an_error() -> None:
     metrics = Metrics()
     with pytest.raises(AttributeError):

@@ -89,20 +89,12 @@ class Labelled(Generic[Series]):
         self.series: dict[tuple[str, ...], Series] = {}
         self._function: Callable[[], Mapping[tuple[str, ...], float]] | None = None
 
-    def labels(self, *texts: str, **values: object) -> Series:
-        """The series of these values; ``ValueError`` where the names are not exactly the metric's labels.
-
-        ``texts`` are the values of all labels in their order, which costs less where a series is looked for often.
-        """
-        found = None
-        if texts:
-            found = self.series.get(texts)
-        elif tuple(values) == self._names:  # mostly so, and the values are text
+    def labels(self, **values: object) -> Series:
+        """The series of these values; ``ValueError`` where the names are not exactly the metric's labels."""
+        if tuple(values) == self._names:  # mostly so, and the values are text
             found = self.series.get(tuple(values.values()))  # type: ignore[arg-type]
-        if found is not None:
-            return found
-        if texts:
-            values = dict(zip(self._names, texts, strict=True))
+            if found is not None:
+                return found
         try:
             key = tuple([str(values[name]) for name in self._names])
         except KeyError:

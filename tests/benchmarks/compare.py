@@ -1,6 +1,6 @@
 """Two trees of the repository in turns: did a change make the ordinary path slower?
 
-    python -m tests.benchmarks.compare TREE [--rounds 15] [--only hash,new,select,...] [--tree .]
+    python -m tests.benchmarks.compare TREE [--rounds 15] [--only hash,new,c64,c256,1,4,64,512,steps,live] [--tree .]
 
 ``TREE`` is a checkout with an environment of its own in ``.venv``, such as one of the commit before. Each tree's Redis,
 worker and replica run at once, and every round asks both the same, first the one and then the other. CPU time is of the
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tests.benchmarks import prompts
-from tests.benchmarks.decisions import register
 from tests.benchmarks.feed import Publisher, publishers, wait_for
 from tests.benchmarks.load import run, write_bodies
 from tests.benchmarks.processes import RedisServer, Server, redis_server, wait_until, waymark
@@ -36,11 +35,7 @@ NAME = "the tree before"
 QUERIES: dict[str, tuple[str, str, Callable[[Prompt], bytes]]] = {
     "hash": ("/query_by_hash", "/query_by_hash, every prompt new", prompts.by_hash),
     "new": ("/query", "/query, every prompt new", prompts.by_tokens),
-    "select": ("/select", "/select by tokens, every prompt new", prompts.by_tokens),
-    "select-hash": ("/select", "/select by hashes, every prompt new", prompts.by_hash),
 }
-#: Targets that decisions choose from; nobody listens to those beyond the first.
-TARGETS = 8
 #: ``/query`` over so many connections at once, whose longest waits are looked at.
 CROWDS = {"c64": 64, "c256": 256}
 STORES = {"1": 1, "4": 4, "64": 64, "512": 512}
@@ -69,16 +64,6 @@ class Contender:
     replica: Server
     engine: Publisher
 
-    def cpu(self) -> float:
-        """Seconds of the replica and Redis so far."""
-        return self.replica.cpu() + self.redis.cpu()
-
-    def forget_loads(self) -> None:
-        """End what was reserved: else the loads would grow, and with them what the next decisions go by."""
-        for pattern in ("wm:*:reservations", "wm:*:load"):
-            for key in self.redis.client.keys(pattern):
-                self.redis.client.delete(key)
-
     def take_in(self, backlog: Sequence[Payload], *, singly: bool) -> tuple[float, float]:
         """CPU seconds of the worker and of Redis until a backlog is in the index; ``singly``: batch by batch."""
         before = self.worker.cpu(), self.redis.cpu()
@@ -105,9 +90,6 @@ def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[R
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         contenders = [stack.enter_context(_started(folder, tree)) for tree in trees]
-        if any(kind.startswith("select") for kind in kinds):
-            for each in contenders:
-                register(each.replica, range(2, TARGETS + 1))
         for each in contenders:
             for prompt in (*warm, *asked):
                 each.engine.store(prompt)
@@ -121,7 +103,7 @@ def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[R
                         if number >= 0:
                             figures[name][i].append(figure)
     return [
-        against("compare", name, "us", ours, theirs, NAME, None if name.endswith("CPU of Redis") else BAR)
+        against("compare", name, "us", ours, theirs, NAME, None if "Redis" in name else BAR)
         for name, (ours, theirs) in figures.items()
     ]
 
@@ -141,11 +123,11 @@ def _query(kind: str, part: Sequence[Prompt], folder: Path) -> Ask:
     bodies = write_bodies(folder / "bodies", map(body, part))
 
     def ask(contender: Contender) -> dict[str, float]:
-        before = contender.cpu()
-        load = run(contender.replica.port, path, bodies)
-        cpu = (contender.cpu() - before) / load.requests
-        contender.forget_loads()
-        return {f"{what}: CPU of the replica and Redis": cpu * 1e6, f"{what}: p50": load.p50_ms * 1e3}
+        replica = contender.replica
+        before = replica.cpu()
+        load = run(replica.port, path, bodies)
+        cpu = (replica.cpu() - before) / load.requests
+        return {f"{what}: CPU of the replica": cpu * 1e6, f"{what}: p50": load.p50_ms * 1e3}
 
     return ask
 

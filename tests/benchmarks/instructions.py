@@ -1,4 +1,4 @@
-"""Instructions that a query or a decision costs a replica, counted by valgrind's callgrind on a machine of any load.
+"""Instructions that a query costs a replica, counted by valgrind's callgrind: the same whatever else the machine does.
 
     python -m tests.benchmarks.instructions [--requests 200] [--only hash,new] [--pure] [--keep FILE]
 
@@ -28,12 +28,7 @@ from tests.ports import unused_port
 
 #: Under callgrind everything takes some fifty times as long.
 _SECONDS = 120.0
-_KINDS = {
-    "hash": ("/query_by_hash", prompts.by_hash),
-    "new": ("/query", prompts.by_tokens),
-    "select": ("/select", prompts.by_tokens),
-    "select-hash": ("/select", prompts.by_hash),
-}
+_KINDS = {"hash": ("/query_by_hash", prompts.by_hash), "new": ("/query", prompts.by_tokens)}
 
 
 @contextmanager

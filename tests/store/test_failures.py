@@ -155,7 +155,7 @@ async def test_nobody_there_is_ours(url: str, free_port: int) -> None:
 
 async def test_sentinels_that_know_no_such_primary_say_so() -> None:
     async with fake(lambda _: b"-ERR No such master with that name\r\n") as port:
-        await check_all_ways(f"redis+sentinel://127.0.0.1:{port}/main", "names a primary 'main'")
+        await check_all_ways(f"redis+sentinel://127.0.0.1:{port}/main", 'names a primary "main"')
 
 
 async def test_a_wrong_password_of_a_real_server_names_the_settings_and_no_secret(tmp_path: Path) -> None:

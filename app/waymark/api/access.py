@@ -57,19 +57,21 @@ class Gate:
 
 
 def check_reach(caller: Caller, reach: Reach, body: Body, *, is_dynamo: bool) -> None:
-    """Raise ``Forbidden`` where a path, or the tenant that a body names, is beyond a caller."""
+    """Raise ``Forbidden`` if the caller may not use this path, or has no access to the tenant that the body names."""
     if caller.tenants is None or reach in ("none", "filtered"):
         return
     if reach == "fleet":
         raise Forbidden(
-            f"this path is about all tenants, and the token {shown(caller.name)} is for some; use one of all tenants"
+            f"this path needs a token for all tenants; the token {shown(caller.name)} is limited to some tenants"
         )
     for fields in _documents(body):
-        # Of a wrong type, the handler refuses it.
+        # The handler refuses a tenant of a wrong type.
         named = [fields.get(field) for field in (("routing_group", "tenant_id") if is_dynamo else ("tenant_id",))]
         tenant = next((each for each in named if each), DEFAULT_TENANT)
         if isinstance(tenant, str) and not caller.has(tenant):
-            raise Forbidden(f"the token {shown(caller.name)} is not for tenant {shown(tenant)}; use a token of it")
+            raise Forbidden(
+                f"the token {shown(caller.name)} has no access to tenant {shown(tenant)}; use a token for this tenant"
+            )
 
 
 def _documents(body: Body) -> Sequence[Mapping[str, Any]]:

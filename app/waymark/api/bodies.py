@@ -121,7 +121,7 @@ def format_of(headers: Headers) -> Format:
             found = _FORMATS[media_type]
         elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise InvalidValue(
-                f"Content-Encoding is {shown(value.decode('latin-1'))}; send the body as it is",
+                f"Content-Encoding is {shown(value.decode('latin-1'))}; send the body without compression",
                 reason="unsupported_content_type",
             )
     return found

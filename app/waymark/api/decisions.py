@@ -125,14 +125,15 @@ class Decisions:
             )
         if request.ttft_ms is not None and (request.reservations is not None or request.part == "renew"):
             raise Unfit(
-                "ttft_ms is of one request that has its first token; send it with reservation, and part prefill or all",
+                "ttft_ms needs exactly one reservation; send it with reservation, and with part prefill or all",
                 reason="invalid_value",
                 field="ttft_ms",
             )
         texts = [request.reservation] if request.reservation is not None else request.reservations or []
         if len(texts) > RELEASES_MAX:
             raise Unfit(
-                f"reservations has {len(texts)} elements, and one request takes at most {RELEASES_MAX}; send several",
+                f"reservations has {len(texts)} elements, but the maximum of one request is {RELEASES_MAX}; send "
+                "several requests",
                 reason="out_of_range",
                 field="reservations",
             )

@@ -84,12 +84,12 @@ class Inspections:
 
 
 def _wanted(parameters: Mapping[str, str]) -> Wanted:
-    """``status`` may be several, by commas. Raises ``InvalidValue``."""
+    """What the request asks for; ``status`` may be several, separated by commas. Raises ``InvalidValue``."""
     statuses = tuple(filter(None, parameters.get("status", "").split(",")))
     known = [status.value for status in StreamStatus]
     for each in statuses:
         if each not in known:
             raise InvalidValue(
-                f"status is {shown(each)}; it is one or more of {', '.join(known)}, by commas", field="status"
+                f"status is {shown(each)}; send one or more of {', '.join(known)}, separated by commas", field="status"
             )
     return Wanted(parameters.get("tenant_id") or None, parameters.get("model") or None, statuses)

@@ -70,7 +70,8 @@ def _read(path: Path) -> list[tuple[str, Caller]]:
         raise SettingsError(f"WAYMARK_API_TOKENS_FILE {shown(str(path))} cannot be read: {exc}") from None
     if not isinstance(entries, list) or len(entries) > TOKENS_MAX:
         raise SettingsError(
-            f"WAYMARK_API_TOKENS_FILE {shown(str(path))} is no list of at most {TOKENS_MAX} entries such as {_ENTRY}"
+            f"WAYMARK_API_TOKENS_FILE {shown(str(path))} must be a JSON list of at most {TOKENS_MAX} entries such as "
+            f"{_ENTRY}"
         )
     tokens: list[tuple[str, Caller]] = []
     for number, entry in enumerate(entries, 1):

@@ -57,7 +57,9 @@ class GivenEngines:
         except InvalidValue as error:
             if error.reason != "missing" or error.field != "endpoint":
                 raise
-            log.warning("an engine names no event socket, so what it holds is only estimated", extra=fields(url=url))
+            log.warning(
+                "an engine reports no event socket; what it has in its cache is only estimated", extra=fields(url=url)
+            )
             registrations = await self._engines.of(url, {"type": str(WITHOUT_EVENTS)}, origin)
         for registration in registrations:
             await self._store.registry.check(registration)

@@ -135,12 +135,12 @@ class Proxy:
                     request.end(is_ok=not failure)
             self._metrics.gateway_retries.labels(reason=failure).inc()
             log.info(
-                "an engine has not answered, the request goes to another one",
+                "an engine did not answer; the request goes to another engine",
                 extra=fields(request_id=proxied.request_id, engine=instance_id, reason=failure),
             )
             tried |= {instance_id}
         raise Rejected(
-            502, f"none of the engines that were tried has answered ({failure}); try again in a moment",
+            502, f"none of the engines that were tried answered ({failure}); try again in a moment",
             "no_answer", retry_after_seconds=1,
         )  # fmt: skip
 

@@ -44,7 +44,7 @@ class RegistrationKeeper:
         if not is_start:
             wanted = {each.name: each for each in seen} | wanted
             log.warning(
-                "redis has lost its data; publishers are registered again", extra=fields(publishers=len(wanted))
+                "redis has lost its data; registering its publishers again", extra=fields(publishers=len(wanted))
             )
         for name, registration in wanted.items():
             # At the start the file may move a publisher to another address; later, that is old news.

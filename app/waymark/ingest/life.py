@@ -193,7 +193,7 @@ class Life:
         self.count("restarts")
 
     async def _end(self, why: str) -> None:
-        log.info("publisher begins a new life", extra=fields(stream=self.name, why=why))
+        log.info("publisher begins a new life; its old blocks no longer count", extra=fields(stream=self.name, why=why))
         await self.applier.new_life()
         self.count_passed()
         self.begun += 1
@@ -225,7 +225,8 @@ class Life:
         missing = seq - self.order.watermark - 1
         self._passed["batches_lost"] += missing
         log.warning(
-            "batches are lost, no replay has them", extra=fields(stream=self.name, missing=missing, on_gap=self._on_gap)
+            "batches are lost: no replay contains them",
+            extra=fields(stream=self.name, missing=missing, on_gap=self._on_gap),
         )
         if self._on_gap == "reset":
             await self.begin_anew("batches lost")
@@ -246,7 +247,8 @@ class Life:
         """
         assert incoming.batch.lost is not None
         log.warning(
-            "a batch above a ceiling is lost", extra=fields(stream=self.name, seq=incoming.seq, why=incoming.batch.lost)
+            "a batch is lost, because it is larger than a limit",
+            extra=fields(stream=self.name, seq=incoming.seq, why=incoming.batch.lost),
         )
         self._passed["batches_lost"] += 1
         self.reasons |= {BATCHES_LOST, OVER_CEILING}

@@ -61,11 +61,13 @@ class Overdue:
             try:
                 ended = await self._reservations.end_overdue(group_id)
             except StoreUnavailable as exc:
-                log.debug("overdue reservations not ended", extra=fields(group=group_id, error=exc.sentence))
+                log.debug("overdue reservations could not be ended", extra=fields(group=group_id, error=exc.sentence))
                 return 0
             except Exception:
                 # What a group has is of any release. A defect met in it must not end the worker and its streams.
-                log.exception("overdue reservations not ended, will be tried again", extra=fields(group=group_id))
+                log.exception(
+                    "overdue reservations could not be ended; the worker tries again", extra=fields(group=group_id)
+                )
                 return 0
         self._metrics.reservations_expired.inc(ended)
         return ended

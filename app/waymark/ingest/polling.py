@@ -173,7 +173,7 @@ class Poller:
                 there = {claim.publisher for claim in claims}
                 self._faults = {name: fault for name, fault in self._faults.items() if name[1] in there}
                 return claims, attempt > 0
-        raise StoreUnavailable("Redis repeatedly returns empty; find out why it loses its data")
+        raise StoreUnavailable("Redis has lost its data several times in a row; find out why it comes back empty")
 
     async def _claims_and_lost(self) -> list[Claim]:
         """All claims, after those that Redis has lost since the last poll were put back."""

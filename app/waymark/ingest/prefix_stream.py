@@ -108,7 +108,10 @@ class PrefixStream:
                 await self._tick()
             reading.result()
         except Fenced:
-            log.info("another worker took the stream, or its registration changed", extra=fields(stream=self._name))
+            log.info(
+                "the stream stops here: another worker has it, or its registration changed",
+                extra=fields(stream=self._name),
+            )
         except asyncio.CancelledError:
             await self._last_report()
             raise

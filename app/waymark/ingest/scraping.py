@@ -83,7 +83,7 @@ class Scraper:
                 outcome, now = "failed", exc.sentence
             self._metrics.gauge_scrapes.labels(outcome=outcome).inc()
             if now and not error:
-                log.warning("gauges cannot be read", extra=fields(url=url, error=now))
+                log.warning("metrics of an engine cannot be read", extra=fields(url=url, error=now))
             error = now
             passed = asyncio.get_running_loop().time() - began
             await asyncio.sleep(max(0.0, intervals * self._seconds - passed))

@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 _REPORT_SECONDS = 1.0
 
 _MIXED = (
-    "frames of several topics or ranks come with counters of their own; "
-    'register this publisher with "sequence": "rank", or register each publisher behind it'
+    "the socket sends frames of several topics or ranks, and each has its own counter, so that their order is unknown; "
+    'register with "sequence": "rank", or register the engines behind this socket instead'
 )
 _REFUSED = (
-    "its connection was ended for a message of more than {} bytes, four times WAYMARK_FRAME_BYTES_MAX, or for bytes "
-    "that are not ZMTP; it is tried again later"
+    "the connection to the publisher was closed, because of a message of more than {} bytes, four times "
+    "WAYMARK_FRAME_BYTES_MAX, or of bytes that are not ZMTP; the worker connects again later"
 )
 
 

@@ -121,7 +121,8 @@ class Stream:
                     await self._tick()
         except Fenced:
             log.info(
-                "another worker took the stream, or its registration changed", extra=fields(stream=self._life.name)
+                "the stream stops here: another worker has it, or its registration changed",
+                extra=fields(stream=self._life.name),
             )
         except asyncio.CancelledError:
             await self._reporter.report_last()

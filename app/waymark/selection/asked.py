@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
@@ -14,7 +14,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.targets import host_and_port
 from waymark.errors import InvalidValue
 from waymark.routing.constants import Values
-from waymark.routing.policy import Decision, Linear, Preset, Scored
+from waymark.routing.policy import Decision, Preset, Scored
 from waymark.routing.target import Candidate
 from waymark.store.reservations import Reservation
 
@@ -66,14 +66,6 @@ class Chosen:
     preset: Preset | None
     values: Values | None = None
     """The constants of the preset."""
-    linear: Linear | None = field(init=False)
-    """Its cost, where Redis can compute that again."""
-
-    def __post_init__(self) -> None:
-        linear = None
-        if self.preset is not None and self.preset.linear is not None and self.values is not None:
-            linear = self.preset.linear(self.values)
-        object.__setattr__(self, "linear", linear)
 
     @classmethod
     def of(cls, preset: Preset) -> Self:

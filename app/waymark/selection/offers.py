@@ -66,7 +66,7 @@ class ScoredOffers:
         self._request = request
         self._whole = blocks * request.block_size or None
         self._is_prefill_elsewhere = is_prefill_elsewhere
-        self.linear = BY_PLACE if is_by_place or policy.linear is None else policy.linear
+        self.linear = BY_PLACE if is_by_place else _linear(policy)
         self.is_cold = not any(each.candidate.matched or each.candidate.expected for each in scored)
 
     def offers(self) -> list[Offer]:
@@ -118,10 +118,10 @@ class SumOffers:
     ) -> None:
         """``policy`` is a preset with ``sum_of``; nothing may be ``seen`` of gauges, opaque prefixes, first tokens."""
         assert policy.preset is not None
-        assert policy.linear is not None
+        assert policy.preset.linear is not None
         assert policy.preset.sum_of is not None
         assert policy.values is not None
-        self.linear = linear = policy.linear
+        self.linear = linear = policy.preset.linear(policy.values)
         self._sum_of, self._values, self._request = policy.preset.sum_of, policy.values, request
         self._blocks = blocks or None
         device_credit, host_credit, disk_credit, shared_credit = map(policy.values.number, _CREDIT_NAMES)
@@ -184,3 +184,9 @@ def _offer(publisher: int, new: float, beside: float, weight: float, linear: Lin
     """
     tokens = math.ceil(new) if is_reserved else 0
     return Offer(publisher, tokens, beside + linear.new * (new - tokens), weight, 0, 0)
+
+
+def _linear(policy: Chosen) -> Linear:
+    if policy.preset is None or policy.preset.linear is None or policy.values is None:
+        return BY_PLACE
+    return policy.preset.linear(policy.values)

@@ -114,7 +114,7 @@ class Selector:
         tier = "prefix_routing" if selected.policy.name == "sticky" else "kv_index"
         self._store.counts.add(f"{tier}.{selected.decision}", asked.prefix_key)
         if tier == "kv_index":
-            self._metrics.kv_index_routing_decisions.labels(selected.decision).inc()
+            self._metrics.kv_index_routing_decisions.labels(decision=selected.decision).inc()
         else:
             self._metrics.prefix_routing_requests.labels(strategy=selected.decision).inc()
         return selected
@@ -166,12 +166,12 @@ class Selector:
             members = [each for each in members if each.target.address is not None]
         if taking.profile == "disagg" or (policy.preset is None and taking.profile is None):
             return members
-        if policy.linear is None:
+        if policy.preset is None or policy.preset.linear is None or policy.values is None:
             return [each for each in members if each.is_whole]
         most = max(CANDIDATES_MAX, taking.count)
         return lookup.fleet.shortlist(
             lookup.seen,
-            policy.linear,
+            policy.preset.linear(policy.values),
             most,
             self._random,
             allowed=None if members is lookup.fleet.members else members,

@@ -26,12 +26,9 @@ from waymark.selection.ranking import Stages
 from waymark.selection.target_reader import Lookup
 from waymark.shown import shown
 from waymark.store import keys
-from waymark.store.reservations import NO_LOAD, Load, Offer, Part, Reservation, Reservations, Reserved, Terms
+from waymark.store.reservations import NO_LOAD, Offer, Part, Reservation, Reservations, Reserved, Terms
 from waymark.store.scripts import Verdict
 from waymark.store.speculative import depths
-
-#: Where in a load the outcomes begin, which a decision does not change.
-_OUTCOMES = Load._fields.index("ok")
 
 
 class _Stage(NamedTuple):
@@ -99,7 +96,7 @@ class Taker:
                     return None
                 before_at = second
         taken, prefill = offers.scored(at), None if before is None else before.scored(before_at)
-        self._metrics.decisions.labels(asked.policy.name, decision).inc()
+        self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
         self._count(taken.candidate, lookup)
         headers = headers_of(taken.candidate, prefill and prefill.candidate, [each.candidate for each in encode])
         return Selected(
@@ -230,8 +227,8 @@ class Taker:
         """Remember what the decision has changed, and watch for the end of its prefill."""
         tokens, publisher = reservation.tokens, reservation.publisher
         before = lookup.seen.loads.get(publisher, NO_LOAD)
-        after = Load(
-            found.tokens + tokens, found.requests + 1, before.context + reservation.context, *before[_OUTCOMES:]
+        after = before._replace(
+            tokens=found.tokens + tokens, requests=found.requests + 1, context=before.context + reservation.context
         )
         self._loads.saw(lookup.entry.group_id, publisher, after)
         if not tokens:

@@ -102,7 +102,7 @@ class ClaimWriter:
         now = await self._directory.claim(claim.registration.name)
         if now is not None and now.raw == claim.raw and not now.is_leaving:
             log.warning(
-                "the ids of a registration are those of another one; it gets new ids",
+                "two registrations have the same ids; this one gets new ids",
                 extra=fields(stream=str(claim.registration.name)),
             )
             await self._end(claim)

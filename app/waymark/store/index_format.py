@@ -19,7 +19,7 @@ def complaint(found: bytes | None, last_group: bytes | None) -> str | None:
         return None
     name = "none" if found is None else shown(found.decode(errors="replace"))
     return (
-        f"this Redis holds an index in another format (found: {name}, wanted: {FORMAT}): stop all roles, delete all "
-        "keys of wm:* with 'waymark reset --yes' or use another database, and start again; streams with a replay "
-        "endpoint fill it"
+        f"the index in this Redis has another format (found: {name}, wanted: {FORMAT}): stop all processes of Waymark, "
+        "run 'waymark reset --yes' or use another database, and start them again; engines with a replay endpoint then "
+        "send their blocks again"
     )

@@ -67,8 +67,8 @@ class Scripts:
             reply = await self._client.run(name, keys, args)
             verdict = reply[0].decode()
         finally:
-            self._metrics.script_duration_seconds.labels(name).observe(time.perf_counter() - began)
-            self._metrics.script_replies.labels(name, verdict).inc()
+            self._metrics.script_duration_seconds.labels(script=name).observe(time.perf_counter() - began)
+            self._metrics.script_replies.labels(script=name, verdict=verdict).inc()
         return reply
 
     async def apply_rows(
