@@ -279,7 +279,7 @@ class Stream:
 
     async def again(self, worker: str = "worker-2") -> Stream:
         """The same publisher, taken over by another worker."""
-        grant = await self.store.leases.take(self.grant.claim, worker, 60.0, force=True)
+        grant = await self.store.leases.take(self.grant.claim, worker, 3600.0, force=True)
         assert grant is not None
         return Stream(self.store, self.redis, grant)
 
@@ -386,7 +386,7 @@ async def stream_of(
     await store.registry.register(of)
     group_id = (await claim_of(store, of)).group_id
     await redis.hsetnx(keys.fence(group_id, 0), "holder", str(ids_above))
-    grant = await store.leases.take(await claim_of(store, of), worker, 60.0)
+    grant = await store.leases.take(await claim_of(store, of), worker, 3600.0)
     assert grant is not None
     return Stream(store, redis, grant)
 

@@ -47,7 +47,7 @@ async def asked(store: Store, blocks: Sequence[int] = BLOCKS) -> dict[str, int]:
 
 
 async def granted(store: Store, instance_id: str, worker: str = "worker-1", *, force: bool = False) -> Grant:
-    grant = await store.leases.take(await claim_of(store, registration(instance_id)), worker, 60.0, force=force)
+    grant = await store.leases.take(await claim_of(store, registration(instance_id)), worker, 3600.0, force=force)
     assert grant is not None
     return grant
 

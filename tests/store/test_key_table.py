@@ -35,6 +35,9 @@ from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 from waymark.store.unclaimed import Unclaimed
 
+#: Longer than the test may take: what runs out in the middle of a script would be taken for that script's doing.
+HOUR_SECONDS = 3600
+
 WORKER = b'{"endpoint":"http://10.0.0.1:8000"}'
 NS = namespace("adapter", ["salt"])
 BLOCKS = list(range(0xA0, 0xB0))
@@ -91,11 +94,11 @@ async def live(client: RedisClient, redis: Redis) -> None:
     """Everything that happens to publishers, on one shard and on three."""
     one, three = Store(client), Store(client, shards=3)
     await one.records.incarnation()
-    await one.heartbeats.alive("worker-1", keep_seconds=60)
+    await one.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS)
     state = DiscoveryState("worker-1", 2, 1, ("pod a: it has no block_size",))
-    assert await one.discovery.hold(state, 60)
+    assert await one.discovery.hold(state, HOUR_SECONDS)
     assert await one.discovery.state() == state
-    assert not await one.discovery.hold(replace(state, worker="worker-10"), 60)
+    assert not await one.discovery.hold(replace(state, worker="worker-10"), HOUR_SECONDS)
     assert await one.discovery.hold(state, 0)
     assert await one.discovery.state() is None
     await publish_and_unregister(await stream_of(one, redis))
@@ -117,7 +120,7 @@ async def live(client: RedisClient, redis: Redis) -> None:
         await claim_comes
     await redis.hdel(keys.PUBLISHERS, keys.publisher_field(lost.claim.registration.name).decode())
     assert await one.unclaimed.end(Unclaimed(lost.publisher, lost.group_id, lost.shards))
-    await one.heartbeats.alive("worker-1", keep_seconds=60, is_leaving=True)
+    await one.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS, is_leaving=True)
 
 
 async def unmarked(grant: Grant, store: Store) -> None:
@@ -143,7 +146,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await stream.apply(removed(gpu, BLOCKS[8:], seq=5), removed(disk, BLOCKS[:2], seq=5, first=9))
     await stream.apply(removed(gpu, BLOCKS[8:], seq=6))
     await select(store, redis)
-    await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), 600_000)
+    await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), HOUR_SECONDS * 1000)
     blocks = [Reported(hash_, Spot(Place(HEAD), ns, 3, hash_)) for hash_ in range(1, 120) for ns in (0, NS)]
     for _ in range(12):
         await store.hashes.keep(grant, blocks, 1000)
@@ -162,14 +165,14 @@ async def publish_and_unregister(stream: Stream) -> None:
     await answers(store)
     await responses(store)
     for change in Change:
-        await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("a"), change)], ttl_seconds=60)
-    await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("b"), Change.WARM)], ttl_seconds=60)
+        await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("a"), change)], ttl_seconds=HOUR_SECONDS)
+    await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("b"), Change.WARM)], ttl_seconds=HOUR_SECONDS)
 
     await place(store, redis, grant.group_id)
 
     await redis.pexpire(grant.lease, 1)
     await wait_until(lambda: _is_gone(redis, grant.lease), "the lease has run out")
-    await store.leases.renew(grant, 60.0)
+    await store.leases.renew(grant, float(HOUR_SECONDS))
 
     await store.records.write(grant, {"flags": "extra", "main_groups": "0"}, {})
     await stream.end(is_restart=True)
@@ -205,13 +208,13 @@ async def branch(store: Store, stream: Stream, gpu: int, other: Stream, shared: 
 
 
 async def place(store: Store, redis: Redis, group_id: int) -> None:
-    await store.placements.place(group_id, [1, 2], "http://a:1", milliseconds=60_000, blocks_max=1)
-    await store.placements.match(group_id, [1, 2], until=asyncio.get_running_loop().time() + 60)
+    await store.placements.place(group_id, [1, 2], "http://a:1", milliseconds=HOUR_SECONDS * 1000, blocks_max=1)
+    await store.placements.match(group_id, [1, 2], until=asyncio.get_running_loop().time() + HOUR_SECONDS)
     all_of, block = keys.placements(group_id), keys.placement(group_id, "7" * 16)
     await store.scripts.place(all_of, [block], "http://a:1", 1, 2)
 
     async def is_over() -> bool:
-        await store.scripts.place(all_of, [keys.placement(group_id, "8" * 16)], "http://a:1", 60_000, 2)
+        await store.scripts.place(all_of, [keys.placement(group_id, "8" * 16)], "http://a:1", HOUR_SECONDS * 1000, 2)
         return await redis.zscore(all_of, "7" * 16) is None
 
     await wait_until(is_over, "the first one is over")
@@ -219,7 +222,7 @@ async def place(store: Store, redis: Redis, group_id: int) -> None:
 
 async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     """Reservations that are made, given back, and forgotten."""
-    group_id, offers = grant.group_id, [Offer(grant.publisher, 5, spec_milliseconds=600_000)]
+    group_id, offers = grant.group_id, [Offer(grant.publisher, 5, spec_milliseconds=HOUR_SECONDS * 1000)]
     terms = Terms(context=9, spec_keys=[keys.spec(group_id, 0xA8)], request_id="0" * 16)
 
     async def forgotten(terms: Terms, *, is_timed: bool) -> None:
@@ -249,9 +252,9 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
 
 async def select(store: Store, redis: Redis) -> None:
     """What clients of the Dynamo dialect name."""
-    if await store.selections.change("one", "", "begun", 600_000):
+    if await store.selections.change("one", "", "begun", HOUR_SECONDS * 1000):
         await store.selections.change("one", "begun", "", 1)
-        await store.selections.change("two", "", "begun", 600_000)
+        await store.selections.change("two", "", "begun", HOUR_SECONDS * 1000)
     assert await store.selections.describe("7", None, WORKER) is Verdict.APPLIED
     assert await store.selections.describe("7", WORKER, b"") is Verdict.APPLIED
 
@@ -261,15 +264,15 @@ async def answers(store: Store) -> None:
     await store.answers.clear()
     found = await store.answers.find(b"\1" * 32)
     for key in (b"\1" * 32, b"\2" * 32):
-        await store.answers.keep(key, b"a\nb", found.nonce, milliseconds=600_000, entries_max=1, bytes_max=1000)
+        await store.answers.keep(key, b"a\nb", found.nonce, milliseconds=HOUR_SECONDS * 1000, entries_max=1, bytes_max=1000)
 
 
 async def responses(store: Store) -> None:
     """Responses that clients may go on from: some are copied and make room, one is deleted, and others go at once."""
-    bounds = Bounds(600_000, entries_max=3, bytes_max=10_000, queue_max=100)
+    bounds = Bounds(HOUR_SECONDS * 1000, entries_max=3, bytes_max=10_000, queue_max=100)
     for name in ("1" * 32, "2" * 32, "3" * 32):
         await store.responses.keep(name, b"{}", bounds)
-    await store.responses.end(await store.responses.take("one", 100, idle_ms=60_000))
+    await store.responses.end(await store.responses.take("one", 100, idle_ms=HOUR_SECONDS * 1000))
     await store.responses.delete("1" * 32, bounds)
     await store.responses.keep("4" * 32, b"{}", bounds)
     await store.responses.put_back("5" * 32, b"{}", bounds)
@@ -335,7 +338,7 @@ async def test_every_command_of_the_tour_answers_something(redis_url: str) -> No
         client = RedisClient(redis, redis_url)
         store = Store(client)
         await store.records.incarnation()
-        await store.heartbeats.alive("worker-1", keep_seconds=60)
+        await store.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS)
         stream = await stream_of(store, redis, ids_above=28114406051233)
         (gpu, cpu) = await stream.begin("0 GPU", "0 CPU")
         await stream.apply(stored(gpu, [0xCB39AC69B63E3C9C]))
