@@ -38,6 +38,10 @@ ELSEWHERE = {
         "test_what_happens_is_sent_and_a_client_goes_on_where_it_was",
     ),
     "waymark_activity_dropped_total": ("tests/store/test_activity.py", "test_what_does_not_fit_is_dropped_and_counted"),
+    "waymark_replays_running": (
+        "tests/ingest/test_replays_in_turn.py",
+        "test_publishers_that_trickle_their_replays_hold_up_nobody",
+    ),
     "waymark_discovery_requests_total": (
         "tests/discovery/test_kubernetes.py",
         "test_an_api_server_that_fails_unregisters_nothing",

@@ -49,6 +49,7 @@ async def test_publishers_that_trickle_their_replays_hold_up_nobody(bench: Bench
         options=replace(OPTIONS, replay_bytes_per_second_min=bytes_per_second_min), replays_max=2
     )
     await wait_until(lambda: worker.metric("replays_waiting") == 2, "all places are taken")
+    await wait_until(lambda: worker.metric("replays_running") == 2, "two replays are under way")
     honest = await bench.pod("honest")
     await honest.work(20)
     await honest.agrees()

@@ -264,7 +264,9 @@ async def answers(store: Store) -> None:
     await store.answers.clear()
     found = await store.answers.find(b"\1" * 32)
     for key in (b"\1" * 32, b"\2" * 32):
-        await store.answers.keep(key, b"a\nb", found.nonce, milliseconds=HOUR_SECONDS * 1000, entries_max=1, bytes_max=1000)
+        await store.answers.keep(
+            key, b"a\nb", found.nonce, milliseconds=HOUR_SECONDS * 1000, entries_max=1, bytes_max=1000
+        )
 
 
 async def responses(store: Store) -> None:
