@@ -1,7 +1,8 @@
-"""What has happened: restarts, losses, takeovers, sweeps, drains and registrations, in one stream for all processes.
+"""The activity list: restarts, losses, takeovers, sweeps, drains and registrations of all processes.
 
-People read it. ``note`` never waits and never fails: entries wait in a bounded queue until Redis takes them, and an
-entry that does not fit is counted and dropped. If a reply of Redis is lost, an entry may be in the stream twice.
+It is one Redis stream, and people read it. ``note`` never waits and never fails: entries wait in a bounded queue until
+Redis accepts them, and an entry that does not fit is counted and dropped. If a reply of Redis is lost, an entry may be
+in the list twice.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from waymark.store.scripts import Scripts
 
 log = logging.getLogger(__name__)
 
-#: Entries that Redis keeps, about.
+#: The approximate number of entries that Redis keeps.
 LENGTH = 10_000
-#: Entries that wait while Redis is unavailable.
+#: The most entries that wait while Redis is unavailable.
 _WAITING_MAX = 1_000
 _PER_CALL = 100
 _AGAIN_SECONDS = 1.0
@@ -60,7 +61,7 @@ class Entry(NamedTuple):
 
 
 class Activity:
-    """The stream: ``note`` adds to it, ``after`` and ``newest`` read it. ``begin`` runs the writes."""
+    """The activity list: ``note`` adds to it, ``after`` and ``newest`` read it. ``begin`` runs the writes."""
 
     def __init__(self, client: RedisClient, scripts: Scripts, metrics: Metrics, begin: Begin) -> None:
         self._client = client
@@ -71,7 +72,7 @@ class Activity:
         self._task: asyncio.Task[None] | None = None
 
     def note(self, kind: Kind, **content: Any) -> None:
-        """Add an entry as soon as Redis takes it. It returns at once."""
+        """Queue an entry and return at once. A background task writes it when Redis accepts it."""
         if len(self._waiting) >= _WAITING_MAX:
             self._metrics.activity_dropped.inc()
             return
@@ -92,7 +93,10 @@ class Activity:
                     self._waiting.popleft()
 
     async def after(self, entry_id: str, count: int) -> list[Entry]:
-        """At most ``count`` entries after one, oldest first. An id that was trimmed stands for the oldest one kept."""
+        """At most ``count`` entries after ``entry_id``, oldest first.
+
+        After an id that was trimmed, the oldest entries.
+        """
         return await self._read("XRANGE", f"({entry_id}", "+", count)
 
     async def newest(self, count: int) -> list[Entry]:
@@ -120,7 +124,7 @@ def is_entry_id(text: str) -> bool:
 
 
 def _entry(found: Any) -> Entry | None:
-    """An entry of a reply; None where another release wrote what this one cannot read."""
+    """An entry of a reply; None if another release wrote an entry that this release cannot read."""
     entry_id, parts = found
     pairs = parts.items() if isinstance(parts, dict) else zip(parts[::2], parts[1::2], strict=False)
     try:

@@ -42,9 +42,9 @@ class Address:
     """The server, the Sentinels, or some nodes of the Cluster."""
     is_tls: bool = False
     name: str = ""
-    """Of the primary, as the Sentinels know it."""
+    """The name of the primary that the Sentinels use."""
     path: str = ""
-    """Of the socket."""
+    """The path of the socket."""
     db: int = 0
     is_replica: bool = False
     username: str | None = field(default=None, repr=False)

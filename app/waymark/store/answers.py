@@ -21,7 +21,7 @@ _KEYS = (keys.ANSWERS, keys.ANSWERS_KEPT, keys.ANSWERS_DUE)
 
 class Found(NamedTuple):
     nonce: bytes
-    """The last clearing."""
+    """The nonce of the last clearing."""
     value: bytes | None
 
 
@@ -48,7 +48,7 @@ class Answers:
     async def keep(
         self, key: bytes, value: bytes, nonce: bytes, *, milliseconds: int, entries_max: int, bytes_max: int
     ) -> Room | None:
-        """Keep an answer to a request that began under ``nonce``; None where all was cleared since then."""
+        """Keep an answer to a request that began under ``nonce``; None if all answers were cleared since then."""
         outcome = await self._scripts.keep_answer(*_KEYS, nonce, key.hex(), milliseconds, entries_max, bytes_max, value)
         if outcome.verdict is Verdict.STALE:
             return None
@@ -56,7 +56,7 @@ class Answers:
         return Room(entries, bytes_, evicted)
 
     async def clear(self) -> int:
-        """Remove every answer; how many there were."""
+        """Remove every answer, and return how many there were."""
         outcome = await self._scripts.clear_answers(*_KEYS, secrets.token_hex(8))
         return outcome.numbers[0]
 
@@ -77,7 +77,7 @@ class Answers:
 
 
 def kind_of_failure(error: StoreUnavailable) -> str:
-    """One of the three words that Continuum Router has: connection, timeout, other."""
+    """The kind of failure, in the words of Continuum Router: connection, timeout or other."""
     cause = error.__cause__
     kind = kind_of(cause) if isinstance(cause, Exception) else ""
     return kind if kind in ("connection", "timeout") else "other"

@@ -1,4 +1,4 @@
-"""How parts of the store begin work in the background."""
+"""How parts of the store start tasks in the background."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
-"""Begins work that ends with the store at the latest."""
+"""Starts a background task. Closing the store cancels the task."""

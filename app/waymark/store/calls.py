@@ -10,26 +10,30 @@ from waymark.domain.moves import Moves
 from waymark.domain.parts import PackedParts, Part, blocks_of, packed
 from waymark.domain.rows import Place
 
-#: Ceilings of one call: with any of them Redis takes about 2 ms, and every reader waits meanwhile.
+#: The limits of one call. A call at either limit takes Redis about 2 ms, and every reader waits that long.
 CALL_PARTS = 128
 CALL_BLOCKS = 2048
-#: Of a packed part: kind, holder, batch, position of its last block, row, branch row, blocks, flags.
+#: The header of a packed part: kind, holder, batch, position of its last block, row, branch row, number of blocks,
+#: flags.
 _HEADER = struct.Struct(">cHHIHHBB")
 
 
 class Call(NamedTuple):
-    """What one call sends of its parts."""
+    """The arguments of one call that come from its parts."""
 
     blocks: int
-    """How many the parts name."""
+    """The number of blocks in all parts."""
     holders: list[int]
-    """In the order in which the parts name them first; parts have their numbers, from 1."""
+    """The holder ids, each once, in order of first use. A part names a holder by its position here, from 1."""
     rows: list[bytes]
-    """Keys of rows, branch rows and singles, in the same way; rows that only a branch row needs come last."""
+    """The keys of rows, branch rows and singles, each once. A part names a key by its position here, from 1.
+
+    Rows that are needed only for a branch row come last.
+    """
     seqs: list[int]
-    """Of the batches, in the same way."""
+    """The seq of each batch, each once. A part names a batch by its position here, from 1."""
     words: list[bytes]
-    """The parts."""
+    """The packed parts."""
 
 
 class Calls:
@@ -39,21 +43,21 @@ class Calls:
         self._moves = moves
         self._prefix = prefix
         self._packed: PackedParts | None = None if moves.are_any else packed(parts)
-        """Parts of the C module, all of which go where they were planned."""
+        """The parts, if the C module has packed them and each goes where it was planned; else None."""
         self._done = 0
-        """Of these."""
+        """How many parts of ``_packed`` are done."""
         self._under_way: list[Part] = []
-        """Of the present call; without ``_packed``."""
+        """The parts of the present call, if ``_packed`` is None."""
         self._waiting: list[Part] = [] if self._packed is not None else list(parts)
         self._end = 0
 
     @property
     def are_left(self) -> bool:
-        """Parts are left behind the present call."""
+        """Whether parts follow after the present call."""
         return bool(self._waiting) if self._packed is None else self._end < len(self._packed)
 
     def next(self) -> Call:
-        """The next call; it may be without parts, and ``done`` follows each."""
+        """The next call, which may have no parts. Call ``done`` after each call."""
         if self._packed is not None:
             start, end = self._done, self._packed.end(self._done, CALL_PARTS, CALL_BLOCKS)
             self._moves.send(self._packed, start, end)
@@ -63,7 +67,7 @@ class Calls:
         return pack(self._under_way, self._prefix)
 
     def done(self, count: int) -> None:
-        """The first ``count`` parts of the present call are done; the others come again."""
+        """Note that the first ``count`` parts of the present call are done. Later calls repeat the others."""
         if self._packed is not None:
             self._done += count
             self._end = self._done
@@ -71,7 +75,7 @@ class Calls:
             self._waiting = self._under_way[count:] + self._waiting
 
     def refused(self, offset: int, *, is_row: bool) -> None:
-        """The next part has no slot for its block ``offset`` where it was sent; see ``Moves.refused``."""
+        """Note that block ``offset`` of the next part found no slot in its place; see ``Moves.refused``."""
         if self._packed is not None:
             self._waiting, self._packed = list(self._packed[self._done :]), None
         first, *rest = self._waiting
@@ -79,7 +83,7 @@ class Calls:
 
 
 def pack(parts: Sequence[Part], prefix: bytes) -> Call:
-    """A call with these parts; ``prefix`` is that of the keys of its shard."""
+    """A call with these parts; ``prefix`` is the prefix of the keys of its shard."""
     holders = {holder: i for i, holder in enumerate(dict.fromkeys(part.holder for part in parts), 1)}
     seqs = {seq: i for i, seq in enumerate(dict.fromkeys(part.seq for part in parts), 1)}
     rows = {place: i for i, place in enumerate(dict.fromkeys(part.place for part in parts if part.kind != "*"), 1)}

@@ -25,7 +25,7 @@ Name: TypeAlias = tuple[int, bytes]
 
 
 class Asked(NamedTuple):
-    """What a chain asks for."""
+    """The values that a chain needs next."""
 
     heads: bytes
     """Packed keys of the heads whose rows are wanted."""
@@ -55,14 +55,14 @@ class Chain:
         self._hot = hot
         self._keys = b""
         self._is_whole = False
-        """The source has no more keys."""
+        """Whether the source has no more keys."""
 
     def begin(self, entry: GroupEntry) -> None:
         """Start the lookup in this group. Values that were read before are dropped; the keys of the chain are kept."""
         self.has_singles = False
         """The group has blocks of unknown depth: every block is also looked for among them."""
         self.found = 0
-        """How many blocks have a holder for certain, up to the first without one."""
+        """The number of blocks, from the start of the chain, that certainly have a holder."""
         self.unreadable: set[Name] = set()
         """The values that cannot be read."""
         self._entry = entry
@@ -72,7 +72,10 @@ class Chain:
         self._rows_asked: Sequence[int] = ()
         """The pieces whose rows were asked for last."""
         self._beside_asked: list[tuple[int, int, Name]] = []
-        """(piece, block, name); for a single, ``PIECE_BLOCKS`` is added to the number of the block."""
+        """The values besides rows that were asked for last, as (piece, block, name).
+
+        For a single, the number of the block is increased by ``PIECE_BLOCKS``.
+        """
         self._may_be_hot = False
         """Some of the last values are marked or have many holders."""
         self._open: list[tuple[int, int]] = []
@@ -86,7 +89,10 @@ class Chain:
         return min(PIECE_BLOCKS * len(self._rows), len(self._keys) // KEY_BYTES)
 
     def ask(self, pieces: int, now: float) -> Asked:
-        """What to read: the branch rows of open blocks, and the rows of ``pieces`` more pieces, but no hot rows."""
+        """What to read next: the branch rows of open blocks, and the rows of the next ``pieces`` pieces.
+
+        Rows that the cache of hot rows has are left out.
+        """
         self._beside_asked = []
         for piece, blocks in self._open:
             self._ask_beside(piece, blocks)
@@ -108,7 +114,7 @@ class Chain:
                 self._rows[piece] = value
         for (piece, at, name), value in zip(self._beside_asked, values[len(rows) :], strict=True):
             if value is not None:
-                if at >= PIECE_BLOCKS:  # a single does not know its depth
+                if at >= PIECE_BLOCKS:  # the value of a single does not contain its depth
                     value = b"%b%c%b" % (value[:16], DEPTHS[at - PIECE_BLOCKS], value[17:])
                 self._beside[piece].values.append((name, value))
 
@@ -185,7 +191,7 @@ class Chain:
         return row is None or not row.is_enough
 
     def _ask_beside(self, piece: int, blocks: int) -> None:
-        """Ask for the branch rows that may begin with ``blocks``, and in a group with singles for all of the piece."""
+        """Ask for the branch rows that may begin with ``blocks``. In a group with singles, also ask for all singles."""
         of = self._beside.setdefault(piece, _Piece())
         keys = self._keys_of(piece)
         shard = self._shard(keys[:KEY_BYTES])
@@ -202,7 +208,7 @@ class Chain:
     # ---- settling --------------------------------------------------------------------------------------
 
     def _settle(self, certain: Runs, piece: int) -> None:
-        """Settle a piece whose blocks may have other places than its row."""
+        """Find the runs of a piece whose blocks may be in its row, in branch rows or in singles."""
         self._may_be_hot = True
         keys = self._keys_of(piece)
         of = self._beside.get(piece) or _Piece()

@@ -1,4 +1,4 @@
-"""Claims, which are the values of ``wm:publishers``, and what they put into the table of their group, as JSON."""
+"""Claims, which are the values of ``wm:publishers``, and their rows in the table of their group, as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from waymark.store import keys
 from waymark.store.parsing import FORMAT, Document, Malformed
 from waymark.store.target_fields import changed_fields, target_of
 
-#: Shards of a group; the setting allows fewer. Each costs commands, so a junk number would cost many.
+#: The most shards that a claim may name; the setting allows fewer. A claim with more is damaged, and would cost a
+#: command for each.
 SHARDS_MAX = 4096
 
 _SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -47,7 +48,7 @@ class Claim:
     group_id: int
     shards: int
     is_leaving: bool = False
-    """The publisher is being unregistered or moved. Any process that reads the claim finishes that."""
+    """The publisher is being unregistered or moved. Any process that reads the claim finishes this."""
     successor: Registration | None = None
     """If the publisher moves: the registration that will replace this one. Until then the name stays taken."""
     raw: bytes = b""
@@ -111,14 +112,14 @@ class Claim:
 
     @classmethod
     def decode_field(cls, field: bytes, raw: bytes) -> Claim:
-        """The claim in ``field``. Raises ``Malformed``, also where the field has the name of another publisher."""
+        """The claim in ``field``. Raises ``Malformed``, also if the field has the name of another publisher."""
         claim = cls.decode(raw)
         if keys.publisher_field(claim.registration.name) != field:
             raise Malformed("it stands under another publisher's name")
         return claim
 
     def has_stream_of(self, other: Claim) -> bool:
-        """Whether the two claims differ in target and origin only, so that the stream can go on."""
+        """Whether the two claims differ in target and origin only, so that the stream can continue."""
         mine = replace(self.registration, target=other.registration.target, origin=other.registration.origin)
         return (self.publisher, self.is_leaving, mine) == (other.publisher, other.is_leaving, other.registration)
 

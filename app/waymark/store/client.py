@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 EMBEDDED = "memory://"
 
-#: Connections to each server: more than requests run at once, since redis-py does not serve waiting callers in order.
+#: Connections to each server. There are more than parallel requests, because redis-py does not serve waiting callers in
+#: order.
 CONNECTIONS = 80
 _ONE_REPLY = Replies(1)
 #: Keys in one step of a SCAN.
@@ -80,8 +81,8 @@ class RedisClient:
     ) -> RedisClient:
         """A client that connects on first use. ``memory://`` is a new, empty, embedded Redis of this process alone.
 
-        ``connections`` is for each server. Raises SettingsError, naming ``variable``, where the URL or a field of
-        ``credentials`` does not fit.
+        ``connections`` is the most connections to each server. Raises SettingsError, which names ``variable``, if the
+        URL or a field of ``credentials`` does not fit.
         """
         if url == EMBEDDED:
             return cls(embedded(), url, variable)
@@ -128,7 +129,7 @@ class RedisClient:
         return await self._redis.primaries() if isinstance(self._redis, Cluster) else [self._redis]
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
-        """Run a script by its SHA-1; by its text where Redis does not have the script."""
+        """Run a script by its SHA-1, or by its text if Redis does not have the script."""
         script: Script = SCRIPTS[name]
         words: tuple[Any, ...] = ("EVALSHA", script.sha, len(keys), *keys, *args)
         if self.reads is not None and name in REPEATABLE:
@@ -143,7 +144,7 @@ class RedisClient:
                     raise
             except (RedisError, OSError) as exc:
                 if not isinstance(exc, NoScriptError):
-                    pool.retire()  # redis-py finds out whether another server has the data now
+                    pool.retire()  # redis-py then looks whether another server has the data
         with self._translated():
             try:
                 reply = await self._redis.execute_command(*words)

@@ -37,7 +37,8 @@ T = TypeVar("T")
 #: How often a command is sent, to the same node or to another one, before the last error is raised.
 _HOPS = 5
 _TRY_AGAIN_SECONDS = 0.05
-#: The bound of a command in timeouts of a connection, with reading the map and every redirect.
+#: The time limit of one command, as a multiple of the connection timeout. It includes reading the map and all
+#: redirects.
 _BOUND_TIMEOUTS = 3
 #: Nodes asked for the map at once.
 _ASKED_MAX = 5
@@ -125,7 +126,7 @@ class Cluster:
             raise
 
     def place(self, key: bytes) -> object:
-        """The node of ``key``; the slot of ``key`` before the first map is read."""
+        """The node that has ``key``; the slot of ``key`` if no map was read yet."""
         slot = key_slot(key)
         return self._map.pick(slot) if self._map.has(slot) else slot
 
@@ -183,7 +184,7 @@ class Cluster:
                 try:
                     return await read_singly(self._pipelined, self._map.pick(slot), command[1:])
                 except MovedError as moved:
-                    self._map.learn(moved, self._map.pick(slot))  # the move of the slot has ended meanwhile
+                    self._map.learn(moved, self._map.pick(slot))  # MOVED in place of ASK: the whole slot has moved
             except (RedisConnectionError, ClusterDownError) as exc:
                 self._map.pass_over(endpoint)
                 if isinstance(exc, AuthenticationError) or hop == _HOPS:

@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class Packing(AbstractConnection):
-    """A connection that packs commands in C. To pack a batch in redis-py takes half of the time of the batch."""
+    """A connection that packs commands in C. Packing in redis-py takes half the time of a batch."""
 
     def pack_command(self, *args: Any) -> list[bytes]:
-        if " " in args[0]:  # SCRIPT LOAD and the like are two words on the wire
+        if " " in args[0]:  # SCRIPT LOAD, for example, is two words on the wire
             args = (*args[0].split(), *args[1:])
         return [hiredis.pack_command(args)]
 

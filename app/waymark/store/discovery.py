@@ -52,10 +52,10 @@ class DiscoveryLease:
             problems = tuple(str(each) for each in fields["problems"])
             return DiscoveryState(worker, int(fields["registered"]), int(fields["waiting"]), problems)
         except (ValueError, KeyError, TypeError):
-            return DiscoveryState(worker)  # of another release
+            return DiscoveryState(worker)  # another release wrote the report, and it cannot be read
 
     async def lives(self, claims: Sequence[Claim]) -> list[tuple[str, str]]:
-        """The life and the status of each stream, in order; an empty text where a stream has none yet."""
+        """The life and the status of each stream, in order; an empty text if a stream has none yet."""
         records = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies: list[Any] = await self._client.several(
             (("HMGET", record, "life", "status") for record in records), is_lenient=True

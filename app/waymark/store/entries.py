@@ -17,17 +17,17 @@ from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
 from waymark.store.scripts import Scripts
 
-#: For how long no other worker may choose a cut after one has begun to.
+#: For how many milliseconds one worker alone may choose a cut.
 _TURN_MS: Final = 250
 
 
 @dataclass(frozen=True, slots=True)
 class GroupEntries:
-    """What a publisher needs to know of its group."""
+    """The numbers of a group that each of its publishers needs."""
 
     blocks: int
     publishers: int
-    """Those that have blocks."""
+    """The number of publishers that have blocks."""
     cut: int
     """Holders up to this id end."""
 

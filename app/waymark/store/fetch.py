@@ -38,16 +38,16 @@ class _Command(NamedTuple):
     """The MGET of one shard, or the HGET of the version."""
 
     prefix: bytes
-    """Of the shard's keys."""
+    """The prefix of all keys of the shard."""
     words: tuple[str | bytes, ...]
     indexes: Sequence[int]
     """The position of each value among all values; none for the version."""
 
 
 class _Replies(Replies):
-    """Reads the replies to commands and checks their form: another form is a reply to another command.
+    """Reads the replies to commands. Raises InvalidResponse if a reply does not have the form of its command.
 
-    ``sizes`` has the number of values of each command, 0 for the version's.
+    ``sizes`` has the number of values of each command, and 0 for the command that reads the version.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ def _values(reply: Any, size: int) -> list[bytes | None]:
 
 
 class _RowsReader:
-    """Reads the reply to an MGET of so many rows, if any, and to the HGET of the version, if it follows."""
+    """Reads the replies to an MGET of ``rows`` rows and to an HGET of the version. Either command may be missing."""
 
     __slots__ = ("_rows", "_with_version", "count")
 

@@ -1,4 +1,4 @@
-"""Times to the first token of each target, which ``release`` writes and predictions are made of."""
+"""Times to the first token, by target. ``release`` writes them, and predictions use them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from waymark.store.client import RedisClient
 
 
 class FirstTokenTimes:
-    """The times of all groups. They are read from the Redis that takes writes, never from a replica of it."""
+    """The times of all groups. They are read from the primary Redis, never from a replica."""
 
     def __init__(self, client: RedisClient) -> None:
         self._client = client
 
     async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, FirstTokens]:
-        """By publisher id, the sums of each of ``publishers`` that has some."""
+        """The sums by publisher id. Publishers without any are left out."""
         if not publishers:
             return {}
         names = [keys.first_tokens(group_id, publisher) for publisher in publishers]

@@ -1,6 +1,7 @@
-"""Counts of all replicas together: each adds what it has counted, once a second.
+"""Counts of all replicas together: each replica adds its counts once a second.
 
-The counts are for people. A reply that is lost may count twice, and a replica that ends abruptly loses its last second.
+The counts are not exact. If a reply of Redis is lost, a count may be added twice. A replica that ends abruptly loses
+the counts of its last second.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PREFIXES_PER_CALL = 1_000
 
 
 class FleetCounts:
-    """Counts of this process on their way to Redis, and the counts of all. ``begin`` runs the flush."""
+    """The counts of this process that are not in Redis yet, and the counts of all. ``begin`` runs the flush."""
 
     def __init__(self, client: RedisClient, scripts: Scripts, begin: Begin) -> None:
         self._client = client

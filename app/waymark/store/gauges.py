@@ -16,7 +16,7 @@ from waymark.store.scripts import Scripts
 
 
 class EngineGauges:
-    """The gauges of all groups. Always on the Redis that takes writes."""
+    """The gauges of all groups. They are read and written on the primary Redis, never on a replica."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client

@@ -1,7 +1,7 @@
-"""Which blocks the engine hashes of a group stand for, as its engines have reported them.
+"""The block that each engine hash of a group names, as the group's engines have reported them.
 
-It is kept only in groups with a pool, whose events name blocks by the hashes of other engines. Entries are in ten
-generations, each a hash of Redis: when the newest one is full, the oldest one goes.
+These entries exist only in groups with a pool, because the events of a pool name blocks by the hashes of the engines.
+The entries are in ten Redis hashes. When the newest of these is full, the oldest is deleted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from waymark.store.leases import Grant
 from waymark.store.scripts import Arg, Scripts, Verdict
 
 GENERATIONS: Final = 10
-#: Entries in one call, less than 1 ms of Redis.
+#: Entries in one call. Redis needs less than 1 ms for them.
 _CALL_ENTRIES: Final = 512
-#: A generation expires a week after its last write, for example if the pool of its group was unregistered.
+#: Each of the ten Redis hashes expires a week after its last write, for example if the group has no pool any more.
 _KEEP_MS: Final = 7 * 86_400_000
 _BLOCK: Final = re.compile(rb"([0-9a-f]{16})([0-9a-v])([0-9a-f]{16})([0-9a-f]{16})?")
 

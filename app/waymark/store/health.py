@@ -90,7 +90,7 @@ class HealthWatch:
         self._is_polling = False
 
     async def poll(self) -> Health:
-        """The health of Redis, at most some seconds old; during a request to Redis, the previous health."""
+        """The health of Redis, a few seconds old at most. While Redis is being asked, it is the previous health."""
         if self._clock() < self._fresh_until or self._is_polling:
             return self._health
         self._is_polling = True
@@ -213,7 +213,7 @@ def _number(info: Mapping[str, Any], name: str) -> int:
 
 
 def _version(text: str) -> tuple[int, int] | None:
-    """The first two numbers; None if it has none, as a server of another make may."""
+    """The first two numbers of a version; None if the text has none, as with some servers that are not Redis."""
     parts = text.split(".")
     if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
         return None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from waymark.store import keys
 from waymark.store.scripts import Scripts
 
-#: Not a character of a worker's name.
+#: Separates the name from the number. A worker's name never contains it.
 _SEPARATOR = "/"
 
 

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from waymark.metrics import Metrics
 
-#: A row with fewer holders is asked for again.
+#: A row with at least this many holders is hot. A row with fewer is read from Redis each time.
 _HOLDERS_MIN = 8
-#: Bytes of a row without its value, roughly: a dictionary slot, a key, a place in the queue.
+#: The approximate bytes of a row besides its value: a dictionary slot, a key, a place in the queue.
 _ROW_BYTES = 300
 
 
 def is_crowd(run: tuple[bytes, int]) -> bool:
-    """Whether so many holders make a row hot."""
+    """Whether a run of blocks has enough holders to make its row hot."""
     return run[0].count(b" ") >= _HOLDERS_MIN - 1
 
 

@@ -23,14 +23,16 @@ _NONCES_MAX = 4096
 class Incarnation:
     """The nonces that the process has read, and its caches.
 
-    A nonce has a place: ``wm:birth`` is that of the whole Redis. Each holder table has one, too, because a single
-    primary of a Cluster can come back empty.
+    The key ``wm:birth`` has the nonce of the whole Redis. Each holder table has its own nonce, because a single primary
+    of a Cluster can come back empty.
     """
 
     def __init__(self) -> None:
         self.changes = 0
-        """How often all caches were cleared. A reply of Redis may enter a cache only if this number is the same as when
-        the command was sent."""
+        """How many times all caches were cleared.
+
+        A reply of Redis may enter a cache only if this number is the same as when the command was sent.
+        """
         self._nonces: dict[int | str, bytes] = {}
         self._caches: list[Forgetful] = []
 
@@ -40,7 +42,10 @@ class Incarnation:
         return cache
 
     def saw(self, place: int | str, nonce: bytes) -> None:
-        """Note a nonce that Redis has returned. One that differs from the last of its place clears all caches."""
+        """Note a nonce that Redis has returned. All caches are cleared if ``place`` had another nonce before.
+
+        ``place`` is the id of a group, for the nonce of its holder table, or the key ``wm:birth``.
+        """
         known = self._nonces.get(place)
         if known is None:
             if len(self._nonces) >= _NONCES_MAX:

@@ -19,7 +19,7 @@ _MATCHED_PER_CALL, _FIELDS_PER_CALL = 512, 4096
 
 
 class Placements:
-    """The placements of all groups. Always on the Redis that takes writes."""
+    """The placements of all groups. They are read and written on the primary Redis, never on a replica."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client

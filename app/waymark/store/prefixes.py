@@ -23,7 +23,7 @@ _EVICTED_SHARE = 10
 
 
 class Prefixes:
-    """The entries of all sources. Always on the Redis that takes writes."""
+    """The entries of all sources. They are read and written on the primary Redis, never on a replica."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client

@@ -159,7 +159,7 @@ class Reserved(NamedTuple):
 
 
 class Reservations:
-    """The loads and reservations of all groups. Always on the Redis that takes writes."""
+    """The loads and reservations of all groups. They are read and written on the primary Redis, never on a replica."""
 
     def __init__(self, client: RedisClient, scripts: Scripts, begin: Begin | None = None) -> None:
         """``begin`` starts a task in the background, which ends reservations that no caller waits for."""

@@ -34,7 +34,7 @@ def depths(blocks: int) -> list[int]:
 
 
 class Speculative:
-    """The speculative entries of all groups. Always on the Redis that takes writes."""
+    """The speculative entries of all groups. They are read and written on the primary Redis, never on a replica."""
 
     def __init__(self, client: RedisClient) -> None:
         self._client = client
