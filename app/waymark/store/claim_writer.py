@@ -44,7 +44,7 @@ class ClaimWriter:
         hash_seed: int,
         note: Callable[..., None],
     ) -> None:
-        """``note`` is that of the activity."""
+        """``note`` is the method ``Activity.note``."""
         self._client = client
         self._directory = directory
         self._scripts = scripts
@@ -94,8 +94,8 @@ class ClaimWriter:
     async def begin(self, claim: Claim) -> bool:
         """Write the record and the row of a claim, if they are missing.
 
-        False if the claim is not in Redis any more, or has an id that is another claim's. In the second case the claim
-        gets new ids.
+        False if the claim is not in Redis any more, or if another claim has one of its ids. In the second case the
+        claim gets new ids.
         """
         if await self.is_begun(claim):
             return True
@@ -113,7 +113,10 @@ class ClaimWriter:
         return await self._clash(claim) is None and await self._confirm(claim)
 
     async def _clash(self, claim: Claim) -> Literal["group", "publisher"] | None:
-        """Begin the record. Return which id another claim has, as can happen after a failover, or None."""
+        """Begin the record.
+
+        Return which id of this claim another claim has, as can happen after a failover; else None.
+        """
         outcome = await self._begin(claim)
         if outcome.verdict is Verdict.GONE:
             await self._leases.end_without_record(claim)
@@ -181,7 +184,7 @@ class ClaimWriter:
             await self._client.publish(keys.CONTROL, "unregistered")
 
     async def _end(self, claim: Claim) -> None:
-        """End a publisher, unless its id is another's, as can happen after a failover."""
+        """End a publisher, unless another publisher has its id, as can happen after a failover."""
         name = await self._client.hget(keys.record(claim.group_id, claim.publisher), "name")
         if name not in (None, keys.publisher_field(claim.registration.name)):
             return

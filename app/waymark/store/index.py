@@ -21,9 +21,9 @@ from waymark.store.leases import Grant
 from waymark.store.pacing import Pacer
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 
-#: How many bytes of rows a call reads, at most: Redis then takes about 2 ms, and every reader waits meanwhile.
+#: The most bytes of rows that a call reads. Redis takes about 2 ms for them, and every reader waits that long.
 CALL_BYTES = 65_536
-#: A part in a row of its own costs as much as so many blocks in a long part.
+#: The fixed cost of a part, in blocks.
 _PART_COST = 8
 
 
@@ -66,9 +66,9 @@ class Index:
 
         With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 
-        Changes that were applied before, wholly or in part, are skipped. Returns APPLIED; FENCED if another worker
-        has the stream, so that this caller must forget it; LOST if a shard has lost writes that it had
-        acknowledged, so that the life of the stream must end. Raises StoreUnavailable.
+        Changes that were applied before, wholly or in part, are skipped. Returns APPLIED. Returns FENCED if another
+        worker has the stream; the caller then drops its state. Returns LOST if a shard has lost writes that it had
+        acknowledged; the caller then ends the life. Raises StoreUnavailable.
         """
         events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
         if grant.shards == 1:
@@ -183,7 +183,7 @@ class Index:
             ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"calls:{grant.publisher}")
             for shard in expected
         )
-        # A shard without a token has come back empty, or the publisher is gone, which its record shows.
+        # A shard without a token came back empty, or the publisher is gone. In the second case its record is gone, too.
         return [
             shard
             for (shard, calls), (token, now) in zip(expected.items(), found, strict=True)
@@ -192,7 +192,7 @@ class Index:
 
 
 def _calls_of(raw: bytes | None) -> int:
-    """The number of calls in a fence; 0 where there is none, or none that can be read."""
+    """The number of calls in a fence; 0 if it has none, or none that can be read."""
     return int(raw) if raw is not None and raw.isdigit() and len(raw) <= 16 else 0
 
 

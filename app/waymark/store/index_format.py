@@ -5,7 +5,7 @@ from __future__ import annotations
 from waymark.domain.rows import FORMAT
 from waymark.shown import shown
 
-#: The field of ``wm:groups`` that holds it; written with the first group, by the same script.
+#: The field of ``wm:groups`` with the format of the index. The script that writes the first group writes this field.
 FIELD = "format"
 #: A field that every index with a group has, in every release.
 _ANY_INDEX = "last_group"

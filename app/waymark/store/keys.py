@@ -12,33 +12,33 @@ import orjson
 from waymark.domain.names import GroupName, PublisherName
 
 ALL = "wm:*"
-"""What matches every key of Waymark."""
+"""The pattern of all keys of Waymark."""
 GROUPS = "wm:groups"
 PUBLISHERS = "wm:publishers"
-#: In the slot of the publishers, so that one script writes both.
+#: The unregistered names, in the slot of ``wm:publishers``, so that one script can write both keys.
 UNREGISTERED = "wm:unregistered:{wm:publishers}"
 WORKERS = "wm:workers"
 COUNTS = "wm:counts"
-#: In the slot of the counts, so that one script writes both.
+#: The prefix keys that decisions had (a HyperLogLog), in the slot of ``wm:counts``, so that one script can write both.
 SEEN = "wm:seen:{wm:counts}"
-#: Workers as clients of the Dynamo dialect describe them.
+#: The descriptions of workers that clients of the Dynamo dialect have sent.
 CATALOG = "wm:catalog"
 DISCOVERY = "wm:discovery"
-#: What has happened, for people.
+#: The activity list.
 ACTIVITY = "wm:activity"
 #: The response cache of gateways, in one slot: the nonce of the last clearing, the answers, and when each one expires.
 ANSWERS = "wm:answers"
 ANSWERS_KEPT = "wm:answers:kept:{wm:answers}"
 ANSWERS_DUE = "wm:answers:due:{wm:answers}"
 #: Stored responses, in one slot: their total size, the responses, when each one expires, the names of those that
-#: MongoDB has, and the queue of those that it has not got yet.
+#: MongoDB has, and the queue of those that it does not have yet.
 RESPONSES = "wm:responses"
 RESPONSES_KEPT = "wm:responses:kept:{wm:responses}"
 RESPONSES_DUE = "wm:responses:due:{wm:responses}"
 RESPONSES_COPIED = "wm:responses:copied:{wm:responses}"
 RESPONSES_QUEUE = "wm:responses:queue:{wm:responses}"
 INCARNATION = "wm:birth"
-#: The channel on which changes of registrations are announced; a hint to read them again.
+#: The channel that announces changes of registrations. A message only makes workers read the registrations again.
 CONTROL = "wm:control"
 
 
@@ -146,7 +146,7 @@ def block_prefix(group_id: int, shard: int) -> bytes:
 
 
 def blocks(group_id: int) -> str:
-    """A text that messages show for all block keys of a group."""
+    """The form of all block keys of a group, for messages to people."""
     return f"wm:{{{group_id}}}:<block>"
 
 

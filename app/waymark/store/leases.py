@@ -22,7 +22,7 @@ from waymark.store.scripts import Outcome, Scripts, Verdict
 
 
 def random_nonce() -> str:
-    """64 random bits as 16 hex digits: no two lives, tokens or versions are ever equal."""
+    """64 random bits as 16 hex digits, so that no two lives, tokens or versions are equal."""
     return secrets.token_hex(8)
 
 
@@ -34,7 +34,10 @@ class HolderChange:
 
 
 class Seat(Protocol):
-    """Where in Redis a publisher is. A claim is a seat, and so is what is known of a publisher without a claim."""
+    """The ids that find a publisher in Redis.
+
+    A claim has them; ``Unclaimed`` has them for a publisher without a claim.
+    """
 
     @property
     def publisher(self) -> int: ...
@@ -64,7 +67,7 @@ class Grant:
     above: int
     """The highest holder id seen on any shard when the fence was raised."""
     calls: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """By shard, how many calls of the stream it acknowledged. If its own number is smaller, it has lost writes."""
+    """The number of acknowledged calls of the stream, by shard. A shard that has counted fewer has lost writes."""
     moved_shards: set[int] = field(default_factory=set, compare=False, repr=False)
     """The shards other than 0 whose number of calls is not in the record yet; the next watermark writes it."""
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
@@ -84,12 +87,12 @@ class Grant:
         return outcome.is_applied
 
     def has_lost(self, shard_calls: Mapping[int, int]) -> bool:
-        """Whether a shard had fewer calls, when the fence was raised there, than the record names."""
+        """Whether a shard lost writes: when its fence was raised, it had counted fewer calls than the record names."""
         return self.is_forgotten or any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
 
     @property
     def counter(self) -> int:
-        """It grows by one with each lease of the publisher."""
+        """The counter in the token; it grows by one with each lease of the publisher."""
         return int(self.token.partition(".")[0])
 
     @property
@@ -203,7 +206,7 @@ class Leases:
             await self._forget(grant.claim)
 
     async def _forget(self, seat: Seat) -> None:
-        """Delete the fences of a publisher without a record; no worker has a valid token of it.
+        """Delete the fences of a publisher without a record. No worker has a valid token for that publisher.
 
         There are such fences if the publisher ended, or a worker stopped, between taking the lease and raising the
         fence.
@@ -234,8 +237,8 @@ class Leases:
     async def end_without_record(self, seat: Seat) -> bool:
         """End a publisher that has a row in the table and no record. False if it has a record, or no row.
 
-        A Redis that evicts keys, or a move of its slot that was broken off, leaves such a row. Its holders are known
-        from the table alone, and it needs no token: a token was lost with the record.
+        A Redis that evicts keys, or a move of its slot that was broken off, leaves such a row. Only the table
+        knows its holders. This call needs no token, because the token was lost with the record.
         """
         held = await self._client.hgetall(keys.holders(seat.group_id))
         if b"publisher:%d" % seat.publisher not in held:

@@ -6,7 +6,7 @@ from hashlib import sha1
 from pathlib import Path
 from typing import NamedTuple
 
-# Beside the package in a checkout, inside it once installed.
+# The folder is next to the package in a checkout, and inside it after an installation.
 _PACKAGE = Path(__file__).parents[1]
 LUA_DIR = next(folder for folder in (_PACKAGE / "lua", _PACKAGE.parents[1] / "lua") if folder.is_dir())
 
@@ -22,5 +22,5 @@ def _read(path: Path) -> Script:
 
 
 REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "reserve", "match_placements"})
-"""Scripts that Redis may run twice for one call: a part that is done is skipped, or it only reads."""
+"""Scripts that may run twice for one call. Each of them skips what is done already, or only reads."""
 SCRIPTS: dict[str, Script] = {path.stem: _read(path) for path in sorted(LUA_DIR.glob("*.lua"))}

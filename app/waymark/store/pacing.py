@@ -1,6 +1,6 @@
-"""Bounds the blocks that workers write at once, because queries wait in Redis behind every call that is under way.
+"""Bounds the blocks that workers write at once, because queries wait in Redis behind the calls of workers.
 
-All ingest workers together keep a bounded number of blocks under way at each server, and each worker has an equal
+All ingest workers together send a bounded number of blocks at once to each server, and each worker has an equal
 share. Further calls wait in the worker, in order of arrival, where they delay no query. A worker whose share is smaller
 than one call pauses after each call. The share shrinks while calls take much longer than the fastest recent
 ones, because Redis is busy then.
@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager
 
 #: The fixed cost of a call, in blocks.
 _CALL_COST = 32
-#: How often ``while_waiting`` is called, in seconds.
+#: Seconds between two calls of ``while_waiting``.
 _WAITING_SECONDS = 0.5
-#: Redis is busy when calls take so many times as long as the fastest ones lately did.
+#: Redis counts as busy if calls take this many times as long as the fastest recent calls.
 _SLOW = 3.0
 #: The weight of one call in the average, small enough that a single slow call changes little.
 _WEIGHT = 1 / 16
@@ -50,7 +50,7 @@ class Pacer:
     async def admit(
         self, server: object, blocks: int, while_waiting: Callable[[], Awaitable[None]] | None = None
     ) -> AsyncIterator[None]:
-        """Wait until a call of so many blocks to ``server`` may be sent; the body of the ``async with`` sends it.
+        """Wait until a call with ``blocks`` blocks may be sent to ``server``; the body of the ``async with`` sends it.
 
         ``while_waiting`` is called every half second of the wait.
         """

@@ -146,14 +146,14 @@ def pairs(reply: Any) -> list[tuple[bytes, bytes]]:
 
 
 def integer_of(raw: bytes | str, what: str) -> int:
-    """Plain decimal digits, of at most 2^53 - 1."""
+    """Parse an integer in plain decimal digits, 2^53 - 1 at most. Raises ``Malformed``."""
     if not (raw.isascii() and raw.isdigit() and len(raw) <= _DIGITS_MAX) or int(raw) > INTEGER_MAX:
         raise Malformed(f"{what} is no integer of 0..2^53-1")
     return int(raw)
 
 
 def number_of(raw: bytes | str, what: str) -> float:
-    """A finite number."""
+    """Parse a finite number. Raises ``Malformed``."""
     try:
         number = float(raw)
     except ValueError:
@@ -253,7 +253,7 @@ class Document:
 
 
 def names_of(raw: bytes, counts: tuple[int, ...], what: str) -> list[Any]:
-    """A JSON list of one of these lengths, which is the form of field names."""
+    """Parse a JSON list, as names of hash fields are, with one of the lengths in ``counts``. Raises ``Malformed``."""
     try:
         names = orjson.loads(raw)
     except orjson.JSONDecodeError:

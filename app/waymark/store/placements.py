@@ -10,11 +10,11 @@ from waymark.store.client import RedisClient
 from waymark.store.parsing import pairs
 from waymark.store.scripts import Scripts
 
-#: Blocks in one call, below 1 ms of Redis.
+#: Blocks in one call. Redis needs less than 1 ms for them.
 BLOCKS_PER_CALL = 128
 #: The most holders of one block: every holder may have the beginning of a system prompt.
 _HOLDERS_MAX = 1024
-#: Blocks, and holders of them, that one call looks at: below 2 ms of Redis.
+#: The most blocks, and the most holders of these blocks, that one call reads. Redis needs less than 2 ms for them.
 _MATCHED_PER_CALL, _FIELDS_PER_CALL = 512, 4096
 
 
@@ -28,7 +28,10 @@ class Placements:
     async def place(
         self, group_id: int, block_keys: Sequence[int], holder: str, *, milliseconds: int, blocks_max: int
     ) -> int:
-        """Note blocks of a holder; how many older ones of the group were dropped, so that it has ``blocks_max``."""
+        """Note that a holder was sent these blocks.
+
+        Drops the oldest placements of the group above ``blocks_max``, and returns how many were dropped.
+        """
         dropped = 0
         for first in range(0, len(block_keys), BLOCKS_PER_CALL):
             names = [keys.placement(group_id, f"{key:016x}") for key in block_keys[first : first + BLOCKS_PER_CALL]]
@@ -53,9 +56,9 @@ class Placements:
         return outcome.numbers[0]
 
     async def match(self, group_id: int, block_keys: Sequence[int], *, until: float) -> dict[str, int]:
-        """How many blocks of a prompt each holder was sent, from the first on, without those whose time is over.
+        """For each holder, how many blocks from the start of the prompt were sent to it and have not expired.
 
-        At ``until``, a time of the event loop's clock, it answers with the blocks that it has looked at.
+        At ``until``, a time of the event loop's clock, it returns the result for the blocks that it has read.
         """
         found: dict[str, int] = {}
         going: list[str] = []

@@ -1,7 +1,8 @@
 """Opaque prefixes in Redis: how many tokens of each prefix a holder has, and until when.
 
 A prefix is a hash with a field for each holder. Its field ``until`` is the time at which the key itself expires. A
-reader computes the time of that Redis from it and from the key's TTL, so it needs no clock of its own.
+reader subtracts the key's TTL from ``until``. The result is the time by the clock of Redis, so the clock of the reader
+does not matter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from waymark.store.leases import Grant
 from waymark.store.parsing import pairs
 from waymark.store.scripts import Scripts
 
-#: Changes in one call, some 2 ms of Redis.
+#: Changes in one call. Redis needs about 2 ms for them.
 CHANGES_MAX = 128
 _EVICTED_SHARE = 10
 
@@ -32,9 +33,10 @@ class Prefixes:
     async def apply(
         self, grant: Grant, hot: int, warm: int, changes: Sequence[PrefixChange], *, ttl_seconds: int
     ) -> int | None:
-        """Apply at most ``CHANGES_MAX`` changes of a source with these holders.
+        """Apply at most ``CHANGES_MAX`` changes of one source.
 
-        Returns how many entries the source has afterwards; None if another worker has the stream.
+        ``hot`` and ``warm`` are the ids of its two holders, on the device and in storage. Returns how many entries the
+        source has afterwards; None if another worker has the stream.
         """
         args: list[str | int] = []
         for change in changes:

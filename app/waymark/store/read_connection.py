@@ -20,7 +20,7 @@ from redis.exceptions import InvalidResponse, RedisError
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-#: Questions under way on one connection. Requests at work are fewer.
+#: The most unanswered questions on one connection. The server handles fewer requests at once.
 QUESTIONS_MAX = 1024
 
 _NOT_YET = object()
@@ -55,11 +55,14 @@ class _Question(Generic[T]):
         self.answer = answer
         self.until = until
         self.replies: list[Any] = []
-        """Those that have been parsed."""
+        """The replies that have been parsed so far."""
 
 
 class ReadConnection(asyncio.Protocol):
-    """A connection that is due a reply and receives no data for ``silent_seconds`` is lost."""
+    """A connection to Redis for reads.
+
+    It counts as lost if a reply is missing and no data come for ``silent_seconds``.
+    """
 
     def __init__(self, silent_seconds: float, lost: Callable[[ReadConnection], None]) -> None:
         self._silent_seconds = silent_seconds
@@ -71,7 +74,7 @@ class ReadConnection(asyncio.Protocol):
             protocolError=InvalidResponse, replyError=BaseParser.parse_error, notEnoughData=_NOT_YET
         )
         self._heard = 0.0
-        # One for all questions: a timer for each would cost as much as the rest of ``ask``.
+        # One timer for all questions: a timer for each would cost as much as the rest of ``ask``.
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf
         self._is_retired = False

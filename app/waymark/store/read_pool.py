@@ -86,7 +86,7 @@ class Dialer:
         if self.address.db:
             commands.append(("SELECT", str(self.address.db)))
         if self.address.kind == "cluster" and self.address.is_replica:
-            commands.append(("READONLY",))  # a replica of a Cluster answers reads where old answers will do
+            commands.append(("READONLY",))  # without it a replica of a Cluster redirects reads
         if commands:
             packed = b"".join(hiredis.pack_command(cast("Any", command)) for command in commands)
             await connection.ask(packed, Replies(len(commands)), None)
@@ -132,7 +132,10 @@ class ReadPool:
         return await connection.ask(packed, reader, until)
 
     async def opened(self, until: float | None) -> ReadConnection:
-        """TimeoutError at ``until``, by the loop's clock; RedisError if no connection can be opened."""
+        """Return the open connection, or open one.
+
+        Raises TimeoutError at ``until``, by the loop's clock, and RedisError if no connection can be opened.
+        """
         seen = self._failures
         async with asyncio.timeout_at(until), self._opening:
             if self.connection is None:

@@ -29,9 +29,9 @@ from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordKind, RecordParser
 from waymark.store.places import holders_of
 
-#: Rows in the first chunk. It is small, because most new prompts have no match. It is larger if more than
-#: ``_LONG_SHARE`` of the recent prompts had every block of a small first chunk: one more round trip costs more than
-#: reading keys that do not exist.
+#: The two sizes of the first chunk, in rows. The small one is usual, because most new prompts have no match. The large
+#: one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small chunk: it saves a round trip,
+#: which costs more than reading keys that do not exist.
 _FIRST_CHUNKS = (4, 16)
 _LONG_SHARE = 1 / 3
 #: A match that passes the first chunk is mostly long.
@@ -39,7 +39,7 @@ _CHUNK = 64
 #: The weight of one query in the average.
 _WEIGHT = 1 / 8
 
-#: How often a query starts, at most: it starts again when Redis has come back empty.
+#: How many times a query may start: it starts again if Redis came back empty.
 _STARTS_MAX = 3
 
 _UNREADABLE = "the row cannot be read: slots of 17 characters, a plus where it is marked, <holder>:<bitmap> ..."
@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 
 
 class _Query:
-    """The progress of one query; after the deadline, or with a newer table, the blocks read so far still count."""
+    """The progress of one query. The blocks read so far stay valid if the deadline passes or the table changes."""
 
     def __init__(self, block_size: int, chain: Chain) -> None:
         self.block_size = block_size
@@ -196,9 +196,9 @@ class Reader:
         return entry
 
     async def _doubt(self, group: GroupName, known: GroupEntry, until: float) -> None:
-        """Read the id of a group again, because its table does not fit. Another id: Redis has come back empty.
+        """Read the id of a group again, because its table does not fit. If the id has changed, Redis came back empty.
 
-        If the id is the same, the table is missing or cannot be read. Only this group is affected then.
+        If the id is the same, the table is missing or cannot be read. Then only this group is affected.
         """
         self._groups.pop(group, None)
         async with asyncio.timeout_at(until):
@@ -207,7 +207,10 @@ class Reader:
             self._incarnation.forget()
 
     async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float, changes: int) -> bool:
-        """Walk to the end; False if the cached data of the group are out of date. Raises TimeoutError at ``until``."""
+        """Read to the end of the chain; False if the cached data of the group are old.
+
+        Raises TimeoutError at ``until``.
+        """
         chain = query.chain
         cached = self._tables.get(entry.group_id)
         chain.has_singles = cached is not None and cached.has_singles

@@ -150,11 +150,11 @@ class Records:
     ) -> list[int] | None:
         """End the holders that ``unit`` names, and then begin the holders in ``begin``.
 
-        ``unit`` is '*' for all, the name of a holder, the beginning of names, or '' for none.
+        ``unit`` is '*' (all holders), the name of one holder, a prefix of holder names, or '' (none).
 
         Returns the ids of the holders that began, in order; None if fenced. With ``is_restart`` the stream has no
         watermark afterwards. A caller that repeats a call whose reply was lost passes the same ``nonce``; the change
-        is then made once. ``above`` is an id that the new ids have to exceed.
+        is then made once. The new ids are higher than ``above``.
         """
         nonce = nonce or random_nonce()
         outcome = await self._scripts.new_life(

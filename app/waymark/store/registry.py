@@ -39,7 +39,7 @@ _FIXED = {
     "topic": "topic",
 }
 
-#: Where a weight is kept that is not a client's to change.
+#: The sources of weights that a client cannot change.
 _WEIGHT_IS_GIVEN = {"discovery": "the annotations of its pod", "file": "the file of publishers"}
 
 #: Fields that stand beside the tenants in an answer of ``/query``.
@@ -57,7 +57,7 @@ class Registry:
         *,
         note: Callable[..., None],
     ) -> None:
-        """``note`` is that of the activity."""
+        """``note`` is the method ``Activity.note``."""
         self._client = client
         self._directory = directory
         self._scripts = scripts
@@ -66,7 +66,7 @@ class Registry:
         self._note = note
 
     async def register(self, registration: Registration) -> bool:
-        """Register a publisher. True: it is new or has changed; False: the same registration exists.
+        """Register a publisher. True if it is new or has changed; False if the same registration exists.
 
         Another endpoint begins a new life. A change of the target fields does not interrupt the stream.
 
@@ -112,9 +112,9 @@ class Registry:
     async def set_weight(self, name: PublisherName, weight: float) -> bool:
         """Change the weight of a target and nothing else; False if the name is not registered.
 
-        Raises Conflict, with the field, if discovery or the file of publishers sets the weight: it would set it again.
+        Raises Conflict, with the field, if discovery or the publishers file sets the weight: it would undo the change.
         """
-        before = None  # of the first attempt: a later one may find its change
+        before = None  # the weight before the first attempt; a later attempt may see the change of an earlier one
         for _ in range(ATTEMPTS):
             claim = await self._directory.claim(name)
             if claim is None or claim.is_leaving:
@@ -193,7 +193,7 @@ class Registry:
         raise contended(claim.registration.name)
 
     async def clear(self, claim: Claim) -> bool:
-        """End the life of a publisher: answers count none of its blocks or prefixes any more. False if it is gone.
+        """End the life of a publisher: answers no longer count its blocks and prefixes. False if the publisher is gone.
 
         The worker that applies its stream loses the lease and takes it again. With a replay endpoint the stream replays
         all batches; without one it continues with the next batch.

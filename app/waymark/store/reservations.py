@@ -23,13 +23,13 @@ from waymark.store.background import Begin
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
-#: Candidates that Redis ranks again; the caller has ranked all of them before.
+#: How many of the best candidates Redis ranks again. The caller ranks all candidates before.
 CANDIDATES_MAX = 8
-#: Overdue reservations that one refresh of the loads ends.
+#: The most overdue reservations that one call ends.
 OVERDUE_MAX = 64
 #: The pause between two attempts to end a reservation whose reply was lost.
 _TAKE_BACK_SECONDS = 1.0
-#: Releases under way at once, of one list.
+#: The most reservations of one list that are released in parallel.
 _RELEASES_AT_ONCE = 32
 _TEXT = re.compile(r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?")
 
@@ -45,15 +45,20 @@ class Part(StrEnum):
 
 
 class Reservation(NamedTuple):
-    """A decision under way, as the caller carries it: ``<group>.<publisher>.<tokens>.<context>.<nonce>.<waited>``."""
+    """The text that a caller gets for a decision, and sends to release it.
+
+    Its form is ``<group>.<publisher>.<tokens>.<context>.<nonce>``, and ``.<waited>`` if that is known.
+    """
 
     group_id: int
     publisher: int
     tokens: int
+    """Prefill tokens that the request adds to its target."""
     context: int
+    """Prompt tokens of the request."""
     nonce: str
     waited: int | None = None
-    """Prefill tokens that its target had to compute before its own; None where that is not known, or of no meaning."""
+    """Prefill tokens that the target had to compute before this request; None if unknown, or without meaning."""
 
     def __str__(self) -> str:
         text = f"{self.group_id}.{self.publisher}.{self.tokens}.{self.context}.{self.nonce}"
@@ -85,13 +90,13 @@ class Load(NamedTuple):
     """Prefill tokens still to be computed."""
     requests: int = 0
     context: int = 0
-    """Prompt tokens of the requests under way."""
+    """Prompt tokens of the requests in progress."""
     ok: int = 0
     failed: int = 0
-    """Ended requests; both are halved every minute."""
+    """Numbers of requests that succeeded and that failed. Both are halved every minute, so old results count less."""
     minute: int = 0
     cold: int = 0
-    """When this target last got a prompt of which no target had a block, in ms of Redis; 0: never."""
+    """When this target last got a prompt that no target had cached, in ms by the clock of Redis; 0 means never."""
 
     @property
     def health(self) -> float:
@@ -111,7 +116,7 @@ class Load(NamedTuple):
 _numeral = lru_cache(1024)(repr)
 
 NO_LOAD = Load()
-"""Of a target that never got a request."""
+"""The load of a target that never got a request."""
 
 
 class Offer(NamedTuple):
@@ -127,7 +132,7 @@ class Offer(NamedTuple):
     spec_from: int = 0
     """The index of the first speculative entry to write; the target has the blocks before it."""
     spec_milliseconds: int = 0
-    """How long its speculative entries last; 0: ``reserve`` writes none."""
+    """How long its speculative entries last; with 0 ``reserve`` writes none."""
 
 
 class Terms(NamedTuple):
@@ -138,12 +143,12 @@ class Terms(NamedTuple):
     weight_active: float = 0.0
     milliseconds: int = 120_000
     limit: int = 0
-    """A target with this many requests gets no more; 0: no limit."""
+    """A target with this many requests gets no more; 0 means no limit."""
     reservations_max: int = 100_000
     is_cold: bool = False
     spec_keys: Sequence[str] = ()
     request_id: str | None = None
-    """16 hex digits: the same request again gets the same reservation."""
+    """16 hex digits. A second call with the same id gets the same reservation."""
 
 
 class Reserved(NamedTuple):
@@ -152,7 +157,7 @@ class Reserved(NamedTuple):
     verdict: Verdict
     reservation: Reservation | None = None
     tokens: int = 0
-    """The load of the target before the decision, as ``requests`` is."""
+    """``tokens`` and ``requests`` are the load of the target before the decision."""
     requests: int = 0
     overdue: int = 0
     """The number of overdue reservations that the call ended."""
@@ -267,7 +272,10 @@ class Reservations:
         return released, len(reservations) - released
 
     async def under_way(self, groups: Sequence[int]) -> list[int]:
-        """Those of the groups that have reservations, in one round trip; also one whose key has another type."""
+        """The groups that have reservations, in one round trip.
+
+        A group whose key has a wrong type is included, so that a later call reports it.
+        """
         counts = await self._client.several([("ZCARD", keys.reservations(each)) for each in groups], is_lenient=True)
         return [group_id for group_id, count in zip(groups, counts, strict=True) if count != 0]
 

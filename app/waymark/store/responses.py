@@ -1,4 +1,7 @@
-"""Stored responses of gateways, in one slot of Redis, so that one script can bound them, and the queue of MongoDB."""
+"""Stored responses of gateways, and the queue of those to copy to MongoDB.
+
+All are in one slot of Redis, so that one script can bound them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Entry(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """How long responses are stored, how many, and how many bytes they may take. ``queue_max`` is 0 without MongoDB."""
+    """How long responses are stored, how many, and in how many bytes. ``queue_max`` is 0 without MongoDB."""
 
     milliseconds: int
     entries_max: int
@@ -45,11 +48,11 @@ class Responses:
         self._scripts = scripts
 
     async def find(self, names: Sequence[str]) -> list[bytes | None]:
-        """Responses; empty is one that was deleted, None one that is unknown here."""
+        """The responses by name: an empty value if it was deleted, None if Redis does not have it."""
         return await self._scripts.find_responses(keys.RESPONSES_KEPT, keys.RESPONSES_DUE, names)
 
     async def keep(self, name: str, value: bytes, bounds: Bounds) -> Changed:
-        """Keep a response. The oldest ones are removed for it; with MongoDB, the oldest ones that MongoDB has."""
+        """Keep a response. Old responses are removed to make room; with MongoDB, only those that MongoDB has."""
         return await self._change(name, value, bounds, bounds.queue_max)
 
     async def put_back(self, name: str, value: bytes, bounds: Bounds) -> Changed:

@@ -20,9 +20,14 @@ Arg = str | bytes | int | float
 
 
 class Verdict(StrEnum):
-    """What a script decided. ``APPLIED``: it has written all. ``BRANCH`` and ``ROW``: it has written what comes before
-    the block that it refuses. With another verdict it has written nothing, except that ``reserve`` ends overdue
-    reservations first, and ``keep_answer`` and ``keep_response`` remove others."""
+    """The result of a script; the header of each script lists its own.
+
+    - ``APPLIED``: the script wrote everything.
+    - ``BRANCH``: a block needs a branch row, because it has no slot in its place. The script wrote all before it.
+    - ``ROW``: the branch row of a part does not exist, and the row has room. The script wrote all before the part.
+    - Other verdicts: the script wrote nothing. But ``reserve`` ends overdue reservations first, and ``keep_answer`` and
+      ``keep_response`` may remove old entries.
+    """
 
     APPLIED = "applied"
     STALE = "stale"
@@ -49,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 class Scripts:
-    """``lua/`` on one Redis."""
+    """The scripts of ``lua/``, run on one Redis."""
 
     def __init__(self, client: RedisClient, metrics: Metrics | None = None) -> None:
         self._client = client

@@ -24,7 +24,7 @@ _ID_DIGITS_MAX = 16
 
 
 def depths(blocks: int) -> list[int]:
-    """The depths, in blocks, at which a prompt of so many blocks has entries: 8, 12, 16, 24, 32, ... and the last."""
+    """The depths, in blocks, at which a prompt of ``blocks`` blocks has entries: 8, 12, 16, 24, ... and the last."""
     found = []
     depth = _FIRST
     while depth < blocks:
@@ -40,7 +40,10 @@ class Speculative:
         self._client = client
 
     async def read(self, group_id: int, block_keys: Sequence[int], *, until: float) -> list[int | None]:
-        """The publisher at each key, of at least one key. Raises TimeoutError at ``until``, by the loop's clock."""
+        """The publisher in each key; ``block_keys`` is not empty.
+
+        Raises TimeoutError at ``until``, by the loop's clock.
+        """
         names = [keys.spec(group_id, key) for key in block_keys]
         try:
             packed = hiredis.pack_command(cast("Any", ("MGET", *names)))

@@ -1,6 +1,6 @@
-"""Reads from Redis what a worker must know of a stream: every block of the stream's live holders.
+"""Reads every block of a stream's live holders from Redis, for the worker that takes the stream over.
 
-The caller has raised the fence, so no other worker writes for these holders meanwhile.
+The caller has raised the fence, so no other worker writes for these holders at the same time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from waymark.store.hashes import Reported
 from waymark.store.leases import Grant
 from waymark.store.parsing import Malformed, RecordKind, RecordParser
 
-#: Fields read at once, and after them as many rows.
+#: The number of fields in one HSCAN, and of their rows in the MGET after it.
 _FIELDS = 512
 _COPIES = re.compile(rb"([1-9][0-9]{0,15})((?: [0-9a-f]{16})*)")
 _COPIES_FIELD = re.compile(rb"\*[0-9a-f]{16}")
@@ -27,7 +27,7 @@ _Block = tuple[Place, int, int, int, int]
 """Place, namespace, key, depth, engine hash."""
 
 Counted = dict[tuple[int, int], tuple[int, int]]
-"""By holder and shard, the seq and position up to which the holder is counted there."""
+"""By holder and shard: the seq and position up to which this shard has counted the holder."""
 
 
 class Takeover:
@@ -50,9 +50,9 @@ class Takeover:
         return counted
 
     async def reported(self, grant: Grant, holders: Sequence[int]) -> AsyncIterator[list[Reported]]:
-        """Blocks of holders under their engine hashes, some at a time. Raises StoreUnavailable.
+        """Yield the blocks of these holders in portions, each with its engine hash. Raises StoreUnavailable.
 
-        A block that is removed meanwhile may be missing, and one that is stored meanwhile may be among them.
+        A block that is removed at the same time may be missing, and one that is stored at that time may be included.
         """
         for holder in holders:
             for shard in range(grant.shards):
@@ -94,7 +94,8 @@ class Takeover:
             late += await self._fill_rows(grant, shard, holder, entries, memory)
             if cursor == 0:
                 break
-        # Blocks that were read under their seq_hashes come first: their other hashes may be those of more blocks.
+        # First the blocks that were read under their seq_hashes: other blocks may have one of their further hashes,
+        # too.
         _restore(memory, holder, {key: each for key, each in several.items() if SAME_HASH in each[1]})
         for place, namespace, key, depth, engine_hash in late:
             _, further = several.get(key, (1, []))
@@ -107,9 +108,10 @@ class Takeover:
     async def _fill_rows(
         self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, Entry]], memory: HeldBlocks
     ) -> list[_Block]:
-        """Remember the blocks of these entries; return those whose engine hash seems to be that of another block.
+        """Remember the blocks of these entries; return those whose engine hash another block has already.
 
-        The engine hash of an entry counts as the seq_hash until the copies of the block show another.
+        If an entry names no engine hash for a block, the seq_hash is used, until the field with the block's copies
+        names another one.
         """
         late: list[_Block] = []
         rows = await self._rows(grant, shard, entries)
@@ -132,7 +134,7 @@ class Takeover:
         return self._parser.parse(RecordKind.ENTRY, engine, name, _entry, name, value)
 
     async def _rows(self, grant: Grant, shard: int, entries: Sequence[tuple[Place, Entry]]) -> list[Row | None]:
-        """The row of each entry; None where there is none, or where it cannot be read."""
+        """The row of each entry; None if there is none, or if it cannot be read."""
         if not entries:
             return []
         prefix = keys.block_prefix(grant.group_id, shard)

@@ -43,8 +43,9 @@ class UnclaimedPublishers:
     async def end(self, seat: Unclaimed) -> bool:
         """End a publisher if it has no claim; return whether it has ended. Raises StoreUnavailable.
 
-        A registration that comes meanwhile wins. A registration writes its claim first, and then removes the mark. So
-        either this method finds the claim, or the script finds no mark.
+        A registration at the same time wins. This method marks the record as ``unclaimed``, and looks for a claim
+        again. A registration writes its claim first, and then removes the mark. So either this method finds the claim,
+        or the script finds no mark.
         """
         record = keys.record(seat.group_id, seat.publisher)
         name = await self._client.hget(record, "name")
@@ -66,7 +67,7 @@ class UnclaimedPublishers:
         return False
 
     async def _has_claim(self, seat: Unclaimed, name: bytes | None) -> bool:
-        """Whether the publisher has a claim. One that this release cannot read may be of any publisher."""
+        """Whether the publisher has a claim. A claim that cannot be read may be its claim, so it counts."""
         if name is None:
             held = await self._client.hgetall(keys.PUBLISHERS)
             return any(self._is_of(seat, field, raw) for field, raw in held.items())
