@@ -103,7 +103,7 @@ async def test_the_pool_counts_behind_what_an_engine_has_on_its_device(
 ) -> None:
     await register("pool", type="Mooncake")
     await hold("pod-1", PROMPT[:8])
-    await hold("pool", PROMPT, medium="CPU", blocks=[*range(3), *range(4, 10)])
+    await hold("pool", PROMPT, medium="CPU", blocks=[*range(3), *range(4, 10), 12])
     rows = await scores(client, policy="hicache", explain=True)
     # Of 20 blocks pod-1 has 4; the pool has 6 behind these, and what follows a block that nobody has is of no use.
     assert rows["pod-1"]["cost"] == 20 - 4 - 0.5 * 6
