@@ -11,6 +11,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.apply.pool_hashes import KEPT
 from waymark.apply.redis_calls import Fenced
 from waymark.domain.generations import Bounds
+from waymark.domain.held import HeldBlocks
 from waymark.domain.resolver import Resolver
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -41,21 +42,7 @@ async def resumed(
     if state is None:
         raise Fenced
     memory = None if kept is None else kept.take(grant, state)
-    resolver = Resolver(
-        grant.claim.registration,
-        grant.publisher,
-        seed=options.hash_seed,
-        blocks_max=options.stream_blocks_max,
-        shards=grant.shards,
-        waiting_blocks=options.waiting_blocks,
-        foreign_ranks=foreign_ranks,
-        memory=memory,
-        # A source of opaque prefixes has no blocks. It has its own bounds.
-        bounds=Bounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
-        reads_windows=options.hybrid == "boundary",
-    )
-    main_group = int(state.main_groups) if state.main_groups else None
-    resolver.resume(state.holders, state.flags, main_group, state.event_ids)
+    resolver = _resolver(grant, state, options, foreign_ranks, memory)
     has_skipped = False
     if memory is None:
         ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
@@ -83,3 +70,29 @@ async def resumed(
         await applier.keep_facts()
     await applier.bounding.check(at_once=True)
     return applier, state
+
+
+def _resolver(
+    grant: Grant,
+    state: StreamState,
+    options: ApplyOptions,
+    foreign_ranks: frozenset[int],
+    memory: HeldBlocks | None,
+) -> Resolver:
+    """A resolver with the holders, flags and event_ids of the record. Without ``memory`` it knows no blocks."""
+    resolver = Resolver(
+        grant.claim.registration,
+        grant.publisher,
+        seed=options.hash_seed,
+        blocks_max=options.stream_blocks_max,
+        shards=grant.shards,
+        waiting_blocks=options.waiting_blocks,
+        foreign_ranks=foreign_ranks,
+        memory=memory,
+        # A source of opaque prefixes has no blocks. It has its own bounds.
+        bounds=Bounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
+        reads_windows=options.hybrid == "boundary",
+    )
+    main_group = int(state.main_groups) if state.main_groups else None
+    resolver.resume(state.holders, state.flags, main_group, state.event_ids)
+    return resolver
