@@ -172,6 +172,97 @@ def test_an_exception_of_a_comparison_is_that_of_the_call(loops: native.Loops) -
         read(loops, events, lambda _: Odd())
 
 
+# ---- bounds ----------------------------------------------------------------------------------------
+
+
+def test_an_event_has_2048_hashes_at_most_to_be_plain(loops: native.Loops) -> None:
+    for count in (2047, 2048, 2049, 2050, 4096, 4097):
+        payload = msgpack.packb([1.5, [["BlockRemoved", list(range(1, count + 1)), "GPU"]], 0])
+        found = loops.read_batch(payload, 99, Stored, Removed, Cleared(), lambda _: "GPU")
+        assert found is not None
+        assert found[3] == (count > 2048)
+
+
+def test_a_batch_has_as_many_events_as_it_may(loops: native.Loops) -> None:
+    payload = msgpack.packb([1.5, EVENTS, 0])
+    for most in range(6):
+        found = loops.read_batch(payload, most, Stored, Removed, Cleared(), lambda _: "GPU")
+        assert (found is None) == (most < len(EVENTS))
+
+
+@pytest.mark.parametrize("count", [*range(509, 516), 574, 575, 576, 577, 640])
+@pytest.mark.parametrize("comma", [b",", b", "])
+def test_a_list_of_short_numbers_is_whole(loops: native.Loops, count: int, comma: bytes) -> None:
+    """So many numbers as their ends are collected, and some more."""
+    body = b'{"token_ids":[' + comma.join([b"7"] * count) + b"]}"
+    start, end, numbers = loops.cut(body, b'"token_ids"', count) or (0, 0, b"")
+    assert (body[start:end][:1], body[start:end][-1:], numbers) == (b"[", b"]", struct.pack("<I", 7) * count)
+    assert loops.cut(body, b'"token_ids"', count - 1) is None
+
+
+@pytest.mark.parametrize("short", range(1, 5))
+def test_a_block_without_its_last_bytes_is_not_stored(tables: Tables, short: int) -> None:
+    tokens = struct.pack("<8I", *range(8))[:-short]
+    (piece,) = tables.known.extend(None, (1, 2), tokens, 4, 7, 0, {}, 32, (tables.gone,))
+    assert piece[2] == struct.pack(">Q", 1)
+    assert tables.loops.hash_blocks(tokens, 4, 7, None, 0) == bytes.fromhex(piece[1][:16].decode())
+
+
+def test_a_range_beyond_the_last_is_refused(loops: native.Loops, tables: Tables) -> None:
+    tables.add(1)
+    events, parts = read(loops, EVENTS), tables.parts
+    for more in range(1, 5):
+        with pytest.raises(IndexError):
+            events.hashes(0, len(events) + more)
+        with pytest.raises(IndexError):
+            events[len(events) - 1 + more]
+        for function in (parts.cut, lambda start, end: parts.pack(start, end, b"")):
+            with pytest.raises(IndexError):
+                function(0, len(parts) + more)
+            with pytest.raises(IndexError):
+                function(len(parts) + more, len(parts) + more)
+            with pytest.raises(IndexError):
+                function(1, 0)
+
+
+def test_a_call_has_128_parts_at_most(tables: Tables) -> None:
+    """Of as many holders, and of branch rows of as many pieces: twice as many rows."""
+    for number in range(140):
+        place, slot, engine_hash = Place(2 * number, 2 * number + 1), b"%016x0" % number, struct.pack(">Q", number)
+        tables.parts.add("+", number, 1, place, 0, slot, engine_hash, False, False, None, b"", False)
+    for count in range(120, 141):
+        if count > 128:
+            with pytest.raises(ValueError, match="at most 128 parts"):
+                tables.parts.pack(0, count, b"")
+        else:
+            blocks, holders, rows, _, words = tables.parts.pack(0, count, b"")
+            assert (blocks, holders, len(rows), len(words)) == (count, list(range(count)), 2 * count, count)
+
+
+def test_blocks_of_a_piece_are_32_at_most(loops: native.Loops) -> None:
+    for blocks in range(40):
+        if 1 <= blocks <= 32:
+            assert loops.piece_runs(bytes(8 * blocks), []) == ([], 0, 0)
+        else:
+            with pytest.raises(ValueError, match="are not those of one piece"):
+                loops.piece_runs(bytes(8 * blocks), [])
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 66, 128, 129, 130])
+def test_64_blocks_at_one_place_are_taken_together(loops: native.Loops, tables: Tables, count: int) -> None:
+    hashes = tuple(range(1, count + 1))
+
+    def store() -> None:
+        tables.known.store(Place(5), 0, [each << 8 for each in hashes], [each % 32 for each in hashes], hashes)
+
+    store()
+    sizes = [64] * (count // 64) + [count % 64] * (count % 64 > 0)
+    assert [len(group[3]) // 8 for group in tables.take(hashes)] == sizes
+    store()
+    ran = tables.run(read(loops, [["BlockRemoved", list(hashes), "GPU"]]))
+    assert (ran[4], [part.count for part in tables.parts]) == (count, sizes)
+
+
 # ---- memory ----------------------------------------------------------------------------------------
 
 ALLOCATIONS = 40
