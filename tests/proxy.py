@@ -106,7 +106,7 @@ class Proxy:
     async def _to_redis(
         self, client: asyncio.StreamReader, redis: asyncio.StreamWriter, conversation: _Conversation | None
     ) -> None:
-        with suppress(ConnectionError):
+        with suppress(OSError):  # where the other end is closed, the end of the stream is no ConnectionError
             while part := await _read(client):
                 await self._passage()
                 if conversation is not None:

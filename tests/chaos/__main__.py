@@ -1,11 +1,11 @@
 """Random sessions in which anything goes wrong in the middle of anything; every answer has to be the model's.
 
-    python -m tests.chaos [--seed 1] [--seconds 75] [--cluster] [--seeds 10]
+    python -m tests.chaos [--seed 1] [--seconds 75] [--cluster] [--seeds 10] [--keep DIRECTORY]
 
 A session starts a Redis (or a Cluster), ingest workers, query replicas and engines of all kinds, and follows the
 script of its seed: bursts of batches, faults in the middle of them, quiet points where everything is compared. The seed
 decides what happens; when a process comes to it, it does not. What differs is printed with the last things that
-happened before.
+happened before, and a file keeps the rest: all logs, what the engines told, every record of Redis.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import asyncio
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +47,8 @@ def run(options: Options) -> tuple[Outcome, list[str]]:
         where = "on a Cluster" if options.is_cluster else "on one Redis"
         found = [f"seed {options.seed} {where}, after {session.trace.seconds:.0f} s:", *failures(error)]
         before = [] if options.is_loud else ["what happened before:", *session.trace.lines]
-        return session.outcome, [*found, *before]
+        kept = [] if session.kept is None else [f"all that was known then is in {session.kept}"]
+        return session.outcome, [*found, *before, *kept]
     return session.outcome, []
 
 
@@ -62,6 +65,7 @@ def main() -> int:
     )
     parser.add_argument("--without", action="append", default=[], metavar="INSTANCE", help="without this publisher")
     parser.add_argument("--quiet", action="store_true", help="a line for each seed, and what differs")
+    parser.add_argument("--keep", metavar="DIRECTORY", type=Path, help="for a file about each session that differs")
     parser.add_argument("--app", metavar="DIRECTORY", help="run the processes of another checkout, by its source root")
     arguments = parser.parse_args()
     if arguments.app:
@@ -81,6 +85,7 @@ def main() -> int:
                 is_loud=not arguments.quiet,
                 # On a terminal, one line says how far a quiet session is.
                 tell=progress.step if arguments.quiet and sys.stderr.isatty() else None,
+                keep=arguments.keep or Path(tempfile.gettempdir()),
             )
             outcome, found = run(options)
         failed += bool(found)

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.proxy import Proxy, proxy_to
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TOLD_LINES = 12
+_TAKEN = "another worker took the stream"
 READY_SECONDS = 20.0
 #: A process does what is asked of it, and a worker applies honest frames, before it has used so much CPU for others.
 BUSY_CPU_SECONDS = 8.0
@@ -123,14 +124,11 @@ class Crew:
 
     def said_of(self, name: str) -> list[str]:
         """The last lines of all workers' logs, also of those that were killed, that name a stream; in order of time."""
-        paths = [path for worker in self.workers for path in worker.log_path.parent.glob(f"{worker.name}-*.log")]
-        lines = [
-            f"{line[:24]} {path.stem}: {line[24:].strip()[:200]}"
-            for path in paths
-            for line in path.read_text(errors="replace").splitlines()
-            if name in line
-        ]
-        return sorted(lines)[-_TOLD_LINES:]
+        return [line[:230] for line in said(self.workers) if name in line][-_TOLD_LINES:]
+
+    def has_changed_hands(self, name: str) -> bool:
+        """A worker has said that another one took the stream."""
+        return any(name in line and _TAKEN in line for line in said(self.workers))
 
     def check(self) -> None:
         """Nobody has ended, and no log has a traceback."""
@@ -144,6 +142,16 @@ class Crew:
             at = text.find("Traceback", start)
             if at >= 0:
                 raise Mismatch(f"{member.name} has a traceback in its log", *text[at:].splitlines()[-_TOLD_LINES:])
+
+
+def said(members: Sequence[Member]) -> list[str]:
+    """All lines of their logs, also of those that were killed; in order of time."""
+    paths = {path for member in members for path in member.log_path.parent.glob(f"{member.name}-*.log")}
+    return sorted(
+        f"{line[:24]} {path.stem}: {line[24:].strip()}"
+        for path in paths
+        for line in path.read_text(errors="replace").splitlines()
+    )
 
 
 async def answered(call: Callable[[], Awaitable[Any]]) -> Any:

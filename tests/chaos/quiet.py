@@ -48,7 +48,8 @@ class Quiet:
         self._insides = insides
 
     async def compare(self, *, is_strict: bool = False) -> list[Publisher]:
-        """Those that may have lost something and say so. ``is_strict``: nobody has, whatever their status says."""
+        """Those that may have lost something and say so. ``is_strict``: nobody has, whatever their status says, whose
+        stream stayed with one worker; on a busy machine a lease may run out without any fault."""
         await self._controller.restored()
         for publisher in self._publishers:
             if publisher.sender is not None:
@@ -64,7 +65,7 @@ class Quiet:
                 raise Mismatch(
                     f"{publisher.spec.label} is degraded, and can have lost nothing", *self._about(publisher, states)
                 )
-        unknown = [] if is_strict else degraded
+        unknown = [each for each in degraded if not is_strict or self._crew.has_changed_hands(str(each.spec.name))]
         await self._agree(unknown, states)
         for publisher in self._publishers:
             if publisher not in unknown:
@@ -86,7 +87,7 @@ class Quiet:
                     # One that is where it should be, and not yet content, asks its engine once that has been silent.
                     if states.get(publisher, {}).get("watermark") != publisher.last_seq:
                         publisher.send_empty_batch()
-            states = await self._states()
+            states = await self.states()
             waiting = [each for each in waiting if not self._is_settled(each, states.get(each, {}))]
             if not waiting:
                 return states
@@ -105,7 +106,8 @@ class Quiet:
         statuses = ("active", "degraded") if publisher.excuse else ("active",)
         return state.get("watermark") == publisher.last_seq and state.get("status") in statuses
 
-    async def _states(self) -> dict[Publisher, dict[str, Any]]:
+    async def states(self) -> dict[Publisher, dict[str, Any]]:
+        """How far each stream is, as ``/workers`` has it."""
         rows = (await answered(lambda: self._crew.up[0].get("/workers")))["publishers"]
         by_name = {(row["instance_id"], row["tenant_id"], row["dp_rank"]): row for row in rows}
         named = {each: by_name.get(each.spec.name.rank) for each in self._publishers}

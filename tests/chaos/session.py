@@ -7,30 +7,36 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import pytest
 
-from tests.chaos import script
-from tests.chaos.backend import BACK_SECONDS, backend
+from tests.chaos import evidence, script
+from tests.chaos.backend import BACK_SECONDS, Backend, backend
 from tests.chaos.controller import Controller
 from tests.chaos.faults import Faults
 from tests.chaos.fleet import Crew, Mismatch, crew_of
 from tests.chaos.inside import Inside
 from tests.chaos.model import BLOCK_SIZE, put
+from tests.chaos.neighbours import Neighbours
 from tests.chaos.publishers import MODEL_NAME, TENANTS, Publisher, Spec, draw
 from tests.chaos.quiet import Quiet, told
 from tests.chaos.trace import Trace
 from tests.conftest import wait_until
 from tests.model import Model, Tokens
-from tests.patience import patient
+from tests.patience import patient, within
 
 WORKERS = 2
 REPLICAS = 2
 PROBE_SECONDS = 0.05
+REPLAY_IDLE_SECONDS_MAX = 4.0
+KEEP_SECONDS = 60.0
+NEIGHBOURS_EVERY = 3
+"""Rounds from one comparison of who waits behind costly frames to the next."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class Options:
     is_loud: bool = False
     tell: Callable[[str], None] | None = None
     """Gets each line of what happens."""
+    keep: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    """The directory for the file of a session that differs."""
 
 
 @dataclass
@@ -64,9 +72,15 @@ class Session:
     def __init__(self, options: Options) -> None:
         self.trace = Trace(is_loud=options.is_loud, tell=options.tell)
         self.outcome = Outcome()
+        self.kept: Path | None = None
+        """The file with all that was known when something differed."""
         self._options = options
         rng = random.Random(options.seed)
         self._settings = script.settings(rng, is_cluster=options.is_cluster)
+        # The engines answer from this process, which a busy machine holds up: what they have is not lost then.
+        self._settings["replay_idle_seconds"] = min(
+            REPLAY_IDLE_SECONDS_MAX, patient(self._settings["replay_idle_seconds"])
+        )
         self._prompts = script.prompts(rng)
         specs = [spec for spec in draw(rng) if spec.instance not in options.without]
         self._big_prompts = script.big_prompts(rng)
@@ -93,9 +107,11 @@ class Session:
             crew = await stack.enter_async_context(
                 crew_of(directory, redis, workers=WORKERS, replicas=REPLICAS, settings=self._settings)
             )
-            controller = Controller(crew, self._publishers, trace)
             for publisher in self._publishers:
                 await publisher.open(stack)
+            stack.push_async_exit(self._keeping(crew, redis))
+            controller = Controller(crew, self._publishers, trace)
+            for publisher in self._publishers:
                 await controller.register(publisher)
             for publisher in self._publishers:
                 await publisher.begin()
@@ -108,6 +124,7 @@ class Session:
             stack.push_async_callback(faults.close)
             prober = asyncio.create_task(self._probe(crew))
             stack.callback(prober.cancel)
+            neighbours = Neighbours(crew, self._publishers, quiet.states, trace)
             began = time.monotonic()
             for round_ in script.rounds(
                 options.seed,
@@ -120,9 +137,23 @@ class Session:
                 if is_enough or time.monotonic() - began > options.seconds:
                     break
                 await self._round(round_, crew, controller, faults, quiet)
+                if round_.number % NEIGHBOURS_EVERY == 1:
+                    await neighbours.compare()
                 if prober.done():
                     prober.result()
         return self.outcome
+
+    def _keeping(self, crew: Crew, redis: Backend) -> Callable[..., Awaitable[None]]:
+        """At the end of a session that differs: write down all there is, while the processes still run."""
+
+        async def keep(kind: object, error: BaseException | None, trace: object) -> None:
+            if isinstance(error, AssertionError | pytest.fail.Exception | BaseExceptionGroup):
+                async with within(KEEP_SECONDS):
+                    self.kept = await evidence.keep(
+                        self._options.keep, self._options.seed, error, self.trace, crew, redis, self._publishers
+                    )
+
+        return keep
 
     # ---- a round ---------------------------------------------------------------------------------------
 

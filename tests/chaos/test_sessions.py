@@ -8,14 +8,20 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
-from tests.chaos import script
+from tests.chaos import evidence, script
 from tests.chaos.__main__ import run
+from tests.chaos.backend import backend
+from tests.chaos.fleet import Crew, Mismatch
 from tests.chaos.model import BLOCK_SIZE, Bounds, Held
 from tests.chaos.publishers import Publisher, Spec, draw
-from tests.chaos.session import Options
+from tests.chaos.session import Options, Outcome
+from tests.chaos.trace import Trace
+from tests.conftest import wait_until
 from tests.model import BASE, Place
 
 
@@ -26,6 +32,41 @@ def test_every_answer_is_the_models_whatever_breaks(seed: int) -> None:
     assert outcome.rounds == 3
     assert outcome.answers > 0
     assert sum(outcome.done.values()) > 0
+
+
+async def test_a_session_that_differs_leaves_a_file_with_all_that_was_known(tmp_path: Path) -> None:
+    trace = Trace()
+    for number in range(100):
+        trace(f"thing {number} has happened")
+    engine = Publisher(Spec("i", "vllm-map"), seed=1)
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(backend(tmp_path, is_cluster=False))
+        await wait_until(redis.nodes[0].is_ready, "Redis answers")
+        redis.nodes[0].ask("HSET", "wm:publishers", "a", b"\xffregistration")
+        await engine.open(stack)
+        engine.prefill(tuple(range(BLOCK_SIZE)), 0, BASE)
+        error = ExceptionGroup("of a task", [Mismatch("an answer differs")])
+        path = await evidence.keep(tmp_path / "kept", 7, error, trace, Crew(), redis, [engine])
+    text = path.read_text()
+    for part in ("an answer differs", "thing 0 has", "thing 99 has", "wm:publishers", "xffregistration", "BlockStored"):
+        assert part in text
+
+
+class Differing:
+    """A session that finds something at once."""
+
+    def __init__(self, options: Options) -> None:
+        self.trace, self.outcome, self.kept = Trace(), Outcome(), options.keep / "all of it"
+
+    async def run(self) -> Outcome:
+        raise Mismatch("an answer differs")
+
+
+def test_the_output_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tests.chaos.__main__.Session", Differing)
+    _, found = run(Options(1, keep=tmp_path))
+    assert "an answer differs" in found
+    assert any(str(tmp_path / "all of it") in line for line in found)
 
 
 def test_what_a_session_does_follows_from_its_seed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 from tests.patience import patient
@@ -12,21 +11,26 @@ _LINES_KEPT = 40
 
 
 class Trace:
-    """Call it with a line; ``lines`` are the last ones. ``is_loud`` prints every line at once, ``tell`` gets each."""
+    """Call it with a line; ``lines`` are the last ones, ``all`` is every one. ``is_loud`` prints each at once, ``tell``
+    gets each."""
 
     def __init__(self, *, is_loud: bool = False, tell: Callable[[str], None] | None = None) -> None:
-        self.lines: deque[str] = deque(maxlen=_LINES_KEPT)
+        self.all: list[str] = []
         self._began = time.monotonic()
         self._is_loud = is_loud
         self._tell = tell
 
     def __call__(self, text: str) -> None:
         line = f"{self.seconds:7.2f} s  {text}"
-        self.lines.append(line)
+        self.all.append(line)
         if self._tell is not None:
             self._tell(line)
         if self._is_loud:
             print(line, flush=True)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.all[-_LINES_KEPT:]
 
     @property
     def seconds(self) -> float:

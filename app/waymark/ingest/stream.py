@@ -150,12 +150,8 @@ class Stream:
     @property
     def _is_beginning_due(self) -> bool:
         """Whether to ask again for the beginning of a life that an unanswered replay has left out."""
-        is_open = self._life.opened_at is not None and self._can_replay and not self._replaying.is_waiting
+        is_open = self._life.opened_at is not None and self._registration.can_replay and not self._replaying.is_waiting
         return is_open and self._subscriber.is_connected and time.monotonic() >= self._silent_until
-
-    @property
-    def _can_replay(self) -> bool:
-        return self._registration.replay_endpoint is not None and self._registration.can_replay
 
     async def _tick(self) -> None:
         """What must happen several times a second, also during a long replay: renew the lease, report the status."""
@@ -238,7 +234,7 @@ class Stream:
             judgement = self._place(incoming)
         if judgement is Judgement.BEGINNING and incoming.seq > life.first_seq:
             # Only an answer shows that the publisher does not have the beginning.
-            is_open = self._can_replay and self._answered != life.begun
+            is_open = self._registration.can_replay and self._answered != life.begun
             await (life.open_at(incoming.seq) if is_open else life.join_late())
             if self._replaying.is_waiting:
                 life.reasons.add(REPLAY_WAITING)

@@ -139,6 +139,11 @@ class SimulatedPublisher:
             self._subscribers += 1 if self._live.recv()[:1] == b"\x01" else -1
         return self._subscribers
 
+    @property
+    def batches(self) -> list[tuple[int, bytes, bytes]]:
+        """What a replay has: seq, payload and topic of each batch."""
+        return list(self._buffer)
+
     # ---- live ------------------------------------------------------------------------------------------
 
     def publish(self, events: list[WireEvent], *, ts: float, rank: int | None = 0) -> int:
