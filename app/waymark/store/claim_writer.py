@@ -83,7 +83,7 @@ class ClaimWriter:
                 await self._client.publish(keys.CONTROL, "registered")
                 self._note(Kind.REGISTERED, **about(registration), detail="put back" if is_restored else "")
                 return True
-            # Another claim has one of its ids, or another caller has changed the claim meanwhile.
+            # Another claim has one of its ids, or another caller has changed the claim in between.
             if clash is None:
                 await self._end(claimed)
             before = claimed
@@ -145,7 +145,7 @@ class ClaimWriter:
         if raw != claim.raw:
             now = None if raw is None else self._directory.decode(name, raw)
             if now is not None and now.has_stream_of(claim):
-                return await self.is_begun(now)  # its target has changed meanwhile: the table must have the newer one
+                return await self.is_begun(now)  # its target has changed since: the table must have the newer one
             await self._end(claim)  # unregistered before it began: no other call would end it
             return False
         if entry == b"%d %d" % (claim.group_id, claim.shards):
@@ -170,7 +170,7 @@ class ClaimWriter:
         else:
             other = await self._directory.claim(name)
             if other is not None and other.publisher != claim.publisher:
-                await self._end(claim)  # registered again meanwhile
+                await self._end(claim)  # the publisher was registered again in between
         return True
 
     async def finish(self, claim: Claim) -> None:

@@ -193,7 +193,10 @@ class RedisClient:
             return bool(await self._redis.execute_command("SISMEMBER", key, member))
 
     async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
-        """One step of an HSCAN: the next cursor and some fields. After a failover a cursor is invalid; start again."""
+        """One step of an HSCAN: the next cursor and some fields.
+
+        A cursor is invalid after a failover; then start again.
+        """
         with self._translated():
             reply = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", count)
             return cast("tuple[int, dict[bytes, bytes]]", reply)

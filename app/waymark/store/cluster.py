@@ -230,7 +230,7 @@ class Cluster:
             self._map.replace(found)
             gone = [endpoint for endpoint in self._nodes if endpoint not in found.endpoints]
             for endpoint in gone:
-                # Commands under way end first; the pool closes their connections when they return.
+                # Commands that were sent end first; the pool closes their connections when they return.
                 pool = self._nodes.pop(endpoint).connection_pool
                 self._map.forget(endpoint)
                 await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]

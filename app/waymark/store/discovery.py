@@ -17,7 +17,7 @@ from waymark.store.scripts import Scripts
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryState:
-    """What the worker that discovers engines reports."""
+    """The last report of the worker that discovers engines."""
 
     worker: str
     registered: int = 0

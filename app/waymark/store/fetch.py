@@ -26,7 +26,7 @@ from waymark.store.read_connection import Replies
 
 
 class Fetched(NamedTuple):
-    """What Redis answered."""
+    """The values that Redis returned for one request."""
 
     version: bytes | None
     """The version of the holder table; None if it was not asked for, or there is no table."""

@@ -1,6 +1,6 @@
-"""What engines report of themselves, each value with a time after which Redis removes it.
+"""The gauges that engines report. Redis removes each reading after its time.
 
-So no reader finds a value that is too old, and no clocks of two machines are compared.
+So no reader finds a reading that is too old, and no clocks of two machines are compared.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _encoded(spot: Spot) -> bytes:
 
 
 def _decoded(value: bytes) -> Spot | None:
-    """None for a value that no release writes."""
+    """The block in a value; None if the value cannot be read."""
     found = _BLOCK.fullmatch(value)
     if found is None:
         return None

@@ -65,7 +65,7 @@ class Health:
     """Redis answered when it was last asked, and was not loading its data."""
     primaries: tuple[Primary, ...] = ()
     warnings: Mapping[Reason, str] = field(default_factory=dict)
-    """By reason, a sentence with the consequence and the remedy."""
+    """A sentence with the consequence and the remedy, by reason."""
 
 
 class HealthWatch:

@@ -17,12 +17,13 @@ from waymark.domain.windows import Window
 from waymark.store.parsing import FORMAT, Document, Malformed, RecordKind, RecordParser, integer_of, names_of
 from waymark.store.target_fields import target_of
 
-#: The most rows cached by their bytes, some 10 MB. A table is read again after each change, and few rows differ.
+#: The most parsed rows in the cache, about 10 MB. Its keys are the bytes of a row: a table is read again after each
+#: change, and few of its rows differ.
 _ROWS_MAX = 16_384
 
 _SCOPES: tuple[Scope, ...] = get_args(Scope)
 
-#: ``Holder`` fields as they stand in the table; its id is the field.
+#: The attributes of a ``Holder`` in a value of the table. The name of the hash field is the holder's id.
 _HOLDER_FIELDS = ("publisher", "instance_id", "dp_rank", "medium", "block_size", "backend_id", "scope")
 
 

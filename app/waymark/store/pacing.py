@@ -75,7 +75,7 @@ class Pacer:
 
 
 class _ServerQueue:
-    """The calls to one server: those under way, and those that wait."""
+    """The calls to one server: those that were sent and have no reply yet, and those that wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.share = 0.0
@@ -152,7 +152,7 @@ class _ServerQueue:
             else:
                 break
         if self.waiting and not self._under_way and self._timer is None:
-            # Only the pause blocks the queue. A call under way calls this method again when it ends.
+            # Only the pause blocks the queue. A call that was sent calls this method again when it ends.
             pause = max(0.0, self._not_before - self._clock())
             self._timer = asyncio.get_running_loop().call_later(pause, self._after_pause)
 

@@ -67,7 +67,7 @@ def key_of(entry: GroupEntry, place: Place) -> bytes:
 
 
 def read_row(value: bytes | None) -> Row | None:
-    """None if there is no value, or it cannot be read."""
+    """The row in a value; None if there is no value, or if it cannot be read."""
     try:
         return None if value is None else parse(value)
     except ValueError:

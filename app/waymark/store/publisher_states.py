@@ -46,14 +46,14 @@ class PublisherState:
 
 
 class PublisherStates:
-    """A record that cannot be read counts as one without fields."""
+    """Reads the states of publishers. A record that cannot be read counts as a record without fields."""
 
     def __init__(self, client: RedisClient, parser: RecordParser) -> None:
         self._client = client
         self._parser = parser
 
     async def of(self, claims: Sequence[Claim]) -> list[PublisherState]:
-        """One state per claim, in their order; without a readable record, a state has the values of the claim."""
+        """The state of each claim, in order. If its record cannot be read, a state has only the values of the claim."""
         now = time.time()
         names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)

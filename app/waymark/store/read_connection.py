@@ -1,6 +1,6 @@
-"""A connection to Redis that sends packed commands and reads their replies, with several questions under way.
+"""A connection to Redis that sends packed commands and reads their replies, with several unanswered questions at once.
 
-Redis answers a connection in the order in which it was asked, so the questions wait in one queue. The library's parser
+Redis answers the questions of a connection in their order, so they wait in one queue. The library's parser
 reads the replies. A question whose caller has been cancelled stays in the queue until its replies have arrived.
 """
 
@@ -105,13 +105,13 @@ class ReadConnection(asyncio.Protocol):
         return answer
 
     def retire(self) -> None:
-        """Close the connection when the questions under way are answered. No new question may follow."""
+        """Close the connection when all questions are answered. No new question may follow."""
         self._is_retired = True
         if not self._questions:
             self.lose(RedisConnectionError("the connection was closed"))
 
     def lose(self, error: Exception) -> None:
-        """Close at once; every question under way fails with ``error``."""
+        """Close at once; every unanswered question fails with ``error``."""
         transport, self._transport = self._transport, None
         if transport is None:
             return

@@ -152,7 +152,7 @@ class ReadPool:
             return self.connection
 
     def retire(self) -> None:
-        """Close the connection, when the questions under way are answered."""
+        """Close the connection when all questions are answered."""
         if self.connection is not None:
             self.connection.retire()
             self.connection = None

@@ -48,7 +48,7 @@ _GROUPS_MAX = 1024
 
 
 class Reading(NamedTuple):
-    """What a query found."""
+    """The result of one query, and what it cost."""
 
     walk: Walk
     is_partial: bool

@@ -39,22 +39,22 @@ class StreamState:
     event_ids: Mapping[int, int]
     """Standard events: the last event_id per holder."""
     shard_calls: Mapping[int, int]
-    """By shard, without the first one: how many calls it had acknowledged when the watermark was written."""
+    """The calls that each shard but the first had acknowledged when the watermark was written."""
     counters: Mapping[str, int]
     status: StreamStatus
     change: str
     """The nonce of the last change of holders under the present token; '' for none."""
     last_event_id: str = ""
-    """Of an event stream over HTTP: the ``id`` of the last event that was applied."""
+    """For an event stream over HTTP: the ``id`` of the last event that was applied."""
     is_damaged: bool = False
     """Whether the watermark, or a field that names a holder, cannot be read: the life of the stream has to end."""
 
 
 class Facts(TypedDict, total=False):
-    """What a stream writes into its record besides counters. It may do so while a batch is being applied.
+    """The fields besides counters that a stream writes into its record, also while a batch is being applied.
 
-    Each value is true whether or not that batch is applied in the end. The watermark and the ``event_ids`` are no
-    facts: only the script that applies a batch moves them. An empty text deletes the field.
+    Each value is true whether or not that batch is applied in the end. The watermark and the ``event_ids`` are not
+    among them: only the script that applies a batch writes those. An empty text deletes the field.
     """
 
     status: str
@@ -67,7 +67,7 @@ class Facts(TypedDict, total=False):
     main_groups: str
     """The KV-cache group whose blocks are indexed: the group of the first stored event with tokens."""
     last_event_id: str
-    """Of an event stream over HTTP: the ``id`` of an event that is applied, as are all before it."""
+    """For an event stream over HTTP: the ``id`` of an event that is applied; all earlier events are applied, too."""
 
 
 @dataclass(slots=True)

@@ -290,5 +290,5 @@ class Reservations:
         return {int(publisher): Load.parse(value) for publisher, value in found.items() if publisher.isdigit()}
 
     async def values(self, group_id: int) -> dict[bytes, bytes]:
-        """The same, as Redis has them."""
+        """The load of every target as the bytes in Redis, by publisher id."""
         return await self._client.hgetall(keys.load(group_id))

@@ -34,7 +34,7 @@ class Slots(NamedTuple):
     """A reply to CLUSTER SLOTS."""
 
     shards: list[Shard | None]
-    """By slot; None for a slot that no node has."""
+    """The nodes of each slot, by slot; None for a slot that no node has."""
     endpoints: set[Endpoint]
     """Every node of the reply."""
 
@@ -47,7 +47,7 @@ class SlotMap:
         self._is_replica = is_replica
         self._shards: list[Shard | None] = []
         self._failed_until: dict[Endpoint, float] = {}
-        """Until when a node that failed is passed over, if another one may answer."""
+        """For each node that failed, the time until which other nodes are asked in its place, if there are any."""
         self._is_doubtful = True
         self._read_after = 0.0
 

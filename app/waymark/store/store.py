@@ -67,7 +67,7 @@ class Store:
             if each is not None:
                 each.metrics = metrics
         self.incarnation = Incarnation()
-        """It registers every cache of the process, and clears them when Redis has come back empty."""
+        """Registers every cache of the process, and clears them when Redis has come back empty."""
         self._background: set[asyncio.Task[Any]] = set()
         self._client = client
         self._read_client = read_client
