@@ -46,6 +46,14 @@ RETIRED = {
     r"\btake[ns]? out\b": "remove",
     r"\bcut off\b|\bis cut\b": "closed",
     r"\bthrows? away\b|\bthrown away\b": "drop",
+    r"\bis that of\b": "belongs to, is compatible with, or repeat the noun",
+    r"\bthe default is (that|those) of\b": "the default is set by",
+    r"(?<!separated )(?<!joined )\bby commas\b": "separated by commas",
+    r"\bat the least\b": "at least",
+    r"\bsome (percent|hundreds)\b": "a few percent, or the number",
+    r"\banswers the headers?\b": "returns the header",
+    r"\bof which any\b": "as many as you like",
+    r"\bnobody need\b": "you do not need",
 }
 
 

@@ -2,7 +2,7 @@
 
 ``SHA256(model ++ 00 ++ "S" ++ system)`` where the request has a system prompt, else
 ``SHA256(model ++ 00 ++ "M" ++ first message that is not system)``. The text is limited to ``prefix_bytes``, at a
-boundary of UTF-8. The rule is that of Continuum Router's prefix-aware routing.
+boundary of UTF-8. Continuum Router's prefix-aware routing has the same rule.
 """
 
 from __future__ import annotations

@@ -429,7 +429,7 @@ class Resolver:
     def resolve_waiting(self, seq: int) -> Parts:
         """The parts of objects that have waited, and whose blocks an engine has reported meanwhile.
 
-        ``seq`` is that of the batch that has not come yet, of which they are the beginning.
+        ``seq`` is the number of the batch that has not come yet, of which they are the beginning.
         """
         parts = self.placer.begin_batch(seq)
         for holder, engine_hash in self.objects.found(self.holders.values(), self.reported):

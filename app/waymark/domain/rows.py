@@ -2,7 +2,7 @@
 
 A **piece** is the blocks of one chain at depths 32k to 32k+31, its **head** the first of them. All chains that share a
 head share the **row** at the head's key. A row has up to 64 **slots**, one for each block, and then the holders with a
-bitmap each: bit s stands for slot s. The first slot is that of the block that names the value, whether or not somebody
+bitmap each: bit s stands for slot s. The first slot belongs to the block that names the value, whether or not somebody
 has it. A block that finds no slot in its row begins a **branch row**, and the row is
 **marked** then. A block whose depth nobody knows is a **single**: a row of its own, with one slot.
 

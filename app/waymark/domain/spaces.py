@@ -32,7 +32,7 @@ class Spaces:
         return ns
 
     def has(self, event: Event, ns: int) -> bool:
-        """Whether the event's adapter is that of the namespace; one that nobody remembers is believed."""
+        """Whether the event's adapter belongs to the namespace; one that nobody remembers is believed."""
         return ns not in self._adapters or self._adapters[ns] == self._adapter(event)
 
     def dimensions(self, event: Event, envelope: Envelope) -> str:

@@ -29,6 +29,6 @@ _DIALECTS: dict[str, _MakeDecoder] = {
 def decoder(kind: EngineKind, *, seed: int, ceilings: Ceilings | None = None) -> Decoder:
     """The decoder of a publisher's payloads (frame 2). It raises ``Undecodable`` for what is no batch, nothing else.
 
-    ``seed`` is that of all hashes; decoding needs it for what an event has of a block besides its tokens.
+    ``seed`` is the seed of all hashes; decoding needs it for what an event has of a block besides its tokens.
     """
     return _DIALECTS[kind.traits.dialect](seed=seed, ceilings=ceilings)

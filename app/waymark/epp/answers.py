@@ -36,7 +36,7 @@ class HeldAnswer:
         self._is_holding = True
 
     async def send(self, replies: Sequence[Any], *, size: int, is_end: bool) -> None:
-        """``size`` is that of the body in them, in bytes."""
+        """``size`` is the size of the body in them, in bytes."""
         if self._is_holding:
             if is_end or self._bodies.exceeded(self._held, size) is not None:
                 self._is_holding = False

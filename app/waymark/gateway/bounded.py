@@ -21,7 +21,7 @@ class Held(NamedTuple):
 
 
 class Bounded(Generic[V]):
-    """Bounded in entries and in bytes; ``size`` is that of a value, ``evicted`` is called for each that makes room."""
+    """Bounded in entries and in bytes; ``size`` measures a value; ``evicted`` is called for each that makes room."""
 
     def __init__(
         self,

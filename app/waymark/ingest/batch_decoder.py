@@ -35,7 +35,7 @@ class BatchDecoder:
         count: Callable[[str], None],
         metrics: Metrics,
     ) -> None:
-        """``topic`` is that of the publisher, if others share its socket."""
+        """``topic`` is the publisher's topic, if others share its socket."""
         self._stream = stream
         self._topic = None if topic is None else topic.encode()
         self._decode = decode

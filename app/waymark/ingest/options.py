@@ -9,7 +9,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.domain.names import Registration
 from waymark.ingest.stream import StreamOptions
 
-#: How often a worker polls, at the least.
+#: The seconds between two polls of a worker, at most.
 _POLL_SECONDS = 2.0
 
 

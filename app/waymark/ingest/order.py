@@ -46,7 +46,7 @@ class Order:
     def judge(self, frame: Frame, digest: str, ts: float | None, dp_rank: int | None) -> Judgement:
         """What a live frame means; its seq is the last live one from now on.
 
-        ``dp_rank`` None is that of a payload that is no batch: it may be anybody's.
+        ``dp_rank`` is None for a payload that is no batch: it may be anybody's.
         """
         last, topic, rank = self.last_live, self._last_topic, self._last_rank
         self.last_live, self._last_topic = frame.seq, frame.topic

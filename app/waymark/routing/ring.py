@@ -4,7 +4,7 @@ Every target has 150 points on a ring of 64-bit numbers, XXH3-64 of ``<instance>
 number that its first eight bytes are, big-endian, and takes the first target clockwise whose load is below the bound:
 the mean load, the new request included, times ``1 + epsilon``, rounded up.
 
-The scheme is that of Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016).
+Mirrokni, Thorup and Zadimoghaddam describe the scheme in "Consistent Hashing with Bounded Loads" (2016).
 """
 
 from __future__ import annotations

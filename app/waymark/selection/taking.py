@@ -173,7 +173,7 @@ class Taker:
             self._refuse(found, asked)
             return None
         if is_prefill_elsewhere:
-            # The time to the first token is that of another target.
+            # The time to the first token belongs to another target.
             reservation = reservation._replace(waited=None)
         at = of.find(reservation.publisher)
         if found.verdict is not Verdict.REPEATED:

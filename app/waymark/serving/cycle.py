@@ -265,7 +265,7 @@ class RequestCycle:
                 self._left = length
                 self._head += b"content-length: %d\r\n" % length
             elif self.scope["http_version"] == "1.0":
-                self.keep_alive = False  # its end is that of the connection
+                self.keep_alive = False  # the body ends with the connection
             else:
                 self._is_chunked = True
                 self._head += b"transfer-encoding: chunked\r\n"
