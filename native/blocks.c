@@ -2,6 +2,8 @@
 
 #include "blocks.h"
 
+#include <stdlib.h>
+
 /* Of the index by engine hash. */
 static uint64_t hash_spread_of(const void *known, uint32_t number)
 {

@@ -2,6 +2,8 @@
 
 #include "rows.h"
 
+#include <stdlib.h>
+
 enum { ID_DIGITS_MAX = 16 };
 
 void open_piece(Piece *piece, const unsigned char *keys, Py_ssize_t count)

@@ -263,6 +263,13 @@ def test_64_blocks_at_one_place_are_taken_together(loops: native.Loops, tables: 
     assert (ran[4], [part.count for part in tables.parts]) == (count, sizes)
 
 
+def test_a_part_grows_to_64_blocks(tables: Tables) -> None:
+    for number in range(130):
+        slot, engine_hash = b"%016x0" % number, struct.pack(">Q", number)
+        tables.parts.add("-", 7, 1 + 2 * number, Place(5), 0, slot, engine_hash, True, False, None, b"", False)
+    assert [part.count for part in tables.parts] == [64, 64, 2]
+
+
 # ---- memory ----------------------------------------------------------------------------------------
 
 ALLOCATIONS = 40
