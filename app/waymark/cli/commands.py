@@ -31,7 +31,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         "serve": Command("roles", "run the HTTP API and an ingest worker in one process"),
         "query": Command("roles", "run a query replica, which serves the HTTP API"),
         "ingest": Command("roles", "run an ingest worker, which applies the events of publishers"),
-        "gateway": Command("roles", "run a gateway, which sends OpenAI requests to engines", extra="gateway"),
+        "gateway": Command(
+            "roles", "run a gateway, which sends OpenAI and Anthropic requests to engines", extra="gateway"
+        ),
         "epp": Command("epp", "run an endpoint picker: Envoy asks it for the engine of each request", extra="epp"),
     },
     "engines of a running Waymark": {
@@ -45,7 +47,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "select": Command("remote", "show which engine a prompt would be sent to, and the score of each engine"),
     },
     "look at a running Waymark": {
-        "top": Command("remote", "show the engines live, sorted and filtered by keys"),
+        "top": Command("remote", "show the engines live; keys sort and filter them"),
         "doctor": Command("remote", "check an installation, and say what to do"),
         "status": Command("looking", "show publishers, streams, ingest workers and the state of Redis"),
         "inspect": Command("looking", "show which instances have the blocks of a prompt, and what Redis contains"),

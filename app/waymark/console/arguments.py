@@ -26,7 +26,7 @@ examples:
 _INSPECT_EXAMPLES = {
     "prompt": """\
   $ waymark inspect prompt --model llama --tokens "1 2 3 4 5 6 7 8"     which instances have it, or why none does
-  $ waymark inspect prompt --model llama --text "Once upon a time"     the model's tokenizer makes the tokens
+  $ waymark inspect prompt --model llama --text "Once upon a time"      the model's tokenizer makes the tokens
   $ cat token-ids.txt | waymark inspect prompt --model llama --tokens -
 """,
     "block": """\
@@ -43,7 +43,7 @@ _INSPECT_EXAMPLES = {
   $ waymark inspect keys --model llama                                 redis-cli commands that show everything
 """,
 }
-_INSPECT_ENDING = "With --keys, prompt, block and holder print the redis-cli commands that show the same.\n"
+_INSPECT_ENDING = "\nWith --keys, prompt, block and holder print the redis-cli commands that show the same.\n"
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def _add_inspections(kinds: Commands) -> None:
     holder = _inspection(
         kinds, "holder", "show which engine, rank and medium a holder id stands for, and which rows of the index it has"
     )
-    holder.add_argument("id", type=int, help="the id, as a row contains it")
+    holder.add_argument("id", type=int, help="the id of the holder, as rows contain it")
     _add_group(holder)
     every = _inspection(
         kinds, "keys", "print redis-cli commands that show everything except the blocks", has_keys=False
