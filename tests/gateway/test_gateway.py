@@ -108,7 +108,7 @@ async def test_no_body_and_no_key_is_logged(start: Start, caplog: pytest.LogCapt
     await running.client.post("/v1/responses", content=f'{{"{secret}'.encode(), headers=headers)
     await running.post(chat(secret), headers={"x-api-key": secret + "-"})
     ours = [record for record in caplog.records if record.name.startswith("waymark")]
-    assert {"the request goes to another one" in record.getMessage() for record in ours} == {True, False}
+    assert {"the request goes to another engine" in record.getMessage() for record in ours} == {True, False}
     assert not [record for record in ours if secret in record.getMessage() + str(vars(record))]
 
 
