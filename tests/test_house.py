@@ -28,9 +28,11 @@ WORDS = set(
     re.findall(
         r"\w+",
         """
-        adapter batch block chain depth engine fence fenced fold frame gap gauges generation group head heartbeat holder
-        incarnation instance lag lease life load match medium namespace piece policy pool publisher replay reservation
-        row salt seq seq_hash shard single slot stale stream sweep target watermark
+        activity adapter batch block chain claim decision degraded depth endpoint engine entry envelope fence fenced
+        fold frame gap gateway gauges generation grant group head heartbeat holder incarnation instance kind lag
+        lease life load lost match medium namespace nonce part picker piece place placement policy pool publisher
+        rank record registration replay report reservation row salt seq seq_hash shard single slot stale stream
+        sweep target unit watermark window
         """,
     )
 )
@@ -50,8 +52,12 @@ RETIRED_NAMES = {
 SCRIPT_NAMES = {"beat": ("app/waymark/store/scripts.py", "app/waymark/store/heartbeats.py", "tests/lua/test_beat.py")}
 #: Names of the standard library: nobody else defines them.
 STANDARD_NAMES = {"Sequence", "Path", "Mapping", "Iterable"}
-#: Any of them, to read most texts once only.
-ANY_RETIRED = re.compile(rf"(?<![a-zA-Z0-9])(?:{'|'.join(RETIRED_NAMES)})(?![a-zA-Z0-9])")
+#: Where one of them may be given, to parse few modules only: a name that nobody gives, nobody uses.
+ANY_RETIRED = re.compile(
+    rf"(?:(?:def|class|as|import|for)\s|[.(\[{{*]|^\s*)_*(?:{'|'.join(RETIRED_NAMES)})\b"
+    rf"|\b_*(?:{'|'.join(RETIRED_NAMES)})(?:\s*[=:]|\s*[,)]\s*\w+\s*[=:])",
+    re.MULTILINE,
+)
 
 
 @cache
@@ -175,6 +181,15 @@ def test_a_retired_name_is_found_where_it_is_defined_and_where_it_is_used(name: 
     used = (f"class {name}: ...", f"def _{name}() -> None: ...", f"self._{name}()", f"f({name}=1)", f"{name} = 1")
     assert [source for source in used if len(retired("module.py", source)) != 1] == []
     assert retired("module.py", f'{name}_seconds = "{name}"  # {name}') == []
+
+
+def test_a_word_with_several_meanings_is_the_whole_name_of_one_class_at_most() -> None:
+    """A kind, a result or a client says of what it is."""
+    defined = re.compile(r"^(?:class (\w+)|([A-Z]\w+)(?:: TypeAlias)? = (?:Literal|Callable))\b", re.MULTILINE)
+    names = Counter(name or other for text in sources().values() for name, other in defined.findall(text))
+    assert names["Client"] == 1, "that of a router"
+    assert {word: names[word] for word in ("Access", "Outcome", "Mark", "Rejected") if names[word] > 1} == {}
+    assert {"Turn", "Turns", "Kind"} & names.keys() == set()
 
 
 def test_names_of_the_standard_library_are_its_own() -> None:

@@ -95,6 +95,7 @@ async def test_waymark_routes_as_the_caches_would_and_knows_all_again_after_ever
 # ---- an index, late and killed ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_an_index_without_lag_is_exact_and_one_that_hears_late_is_not() -> None:
     requests = SMALL.read()
     some = engines()

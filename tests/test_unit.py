@@ -78,3 +78,11 @@ def test_it_leaves_out_directories_and_marked_tests() -> None:
     assert "tests/test_demo.py" not in collected
     assert "test_the_events_are_those_of_python" not in done.stdout
     assert "test_what_is_outside" in done.stdout
+
+
+@pytest.mark.parametrize(("is_unit", "tried"), [(True, (10, 40)), (False, (15, 400))])
+def test_a_property_is_tried_with_a_part_of_its_examples(
+    is_unit: bool, tried: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unit, "_is_unit", is_unit)
+    assert (unit.examples(15), unit.examples(400)) == tried

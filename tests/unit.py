@@ -37,12 +37,15 @@ OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
 WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(outside|slow)$", re.MULTILINE)
 #: How many examples a property is tried with that does not say it itself.
 UNIT_EXAMPLES, WHOLE_EXAMPLES = 10, 100
+#: The part of the examples of a property that says how many it needs.
+UNIT_PART = 10
 #: How many random histories of a test are among the unit tests.
 UNIT_SEEDS = 4
 #: Test processes for each processor: most tests wait for other processes. And at most so many, for the memory's sake.
 _PER_PROCESSOR, _PROCESSES_MAX = 3, 8
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
 _is_in_test = False
+_is_unit = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,7 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    is_unit = config.getoption("--unit")
+    global _is_unit
+    is_unit = _is_unit = config.getoption("--unit")
     if is_unit:
         sys.addaudithook(_refuse)
     # A busy machine makes an example slow, and that is no fault of the code.
@@ -61,6 +65,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "waymark", max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("waymark")
+
+
+def examples(count: int) -> int:
+    """How many examples a property is tried with that needs ``count``: a part of them in the inner loop."""
+    return max(UNIT_EXAMPLES, count // UNIT_PART) if _is_unit else count
 
 
 def seeds(count: int) -> list[Any]:
@@ -124,6 +133,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         _is_in_test = False
+
+
+_is_unit = False
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:

@@ -258,6 +258,7 @@ async def test_workers_without_a_listener_and_pools(client: httpx.AsyncClient, r
     assert (worker["source"], worker["endpoints"], worker["listeners"]) == ("discovery", {}, {})
 
 
+@pytest.mark.slow
 async def test_peers_are_remembered_by_the_process_up_to_a_bound(api: httpx.AsyncClient) -> None:
     for i in range(PEERS_MAX):
         assert (await api.post("/dynamo/register_peer", json={"url": f"http://{i}"})).status_code == 201

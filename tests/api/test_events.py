@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import wait_until
+from tests.unit import examples
 from waymark.domain.hashing import extend, token_bytes
 from waymark.store.store import Store
 
@@ -301,7 +302,7 @@ EVENT_FIELDS += ["lora_name", "additional_salt", "seq_hashes", "token_ids", "par
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.dictionaries(st.sampled_from(EVENT_FIELDS), EVENT_VALUES, max_size=3), max_size=4))
 async def test_no_fields_of_an_event_make_it_fail(client: httpx.AsyncClient, changes: list[dict[str, Any]]) -> None:
     events = [event(i) | change for i, change in enumerate(changes)]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit import examples
 from waymark.api.bodies import Format, decode
 from waymark.api.errors import Unfit
 from waymark.api.prompts import hashes, token_bytes
@@ -246,7 +247,7 @@ PATHS = ["/query", "/query_by_hash", "/register", "/unregister", "/dynamo/query"
 PATHS += ["/dynamo/register", "/dynamo/unregister", "/dynamo/register_peer", "/dynamo/deregister_peer"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from(PATHS),
     fields=st.dictionaries(st.sampled_from(NAMES), JSON_VALUES, max_size=8),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.api.conftest import Hold
 from tests.api.test_lists import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
+from tests.unit import examples
 from waymark import native
 from waymark.api.bodies import CONTAINERS_MAX, Format, LongList, decode
 from waymark.api.errors import Unfit
@@ -84,7 +85,7 @@ ELEMENTS = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(
     st.lists(ELEMENTS, max_size=4),
     st.sampled_from(["seq_hashes", "block_hash"]),
@@ -180,14 +181,14 @@ def test_a_body_is_read_the_same_with_and_without_short_cuts(body: bytes) -> Non
     check_read_the_same(body)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.lists(PIECES, max_size=14))
 def test_any_pieces_of_a_body_are_read_the_same(pieces: list[bytes]) -> None:
     body = b"".join(pieces)
     check_read_the_same(body)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.sampled_from(PLAIN[:6] + PLAIN[7:]), st.integers(0, 200), st.integers(0, 3), PIECES | st.binary(max_size=2))
 def test_a_body_with_a_wrong_place_is_read_the_same(body: bytes, at: int, cut: int, put: bytes) -> None:
     at %= len(body)

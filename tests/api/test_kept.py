@@ -188,6 +188,7 @@ async def test_a_shard_that_was_set_back_is_read_again(
         await store.close()
 
 
+@pytest.mark.slow
 async def test_memories_are_bounded_in_bytes(
     memory_store: Store, make_client: MakeClient, fills: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

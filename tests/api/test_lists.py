@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import IMPLEMENTATIONS
+from tests.unit import examples
 from waymark import native
 from waymark.api.lists import cut
 from waymark.domain.hashing import token_bytes
@@ -150,7 +151,7 @@ PIECES = st.sampled_from(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.lists(PIECES, max_size=14), st.integers(0, 8))
 @example([b"{", b'"token_ids":[', b"1", b"]", b"}"], 0)
 def test_whatever_is_cut_out_is_a_list_of_token_ids(pieces: list[bytes], padding: int) -> None:
@@ -168,7 +169,7 @@ def test_whatever_is_cut_out_is_a_list_of_token_ids(pieces: list[bytes], padding
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.integers(0, U32_MAX), max_size=300), st.sampled_from([",", ", ", " , ", ",\n\t"]), st.integers(0, 9))
 def test_every_list_of_token_ids_is_read(ids: list[int], comma: str, padding: int) -> None:
     body = b'{"token_ids":[' + comma.join(map(str, ids)).encode() + b"]}" + b" " * padding
@@ -178,7 +179,7 @@ def test_every_list_of_token_ids_is_read(ids: list[int], comma: str, padding: in
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=examples(600))
 @given(
     st.lists(st.integers(0, 10**8 + 5), min_size=1, max_size=90),
     st.sampled_from([",", ", "]),

@@ -11,7 +11,7 @@ from tests.api.conftest import MakeClient
 from tests.conftest import wait_until
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.targets import Target
-from waymark.store.activity import Kind
+from waymark.store.activity import ActivityKind
 from waymark.store.claim_writer import ClaimWriter
 from waymark.store.store import Store
 
@@ -62,7 +62,7 @@ async def test_a_change_that_needs_a_second_attempt_is_noted_once(
     monkeypatch.setattr(ClaimWriter, "is_begun", begun)
     monkeypatch.setattr(store.registry, "_note", lambda kind, **fields: noted.append((kind, fields["detail"])))
     assert (await client.post("/weight", json={"instance_id": "a", "weight": 0})).status_code == 200
-    assert noted == [(Kind.DRAIN, "weight 1, now 0")]
+    assert noted == [(ActivityKind.DRAIN, "weight 1, now 0")]
 
 
 async def test_an_engine_that_is_not_registered_is_not_found(make_client: MakeClient, store: Store) -> None:

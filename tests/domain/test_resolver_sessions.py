@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from tests.domain.index import Index
 from tests.factories import BLOCK_SIZE, SEED, batch, cleared, registration, removed, stored
+from tests.unit import examples
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Event
 from waymark.domain.hashing import namespace
@@ -149,7 +150,7 @@ def contents(index: Index) -> dict[str, Counter[int]]:
     return {name: index.held(name) for name in index.holders if index.held(name)}
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(st.data(), st.sampled_from([EngineKind.VLLM, EngineKind.SGLANG]))
 def test_the_index_holds_what_the_caches_hold_however_batches_are_folded(data: st.DataObject, kind: EngineKind) -> None:
     index, engine = Index(registration(kind), waiting_blocks=10_000), Engine(data.draw, keeps_parents=False)
@@ -163,7 +164,7 @@ def test_the_index_holds_what_the_caches_hold_however_batches_are_folded(data: s
     assert set(index.ignored) <= {"cleared"}
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(st.data(), st.sampled_from([EngineKind.VLLM, EngineKind.SGLANG]))
 def test_takeovers_lose_nothing(data: st.DataObject, kind: EngineKind) -> None:
     index, engine = Index(registration(kind)), Engine(data.draw, keeps_parents=True)
@@ -177,7 +178,7 @@ def test_takeovers_lose_nothing(data: st.DataObject, kind: EngineKind) -> None:
     assert (index.resolver.waiting.blocks, index.resolver.unresolved) == (0, 0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_sets_hold_each_block_once(data: st.DataObject) -> None:
     """One copy of each: what is removed is gone, so a cache that counts must not be asked to remove a copy."""

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import IMPLEMENTATIONS
+from tests.unit import examples
 from waymark import native
 from waymark.domain.keys import pack
 from waymark.domain.row_runs import Runs, last_piece, own_slots, piece_runs, pieces_of, row_runs
@@ -227,7 +228,7 @@ def test_a_piece_is_what_a_plain_model_says(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(pieces(), st.data())
 @example(([(1, 0)], [([(1, 0)], {}, False)]), None)
 def test_both_read_the_same_from_broken_values(

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit import examples
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.media import normal_medium
@@ -159,7 +160,7 @@ def events(draw: st.DrawFn) -> Any:
     return list(event.values()) if draw(st.booleans()) else event
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(root=st.tuples(values, st.lists(values | events(), max_size=4), values) | values | events())
 def test_any_values_in_any_place(root: Any) -> None:
     payload = msgpack.packb(root)
@@ -171,7 +172,7 @@ def test_any_values_in_any_place(root: Any) -> None:
         check(batch)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(document=events().filter(lambda event: isinstance(event, dict)))
 def test_any_document_over_http(document: dict[str, object]) -> None:
     answer = answer_to(document)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit import examples
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.hashing import extra_digest
@@ -89,7 +90,7 @@ def expected(values: list[Any]) -> Stored:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(values=stores(), data=st.data())
 def test_lists_of_every_length_and_maps_mean_the_same(
     one: Callable[..., Event], values: list[Any], data: st.DataObject

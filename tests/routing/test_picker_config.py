@@ -11,7 +11,7 @@ from tests.routing.conftest import busy, prompt, target
 from waymark.domain.targets import Role
 from waymark.errors import InvalidValue
 from waymark.routing.picker_config import read_picker_config
-from waymark.routing.plugins import PLUGINS, Kind
+from waymark.routing.plugins import PLUGINS, PluginKind
 from waymark.routing.profile import PickerConfig
 
 DISAGGREGATED = """
@@ -293,9 +293,9 @@ def test_what_is_not_known_is_refused_by_name(text: str, sentence: str) -> None:
 
 
 def test_every_plugin_that_is_documented_is_known() -> None:
-    kinds = {kind: sorted(plugin.type for plugin in PLUGINS.values() if plugin.kind is kind) for kind in Kind}
+    kinds = {kind: sorted(plugin.type for plugin in PLUGINS.values() if plugin.kind is kind) for kind in PluginKind}
 
-    assert kinds[Kind.HANDLER] == ["disagg-profile-handler", "pd-profile-handler", "single-profile-handler"]
-    assert len(kinds[Kind.SCORER]) == 12
-    assert len(kinds[Kind.PICKER]) == 3
-    assert all(plugin.note for plugin in PLUGINS.values() if plugin.kind is Kind.OTHER)
+    assert kinds[PluginKind.HANDLER] == ["disagg-profile-handler", "pd-profile-handler", "single-profile-handler"]
+    assert len(kinds[PluginKind.SCORER]) == 12
+    assert len(kinds[PluginKind.PICKER]) == 3
+    assert all(plugin.note for plugin in PLUGINS.values() if plugin.kind is PluginKind.OTHER)

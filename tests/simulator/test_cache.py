@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit import examples
 from waymark.domain.hashing import extend, token_bytes
 from waymark.errors import InvalidValue
 from waymark.simulator import Prefix, PrefixCache, Prompt
@@ -101,7 +102,7 @@ def held_by_hand(contents: dict[str, frozenset[Prefix]], prompt: Prompt) -> list
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     said=st.lists(prompts(), max_size=40),
     sizes=st.sampled_from([(7, 0, 0), (8, 5, 0), (9, 6, 4), (20, 30, 40)]),

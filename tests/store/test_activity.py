@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from waymark.metrics import Metrics
 from waymark.store import activity, keys
-from waymark.store.activity import Kind, is_entry_id
+from waymark.store.activity import ActivityKind, is_entry_id
 from waymark.store.client import RedisClient
 from waymark.store.store import Store
 
@@ -15,7 +15,7 @@ from waymark.store.store import Store
 async def test_entries_are_read_in_order_and_after_one_of_them(redis: Redis) -> None:
     store = Store(RedisClient(redis, "redis://test"))
     for number in range(5):
-        store.activity.note(Kind.SWEEP, detail=str(number))
+        store.activity.note(ActivityKind.SWEEP, detail=str(number))
 
     async def are_written() -> bool:
         return len(await store.activity.newest(10)) == 5
@@ -46,7 +46,7 @@ async def test_what_does_not_fit_is_dropped_and_counted() -> None:
     metrics = Metrics()
     store = Store.open("redis://127.0.0.1:1", metrics=metrics)
     for _ in range(activity._WAITING_MAX + 3):
-        store.activity.note(Kind.SWEEP)
+        store.activity.note(ActivityKind.SWEEP)
     assert b"waymark_activity_dropped_total 3.0" in metrics.render()[0]
     await store.close()
 

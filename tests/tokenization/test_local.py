@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from tests.tokenization import small
+from tests.unit import examples
 from waymark.chat.truncation import Truncation
 from waymark.domain.hashing import pack_tokens, unpack_tokens
 from waymark.errors import InvalidValue
@@ -101,7 +102,7 @@ def test_ids_are_those_of_the_whole_text_with_the_memo_and_without(kind: small.K
 
     with asyncio.Runner() as runner:
 
-        @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+        @settings(deadline=None, max_examples=examples(150), suppress_health_check=list(HealthCheck))
         @example("<|im_start|>user\nHello<|im_end|>", True)
         @example("a <mask> b<|im_end|> c", False)
         @example("<|im<|im_start|><|im_end", True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.tokenization.small import CHATML, TEMPLATES
+from tests.unit import examples
 from waymark.chat.openai import for_template
 from waymark.errors import InvalidValue
 from waymark.tokenization.prompt import ChatPrompt
@@ -137,7 +138,7 @@ prompts = st.builds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(prompt=prompts)
 def test_a_conversation_is_rendered_as_by_jinja2(name: str, prompt: ChatPrompt) -> None:
     text = source(name)

@@ -35,7 +35,7 @@ from waymark.api.dynamo_workers import DynamoWorkers
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
-from waymark.api.inspection_turns import InspectionTurns
+from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspections import Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.page import Page
@@ -156,8 +156,8 @@ def _operations(
     select, loads = DynamoSelect(store, decisions.selector, inputs), DynamoLoads(store, decisions.selector, inputs)
     admin = Admin(store, settings)
     page = Page(is_shown=settings.ui)
-    turns = InspectionTurns(settings)
-    explanations, inspected = Explanations(store, settings, tokenizer, turns), Inspections(store, settings, turns)
+    queue = InspectionQueue(settings)
+    explanations, inspected = Explanations(store, settings, tokenizer, queue), Inspections(store, settings, queue)
     explained = explanations.explained
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.

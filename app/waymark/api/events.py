@@ -138,7 +138,7 @@ class Events:
             kept=self._kept,
         )
         resolver = applier.resolver
-        standing = {
+        last_ids = {
             name.lasting: resolver.event_ids[holder]
             for name, holder in sorted(resolver.holders.items(), key=lambda each: each[1])
             if holder in resolver.event_ids
@@ -148,14 +148,14 @@ class Events:
             assert event.envelope is not None
             batch = Batch(None, (event,))
             name, event_id = resolver.name_of(batch, event), event.envelope.event_id
-            last = standing.get(name)
+            last = last_ids.get(name)
             if last is not None and event_id <= last:
                 progress.stale += 1
                 continue
             if last is not None and event_id > last + 1:
                 progress.expected = last + 1
                 break
-            standing[name] = event_id
+            last_ids[name] = event_id
             fold.append(Incoming(event_id, "", batch))
             if len(fold) == _FOLD_EVENTS:
                 await self._flush(applier, fold, progress)

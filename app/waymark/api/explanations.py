@@ -14,7 +14,7 @@ import orjson
 from waymark.api.answers import Answer, Handler, Paused
 from waymark.api.bodies import Body
 from waymark.api.given_prompts import text_of
-from waymark.api.inspection_turns import InspectionTurns
+from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.prompts import hashes, packed_hashes, token_bytes
 from waymark.api.query_schemas import InspectRequest
 from waymark.api.texts import PromptTokenizer
@@ -34,12 +34,12 @@ _TOP = 20
 
 
 class Explanations:
-    def __init__(self, store: Store, settings: Settings, tokenizer: PromptTokenizer, turns: InspectionTurns) -> None:
+    def __init__(self, store: Store, settings: Settings, tokenizer: PromptTokenizer, queue: InspectionQueue) -> None:
         self._inspector = Inspector(store)
         self._tokenizer = tokenizer
         self._seed = settings.hash_seed
         self._max_tokens = settings.max_tokens
-        self._turns = turns
+        self._queue = queue
         self._blocks_max = settings.inspect_blocks_max
 
     async def inspect(self, body: Body) -> Paused:
@@ -97,7 +97,7 @@ class Explanations:
     async def _explain(self, request: InspectRequest, body: Body) -> Explanation:
         """``StoreUnavailable`` after its deadline, ``InvalidValue`` where the prompt does not fit."""
         asked = await self._asked(request, body)
-        return await self._turns.take(
+        return await self._queue.take(
             lambda: self._looked_up(request, asked), name="explanation", remedy="with a shorter prompt"
         )
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body
+from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspection_schemas import InspectBlockRequest, InspectHolderRequest, InspectKeysRequest
-from waymark.api.inspection_turns import InspectionTurns
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
 from waymark.inspection.blocks import find_block
@@ -31,10 +31,10 @@ _REMEDY = "name one group in group"
 class Inspections:
     """Handlers under ``/inspect`` that are about the whole installation."""
 
-    def __init__(self, store: Store, settings: Settings, turns: InspectionTurns) -> None:
+    def __init__(self, store: Store, settings: Settings, queue: InspectionQueue) -> None:
         self._inspector = Inspector(store)
         self._commands = RedisCli(settings)
-        self._turns = turns
+        self._queue = queue
 
     async def status(self, body: Body) -> Answer:
         """What ``waymark status --json`` prints."""
@@ -75,7 +75,7 @@ class Inspections:
 
     def _paused(self, work: Callable[[], Awaitable[dict[str, Any]]]) -> Paused:
         async def inspected() -> dict[str, Any]:
-            return await self._turns.take(work, name="inspection", remedy=_REMEDY)
+            return await self._queue.take(work, name="inspection", remedy=_REMEDY)
 
         async def answer(content: dict[str, Any]) -> Answer:
             return Answer(content)

@@ -38,7 +38,7 @@ from waymark.domain.resolver import Resolver
 from waymark.domain.slices import Slices
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.activity import Kind, about
+from waymark.store.activity import ActivityKind, about
 from waymark.store.entries import GroupEntries
 from waymark.store.hashes import Reported
 from waymark.store.leases import Grant, random_nonce
@@ -104,7 +104,7 @@ class Applier:
         self._lease_at = time.monotonic()
         """The time at which the lease was last taken or renewed."""
 
-    def happened(self, kind: Kind, detail: str = "") -> None:
+    def happened(self, kind: ActivityKind, detail: str = "") -> None:
         """Add an entry about the publisher to the activity list."""
         self._store.activity.note(kind, **about(self.grant.claim.registration), detail=detail)
 

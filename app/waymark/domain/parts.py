@@ -15,7 +15,7 @@ from waymark import native
 from waymark.domain.keys import KEY_BYTES, pack, unpack
 from waymark.domain.rows import DEPTHS, SLOT_CHARS, Place, keys_of
 
-Kind = Literal["+", "-", "*"]
+PartKind = Literal["+", "-", "*"]
 """Store, remove, only write copies."""
 
 Mode = Literal["count", "set", "all"]
@@ -32,7 +32,7 @@ UNCHANGED = b""
 
 @dataclass(slots=True)
 class Part:
-    kind: Kind
+    kind: PartKind
     holder: int
     seq: int
     """Of the batch."""
@@ -194,7 +194,7 @@ class PartList:
 
     def add(
         self,
-        kind: Kind,
+        kind: PartKind,
         holder: int,
         position: int,
         place: Place,
@@ -217,7 +217,7 @@ class PartList:
 
     def add_packed(
         self,
-        kind: Kind,
+        kind: PartKind,
         holder: int,
         position: int,
         place: Place,
@@ -275,7 +275,7 @@ class _PackedPartList(PartList):
 
     def add_packed(
         self,
-        kind: Kind,
+        kind: PartKind,
         holder: int,
         position: int,
         place: Place,

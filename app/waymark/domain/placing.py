@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from waymark.domain.events import PlainEvents
 from waymark.domain.held import HeldBlocks, Left
 from waymark.domain.known import Ran, Spot
-from waymark.domain.parts import STEP, Kind, Mode, PartList, new_part_list, packed
+from waymark.domain.parts import STEP, Mode, PartKind, PartList, new_part_list, packed
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
 from waymark.domain.waves import Waves
 
@@ -337,7 +337,7 @@ def _single(namespace: int, key: int) -> Spot:
     return Spot(Place(key, is_single=True), namespace, 0, key)
 
 
-def _add_left(parts: PartList, kind: Kind, holder: int, at: int, left: Left, *, waits: bool) -> None:
+def _add_left(parts: PartList, kind: PartKind, holder: int, at: int, left: Left, *, waits: bool) -> None:
     """What becomes of a block of which a hash, or a copy, was taken."""
     spot = left.spot
     parts.add(

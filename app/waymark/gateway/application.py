@@ -20,8 +20,8 @@ from waymark.gateway.models import served_models
 from waymark.gateway.proxy import Message, ProxiedRequest, Proxy, Send
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
-from waymark.gateway.security import Client, Headers, Keys, Limits
-from waymark.gateway.shapes import PATHS, Rejected, body_of, rejected_by
+from waymark.gateway.security import Caller, Headers, Keys, Limits
+from waymark.gateway.shapes import PATHS, RequestRejected, body_of, rejected_by
 from waymark.gateway.upstream import Upstream
 from waymark.metrics import Metrics
 from waymark.selection.options import SelectionOptions
@@ -120,9 +120,9 @@ class Gateway:
             return
         api = PATHS.get(path)
         if api is None and not (path == _MODELS or path.startswith(_MODELS + "/")):
-            raise Rejected(404, "there is no such path; this gateway has " + ", ".join(PATHS), "not_found")
+            raise RequestRejected(404, "there is no such path; this gateway has " + ", ".join(PATHS), "not_found")
         if method != ("GET" if api is None else "POST"):
-            raise Rejected(405, f"{path} takes {'GET' if api is None else 'POST'}", "method_not_allowed")
+            raise RequestRejected(405, f"{path} takes {'GET' if api is None else 'POST'}", "method_not_allowed")
         client = self._keys.client(headers)
         if api is None:
             await self._models(client, path.removeprefix(_MODELS).removeprefix("/"), answer)
@@ -130,20 +130,22 @@ class Gateway:
         body = await self._body(headers, receive)
         query: bytes = scope["query_string"]
         if not _IS_QUERY(query):
-            raise Rejected(400, "the query of the URL is too long or has other characters than ASCII", "invalid_value")
+            raise RequestRejected(
+                400, "the query of the URL is too long or has other characters than ASCII", "invalid_value"
+            )
         proxied = ProxiedRequest(api, path, query, scope["headers"], body, request_id, answer)
         await _while_connected(self._pass_on(client, headers, proxied), receive)
 
     async def _stored(
-        self, responses: Responses, method: str, client: Client, response_id: str, answer: _Answer
+        self, responses: Responses, method: str, client: Caller, response_id: str, answer: _Answer
     ) -> None:
         """What a client asks of a stored response."""
         asked = {"GET": responses.find, "DELETE": responses.delete}.get(method)
         if asked is None:
-            raise Rejected(405, f"{_RESPONSES}{{id}} takes GET and DELETE", "method_not_allowed")
+            raise RequestRejected(405, f"{_RESPONSES}{{id}} takes GET and DELETE", "method_not_allowed")
         await answer.whole(200, await asked(client, response_id))
 
-    async def _expanded(self, client: Client, proxied: ProxiedRequest, body: Body) -> Body:
+    async def _expanded(self, client: Caller, proxied: ProxiedRequest, body: Body) -> Body:
         """A request to the Responses API with the conversation that it goes on from; its answer is stored."""
         if self._responses is None or proxied.api is not Form.RESPONSES:
             return body
@@ -155,7 +157,7 @@ class Gateway:
         proxied.body = orjson.dumps(expanded)
         return body_of_request(proxied.path, proxied.body)
 
-    async def _pass_on(self, client: Client, headers: Mapping[bytes, bytes], proxied: ProxiedRequest) -> None:
+    async def _pass_on(self, client: Caller, headers: Mapping[bytes, bytes], proxied: ProxiedRequest) -> None:
         body = body_of_request(proxied.path, proxied.body)
         if self._injects_cache_control:
             proxied.body = with_cache_control(body, proxied.body)
@@ -181,7 +183,7 @@ class Gateway:
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         length = headers.get(b"content-length", b"0")
-        too_large = Rejected(
+        too_large = RequestRejected(
             413, f"the body has more than {self._body_bytes_max} bytes; send less, or raise WAYMARK_MAX_BODY_BYTES",
             "too_large",
         )  # fmt: skip
@@ -200,18 +202,20 @@ class Gateway:
             if not message["more_body"]:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def _models(self, client: Client, name: str, answer: _Answer) -> None:
+    async def _models(self, client: Caller, name: str, answer: _Answer) -> None:
         try:
             models = await served_models(self._directory, client.tenant_id)
         except StoreUnavailable as error:
-            raise Rejected(503, error.sentence, "unavailable", retry_after_seconds=1) from None
+            raise RequestRejected(503, error.sentence, "unavailable", retry_after_seconds=1) from None
         cards = [
             {"id": each, "object": "model", "created": 0, "owned_by": "waymark", "parent": parent}
             for each, parent in models
             if not name or each == name
         ]
         if name and not cards:
-            raise Rejected(404, "there is no such model; GET /v1/models lists those that exist", "model_not_found")
+            raise RequestRejected(
+                404, "there is no such model; GET /v1/models lists those that exist", "model_not_found"
+            )
         await answer.whole(200, orjson.dumps(cards[0] if name else {"object": "list", "data": cards}))
 
 
@@ -236,7 +240,7 @@ class _Answer:
         await self({**start, "headers": [(b"content-type", b"application/json"), *lines]})
         await self({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def refuse(self, rejected: Rejected, api: Form | None) -> None:
+    async def refuse(self, rejected: RequestRejected, api: Form | None) -> None:
         headers = rejected.headers | ({"Connection": "close"} if rejected.status == 413 else {})
         await self.whole(rejected.status, body_of(rejected, api), headers)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from waymark.chat.requests import Form, InferenceRequest, read_request
-from waymark.gateway.shapes import Rejected
+from waymark.gateway.shapes import RequestRejected
 
 
 class Body(NamedTuple):
@@ -18,11 +18,11 @@ class Body(NamedTuple):
 
 
 def body_of_request(path: str, body: bytes) -> Body:
-    """Read a body. Raises Rejected where it is no JSON, InvalidValue where it is no object with a model."""
+    """Read a body. Raises RequestRejected where it is no JSON, InvalidValue where it is no object with a model."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
-        raise Rejected(400, "the body is not valid JSON; send a JSON object", "invalid_json") from None
+        raise RequestRejected(400, "the body is not valid JSON; send a JSON object", "invalid_json") from None
     return Body(fields, read_request(path, fields))
 
 

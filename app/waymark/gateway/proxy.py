@@ -20,7 +20,7 @@ from waymark.domain.targets import host_and_port
 from waymark.errors import NoTarget, Saturated
 from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import Headers, to_client, to_engine
-from waymark.gateway.shapes import Rejected, event_of
+from waymark.gateway.shapes import RequestRejected, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -139,7 +139,7 @@ class Proxy:
                 extra=fields(request_id=proxied.request_id, engine=instance_id, reason=failure),
             )
             tried |= {instance_id}
-        raise Rejected(
+        raise RequestRejected(
             502, f"none of the engines that were tried answered ({failure}); try again in a moment",
             "no_answer", retry_after_seconds=1,
         )  # fmt: skip
@@ -192,7 +192,7 @@ class Proxy:
         """Report to the client that the answer is incomplete, if its form allows it."""
         if not _is_events(response) or response.content_length is not None:
             raise Broken("the engine's answer broke off")
-        rejected = Rejected(502, "the engine has broken off its answer; send the request again", "interrupted")
+        rejected = RequestRejected(502, "the engine has broken off its answer; send the request again", "interrupted")
         # An event of its own, even if the last one is incomplete.
         body = b"\n\n" + event_of(rejected, proxied.api)
         await proxied.send({"type": "http.response.body", "body": body, "more_body": False})

@@ -16,7 +16,7 @@ from waymark.gateway.answers import Answers, Lookup, MemoryAnswers
 from waymark.gateway.bodies import Body
 from waymark.gateway.kept import Collector, Kept, send_again
 from waymark.gateway.proxy import ProxiedRequest
-from waymark.gateway.security import Client, Headers
+from waymark.gateway.security import Caller, Headers
 from waymark.gateway.shared_answers import ERRORS, Begin, SharedAnswers
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -72,7 +72,7 @@ class ResponseCache:
             stream_bytes=settings.response_cache_stream_bytes,
         )
 
-    async def serve(self, client: Client, proxied: ProxiedRequest, body: Body, proceed: Proceed) -> None:
+    async def serve(self, client: Caller, proxied: ProxiedRequest, body: Body, proceed: Proceed) -> None:
         """Answer a request: with what is kept, or by ``proceed``, whose answer is kept where it may be."""
         key = self._key(client, proxied, body)
         if key is None:
@@ -126,7 +126,7 @@ class ResponseCache:
             if flight is not None:
                 del self._under_way[key]
 
-    def _key(self, client: Client, proxied: ProxiedRequest, body: Body) -> bytes | None:
+    def _key(self, client: Caller, proxied: ProxiedRequest, body: Body) -> bytes | None:
         headers = dict(proxied.headers)
         asks_anew = headers.get(b"cache-control", b"").lower() in (b"no-cache", b"no-store")
         if body.request.form not in _FORMS or asks_anew or not is_cacheable(body.fields):

@@ -17,8 +17,8 @@ import orjson
 from waymark.errors import RemoteUnavailable, StoreUnavailable
 from waymark.gateway.recorder import Recorder
 from waymark.gateway.response_places import Archive, MemoryResponses, RedisResponses, ResponsePlace
-from waymark.gateway.security import Client
-from waymark.gateway.shapes import Rejected
+from waymark.gateway.security import Caller
+from waymark.gateway.shapes import RequestRejected
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -61,10 +61,10 @@ class Responses:
             place = RedisResponses(store.responses, bounds, metrics, archive)
         return cls(place, metrics, store.begin, entry_bytes=settings.responses_entry_bytes)
 
-    async def expand(self, client: Client, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    async def expand(self, client: Caller, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The request with the conversation that it goes on from; None where it goes on from none.
 
-        Raises Rejected for an unknown response, StoreUnavailable, RemoteUnavailable.
+        Raises RequestRejected for an unknown response, StoreUnavailable, RemoteUnavailable.
         """
         previous = request.get(_PREVIOUS)
         if previous is None:
@@ -73,7 +73,7 @@ class Responses:
         given = {name: value for name, value in request.items() if name != _PREVIOUS}
         return given | {"input": entry["items"] + _items(request.get("input"))}
 
-    def recorder(self, client: Client, send: Any, given: Mapping[str, Any], sent: Mapping[str, Any]) -> Recorder:
+    def recorder(self, client: Caller, send: Any, given: Mapping[str, Any], sent: Mapping[str, Any]) -> Recorder:
         """Sends the answer of an engine on. ``given`` is what the client asked, ``sent`` what the engine was asked."""
 
         async def keep(response: dict[str, Any]) -> None:
@@ -90,28 +90,28 @@ class Responses:
             bytes_max=self._entry_bytes,
         )
 
-    async def find(self, client: Client, response_id: str) -> bytes:
-        """A response, as JSON. Raises Rejected, StoreUnavailable, RemoteUnavailable."""
+    async def find(self, client: Caller, response_id: str) -> bytes:
+        """A response, as JSON. Raises RequestRejected, StoreUnavailable, RemoteUnavailable."""
         return orjson.dumps((await self._entry(client, response_id))["response"])
 
-    async def delete(self, client: Client, response_id: str) -> bytes:
+    async def delete(self, client: Caller, response_id: str) -> bytes:
         """Delete a response; what says so, as JSON. Raises as ``find``."""
         await self._entry(client, response_id)
         await self._place.delete(_name(client, response_id))
         return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
 
-    async def _entry(self, client: Client, response_id: Any, field: str | None = None) -> Any:
+    async def _entry(self, client: Caller, response_id: Any, field: str | None = None) -> Any:
         value = None
         if isinstance(response_id, str) and 0 < len(response_id) <= _ID_CHARACTERS_MAX:
             value = await self._place.find(_name(client, response_id))
         if value is None:
-            raise Rejected(
+            raise RequestRejected(
                 404, "there is no such response: it was not stored, was deleted, or is too old",
                 "response_not_found" if field is None else "previous_response_not_found", field=field,
             )  # fmt: skip
         return orjson.loads(value)
 
-    async def _keep(self, client: Client, response: dict[str, Any], items: list[Any]) -> None:
+    async def _keep(self, client: Caller, response: dict[str, Any], items: list[Any]) -> None:
         value = orjson.dumps({"response": response, "items": items})
         outcome = "kept"
         if len(value) > self._entry_bytes:
@@ -134,7 +134,7 @@ def _items(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _name(client: Client, response_id: str) -> str:
+def _name(client: Caller, response_id: str) -> str:
     """Of a response of one client. What another client knows of it is no way to it."""
     text = orjson.dumps([client.tenant_id, client.name, response_id.encode("utf-8", "replace").decode()])
     return sha256(text).hexdigest()[:32]

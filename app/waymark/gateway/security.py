@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.errors import SettingsError
-from waymark.gateway.shapes import Rejected
+from waymark.gateway.shapes import RequestRejected
 from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.watched_file import WatchedFile
@@ -45,7 +45,7 @@ _NOT_TO_CLIENTS = frozenset({b"server", b"date", b"set-cookie", b"x-session-toke
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class Caller:
     """Who calls. Its tenant decides which engines it reaches and whose answers it may share."""
 
     name: str = ""
@@ -67,20 +67,20 @@ class Keys:
     def of(cls, settings: Settings) -> Keys:
         return cls(settings.gateway_keys, settings.gateway_keys_file, settings.tenant_header)
 
-    def client(self, headers: Mapping[bytes, bytes]) -> Client:
-        """Whose request it is. Raises Rejected without a known key. The time does not depend on the key."""
+    def client(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """Whose request it is. Raises RequestRejected without a known key. The time does not depend on the key."""
         if self.is_open:
             if self._tenant_header is None:
-                return Client()
+                return Caller()
             tenant = headers.get(self._tenant_header, b"").decode("latin-1")
-            return Client(tenant_id=tenant or DEFAULT_TENANT)
+            return Caller(tenant_id=tenant or DEFAULT_TENANT)
         digest = sha256(_key_of(headers)).hexdigest()
         found = None
         for known, client in (*self._own, *(() if self._file is None else self._file.entries)):
             if hmac.compare_digest(known, digest):
                 found = client
         if found is None:
-            raise Rejected(
+            raise RequestRejected(
                 401, "the API key is missing or unknown; send it as 'Authorization: Bearer <key>'", "invalid_api_key"
             )
         return found
@@ -91,7 +91,7 @@ def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
     return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
-def _read(path: Path) -> list[tuple[str, Client]]:
+def _read(path: Path) -> list[tuple[str, Caller]]:
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES_MAX + 1).decode()
@@ -107,11 +107,11 @@ def _read(path: Path) -> list[tuple[str, Client]]:
     ]
 
 
-def _parsed(entry: str, where: str) -> tuple[str, Client]:
+def _parsed(entry: str, where: str) -> tuple[str, Caller]:
     match = _KEY.fullmatch(entry)
     if match is None:  # what was given may be a key, so it is not shown
         raise SettingsError(f"{where} has an entry that is not {_FORM}; printf %s KEY | sha256sum makes it")
-    return match["digest"], Client(match["name"], match["tenant"] or DEFAULT_TENANT)
+    return match["digest"], Caller(match["name"], match["tenant"] or DEFAULT_TENANT)
 
 
 class Limits:
@@ -124,8 +124,8 @@ class Limits:
         self._tokens: Counter[str] = Counter()
 
     @contextmanager
-    def request(self, client: Client) -> Iterator[Share]:
-        """Count a request while it is under way. Raises Rejected where the key has as many as it may have."""
+    def request(self, client: Caller) -> Iterator[Share]:
+        """Count a request while it is under way. Raises RequestRejected where the key has as many as it may have."""
         name = client.name
         if self._requests_max and self._requests[name] >= self._requests_max:
             raise _too_much(f"{self._requests_max} requests", "WAYMARK_GATEWAY_KEY_REQUESTS")
@@ -154,13 +154,13 @@ class Share:
         self.tokens = 0
 
     def take(self, tokens: int) -> None:
-        """Count prompt tokens. Raises Rejected where the key has as many as it may have."""
+        """Count prompt tokens. Raises RequestRejected where the key has as many as it may have."""
         self._limits.take(self._name, tokens)
         self.tokens += tokens
 
 
-def _too_much(what: str, setting: str) -> Rejected:
-    return Rejected(
+def _too_much(what: str, setting: str) -> RequestRejected:
+    return RequestRejected(
         429, f"this key may have {what} under way ({setting}); try again later", "rate_limit_exceeded",
         retry_after_seconds=1,
     )  # fmt: skip

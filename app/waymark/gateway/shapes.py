@@ -39,7 +39,7 @@ _TYPES = {
 }
 
 
-class Rejected(WaymarkError):
+class RequestRejected(WaymarkError):
     """The answer that the gateway gives itself. ``code`` is a short word for programs."""
 
     def __init__(
@@ -58,30 +58,30 @@ class Rejected(WaymarkError):
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def rejected_by(error: WaymarkError) -> Rejected:
+def rejected_by(error: WaymarkError) -> RequestRejected:
     """How an error of a decision is answered. Anything else is raised again."""
     match error:
-        case Rejected():
+        case RequestRejected():
             return error
         case InvalidValue(sentence=sentence, reason=reason, field=field):
-            return Rejected(413 if reason == "too_large" else 400, sentence, reason, field=field)
+            return RequestRejected(413 if reason == "too_large" else 400, sentence, reason, field=field)
         case UnknownModel(model_name=name):
-            return Rejected(
+            return RequestRejected(
                 404, f"the model {shown(name)} does not exist; GET /v1/models lists those that do",
                 "model_not_found", field="model",
             )  # fmt: skip
         case NoTarget(sentence=sentence):
-            return Rejected(503, sentence, "no_target", retry_after_seconds=1)
+            return RequestRejected(503, sentence, "no_target", retry_after_seconds=1)
         case Starting(sentence=sentence):
-            return Rejected(503, sentence, "starting", retry_after_seconds=1)
+            return RequestRejected(503, sentence, "starting", retry_after_seconds=1)
         case Saturated(sentence=sentence):
-            return Rejected(429, sentence, "saturated", retry_after_seconds=1)
+            return RequestRejected(429, sentence, "saturated", retry_after_seconds=1)
         case StoreUnavailable(sentence=sentence) | RemoteUnavailable(sentence=sentence):
-            return Rejected(503, sentence, "unavailable", retry_after_seconds=error.retry_after_seconds)
+            return RequestRejected(503, sentence, "unavailable", retry_after_seconds=error.retry_after_seconds)
     raise error
 
 
-def body_of(rejected: Rejected, api: Form | None) -> bytes:
+def body_of(rejected: RequestRejected, api: Form | None) -> bytes:
     """The body of a rejected in the shape of its API; that of OpenAI where the path has none."""
     return orjson.dumps(_error(rejected, api))
 
@@ -90,10 +90,10 @@ def body_of_rejection(path: str, rejection: Rejection) -> bytes | None:
     """The same for what the server rejects before the gateway sees it; None: the path is not the gateway's."""
     if not path.startswith("/v1/"):
         return None
-    return body_of(Rejected(rejection.status, rejection.sentence, rejection.reason), PATHS.get(path))
+    return body_of(RequestRejected(rejection.status, rejection.sentence, rejection.reason), PATHS.get(path))
 
 
-def event_of(rejected: Rejected, api: Form) -> bytes:
+def event_of(rejected: RequestRejected, api: Form) -> bytes:
     """The same as an event, for a stream that has begun."""
     if api is Form.RESPONSES:
         fields = {"type": "error", "code": rejected.code, "message": rejected.sentence, "param": None}
@@ -102,7 +102,7 @@ def event_of(rejected: Rejected, api: Form) -> bytes:
     return name + b"data: " + orjson.dumps(_error(rejected, api)) + b"\n\n"
 
 
-def _error(rejected: Rejected, api: Form | None) -> dict[str, Any]:
+def _error(rejected: RequestRejected, api: Form | None) -> dict[str, Any]:
     openai, anthropic = _TYPES.get(rejected.status, _TYPES[400 if rejected.status < 500 else 500])
     if api is Form.MESSAGES:
         return {"type": "error", "error": {"type": anthropic, "message": rejected.sentence}}

@@ -30,7 +30,7 @@ from waymark.ingest.reasons import (
 )
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.activity import Kind
+from waymark.store.activity import ActivityKind
 from waymark.store.records import StreamState
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Life:
         if self.is_lost:
             self.is_lost = False
             await self.applier.set_lost(is_lost=False)
-            self.applier.happened(Kind.FOUND)
+            self.applier.happened(ActivityKind.FOUND)
             log.info("publisher reconnected", extra=fields(stream=self.name))
 
     async def lost(self) -> None:
@@ -139,7 +139,9 @@ class Life:
         await self.applier.write({"status": StreamStatus.LOST}, {})
         await self.applier.set_lost(is_lost=True)
         endpoint = self.applier.grant.claim.registration.endpoint
-        self.applier.happened(Kind.LOST, f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT")
+        self.applier.happened(
+            ActivityKind.LOST, f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT"
+        )
         log.warning("publisher lost", extra=fields(stream=self.name))
 
     # ---- what a replay has to show -----------------------------------------------------------------
@@ -189,7 +191,7 @@ class Life:
     async def begin_anew(self, why: str) -> None:
         """All holders end; there is no watermark any more."""
         await self._end(why)
-        self.applier.happened(Kind.RESTART, why)
+        self.applier.happened(ActivityKind.RESTART, why)
         self.count("restarts")
 
     async def _end(self, why: str) -> None:

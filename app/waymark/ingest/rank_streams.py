@@ -12,7 +12,7 @@ from waymark.ingest.frames import Frame
 from waymark.ingest.life import Life
 from waymark.ingest.order import Judgement, Order
 from waymark.ingest.reasons import BATCHES_LOST
-from waymark.store.activity import Kind
+from waymark.store.activity import ActivityKind
 
 #: Ranks come from batches; above this number the rank that was known first is forgotten.
 _RANKS_MAX = 1024
@@ -55,7 +55,7 @@ class RankStreams:
             is_end = is_late = await self._lose(order, incoming.seq)
         if is_end:
             await life.applier.new_life(dp_rank)
-            life.applier.happened(Kind.RESTART, f"rank {dp_rank}")
+            life.applier.happened(ActivityKind.RESTART, f"rank {dp_rank}")
             life.count("restarts")
             order.restart()
             order.last_live = frame.seq

@@ -26,7 +26,7 @@ from waymark.ingest.sockets import Context
 from waymark.ingest.stream import Stream
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.activity import Kind, about
+from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
 from waymark.store.records import StreamState
@@ -101,7 +101,9 @@ class StreamRunner:
                 self._metrics.leases_taken.inc()
                 if before not in (None, self._options.worker_id):
                     self._metrics.takeovers.inc()
-                    self._store.activity.note(Kind.TAKEOVER, **about(claim.registration), detail=f"from {before}")
+                    self._store.activity.note(
+                        ActivityKind.TAKEOVER, **about(claim.registration), detail=f"from {before}"
+                    )
                 await self._build(running, grant)
                 assert running.stream is not None
                 await running.stream.run()

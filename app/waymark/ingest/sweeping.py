@@ -16,7 +16,7 @@ from waymark.domain.names import GroupName
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.activity import Kind
+from waymark.store.activity import ActivityKind
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
@@ -86,7 +86,10 @@ async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Pa
             await asyncio.sleep(pace.pause(blocks, began, time.perf_counter()))
             began = time.perf_counter()
         store.activity.note(
-            Kind.SWEEP, tenant_id=group.tenant_id, model=group.model_name, detail=f"holder {holder}: {count} blocks"
+            ActivityKind.SWEEP,
+            tenant_id=group.tenant_id,
+            model=group.model_name,
+            detail=f"holder {holder}: {count} blocks",
         )
     except StoreUnavailable as exc:
         log.debug("sweep waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))

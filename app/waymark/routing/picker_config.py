@@ -17,7 +17,7 @@ from waymark.routing.deciders import Decider
 from waymark.routing.filters import Filter
 from waymark.routing.parameters import check_parameters
 from waymark.routing.pickers import PICKERS, Picker, max_score
-from waymark.routing.plugins import PLUGINS, Kind, Plugin
+from waymark.routing.plugins import PLUGINS, Plugin, PluginKind
 from waymark.routing.profile import PickerConfig, Profile, WeightedScorer
 from waymark.routing.scorers import CONTEXT_LABEL, SCORERS, scored_by_label
 from waymark.shown import shown
@@ -105,13 +105,13 @@ def _profile(entry: Any, where: str, declared: Mapping[str, Declared]) -> Profil
         if name not in declared:
             raise InvalidValue(f"{here}.pluginRef {shown(name)} is not in plugins; {nearest(name, declared)}")
         plugin = declared[name]
-        if plugin.row.kind in (Kind.FILTER, Kind.FILTER_AND_SCORER):
+        if plugin.row.kind in (PluginKind.FILTER, PluginKind.FILTER_AND_SCORER):
             kept += _filter(plugin)
-        if plugin.row.kind in (Kind.SCORER, Kind.FILTER_AND_SCORER):
+        if plugin.row.kind in (PluginKind.SCORER, PluginKind.FILTER_AND_SCORER):
             scorers.append(_scorer(plugin, _weight(given.get("weight", 1), f"{here}.weight")))
-        elif plugin.row.kind is Kind.PICKER:
+        elif plugin.row.kind is PluginKind.PICKER:
             picker, endpoints = _picker(plugin)
-        elif plugin.row.kind is not Kind.FILTER:
+        elif plugin.row.kind is not PluginKind.FILTER:
             what = f"{here}.pluginRef {shown(name)} is of kind {plugin.row.kind}"
             sentence = f"{what}; a profile has filters, scorers, pickers"
             raise InvalidValue(sentence, field=f"{here}.pluginRef")
@@ -176,7 +176,7 @@ def _weight(value: Any, where: str) -> float:
 
 
 def _handled(declared: Mapping[str, Declared], profiles: Mapping[str, Profile], notes: tuple[str, ...]) -> PickerConfig:
-    handlers = [each for each in declared.values() if each.row.kind is Kind.HANDLER]
+    handlers = [each for each in declared.values() if each.row.kind is PluginKind.HANDLER]
     if len(handlers) > 1:
         names = ", ".join(each.name for each in handlers)
         raise InvalidValue(f"plugins has several profile handlers ({names}); keep one")
@@ -231,8 +231,8 @@ def _decider(declared: Mapping[str, Declared], name: Any, where: str) -> Decider
     if name is None:
         return None
     plugin = declared.get(name)
-    if plugin is None or plugin.row.kind is not Kind.DECIDER:
-        known = [each.name for each in declared.values() if each.row.kind is Kind.DECIDER]
+    if plugin is None or plugin.row.kind is not PluginKind.DECIDER:
+        known = [each.name for each in declared.values() if each.row.kind is PluginKind.DECIDER]
         raise InvalidValue(f"{where}: decider {shown(name)} is not a decider in plugins; {nearest(str(name), known)}")
     if plugin.type == "prefix-based-pd-decider":
         tokens = plugin.parameters.get("nonCachedTokens", 0)

@@ -18,7 +18,7 @@ from waymark.routing.scorers import SCORERS
 Parameters = Mapping[str, Any]
 
 
-class Kind(StrEnum):
+class PluginKind(StrEnum):
     """What a plugin does, and with it where it may be named."""
 
     HANDLER = "profile handler"
@@ -36,7 +36,7 @@ class Plugin:
     """One type of plugin."""
 
     type: str
-    kind: Kind
+    kind: PluginKind
     parameters: Parameters = field(default_factory=dict)
     note: str = ""
     """What is done by something else here, for the log at start."""
@@ -141,10 +141,10 @@ _SCORER_EXTRAS: Mapping[str, tuple[Parameters, str]] = {
 }
 
 _PLUGINS = (
-    Plugin("single-profile-handler", Kind.HANDLER),
+    Plugin("single-profile-handler", PluginKind.HANDLER),
     Plugin(
         "disagg-profile-handler",
-        Kind.HANDLER,
+        PluginKind.HANDLER,
         {
             "profiles": {"decode": "text", "prefill": "text", "encode": "text"},
             "deciders": {"prefill": "text", "encode": "text"},
@@ -158,59 +158,63 @@ _PLUGINS = (
     ),
     Plugin(
         "pd-profile-handler",
-        Kind.HANDLER,
+        PluginKind.HANDLER,
         _PREFIX_NAMES
         | {"decodeProfile": "text", "prefillProfile": "text", "primaryPort": "number", "deciderPluginName": "text"},
     ),
-    Plugin("prefix-based-pd-decider", Kind.DECIDER, {"nonCachedTokens": "number"}),
-    Plugin("always-disagg-pd-decider", Kind.DECIDER),
-    Plugin("always-disagg-multimodal-decider", Kind.DECIDER),
-    Plugin("by-label", Kind.FILTER, {"label": "text", "validValues": "texts", "allowsNoLabel": "bool"}),
-    Plugin("by-label-selector", Kind.FILTER, {"matchLabels": "labels", "matchExpressions": "expressions"}),
-    Plugin("label-selector-filter", Kind.FILTER, {"matchLabels": "labels", "matchExpressions": "expressions"}),
-    Plugin("prefill-filter", Kind.FILTER),
-    Plugin("decode-filter", Kind.FILTER),
-    Plugin("encode-filter", Kind.FILTER),
-    Plugin("context-length-aware", Kind.FILTER_AND_SCORER, {"label": "text", "enableFiltering": "bool"}),
+    Plugin("prefix-based-pd-decider", PluginKind.DECIDER, {"nonCachedTokens": "number"}),
+    Plugin("always-disagg-pd-decider", PluginKind.DECIDER),
+    Plugin("always-disagg-multimodal-decider", PluginKind.DECIDER),
+    Plugin("by-label", PluginKind.FILTER, {"label": "text", "validValues": "texts", "allowsNoLabel": "bool"}),
+    Plugin("by-label-selector", PluginKind.FILTER, {"matchLabels": "labels", "matchExpressions": "expressions"}),
+    Plugin("label-selector-filter", PluginKind.FILTER, {"matchLabels": "labels", "matchExpressions": "expressions"}),
+    Plugin("prefill-filter", PluginKind.FILTER),
+    Plugin("decode-filter", PluginKind.FILTER),
+    Plugin("encode-filter", PluginKind.FILTER),
+    Plugin("context-length-aware", PluginKind.FILTER_AND_SCORER, {"label": "text", "enableFiltering": "bool"}),
     *(
         Plugin(
             scorer.name,
-            Kind.SCORER,
+            PluginKind.SCORER,
             {each.name: "number" for each in scorer.parameters} | dict(_SCORER_EXTRAS.get(scorer.name, ({}, ""))[0]),
             _SCORER_EXTRAS.get(scorer.name, ({}, ""))[1],
         )
         for scorer in SCORERS.values()
     ),
-    *(Plugin(name, Kind.PICKER, {"maxNumOfEndpoints": "number"}) for name in PICKERS),
-    Plugin("disagg-headers-handler", Kind.OTHER, {"prefillProfile": "text", "encodeProfile": "text"}, _HEADERS_NOTE),
-    Plugin("prefill-header-handler", Kind.OTHER, {"prefillProfile": "text", "encodeProfile": "text"}, _HEADERS_NOTE),
+    *(Plugin(name, PluginKind.PICKER, {"maxNumOfEndpoints": "number"}) for name in PICKERS),
+    Plugin(
+        "disagg-headers-handler", PluginKind.OTHER, {"prefillProfile": "text", "encodeProfile": "text"}, _HEADERS_NOTE
+    ),
+    Plugin(
+        "prefill-header-handler", PluginKind.OTHER, {"prefillProfile": "text", "encodeProfile": "text"}, _HEADERS_NOTE
+    ),
     Plugin(
         "tokenizer",
-        Kind.OTHER,
+        PluginKind.OTHER,
         {"modelName": "text", "udsTokenizerConfig": {"socketFile": "text"}},
         "WAYMARK_TOKENIZERS names the tokenizers; a tokenizer on a unix socket is unix:///path/of/the.socket",
     ),
     Plugin(
         "response-header-handler",
-        Kind.OTHER,
+        PluginKind.OTHER,
         {},
         "waymark gateway puts the targets of a request into these headers; /select has them in its answer",
     ),
     Plugin(
         "responses-store",
-        Kind.OTHER,
+        PluginKind.OTHER,
         _RESPONSES,
         "an endpoint picker stores no responses; waymark gateway does (WAYMARK_RESPONSES and WAYMARK_RESPONSES_*)",
     ),
     Plugin(
         "models-data-source",
-        Kind.OTHER,
+        PluginKind.OTHER,
         {"scheme": "text", "path": "text", "insecureSkipVerify": "bool"},
         "the registration of an engine names its models and adapters",
     ),
     Plugin(
         "model-server-protocol-models",
-        Kind.OTHER,
+        PluginKind.OTHER,
         {},
         "the registration of an engine names its models and adapters",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from waymark.routing.plugins import PLUGINS, Kind
+from waymark.routing.plugins import PLUGINS, PluginKind
 from waymark.routing.presets import DEFAULT, PRESETS
 from waymark.routing.scorers import SCORERS
 
@@ -40,7 +40,7 @@ def scorers() -> str:
 def others() -> str:
     """Plugins that a file may name and that something else here does."""
     lines = ["| Plugin | Here |", "|---|---|"]
-    lines += [f"| `{each.type}` | {each.note} |" for each in PLUGINS.values() if each.kind is Kind.OTHER]
+    lines += [f"| `{each.type}` | {each.note} |" for each in PLUGINS.values() if each.kind is PluginKind.OTHER]
     return "\n".join(lines)
 
 

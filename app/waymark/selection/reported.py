@@ -43,7 +43,7 @@ class HolderMatch(NamedTuple):
     tells_events: bool
 
 
-Outcome = Literal["kept", "has_events", "unknown_model"]
+PlacementResult = Literal["kept", "has_events", "unknown_model"]
 
 
 class ReportedPrompts:
@@ -78,7 +78,9 @@ class ReportedPrompts:
             found |= {holder: each for holder, each in placed.items() if holder not in precise}
         return _sorted(found)
 
-    async def place(self, keyspace: Keyspace, holder: str, parent: int | None, local_hashes: Sequence[int]) -> Outcome:
+    async def place(
+        self, keyspace: Keyspace, holder: str, parent: int | None, local_hashes: Sequence[int]
+    ) -> PlacementResult:
         """Note that a prompt was sent to a holder. ``parent``: the seq_hash that it goes on from.
 
         Raises StoreUnavailable.

@@ -36,7 +36,7 @@ _AGAIN_SECONDS = 1.0
 _ID = re.compile(r"\d{1,15}-\d{1,10}")
 
 
-class Kind(StrEnum):
+class ActivityKind(StrEnum):
     """The kinds of entries."""
 
     REGISTERED = "registered"
@@ -71,7 +71,7 @@ class Activity:
         self._waiting: deque[bytes] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def note(self, kind: Kind, **content: Any) -> None:
+    def note(self, kind: ActivityKind, **content: Any) -> None:
         """Queue an entry and return at once. A background task writes it when Redis accepts it."""
         if len(self._waiting) >= _WAITING_MAX:
             self._metrics.activity_dropped.inc()

@@ -21,7 +21,7 @@ from waymark.shown import shown
 
 Endpoint: TypeAlias = tuple[str, int]
 """Host and port."""
-Kind: TypeAlias = Literal["server", "socket", "sentinel", "cluster"]
+AddressKind: TypeAlias = Literal["server", "socket", "sentinel", "cluster"]
 
 _FORMS = (
     "redis://host:port/db, rediss://host:port/db, unix:///path, redis+sentinel://host:port,host:port/name/db, "
@@ -37,7 +37,7 @@ _HOST = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\[\]:\s@]+)(:(?P<port>[0-9]{
 class Address:
     """The parts of a URL."""
 
-    kind: Kind
+    kind: AddressKind
     endpoints: tuple[Endpoint, ...]
     """The server, the Sentinels, or some nodes of the Cluster."""
     is_tls: bool = False
@@ -91,7 +91,7 @@ def _parse(url: str) -> Address:
     if kind == "cluster" and int(db or 0):
         raise ValueError("a Cluster has database 0 only: leave it out")
     return Address(
-        kind=cast("Kind", kind),
+        kind=cast("AddressKind", kind),
         endpoints=() if kind == "socket" else _endpoints(hosts, kind),
         is_tls=scheme.startswith("rediss"),
         name=name,

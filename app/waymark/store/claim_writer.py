@@ -19,7 +19,7 @@ from waymark.errors import Conflict, StoreUnavailable
 from waymark.logs import fields
 from waymark.shown import shown
 from waymark.store import keys
-from waymark.store.activity import Kind, about
+from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
 from waymark.store.directory import Directory
@@ -81,7 +81,7 @@ class ClaimWriter:
             clash = await self._clash(claimed)
             if clash is None and await self._confirm(claimed):
                 await self._client.publish(keys.CONTROL, "registered")
-                self._note(Kind.REGISTERED, **about(registration), detail="put back" if is_restored else "")
+                self._note(ActivityKind.REGISTERED, **about(registration), detail="put back" if is_restored else "")
                 return True
             # Another claim has one of its ids, or another caller has changed the claim in between.
             if clash is None:
@@ -180,7 +180,7 @@ class ClaimWriter:
             await self.write_new(claim.successor, claim)
         else:
             if await self._withdraw(claim):
-                self._note(Kind.UNREGISTERED, **about(claim.registration))
+                self._note(ActivityKind.UNREGISTERED, **about(claim.registration))
             await self._client.publish(keys.CONTROL, "unregistered")
 
     async def _end(self, claim: Claim) -> None:

@@ -17,7 +17,7 @@ from waymark.domain.names import BY_CLIENT, PublisherName, Registration
 from waymark.errors import Conflict, InvalidValue
 from waymark.shown import shown
 from waymark.store import keys
-from waymark.store.activity import Kind, about
+from waymark.store.activity import ActivityKind, about
 from waymark.store.claim_writer import ATTEMPTS, ClaimWriter, contended
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
@@ -145,7 +145,7 @@ class Registry:
         await self._client.publish(keys.CONTROL, "registered")
         registration, weight = changed.registration, changed.registration.target.weight
         if weight != before:
-            kind = Kind.WEIGHT if weight and before else Kind.RESUME if weight else Kind.DRAIN
+            kind = ActivityKind.WEIGHT if weight and before else ActivityKind.RESUME if weight else ActivityKind.DRAIN
             self._note(kind, **about(registration), detail=f"weight {before:g}, now {weight:g}")
         return True
 

@@ -16,7 +16,7 @@ from waymark.settings import Settings
 T = TypeVar("T")
 
 
-class InspectionTurns:
+class InspectionQueue:
     def __init__(self, settings: Settings) -> None:
         self._admission = AdmissionQueue(settings.inspect_at_once)
         self._seconds = settings.inspect_seconds
