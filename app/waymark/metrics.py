@@ -101,7 +101,7 @@ class Metrics:
         "How many decisions the policy `sticky` made, by how the target was chosen.", "strategy"
     )
     prefix_routing_backend_distribution = gauge(
-        "How many requests each instance has under way, as this replica sees it.", "backend", over="max"
+        "How many requests each instance has in progress, as this replica sees it.", "backend", over="max"
     )
     prefix_routing_prefix_cardinality = gauge(
         "How many different prefix keys decisions had, as an estimate for all replicas.", over="max"
