@@ -16,10 +16,10 @@ from tests.chaos.trace import Deadline, Trace
 from tests.conftest import wait_until
 from tests.e2e.fleet import Member
 
-#: CPU of the worker between an honest frame and its watermark. Reading a costly frame takes twice as much or more.
-WAIT_CPU_SECONDS = 0.4
+#: CPU of the worker between an honest frame and its watermark. To read a costly frame takes one second.
+WAIT_CPU_SECONDS = 0.6
 #: A worker that has used so much, with honest frames still to come, need not be waited for.
-WAITING_CPU_SECONDS = 2.0
+WAITING_CPU_SECONDS = 3.0
 #: By which the worker is seen to be reading the costly frame.
 _BEGUN_CPU_SECONDS = 0.1
 _TRIES = 5
