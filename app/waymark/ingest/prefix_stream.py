@@ -109,7 +109,7 @@ class PrefixStream:
             reading.result()
         except Fenced:
             log.info(
-                "the stream stops here: another worker has it, or its registration changed",
+                "the stream stops here: another worker took the stream, or its registration changed",
                 extra=fields(stream=self._name),
             )
         except asyncio.CancelledError:

@@ -121,7 +121,7 @@ class Stream:
                     await self._tick()
         except Fenced:
             log.info(
-                "the stream stops here: another worker has it, or its registration changed",
+                "the stream stops here: another worker took the stream, or its registration changed",
                 extra=fields(stream=self._life.name),
             )
         except asyncio.CancelledError:
