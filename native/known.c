@@ -1,4 +1,4 @@
-/* KnownBlocks and its methods for single blocks; app/waymark/domain/known.py has the same in Python.
+/* KnownBlocks and its methods for single blocks; app/waymark/domain/pure_known.py has the same in Python.
  *
  * The methods for whole events are in stores.c, removals.c and runs.c, the table itself in blocks.c.
  */

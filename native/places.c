@@ -1,4 +1,4 @@
-/* The places of a stream: see places.h, and app/waymark/domain/known.py for the same in Python. */
+/* The places of a stream: see places.h, and app/waymark/domain/pure_known.py for the same in Python. */
 
 #include "places.h"
 
