@@ -76,8 +76,8 @@ chromium:
 screenshots: $(VENV)/.installed-dev redis-server chromium ## take the pictures of the page in docs/images again
 	@$(BIN)/python -m tests.ui.screenshots
 
-# What the C module is built from.
-NATIVE := $(wildcard native/*.c native/*.h)
+# What the C module is built from, and by. The directory is newer than the module where a file of it was deleted.
+NATIVE := $(wildcard native/*.c native/*.h) native hatch_build.py
 
 # Editable, so that a change of Python needs no new install; a change of pyproject.toml or of C does.
 $(VENV)/.installed: pyproject.toml $(NATIVE) | $(VENV)/.made

@@ -1,7 +1,7 @@
 /* Tokens to block keys, as app/waymark/domain/hashing.py describes them. */
 
-#include "chain.h"
 #include "input.h"
+#include "chain.h"
 
 /* A chain of blocks of `width` bytes. 0 with an exception. */
 static int begin_chain(Chain *chain, size_t width, PyObject *seed, PyObject *parent)

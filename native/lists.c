@@ -1,7 +1,7 @@
 /* A list of token ids or hashes out of a JSON text, without a Python object for each number. */
 
-#include "digits.h"
 #include "input.h"
+#include "digits.h"
 
 #if defined(__SSE2__)
 #include "tokens_sse2.h"

@@ -312,6 +312,7 @@ async def test_no_fields_of_an_event_make_it_fail(client: httpx.AsyncClient, cha
     assert answer.status_code in (200, 400, 404, 409), (events, msgpack.unpackb(answer.content))
 
 
+@pytest.mark.slow
 async def test_on_a_medium_that_goes_by_time_what_is_not_stored_again_goes(
     store: Store, client: httpx.AsyncClient, make_client: Callable[..., Awaitable[httpx.AsyncClient]]
 ) -> None:

@@ -65,6 +65,7 @@ async def test_an_engine_that_is_registered_for_an_adapter_serves_its_name(
     assert (await scores(client, model="sql"))["pod-1"]["device_tokens"] == 40
 
 
+@pytest.mark.slow
 async def test_names_come_and_go_with_registrations(store: Store, client: httpx.AsyncClient) -> None:
     assert await scores(client, model="sql") == {}
     await register(store, "pod-1", adapters=("sql",))

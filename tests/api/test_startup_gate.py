@@ -20,6 +20,7 @@ async def register(client: httpx.AsyncClient, instance_id: str, **fields: Any) -
     assert (await client.post("/register", json=body)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_the_gate_opens_once_and_stays_open(make_client: MakeClient, store: Store) -> None:
     client = await make_client(store, min_initial_workers=2)
     ready = await client.get("/ready")

@@ -18,7 +18,7 @@ from tests.e2e.fleet import Member
 
 #: CPU of the worker between an honest frame and its watermark. To read a costly frame takes one second.
 WAIT_CPU_SECONDS = 0.6
-#: A worker that has used so much, with honest frames still to come, need not be waited for.
+#: A worker that has used so much, with honest frames still to come, has failed this try.
 WAITING_CPU_SECONDS = 3.0
 #: By which the worker is seen to be reading the costly frame.
 _BEGUN_CPU_SECONDS = 0.1
@@ -83,6 +83,7 @@ class Neighbours:
             worker = next((each for each in self._crew.workers if each.name == name), None)
             near = [each for each in self._honest if states.get(each, {}).get("worker") == name]
             if worker is None or not near:
+                self._trace(f"no honest stream beside the costly one: {name or 'nobody'} reads it")
                 return
             used = await self._cpu_behind(worker, near)
             if used <= WAIT_CPU_SECONDS:
@@ -105,14 +106,16 @@ class Neighbours:
         sent = cpu_seconds(worker)
         for publisher in near:
             publisher.send_empty_batch()
-        await self._gone_on(near, _BEHIND, WAITING_CPU_SECONDS)
+
+        async def is_decided() -> bool:
+            return not await self._late(near) or cpu_seconds(worker) - sent > WAITING_CPU_SECONDS
+
+        await wait_until(is_decided, f"{worker.name} goes on with its honest streams", _SECONDS)
         used = cpu_seconds(worker) - sent
-        await self._gone_on([self._hostile], _BEHIND)
+        await self._gone_on([*near, self._hostile], _BEHIND)
         return used
 
-    async def _gone_on(
-        self, publishers: Sequence[Publisher], after: str, cpu_seconds_max: float = BUSY_CPU_SECONDS
-    ) -> None:
+    async def _gone_on(self, publishers: Sequence[Publisher], after: str) -> None:
         """Wait until all frames of these are applied. A worker that computes meanwhile, for long, is held up."""
         used = {worker.pid: cpu_seconds(worker) for worker in self._crew.workers}
         deadline = Deadline(_SECONDS)
@@ -120,7 +123,7 @@ class Neighbours:
             self._crew.check()
             for worker in self._crew.workers:
                 busy = cpu_seconds(worker) - used.get(worker.pid, 0.0)
-                if busy > cpu_seconds_max:
+                if busy > BUSY_CPU_SECONDS:
                     raise Mismatch(f"{worker.name} has worked for {busy:.1f} s, and {late} has not gone on {after}")
             if deadline.is_over:
                 raise Mismatch(f"{late} has not gone on {after}")

@@ -148,10 +148,13 @@ class Session:
 
         async def keep(kind: object, error: BaseException | None, trace: object) -> None:
             if isinstance(error, AssertionError | pytest.fail.Exception | BaseExceptionGroup):
-                async with within(KEEP_SECONDS):
-                    self.kept = await evidence.keep(
-                        self._options.keep, self._options.seed, error, self.trace, crew, redis, self._publishers
-                    )
+                try:
+                    async with within(KEEP_SECONDS):
+                        self.kept = await evidence.keep(
+                            self._options.keep, self._options.seed, error, self.trace, crew, redis, self._publishers
+                        )
+                except Exception as exc:  # what was found is more than what is written about it
+                    self.trace(f"what is known could not be kept: {exc!r}")
 
         return keep
 

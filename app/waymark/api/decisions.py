@@ -71,7 +71,7 @@ class Decisions:
             known, tokens, block_size = list(ranked.scored), ranked.tokens, ranked.block_size
             decision = ranked.decision
         if read.given is not None:
-            check_known(read.given, set() if ranked is None else ranked.ranked)
+            check_known(read.given, set() if ranked is None else ranked.there)
         if read.request.by == "address":
             known = best_by_address(known)
         is_cost = asked.policy.preset is not None and asked.policy.preset.is_cost

@@ -19,7 +19,7 @@ from waymark.selection.asked import Asked, Prompt
 from waymark.selection.selector import Selector
 from waymark.store.store import Store
 
-_NONE_THERE = DynamoRank()
+NONE_THERE = DynamoRank()
 
 
 class DynamoLoads:
@@ -36,7 +36,7 @@ class DynamoLoads:
         rows = {} if walk is None else dynamo_rows(walk)
         workers = []
         for candidate in scored:
-            row = rows.get(candidate.instance_id, {}).get(candidate.dp_rank, _NONE_THERE)
+            row = rows.get(candidate.instance_id, {}).get(candidate.dp_rank, NONE_THERE)
             workers.append(
                 {
                     "worker_id": int(candidate.instance_id),

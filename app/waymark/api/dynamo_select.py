@@ -13,13 +13,14 @@ from uuid import uuid4
 from waymark.api.answers import Answer
 from waymark.api.bodies import Body
 from waymark.api.dynamo_inputs import DynamoInputs, none_schedulable, remembered
+from waymark.api.dynamo_loads import NONE_THERE
 from waymark.api.dynamo_select_schemas import (
     DynamoReservationRequest,
     DynamoSelectRequest,
     OutputBlockRequest,
 )
 from waymark.domain.keys import unpack
-from waymark.domain.match import DynamoRank, Walk, dynamo_rows
+from waymark.domain.match import Walk, dynamo_rows
 from waymark.domain.names import GroupName
 from waymark.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.routing.target import Candidate
@@ -34,7 +35,6 @@ _RESERVATION_MS = 300_000
 _PENDING_MS = 60_000
 #: The state of an id: the beginning of its text.
 _PENDING, _BEGUN, _RESERVED = "pending ", "begun", "reserved "
-_NONE_THERE = DynamoRank()
 
 
 class DynamoSelect:
@@ -231,7 +231,7 @@ class DynamoSelect:
 def _overlap(walk: Walk | None, candidate: Candidate, block_size: int) -> dict[str, Any]:
     """What the worker has of a prompt, in tokens, over all of its ranks."""
     ranks = {} if walk is None else dynamo_rows(walk).get(candidate.instance_id, {})
-    rows = [ranks[rank] for rank in sorted(ranks)] or [_NONE_THERE]
+    rows = [ranks[rank] for rank in sorted(ranks)] or [NONE_THERE]
     disk = max(row.disk for row in rows) * block_size
     return {
         "longest_matched": disk,

@@ -143,7 +143,7 @@ class Ranked:
     is_partial: bool = False
     walk: Walk | None = None
     """What was found of the prompt's blocks."""
-    ranked: Set[tuple[str, int]] = frozenset()
+    there: Set[tuple[str, int]] = frozenset()
     """Instance and rank of the given targets that are there, of those too that a file's filters leave out."""
 
     @property

@@ -52,8 +52,7 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
     if is_damage(exc):
         return RecordDamaged(
             f"Redis at {url} has a key of a wrong type, or with a wrong value ({exc}): lua/README.md lists the types, "
-            "and "
-            "'waymark status' the records that cannot be read; correct the key or delete it"
+            "and 'waymark status' the records that cannot be read; correct the key or delete it"
         )
     return StoreUnavailable(
         f"Redis at {url} is unavailable or answers with an error ({_kind(exc)}: {exc}); try again in a moment"
