@@ -237,7 +237,7 @@ class Settings(BaseModel):
     on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
     """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
     probe_seconds: float = Field(30.0, ge=1, le=3600)
-    """After how many seconds without a frame a worker asks the publisher for a replay, to see if frames are missing."""
+    """After how many seconds without a frame, or while a life lacks its beginning, a worker asks for a replay."""
     replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
     """How long to wait for the next message of a replay."""
     replay_seconds: float = Field(120.0, ge=1, le=3600)

@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Hand, Pod
+from waymark.ingest.life import Life
+from waymark.ingest.replay import Replay
+from waymark.ingest.replay_pauses import BEGINNING_SECONDS_MAX, ReplayPauses
+from waymark.ingest.sockets import Context
 
 OPTIONS = replace(QUICK, probe_seconds=0.5, replay_idle_seconds=0.1, publisher_timeout=60.0)
+#: A replay that is not answered is over soon, and nothing is asked for because of time that has passed.
+IMPATIENT = replace(WITHOUT_PROBES, replay_idle_seconds=0.1)
+#: As long as the test wants: a busy machine is not taken for a publisher that does not answer.
+PATIENT = replace(WITHOUT_PROBES, replay_idle_seconds=PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seqs from which replays were requested, in order."""
+    starts: list[int] = []
+
+    class Recorded(Replay):
+        def __init__(self, context: Context, endpoint: str, start: int, **options: Any) -> None:
+            starts.append(start)
+            super().__init__(context, endpoint, start, **options)
+
+    monkeypatch.setattr("waymark.ingest.catch_up.Replay", Recorded)
+    return starts
+
+
+class PausesClock:
+    """The clock of all pauses between replays; it goes on only where the test moves it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("waymark.ingest.stream.ReplayPauses", partial(ReplayPauses, clock=lambda: self.now))
+
+
+@pytest.fixture
+def pauses_clock(monkeypatch: pytest.MonkeyPatch) -> PausesClock:
+    return PausesClock(monkeypatch)
 
 
 async def began_late(pod: Pod, silent: Any) -> None:
@@ -70,10 +107,12 @@ async def busy(pod: Pod) -> AsyncIterator[None]:
             await asyncio.sleep(0.02)
 
     task = asyncio.create_task(work())
-    yield
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 async def test_a_stream_that_is_never_quiet_heals_too(bench: Bench) -> None:
@@ -93,18 +132,192 @@ async def replays(worker: Hand, outcome: str, times: int) -> None:
     )
 
 
-async def test_a_beginning_that_the_answer_does_not_have_is_asked_for_no_more(bench: Bench) -> None:
+async def test_a_beginning_that_the_answer_does_not_have_is_asked_for_no_more(bench: Bench, asked: list[int]) -> None:
     worker = await bench.worker(options=OPTIONS)
     pod = await late_pod(bench, buffer_batches=2)
     await began_late(pod, {"replay_silent": True})
     before = await bench.held(pod.name)
     pod.fault(replay_silent=False)
     await replays(worker, "complete", 3)
+    assert asked == sorted(asked), "a probe asks from the watermark, not from 0"
+    assert asked[-2:] == [7, 7]
     await pod.is_silent_about("replay_silent")
     await pod.says("joined_late")
     assert "opened_at" not in (await bench.record(pod.name))["flags"]
     assert await bench.held(pod.name) == before
     await pod.counted(restarts=0, gaps=0, batches_lost=0)
+
+
+# ---- how often it is asked for ---------------------------------------------------------------------
+
+
+class Pauses(ReplayPauses):
+    """With a clock that the test moves."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now = 1000.0
+        super().__init__(seconds, clock=lambda: self.now)
+
+    def after(self, seconds: float) -> tuple[bool, bool]:
+        """Whether any replay may be requested then, and one for the beginning alone."""
+        self.now += seconds
+        answer = not self.is_silent, self.is_beginning_due
+        self.now -= seconds
+        return answer
+
+
+def test_the_pause_of_a_beginning_doubles_up_to_a_bound_and_that_of_all_replays_does_not() -> None:
+    pauses = Pauses(30.0)
+    assert pauses.after(0) == (True, True)
+    for seconds in (30, 60, 120, 240, 480, BEGINNING_SECONDS_MAX, BEGINNING_SECONDS_MAX):
+        pauses.nothing_came()
+        pauses.put_off_beginning()
+        assert pauses.after(29) == (False, False)
+        assert pauses.after(30) == (True, seconds == 30)
+        assert pauses.after(seconds - 1) == (seconds > 30, False)
+        assert pauses.after(seconds) == (True, True)
+        pauses.now += seconds
+
+
+def test_pauses_are_short_again_after_an_answer() -> None:
+    pauses = Pauses(30.0)
+    for _ in range(3):
+        pauses.put_off_beginning()
+    pauses.nothing_came()
+    pauses.reset()
+    assert pauses.after(0) == (True, True)
+    pauses.put_off_beginning()
+    assert pauses.after(29) == (True, False)
+    assert pauses.after(30) == (True, True)
+
+
+def test_the_pause_of_a_beginning_is_never_shorter_than_the_setting() -> None:
+    pauses = Pauses(3600.0)
+    for _ in range(3):
+        pauses.put_off_beginning()
+        assert pauses.after(3599) == (True, False)
+        assert pauses.after(3600) == (True, True)
+
+
+async def applied(pod: Pod, batches: int = 2) -> None:
+    """So many batches, one after the other: before each of them, the stream has seen whether a replay is due."""
+    for _ in range(batches):
+        await pod.work(1)
+        await pod.at_watermark(pod.last_seq)
+
+
+async def test_live_frames_wait_ever_more_rarely_for_an_endpoint_that_never_answers(
+    bench: Bench, asked: list[int], pauses_clock: PausesClock
+) -> None:
+    worker = await bench.worker(options=IMPATIENT)
+    pod = await late_pod(bench)
+    await began_late(pod, {"replay_silent": True})
+    for tries, pause in enumerate((60, 120, 240), 1):
+        assert len(asked) == tries
+        pauses_clock.now += pause - 1
+        await applied(pod)
+        assert len(asked) == tries
+        pauses_clock.now += 1
+        await applied(pod)
+        await replays(worker, "silent", tries + 1)
+    # A connection that comes again is asked at once.
+    await pod.publisher.down()
+    await pod.has_status("pending")
+    await pod.publisher.up()
+    await replays(worker, "silent", 5)
+    assert set(asked) == {0}
+
+
+async def test_a_new_connection_asks_once_though_the_beginning_is_due_as_well(bench: Bench, asked: list[int]) -> None:
+    first = await bench.worker("worker-1", options=IMPATIENT)
+    pod = await late_pod(bench)
+    await began_late(pod, {"replay_silent": True})
+    await first.stop()
+    await pod.is_left()
+    asked.clear()
+    pod.fault(replay_silent=False)
+    await bench.worker("worker-2", options=PATIENT)
+    await healed(pod, gaps=0)
+    await applied(pod)
+    assert asked == [0]
+
+
+class Stale(deque[Any]):
+    """A replay buffer that its engine no longer answers from: what is sent goes into the other one."""
+
+    def __init__(self, whole: deque[Any]) -> None:
+        super().__init__(whole)
+        self.whole = whole
+
+    def append(self, batch: Any) -> None:
+        self.whole.append(batch)
+
+
+async def test_an_answer_that_always_ends_too_early_is_not_asked_for_at_each_frame(
+    bench: Bench, asked: list[int], pauses_clock: PausesClock
+) -> None:
+    await bench.worker(options=replace(PATIENT, on_gap="reset"))
+    pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
+    await pod.at_work(3)
+    whole = pod.publisher._buffer
+    pod.publisher._buffer = Stale(whole)
+    asked.clear()
+    with pod.dropping():
+        await pod.work(1)
+    await applied(pod, 3)
+    await pod.counted(gaps=1, restarts=1)
+    assert asked == [2]
+    pauses_clock.now += 60
+    await wait_until(lambda: len(asked) == 2, "the beginning is asked for", PATIENCE_SECONDS)
+    await applied(pod, 3)
+    await pod.counted(gaps=2, restarts=2)
+    assert asked == [2, 0, 2]
+    pod.publisher._buffer = whole
+    pauses_clock.now += 60
+    await pod.agrees()
+    await pod.has_status("active")
+    assert asked == [2, 0, 2, 0]
+
+
+# ---- other ways to begin without an answer ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["answers", "silent"])
+async def test_a_first_frame_that_was_never_applied_leaves_no_flags(
+    bench: Bench, asked: list[int], monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """The flags are written before the frame, and the worker may end in between."""
+    worker = await bench.worker("worker-1", options=IMPATIENT)
+    pod = await late_pod(bench)
+    pod.fault(replay_silent=True)
+    await pod.work(5)
+    open_at = Life.open_at
+
+    async def last_words(life: Life, seq: int) -> None:
+        await open_at(life, seq)
+        worker.client.is_dead = True
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Life, "open_at", last_words)
+        await pod.register()
+        await pod.subscribed()
+        await pod.says("replay_silent")
+        await pod.work(1)
+        await wait_until(lambda: worker.client.is_dead, "the worker has ended", PATIENCE_SECONDS)
+        await worker.die()
+    assert (await bench.record(pod.name))["flags"] == "joined_late opened_at:5"
+    await pod.is_left()
+    asked.clear()
+    pod.publisher._buffer.clear()
+    pod.fault(replay_silent=not answers)
+    await bench.worker("worker-2", options=PATIENT if answers else IMPATIENT)
+    await pod.caught_up()
+    assert (await bench.record(pod.name)).get("flags", "") == ""
+    await applied(pod)
+    assert (await bench.record(pod.name))["flags"] == ("joined_late" if answers else "joined_late opened_at:6")
+    await pod.counted(restarts=0, gaps=0, batches_lost=0)
+    # On connecting, and where it answers once more before the first frame, which begins late.
+    assert asked == ([0, 0] if answers else [0])
 
 
 @pytest.mark.parametrize("silent", [{"replay_silent": True}, {"truncate_replay": 1}], ids=["silent", "broken-off"])

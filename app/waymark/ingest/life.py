@@ -72,7 +72,7 @@ class Life:
         """The watermark is known to belong to what is behind this connection."""
         self.begun = 0
         """How many times holders and watermark have ended here."""
-        self.opened_at = opened_at(state.flags)
+        self.opened_at = opened_at(state.flags) if state.watermark is not None else None
         """The first live frame of a life that began before any replay was answered to its end."""
         self._unproven: tuple[int, str] | None = None
         """(watermark, digest) of before live frames were applied on a connection whose replay waits for a place."""

@@ -21,6 +21,7 @@ from waymark.ingest.gauges import ServedStream
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.prefix_stream import PrefixStream
+from waymark.ingest.reasons import opened_at
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.sockets import Context
 from waymark.ingest.stream import Stream
@@ -139,6 +140,10 @@ class StreamRunner:
             log.warning(
                 "redis has lost writes; the stream begins a new life", extra=fields(stream=str(claim.registration.name))
             )
+            await applier.new_life()
+            applier, state = await self._resumed(grant, running.foreign_ranks)
+        if state.watermark is None and opened_at(state.flags) is not None:
+            # The worker before ended before it applied the first frame: what the flags say is true of no life.
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
         options = self._options

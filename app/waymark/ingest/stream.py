@@ -23,6 +23,7 @@ from waymark.ingest.life import Life
 from waymark.ingest.order import Judgement
 from waymark.ingest.rank_streams import RankStreams
 from waymark.ingest.reasons import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
+from waymark.ingest.replay_pauses import ReplayPauses
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context
@@ -89,7 +90,7 @@ class Stream:
             tick=self._tick,
             wake=self._subscriber.wake,
         )
-        self._silent_until = 0.0
+        self._pauses = ReplayPauses(options.probe_seconds)
         self._answered: int | None = None
         """The number of the life whose replay the publisher has answered to the end; None after any other outcome."""
         now = time.monotonic()
@@ -151,7 +152,7 @@ class Stream:
     def _is_beginning_due(self) -> bool:
         """Whether to ask again for the beginning of a life that an unanswered replay has left out."""
         is_open = self._life.opened_at is not None and self._registration.can_replay and not self._replaying.is_waiting
-        return is_open and self._subscriber.is_connected and time.monotonic() >= self._silent_until
+        return is_open and self._is_unbroken and self._pauses.is_beginning_due
 
     async def _tick(self) -> None:
         """What must happen several times a second, also during a long replay: renew the lease, report the status."""
@@ -220,7 +221,7 @@ class Stream:
         for _ in range(_SETTLE_TRIES):
             if judgement is Judgement.RESTART:
                 await life.begin_anew("a lower seq")
-                self._silent_until = 0.0
+                self._pauses.reset()
             if judgement is not Judgement.BEGINNING or incoming.seq > life.first_seq:
                 await self._catch_up(needed_by=incoming.seq)
             judgement = self._place(incoming)
@@ -236,6 +237,9 @@ class Stream:
             # Only an answer shows that the publisher does not have the beginning.
             is_open = self._registration.can_replay and self._answered != life.begun
             await (life.open_at(incoming.seq) if is_open else life.join_late())
+            if is_open and self._answered is not None:
+                # The answer ended before this frame, and so ended the life. Another one at once would be no better.
+                self._pauses.put_off_beginning()
             if self._replaying.is_waiting:
                 life.reasons.add(REPLAY_WAITING)
         return judgement
@@ -247,7 +251,7 @@ class Stream:
 
     async def _connected(self, connection: int) -> None:
         self._connection = connection
-        self._silent_until = 0.0
+        self._pauses.reset()
         self._life.is_proven = False
         self._life.order.connected()
         self._rank_streams.connected()
@@ -263,7 +267,7 @@ class Stream:
 
         ``needed_by`` is the seq of a live frame that waits for it.
         """
-        endpoint, life, options = self._registration.replay_endpoint, self._life, self._options
+        endpoint, life = self._registration.replay_endpoint, self._life
         dropped, self._dropped_asked = self._subscriber.dropped - self._dropped_asked, self._subscriber.dropped
         if self._reporter.is_mixed:
             self._replaying.drop()
@@ -272,7 +276,7 @@ class Stream:
             if dropped:
                 await life.overflowed()
             return
-        if time.monotonic() < self._silent_until:
+        if self._pauses.is_silent:
             return
         before, begun = life.order.watermark, life.begun
         try:
@@ -293,9 +297,10 @@ class Stream:
         self._heard = time.monotonic()
         life.reasons -= {REPLAY_SILENT, REPLAY_INCOMPLETE, REPLAY_WAITING}
         if outcome is CatchUpResult.COMPLETE:
+            self._pauses.reset()
             await life.found()
             return
+        self._pauses.put_off_beginning()
         life.reasons.add(REPLAY_SILENT if outcome is CatchUpResult.SILENT else REPLAY_INCOMPLETE)
         if life.order.watermark == before and not is_other_life:
-            # An endpoint that returns nothing delays live frames once, not at every gap.
-            self._silent_until = self._heard + options.probe_seconds
+            self._pauses.nothing_came()
