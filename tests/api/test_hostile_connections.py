@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.live import Live, start
-from tests.patience import within
+from tests.patience import patient, within
 
 MIB = 2**20
 QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2, 3, 4]}
@@ -188,7 +188,7 @@ async def test_bodies_together_have_a_ceiling(redis_url: str, tmp_path: Path) ->
 
 
 async def test_what_trickles_is_cut(redis_url: str, tmp_path: Path) -> None:
-    async with served(redis_url, tmp_path, request_seconds=1) as live:
+    async with served(redis_url, tmp_path, request_seconds=min(5.0, patient(1))) as live:
 
         async def trickle(first: bytes, drop: bytes) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
@@ -226,7 +226,7 @@ async def test_what_trickles_is_cut(redis_url: str, tmp_path: Path) -> None:
 
 
 async def test_answers_that_are_not_taken_are_thrown_away(redis_url: str, tmp_path: Path) -> None:
-    async with served(redis_url, tmp_path, request_seconds=1) as live:
+    async with served(redis_url, tmp_path, request_seconds=min(5.0, patient(1))) as live:
         async with live.client() as client:
             for rank in range(100):
                 wide = {"model": "wide", "lora_name": "l" * 4000, "additionalsalt": "s" * 4000, "dp_rank": rank}

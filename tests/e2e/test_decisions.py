@@ -206,8 +206,12 @@ async def test_a_target_that_has_died_gets_nothing_more_until_it_is_back(
     await wait_until(lambda: is_picked("pod-1"), "the one that has the prompt is picked", 30.0)
     await dying.publisher.down()
     await wait_until(lambda: is_picked("pod-2"), "it is lost, so another one is picked", 30.0)
-    scores = (await replica.post("/score", **fields))["scores"]
-    assert [row["instance_id"] for row in scores] == ["pod-2"]
+
+    async def is_scored_alone() -> bool:
+        scores = (await replica.post("/score", **fields))["scores"]
+        return [row["instance_id"] for row in scores] == ["pod-2"]
+
+    await wait_until(is_scored_alone, "the one that is lost has no score", 30.0)
     await dying.publisher.up()
     await wait_until(lambda: is_picked("pod-1"), "it is back, and has what it had", 30.0)
 

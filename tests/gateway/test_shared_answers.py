@@ -134,5 +134,5 @@ async def test_a_slow_redis_costs_one_request_its_time() -> None:
     ],
 )
 def test_a_value_outside_of_its_range_ends_the_start(name: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=re.escape(f"WAYMARK_{name} is '{value}'")):
+    with pytest.raises(SettingsError, match=re.escape(f'WAYMARK_{name} is "{value}"')):
         Settings.from_env({f"WAYMARK_{name}": value})

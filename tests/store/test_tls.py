@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trustme
 
+from tests.patience import patient
 from tests.store.flow import live_and_end
 from tests.topologies import Farm, Server, farm, start_cluster
 from waymark.errors import StoreUnavailable
@@ -68,7 +69,7 @@ def server(servers: Farm, files: Files) -> Server:
 
 
 async def test_all_that_the_roles_do_works_over_tls(server: Server, files: Files) -> None:
-    store = Store.open(f"rediss://127.0.0.1:{server.port}", credentials=files.credentials, timeout_seconds=5.0)
+    store = Store.open(f"rediss://127.0.0.1:{server.port}", credentials=files.credentials, timeout_seconds=patient(5.0))
     await live_and_end(store, 1)
     await store.close()
 
@@ -76,14 +77,14 @@ async def test_all_that_the_roles_do_works_over_tls(server: Server, files: Files
 async def test_a_cluster_is_entered_over_tls(servers: Farm, files: Files) -> None:
     cluster = start_cluster(servers, *files.options, is_tls=True, more=files.client)
     store = Store.open(
-        cluster.url.replace("redis+", "rediss+"), shards=16, credentials=files.credentials, timeout_seconds=5.0
+        cluster.url.replace("redis+", "rediss+"), shards=16, credentials=files.credentials, timeout_seconds=patient(5.0)
     )
     await live_and_end(store, 16)
     await store.close()
 
 
 async def refusal(url: str, credentials: Credentials) -> str:
-    client = RedisClient.open(url, credentials=credentials, timeout_seconds=5.0)
+    client = RedisClient.open(url, credentials=credentials, timeout_seconds=patient(5.0))
     with pytest.raises(StoreUnavailable) as caught:
         await client.ping()
     await client.close()
@@ -105,7 +106,7 @@ async def test_a_certificate_for_another_host_is_refused_unless_told_otherwise(s
         replace(files.credentials, tls_verify="ca"),
         replace(files.credentials, tls_verify="none", tls_ca_file=files.stranger),
     ):
-        client = RedisClient.open(url, credentials=credentials, timeout_seconds=5.0)
+        client = RedisClient.open(url, credentials=credentials, timeout_seconds=patient(5.0))
         await client.ping()
         await client.close()
     assert "verify failed" in await refusal(

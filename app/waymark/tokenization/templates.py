@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from os.path import commonprefix
-from time import monotonic
+from time import thread_time
 from typing import Any
 
 from minijinja import Environment, TemplateError
@@ -207,7 +207,7 @@ class _Compiled:
         self._environment.undeclared_variables_in_template("chat")  # compiles it
 
     def render(self, context: Mapping[str, Any], bytes_max: int) -> str:
-        self._left, self._until = bytes_max, monotonic() + SECONDS_MAX
+        self._left, self._until = bytes_max, thread_time() + SECONDS_MAX
         text: str = self._environment.render_template("chat", **context)
         return text
 
@@ -215,7 +215,7 @@ class _Compiled:
         self._left -= len(value) if isinstance(value, str) else 1
         if self._left < 0:
             raise _TooLarge
-        if monotonic() > self._until:
+        if thread_time() > self._until:
             raise _TooSlow
         return NotImplemented  # written as it is: an undefined value comes as None, and is written as nothing
 
@@ -280,7 +280,8 @@ def _lacking(error: TemplateError) -> InvalidValue:
 
 def _too_long() -> InvalidValue:
     return _OverCeiling(
-        f"the chat template takes more than {STEPS_MAX} steps or {SECONDS_MAX:g} s for these messages; send fewer",
+        f"the chat template takes more than {STEPS_MAX} steps or {SECONDS_MAX:g} s of CPU for these messages; "
+        "send fewer",
         field="messages",
     )
 
