@@ -345,7 +345,7 @@ async def test_a_line_of_100_mb_costs_its_connection_and_no_memory(bench: Bench,
     [
         (404, "text/event-stream", "status 404"),
         (302, "text/event-stream", "status 302"),
-        (200, "application/json", "'application/json', not text/event-stream"),
+        (200, "application/json", '"application/json", not text/event-stream'),
     ],
 )
 async def test_a_url_that_is_no_source_is_named(
