@@ -160,6 +160,29 @@ def test_docstrings_and_comments_have_no_retired_word() -> None:
     assert not complaints, "\n".join(complaints)
 
 
+#: A docstring that begins so leaves its noun to the name that it describes.
+WITHOUT_NOUN = re.compile(r"\s*(?:Of|Those|By|None|That of)\b")
+
+
+def without_noun(source: str) -> list[str]:
+    """The docstrings of a module, attributes' too, that say nothing without the name they stand under."""
+    if re.search(rf"[\"']{WITHOUT_NOUN.pattern}", source) is None:  # most modules have none, and parsing takes long
+        return []
+    return [f"{line}: {text[:80]!r}" for line, text in remarks(source) if WITHOUT_NOUN.match(text)]
+
+
+def test_docstrings_have_a_noun() -> None:
+    complaints = [
+        f"{path.relative_to(PACKAGE)}:{each}" for path, source in sources().items() for each in without_noun(source)
+    ]
+    assert not complaints, "begin with the noun:\n" + "\n".join(complaints)
+
+
+def test_a_docstring_without_a_noun_is_found() -> None:
+    assert len(without_noun('class A:\n    """Of a kind."""\n    b: int\n    """By name."""\n')) == 2
+    assert without_noun('class A:\n    """Offers."""\n    b: int\n    """The bytes, by name."""\n') == []
+
+
 def test_a_comment_and_a_docstring_are_remarks() -> None:
     source = 'def f() -> None:\n    """It tells."""\n    # for good\n    return "whoever"\n'
     assert sorted(remarks(source)) == [(2, "It tells."), (3, "# for good")]

@@ -166,7 +166,7 @@ class Row(Generic[T_co]):
 
     @property
     def full_name(self) -> str:
-        """As it is exported."""
+        """The name that is exported."""
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
     def instrument(self) -> T_co:

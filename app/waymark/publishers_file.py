@@ -59,7 +59,7 @@ def read_wanted(
 ) -> list[Wanted]:
     """The engines and publishers of the file, in its order; ``SettingsError`` where anything in it is wrong.
 
-    ``ports`` are those of an engine that names no sockets: event port and replay port of rank 0, number of ranks.
+    ``ports`` are for engines that name no sockets: event port and replay port of rank 0, and the number of ranks.
     """
     about = f"WAYMARK_PUBLISHERS_FILE {path}"
     try:

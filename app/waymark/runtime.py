@@ -130,7 +130,7 @@ async def run(
 ) -> None:
     """One process, until a signal ends it; ``SettingsError`` where the file of publishers is wrong.
 
-    ``sockets`` are those of ``open_port``. The caller closes them.
+    ``sockets`` come from ``open_port``. The caller closes them.
     """
     if has_worker:
         from waymark import runtime_worker  # a query replica starts sooner without it

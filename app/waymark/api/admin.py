@@ -1,6 +1,6 @@
 """The admin paths of Continuum Router, with its names: what the index holds, what decided, and a way to clear it.
 
-Counts of decisions are those of all replicas, up to a second ago.
+Decisions are counted over all replicas, up to a second ago.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ResponseCacheAdmin:
         stats: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
         clear: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
-        """Without arguments: of a gateway whose cache is off."""
+        """``stats`` and ``clear`` ask the cache; a gateway whose cache is off has neither."""
         self._stats = stats
         self._clear = clear
 

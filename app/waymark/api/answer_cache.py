@@ -40,7 +40,7 @@ class Counted:
         self._instances: InTokens | None = None
 
     def instances(self, walk: Walk | None) -> InTokens:
-        """The same in the newer form of the API, of the walk that the rows are of; made when it is first asked for."""
+        """The counts in the newer form of the API, from the walk that ``rows`` were computed from; made once."""
         if self._instances is None:
             self._instances = {} if walk is None else instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
         return self._instances

@@ -24,7 +24,7 @@ class Answer:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     media_type: bytes = b"text/plain; charset=utf-8"
-    """Of ``content`` that is bytes."""
+    """The media type of a ``content`` that is bytes."""
     stream: AsyncGenerator[bytes] | None = None
     """Where the answer has no end: its pieces, in the place of ``content``."""
 

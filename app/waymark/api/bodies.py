@@ -63,7 +63,7 @@ class Body(NamedTuple):
     numbers: bytes | None = None
     """Where a long list was read without the parser: its elements, as msgpack's ``bin`` would have them."""
     text: Text | None = None
-    """Where it was: all the rest."""
+    """The rest of the body, where a long list was read without the parser."""
     format: Format = Format.JSON
     path: Mapping[str, str] = _NOWHERE
     """The parameters of the path and of the query string, by name."""

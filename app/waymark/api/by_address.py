@@ -19,7 +19,7 @@ class AddressTables:
         self._made: dict[GroupName, tuple[HolderTable, HolderTable]] = {}
 
     def walk(self, table: HolderTable, walk: Walk) -> Walk:
-        """The same walk, of what is at each address. Engines without an address have no row."""
+        """A walk over the same values with addresses in place of instances. Engines without an address have no row."""
         made = self._made.get(table.group)
         if made is None or made[0] is not table:
             if len(self._made) >= _GROUPS_MAX:

@@ -118,7 +118,7 @@ class _Asked(NamedTuple):
     block_size: int | None
     namespace: int
     tenant: bytes
-    """As JSON."""
+    """The tenant's name as JSON."""
     text: ModelPrompt | None = None
     """The prompt, if it has no tokens yet."""
     items: Items = ()

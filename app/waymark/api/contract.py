@@ -204,7 +204,7 @@ def _parameter(name: str, place: str) -> dict[str, Any]:
 
 
 def _plain_content(doc: Doc, formats: Sequence[Format]) -> dict[str, Any]:
-    """Of an answer without a model."""
+    """The content of an answer that has no model, by media type."""
     if doc.media_type != "application/json":
         return {doc.media_type: {}}
     return {each.value.decode(): {} for each in formats}

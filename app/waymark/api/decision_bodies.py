@@ -44,7 +44,7 @@ class Read(NamedTuple):
     """The images and other items among its tokens."""
     given: Mapping[tuple[str, int], Given] | None
     taking: Taking
-    """Of ``/select``."""
+    """What only ``/select`` asks for."""
 
 
 def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> Read:

@@ -20,7 +20,7 @@ class Doc:
     summary: str
     request: type[BaseModel] | None = None
     answer: type[BaseModel] | None = None
-    """None where it is no JSON, or has no fixed shape."""
+    """The model of the answer; None where the answer is not JSON, or has no fixed shape."""
     status: int = 200
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
@@ -29,9 +29,9 @@ class Doc:
     may_be_list: bool = False
     """A list of bodies is as good as one."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Of its success: name to what it says."""
+    """The headers of a successful answer, each with its meaning."""
     parameters: tuple[str, ...] = ()
-    """Of the query string; all are optional."""
+    """The parameters of the query string; all are optional."""
     request_headers: tuple[str, ...] = ()
     """Headers that it reads beside those of every operation; a handler finds them among its parameters."""
     reach: Reach = "fleet"

@@ -115,7 +115,7 @@ class Dynamo:
         return await self._answer(*self._by_hash(body))
 
     async def query_tiered_by_hash(self, body: Body) -> Answer:
-        """The same in blocks, tier by tier: what a selection service without an index of its own reads."""
+        """Answer the same query in blocks, tier by tier: a selection service without an index of its own reads this."""
         group, prompt = self._by_hash(body)
         block_size, reading = await self._read(group, prompt)
         rows = {} if reading is None else dynamo_rows(reading.walk)
@@ -156,7 +156,7 @@ class Dynamo:
 
 
 def _block_size(group: GroupName, table: HolderTable | None) -> int:
-    """That of the group's first registration; ``NotFound`` where it has none."""
+    """The block size of the group's first registration; ``NotFound`` where it has none."""
     if table is None or not table.publishers:
         raise NotFound(f"no indexer for model={short(group.model_name)} routing_group={short(group.tenant_id)}")
     return table.publishers[min(table.publishers)].block_size

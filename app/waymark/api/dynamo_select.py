@@ -1,7 +1,7 @@
 """Selections and reservations of the Dynamo dialect: what a client of ``dynamo.select_service`` sends and expects.
 
-They are those of ``/select`` and ``/release``, under ids that clients choose. The state of an id is in Redis, so any
-replica can go on with it.
+A selection is a decision of ``/select``, and its end a ``/release``, under an id that the client chooses. The state of
+an id is in Redis, so any replica can go on with it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Operation:
         self._counts: dict[tuple[str, int], Callable[[], None]] = {}
         self.methods: tuple[str, ...] = ("GET", "HEAD") if method == "GET" else (method,)
         self.allowed: tuple[str, ...] = self.methods
-        """Of its path; ``Resource`` adds those of the other operations."""
+        """The methods of the path; ``Resource`` adds those of the path's other operations."""
         self.has_body = doc.request is not None
         self._unfit_status = 422 if self.dialect == "dynamo" else 400
 

@@ -52,7 +52,7 @@ class TokensFile:
         self._file = WatchedFile(path, _read, "tokens", clock)
 
     def caller(self, token: bytes) -> Caller | None:
-        """Whose token it is. The time that this takes does not depend on the token."""
+        """The caller that the token belongs to. The time that this takes does not depend on the token."""
         digest = sha256(token).hexdigest()
         found = None
         for known, caller in self._file.entries:

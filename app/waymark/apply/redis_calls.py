@@ -24,7 +24,7 @@ class Fenced(Exception):
 
 
 class RedisCalls:
-    """With ``is_patient`` a call waits for Redis; else it raises."""
+    """Calls of the applier. With ``is_patient`` a call waits for Redis; else it raises."""
 
     def __init__(self, metrics: Metrics, begin: Callable[[], None], *, is_patient: bool) -> None:
         """``begin`` is called after each reply, because the event loop has just run other callbacks."""

@@ -17,10 +17,10 @@ PREFIX_BYTES = 1024
 def prefix_key(
     model: str, messages: Sequence[Any], system: Any = None, *, prefix_bytes: int = PREFIX_BYTES
 ) -> bytes | None:
-    """32 bytes; None where there is no text to go by.
+    """The prefix key, 32 bytes; None where there is no text to go by.
 
-    ``messages`` are those of a chat request: mappings with ``role`` and ``content``, the content a text or a list of
-    parts. ``system`` is Anthropic's top-level field, a text or a list of blocks. What has another shape has no text.
+    ``messages`` come from a chat request: mappings with ``role`` and ``content``, the content a text or a list of
+    parts. ``system`` is Anthropic's top-level field, a text or a list of blocks. A value of another shape has no text.
     """
     anchor = text_of(system) or next((text for role, text in map(_said, messages) if role == "system" and text), "")
     if anchor:
@@ -53,7 +53,7 @@ def _digest(model: str, tag: bytes, text: str, prefix_bytes: int) -> bytes:
 
 
 def _whole_characters(head: bytes) -> bytes:
-    """Without a last character that was cut in the middle."""
+    """The bytes without a last character that was cut in the middle."""
     start = len(head)
     while start and head[start - 1] & 0xC0 == 0x80:
         start -= 1

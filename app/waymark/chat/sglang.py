@@ -20,7 +20,7 @@ _TEXTS = ("tool_call_id", "name", "phase", "reasoning_content")
 def for_template(
     messages: Sequence[Any], system: Any = None, *, takes_parts: bool, mark: str | None = None
 ) -> list[dict[str, Any]]:
-    """The messages as a template gets them; parameters and errors are those of ``openai.for_template``."""
+    """The messages as a template gets them, with the parameters and errors of ``openai.for_template``."""
     shown = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
     return [_message(each, None, takes_parts=takes_parts) for each in as_message(system)] + shown
 

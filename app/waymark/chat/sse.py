@@ -36,7 +36,7 @@ class EventStreamParser:
 
     def __init__(self, *, last_event_id: str = "", bytes_max: int = EVENT_BYTES_MAX) -> None:
         self.last_event_id = last_event_id
-        """Of the last event, or of a later ``id`` that an empty line has ended: what a new connection sends."""
+        """The id of the last event, or a later ``id`` that an empty line has ended. A new connection sends it."""
         self.retry_milliseconds: int | None = None
         """How long the stream asks its readers to wait before they connect again."""
         self._bytes_max = bytes_max

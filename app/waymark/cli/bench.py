@@ -12,7 +12,7 @@ from waymark.cli.exits import EXIT_USAGE
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    """None here: the benchmarks read their own."""
+    """Add no flag: the benchmarks read their own flags."""
 
 
 def run_words(words: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """``waymark completion``: what a shell runs to complete the words of ``waymark``, and the answers to it.
 
-A shell asks the command itself, by variables that ``argcomplete`` defines, so that its words are those of this
+A shell asks the command itself, by variables that ``argcomplete`` defines, so that it completes the words of this
 release.
 """
 

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _over_http(arguments: argparse.Namespace) -> int:
-    """The same of a running Waymark, which needs no Redis here."""
+    """Run the command against a running Waymark. No Redis is needed here."""
     import asyncio
     import json
     import os

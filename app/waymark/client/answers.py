@@ -19,9 +19,9 @@ class Match:
     longest_matched: int
     """Unbroken prefix on any medium and rank."""
     media: Mapping[str, int]
-    """Of those, how many are on ``GPU``, ``CPU``, ``DISK`` and any further medium."""
+    """How many of the matched tokens are on ``GPU``, ``CPU``, ``DISK`` and any further medium."""
     ranks: Mapping[int, int]
-    """Of those, how many each rank has."""
+    """How many of the matched tokens each rank has."""
 
     @property
     def gpu(self) -> int:
@@ -55,7 +55,7 @@ class Selection:
     address: str | None
     """Where requests go, if it is registered with one."""
     device_tokens: int
-    """Of the prompt, on the device of the target."""
+    """How many tokens of the prompt are on the device of the target."""
     new_tokens: int
     """What the target has to compute."""
     others: Sequence[str]
@@ -63,7 +63,7 @@ class Selection:
     prefill: str | None
     """The instance that computes the prompt first, if that is another one."""
     headers: Mapping[str, str]
-    """To be sent with the request, for proxies and engines that go by them."""
+    """Headers to send with the request, for proxies and engines that go by them."""
     reservation: str | None
     is_degraded: bool = False
     """Redis was unavailable: the target was found by the prefix alone."""
@@ -120,7 +120,7 @@ class Registered:
     block_size: int
     adapters: Sequence[str]
     endpoints: Mapping[int, str | None]
-    """By rank."""
+    """The event endpoint of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Publisher:
     gaps: int
     restarts: int
     blocks: Mapping[str, int]
-    """By medium."""
+    """The number of blocks on each medium."""
     last_error: str | None
     worker: str | None
     """The ingest worker that applies it."""

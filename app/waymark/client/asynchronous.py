@@ -90,7 +90,7 @@ class AsyncClient:
     def select_by_hash(
         self, model: str, seq_hashes: Iterable[int], *, fallback: Callable[[], str] | None = None, **options: Any
     ) -> AsyncSelecting:
-        """The same, by rolling hashes."""
+        """As ``select``, with rolling hashes in place of token ids."""
         return AsyncSelecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
 
     async def _send(self, call: calls.Call[T]) -> T:
@@ -128,7 +128,7 @@ class AsyncSelecting:
     """A target while its request is under way; what ``select`` gives to ``async with``."""
 
     selection: Selection
-    """From the beginning of the block."""
+    """The decision; it is there from the beginning of the block on."""
 
     def __init__(
         self, client: AsyncClient, call: calls.Call[Selection], fallback: Callable[[], str] | None = None

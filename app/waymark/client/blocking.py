@@ -105,7 +105,7 @@ class Client:
     def select_by_hash(
         self, model: str, seq_hashes: Iterable[int], *, fallback: Callable[[], str] | None = None, **options: Any
     ) -> Selecting:
-        """The same, by rolling hashes."""
+        """As ``select``, with rolling hashes in place of token ids."""
         return Selecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
 
     def _send(self, call: calls.Call[T]) -> T:
@@ -131,7 +131,7 @@ class Selecting:
     """A target while its request is under way; what ``select`` gives to ``with``."""
 
     selection: Selection
-    """From the beginning of the block."""
+    """The decision; it is there from the beginning of the block on."""
 
     def __init__(self, client: Client, call: calls.Call[Selection], fallback: Callable[[], str] | None = None) -> None:
         self._client = client

@@ -128,7 +128,7 @@ def query_by_hash(
     or_empty: bool = False,
     **options: Any,
 ) -> Call[Matches]:
-    """The same, by rolling hashes."""
+    """As ``query``, with rolling hashes in place of token ids."""
     body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | options
     return Call("POST", "/query_by_hash", read_matches, body, False, deadline, _empty(or_empty))
 
@@ -162,7 +162,7 @@ def select(
 def select_by_hash(
     model: str, seq_hashes: Iterable[int], *, deadline: float | None = None, **options: Any
 ) -> Call[Selection]:
-    """The same, by rolling hashes."""
+    """As ``select``, with rolling hashes in place of token ids."""
     return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, options)
 
 
@@ -198,7 +198,7 @@ def _prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
 
 
 def _packed_prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
-    """The same in 4 bytes a token; a list that cannot be packed goes as it is, and the service names what is wrong."""
+    """The same field with 4 bytes a token. Ids that cannot be packed stay a list; the service names what is wrong."""
     given = _prompt(token_ids)
     try:
         return {name: struct.pack(f"<{len(ids)}I", *ids) for name, ids in given.items()}

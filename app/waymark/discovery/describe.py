@@ -58,7 +58,7 @@ class Description:
     names_sockets: bool = True
     """It answers the path that names its sockets, if it has any."""
     silent: Mapping[str, str] = field(default_factory=dict)
-    """By field of a registration: why the engine has not said it."""
+    """Why the engine has not said a field of its registration, by field."""
 
 
 class Describer:

@@ -62,7 +62,7 @@ class PodWatch:
         self._metrics = metrics
         self._asker = Asker(ca_file=server.ca_file)
         self.pods: dict[str, Pod] = {}
-        """By name."""
+        """The pods that match, by name."""
         self.lists = 0
         """How often all pods were listed. Before the first time nothing is known to be absent."""
         self.gone: set[str] = set()

@@ -22,7 +22,8 @@ class Wanted:
     url: str | None = None
     """Where the engine says the rest; None: the fields are all there is."""
     ports: tuple[int, int, int] = (0, 0, 0)
-    """Of an engine that names no sockets: event port and replay port of rank 0, and the number of ranks; 0: unknown."""
+    """Event port and replay port of rank 0, and the number of ranks, for an engine that names no sockets; 0:
+    unknown."""
     known: Mapping[str, Any] = field(default_factory=dict)
     """Fields that count where the engine does not say them: what it was registered with."""
     since: str = ""

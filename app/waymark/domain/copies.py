@@ -15,7 +15,7 @@ from waymark.domain.rows import SAME_HASH
 HASHES_MAX = 64
 """Engine hashes of one block of a holder. `*<key>` names them, and is written whole each time one comes."""
 SEVERAL_BYTES = 300
-"""Of a block with copies or further engine hashes, beside the tables."""
+"""The memory of a block with copies or further engine hashes, in addition to that of the tables."""
 
 
 @dataclass(slots=True)
@@ -36,13 +36,13 @@ class Several:
 
 
 class HolderCopies:
-    """Those of one holder."""
+    """The copies and the further engine hashes of the blocks of one holder."""
 
     def __init__(self, known: KnownBlocks) -> None:
         """``known`` are all blocks of the holder."""
         self._known = known
         self.several: dict[int, Several] = {}
-        """By block key."""
+        """The blocks that have any, by block key."""
 
     def is_crowded(self, engine_hash: int, key: int) -> bool:
         """Whether the block, which the holder has, has as many engine hashes as it may, and this is a further one."""

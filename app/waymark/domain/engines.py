@@ -32,7 +32,7 @@ class EngineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What is so of every publisher of one kind. The defaults are those of a new one of which little is known."""
+    """What is true of every publisher of one kind. The defaults suit a new kind of which little is known."""
 
     dialect: str
     """The module of ``waymark.engines`` that reads its events."""

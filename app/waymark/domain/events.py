@@ -28,7 +28,8 @@ class Envelope:
     block_size: int | None
     dp_rank: int | None
     shard: str | None = None
-    """Of an object in a pool, whose hash is another engine's: which part of its block it is, as 16 hex digits."""
+    """Which shard of its block an object in a pool is, as 16 hex digits. The object's hash comes from another
+    engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,9 @@ class Stored:
     group: int | None = None
     """KV-cache group of a hybrid model."""
     is_main_attention: bool | None = None
-    """The KV-cache group of the event; None if it names none."""
+    """Whether the event is of main attention; None if it names no kind of attention."""
     window: int | None = None
-    """Of a group that is not main attention: how many tokens before a boundary it must have, so that a prefix can be
+    """How many tokens before a boundary a KV-cache group that is not main attention must have, so that a prefix can be
     reused up to there; None where that is not known."""
     tells_salts: bool = field(default=True, compare=False)
     """The event's form has a place for salts and images, so an event without any is of blocks without any."""
@@ -67,7 +68,7 @@ class Stored:
     may_begin: bool = False
     """It begins at the root where its parent, 0, is no block of its publisher: a nil was written as 0."""
     part: int = 0
-    """Of a long event its decoder makes several, one after the other; this is its place among them."""
+    """The number of this event among those that its decoder makes of one long event, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Removed:
     is_identity: bool = False
     envelope: Envelope | None = None
     part: int = 0
-    """As of ``Stored``."""
+    """The number of this event among the parts of one long event, as in ``Stored``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from waymark.domain.media import normal_medium
 from waymark.domain.names import HolderName
 
 GENERATIONS: Final = 10
-"""Of one name: how many closed ones there are, by time and, where one publisher has all blocks, by number."""
+"""The number of closed generations of a lasting name: by time, and by number where one publisher has all blocks."""
 GENERATIONS_MAX: Final = 20
-"""Of one name. Removals may leave few blocks in each, so their number has a bound of its own."""
+"""The most generations of one lasting name. Removals may leave few blocks in each, so their number has a bound."""
 SHARES_MAX: Final = 100
 """A generation is no smaller than this part of the most blocks of a group, so that the table changes seldom."""
 
@@ -32,7 +32,7 @@ class Bounds:
     max_entries: int = 0
     ttl: int = 0
     medium_ttl: Mapping[str, int] = field(default_factory=dict)
-    """By normal name of the medium; it counts instead of ``ttl``."""
+    """The seconds for single media, by the medium's normal name, in place of ``ttl``."""
 
     @classmethod
     def of(cls, max_entries: int, ttl: int, medium_ttl: Mapping[str, int]) -> Bounds:

@@ -2,7 +2,7 @@
 
 The memory is whole: it has every block of the stream's live holders, with its copies, exactly as Redis has them. So
 nothing is looked up in Redis, and what a part writes is absolute. Blocks that have left stay as *gone*, because a child
-or a placeholder may still name them; those are bounded, and only ``trim`` forgets them. The tables are those of
+or a placeholder may still name them; these are bounded, and only ``trim`` forgets them. The tables come from
 ``known``, in C where that was built.
 """
 
@@ -24,7 +24,7 @@ from waymark.domain.rows import SLOT_CHARS, Place
 from waymark.domain.slices import Slices
 
 _RUN_HASHES: Final = 2048
-"""Of the events of a run, somewhat more: a millisecond or two."""
+"""A run ends with the event that reaches this number of hashes, after a millisecond or two."""
 
 
 class Left(NamedTuple):

@@ -1,6 +1,6 @@
 """Block keys: ``seq_hash XOR namespace``, packed.
 
-Between hashing and Redis, keys are eight big-endian bytes each, so that their hex digits are those of the key's name.
+Between hashing and Redis, a key is eight big-endian bytes, so its hex digits are the same as in the name of the key.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable
 
 KEY_BYTES = 8
-"""Of a packed block key."""
+"""The size of a packed block key."""
 
 
 def pack(seq_hashes: Iterable[int], namespace: int = 0) -> bytes:

@@ -39,7 +39,7 @@ class Ran(NamedTuple):
     at: int
     """The number of the next event."""
     position: int
-    """Of the next event."""
+    """The position of the next event in its batch."""
     stores: int
     stored: int
     """Blocks."""

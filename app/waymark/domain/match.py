@@ -28,7 +28,7 @@ class Walk:
         self.runs: list[tuple[Presence, int]] = []
         """(who has them, how many blocks), up to where the last instance stopped."""
         self.values: list[tuple[bytes, int]] = []
-        """The same, by the blocks' value."""
+        """(the value of the blocks, how many blocks), up to the same block."""
         self.blocks = 0
         """Length of the longest walk of any instance, in blocks."""
         self.newest_seen = 0

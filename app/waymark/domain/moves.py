@@ -16,7 +16,7 @@ from waymark.domain.rows import Place
 from waymark.errors import RecordDamaged
 
 REFUSALS_MAX = 65_536
-"""Of one fold; each refusal places a block, unless a row is damaged."""
+"""The most refusals in one fold. Each refusal places a block, unless a row is damaged."""
 
 
 class Moves:
@@ -25,11 +25,12 @@ class Moves:
     def __init__(self, memory: HeldBlocks) -> None:
         self._memory = memory
         self._moved: dict[tuple[int, int], list[tuple[tuple[int, int], Place]]] = {}
-        """By holder and key, where the block is from which seq and position on."""
+        """The places of moved blocks, by holder and block key. Each place counts from a seq and a position on."""
         self._heads: set[int] = set()
         self._sent: set[tuple[int, int, int]] = set()
         self._planned: list[tuple[Sequence[Part], int, int]] = []
-        """Of parts that were sent where they were planned, those from one number to another."""
+        """Parts that were sent where they were planned: a list of parts, the first number and the number after the
+        last."""
         self.refusals = 0
 
     def refused(self, is_row: bool, part: Part, offset: int) -> list[Part]:

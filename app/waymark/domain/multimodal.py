@@ -27,7 +27,7 @@ class Item(NamedTuple):
     """One image, video or sound of a prompt."""
 
     offset: int
-    """Of its first placeholder token in the prompt."""
+    """The position of its first placeholder token in the prompt."""
     length: int
     """In tokens."""
     identifier: str

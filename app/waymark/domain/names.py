@@ -42,7 +42,7 @@ class PublisherName(NamedTuple):
 
     @property
     def rank(self) -> tuple[str, str, int]:
-        """Whose socket it is."""
+        """The instance, tenant and rank that the socket belongs to."""
         return self[:3]
 
 
@@ -89,13 +89,13 @@ class Registration:
     target: Target = PLAIN
     origin: Origin = BY_CLIENT
     prefixes: PrefixSource = DEFAULT_PREFIXES
-    """Of a source of opaque prefixes."""
+    """The options of a source of opaque prefixes."""
     object_shards: int = 0
-    """Of a pool: how many objects make up a block; 0: as many as different ones stood in its keys."""
+    """How many objects make up a block of a pool; 0: as many as there have been different shards in the pool's keys."""
     is_further: bool = False
     """A further socket of a rank that has several: its blocks are the rank's, and nobody picks it."""
     topic: str | None = None
-    """Of a socket that several publishers share with one counter: the topic of this one's frames."""
+    """The topic of this publisher's frames, where several publishers share a socket and its counter."""
 
     @property
     def name(self) -> PublisherName:
@@ -129,7 +129,7 @@ class HolderName(NamedTuple):
     digest: str = ""
     """Standard events: of the further dimensions of their stream. ``g<n>``: of KV-cache group n of a hybrid model."""
     epoch: int | None = None
-    """On media whose blocks go by time: which stretch of it."""
+    """When its generation began, in ms; None where its blocks are in no generation."""
 
     @classmethod
     def parse(cls, text: str) -> HolderName:
@@ -185,7 +185,7 @@ class Holder:
     """The envelope's ``backend_id`` for standard events; the instance_id otherwise."""
     scope: Scope
     window: Window | None = None
-    """Of a KV-cache group that is not full attention: what a boundary needs of it. Its blocks are no prefix."""
+    """What a KV-cache group that is not full attention needs at a boundary. The group's blocks are no prefix."""
 
 
 # ---- endpoints -------------------------------------------------------------------------------------

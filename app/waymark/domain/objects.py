@@ -74,7 +74,7 @@ class WaitingObjects:
         return [engine_hash for _, engine_hash in names]
 
     def found(self, holders: Iterable[int], reported: Mapping[int, object]) -> list[tuple[int, int]]:
-        """Those that wait and have been reported meanwhile, as holder and engine hash."""
+        """The waiting objects whose hashes have been reported meanwhile, as holder and engine hash."""
         names = [(holder, engine_hash) for holder in holders for engine_hash in reported]
         return [name for name in names if name in self._shards]
 

@@ -22,8 +22,8 @@ Mode = Literal["count", "set", "all"]
 """How a holder's copies are counted; ``all``: not trusted any more, a removal takes the block."""
 
 STEP = 2
-"""By how much positions go up from one hash to the next: a hash that comes to mean another block leaves the old one at
-the position between."""
+"""The distance between the positions of two hashes. A hash that comes to mean another block leaves its old block at the
+position between."""
 _BLOCKS_MAX = 64
 #: A block without copies, and nothing else to say of it.
 NO_COPIES = b"0"
@@ -35,14 +35,15 @@ class Part:
     kind: PartKind
     holder: int
     seq: int
-    """Of the batch."""
+    """The seq of the batch."""
     last: int
     """Position of the last block in its batch. Every hash of a batch has a position, also those that come to nothing,
     so that positions mean the same when the batch is resolved again. In the parts of a holder they only ascend."""
     place: Place
     namespace: int
     slots: bytes
-    """Of the blocks, as in a row: the key, which is seq_hash XOR namespace, and the depth within the piece."""
+    """The slots of the blocks, as in a row. Each slot is the block's key, which is seq_hash XOR namespace, and its
+    depth within the piece."""
     packed_hashes: bytes
     """The engine hash of each block, eight bytes."""
     is_known: bool = False
@@ -230,10 +231,10 @@ class PartList:
         copies: bytes = UNCHANGED,
         waits: bool = False,
     ) -> None:
-        """The same with slots and hashes as a part has them.
+        """Add a part whose slots and hashes are packed.
 
-        They join the part before where that is one part with them: those that are new to the holder only where they
-        go on from its last block, because a branch row that they may have to begin must hold a chain.
+        The blocks join the part before where both are one part. New blocks of the holder join it only if they continue
+        its last block, because a branch row that they may have to begin must hold a chain.
         """
         count = len(hashes) // KEY_BYTES
         last = self._parts[-1] if self._parts else None

@@ -72,9 +72,9 @@ class Planner:
         self.epochs: Mapping[HolderName, int] = {}
         """In the batch that is being planned: the generations that its stores go to, by lasting name."""
         self.shards: set[str] = set()
-        """Those that stood in the keys of a pool, in this life; ``flags`` has them, too."""
+        """The shards that this life has named in the keys of a pool; ``flags`` has them, too."""
         self.windows: dict[int, Window] = {}
-        """By KV-cache group, of those that are not main attention; ``flags`` has them, too."""
+        """The windows of KV-cache groups that are not main attention, by group; ``flags`` has them, too."""
         self.chunk_blocks = 1
         """How many blocks the largest chunk has had, in this life; ``flags`` has it, too."""
         self._reads_windows = reads_windows and registration.scope == "instance"
@@ -175,7 +175,10 @@ class Planner:
         kept: set[HolderName],
         names: set[HolderName],
     ) -> None:
-        """The same of one event. Where it stands for several that are alike, ``hashes`` are those of all of them."""
+        """Learn the facts of one event, and name its holder if there is none yet.
+
+        If the event stands for several that are alike, ``hashes`` is the number of hashes of all of them.
+        """
         if self._skip_reason_of(batch, event):
             return
         if isinstance(event, Stored):
@@ -319,7 +322,10 @@ class Planner:
         return None if is_main else "other_group"
 
     def _skip_reason_of_chunk(self, event: Stored) -> str | None:
-        """Of a store of another block size. A chunk belongs to no KV-cache group: LMCache has all of them in one."""
+        """Why a store of another block size is skipped; None for a chunk.
+
+        A chunk belongs to no KV-cache group: LMCache puts all groups into one chunk.
+        """
         is_chunk = event.group is None and chunks.blocks_of(event, self._registration.block_size) > 1
         return None if is_chunk else "block_size_mismatch"
 

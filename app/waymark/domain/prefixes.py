@@ -28,7 +28,7 @@ _PREFIX_HASH = re.compile(r"[0-9A-Fa-f]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """What the registration of a source says of its entries. The defaults are those of Continuum Router."""
+    """What the registration of a source says of its entries. The defaults are the same as in Continuum Router."""
 
     storage_offloading: bool = False
     """Whether what leaves the device is in storage afterwards."""
@@ -65,7 +65,7 @@ class Change(StrEnum):
     REMOVE = "remove"
     """The prefix is nowhere."""
     FORGET_HOT = "forget_hot"
-    """Of a bound: the entry on the device goes."""
+    """A bound was reached: the entry on the device is removed."""
     FORGET_WARM = "forget_warm"
 
 
@@ -76,7 +76,7 @@ class PrefixChange(NamedTuple):
     """32 hex digits, from ``prefix_key``."""
     change: Change
     tokens: int | None = None
-    """None where the event does not say: what the source had is kept."""
+    """The length of the prefix. None where the event does not say it: the length that the source had stays."""
 
 
 def change_of(event: PrefixEvent, source: PrefixSource) -> Change:

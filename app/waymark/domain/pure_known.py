@@ -8,7 +8,7 @@ from waymark.domain.known import Spot
 from waymark.domain.rows import PIECE_BLOCKS, Place
 
 _PURE_BYTES = 300
-"""Of a block or a place: two entries of dicts and their numbers."""
+"""About the memory of a block or of a place: two entries of dicts and their numbers."""
 
 
 class PurePlaces:
@@ -16,7 +16,7 @@ class PurePlaces:
 
     def __init__(self) -> None:
         self.places: list[tuple[Place, int]] = []
-        """With their namespaces."""
+        """Places with their namespaces."""
         self._blocks: list[int] = []
         self._numbers: dict[tuple[Place, int], int] = {}
         self._free: list[int] = []

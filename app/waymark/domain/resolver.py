@@ -5,7 +5,7 @@ they can be resolved: holders to end and begin, facts to keep. ``resolve`` then 
 waiting for Redis. ``resolve`` changes what the stream remembers, so a batch is resolved once, and its parts are applied
 until Redis has acknowledged them. All of this happens in slices.
 
-The rules are those of the event contract, "From an event to blocks". A block that cannot be placed is counted by
+It follows the rules of the event contract under "From an event to blocks". A block that cannot be placed is counted by
 reason, and never guessed.
 """
 
@@ -53,7 +53,7 @@ class _PlainRun(NamedTuple):
 
 _UNBOUNDED = Bounds()
 _CHUNK_POSITIONS: Final = 2**28
-"""Of one batch; a removal behind them removes the last block of a chunk only."""
+"""From this position of a batch on, a removal removes only the last block of a chunk."""
 
 
 class Resolver:
@@ -84,7 +84,7 @@ class Resolver:
         """Standard events: the last event_id per holder. It is ahead of Redis by what is resolved and not applied."""
         self._moved: dict[int, int] = {}
         self._is_part_seen = False
-        """Of the standard event whose parts are being resolved."""
+        """Whether the standard event whose parts are being resolved was seen before."""
         self.ignored: Counter[str] = Counter()
         """Events that came to nothing, by reason; the owner reads and clears it."""
         self.unresolved = 0
@@ -99,7 +99,7 @@ class Resolver:
         self._units = 0
         """Work since the loop had its turn, of all batches of a fold."""
         self.reported: Mapping[int, Spot] = {}
-        """Of a pool: what the engines of the group have reported of the hashes that were looked up for this fold."""
+        """What the engines of a pool's group have reported of the hashes that were looked up for this fold."""
         self.generations = Generations(bounds)
         self._holders_of: dict[HolderName, list[int]] = {}
         """The live holders of each lasting name, oldest first."""

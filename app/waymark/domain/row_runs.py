@@ -40,7 +40,7 @@ def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool
         if value is None or not own:
             return runs, at, True
         blocks = len(own) // SLOT_CHARS
-        # Rows of one chain mostly differ in their first slots alone, which are those of the chain.
+        # Rows of one chain mostly differ in their first slots alone, which hold the blocks of the chain.
         rest = blocks, value[len(own) :] if value.startswith(own) else value
         found = known.get(rest)
         if found is None:
@@ -81,7 +81,7 @@ def piece_runs(keys: bytes, values: Sequence[bytes | None]) -> tuple[Runs, int, 
 
 
 def pieces_of(keys: bytes) -> list[bytes]:
-    """The packed keys of each piece of a chain; ``keys`` are those of the chain, from its root on."""
+    """The packed keys of each piece of a chain; ``keys`` has the keys of the whole chain, from its root on."""
     width = KEY_BYTES * PIECE_BLOCKS
     return [keys[at : at + width] for at in range(0, len(keys), width)]
 
@@ -112,11 +112,11 @@ class _Row(NamedTuple):
     missing: int
     """The own blocks that are in no slot."""
     blocks: Mapping[int, int]
-    """Of each holder, the own blocks that it has."""
+    """The own blocks that each holder has, by holder id."""
 
 
 def _read(value: bytes, own: bytes) -> _Row | None:
-    """None if the value cannot be read."""
+    """Parse a value for the own blocks of a piece, given as slots; None if it cannot be read."""
     end = value.find(b" ")
     slots, holders = (value, b"") if end < 0 else (value[:end], value[end:])
     is_marked = slots.endswith(b"+")

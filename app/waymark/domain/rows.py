@@ -87,7 +87,7 @@ class Row:
     is_marked: bool
     """Blocks of this piece that are not here may be in branch rows."""
     holders: Mapping[int, int]
-    """By holder id, a bit for each slot."""
+    """A bitmap for each holder id, with a bit for each slot."""
 
     @property
     def keys(self) -> tuple[int, ...]:

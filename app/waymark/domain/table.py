@@ -67,11 +67,11 @@ class HolderTable:
     incarnation: bytes = b""
     """The version that the table began with: with another one it is a table of another filling of Redis."""
     targets: Mapping[int, Target] = field(default_factory=dict)
-    """Of the publishers whose registration says more than a plain one."""
+    """The targets of publishers whose registration says more than a plain one, by publisher."""
     silent: frozenset[int] = frozenset()
     """Publishers that send no events of blocks."""
     opaque: frozenset[int] = frozenset()
-    """Those of them whose holders have opaque prefixes."""
+    """Publishers whose holders have opaque prefixes."""
     has_singles: bool = False
     """The group has blocks of unknown depth, outside of rows."""
     _views: dict[int, View] = field(default_factory=dict, repr=False, compare=False)

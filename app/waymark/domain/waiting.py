@@ -32,9 +32,10 @@ class WaitingRoom:
         self.dropped = 0
         """Blocks that were dropped for lack of room, in all."""
         self.dropped_there = 0
-        """Of these, the blocks that were not removed before."""
+        """How many of the dropped blocks were not removed before. The resolver counts them as missing and sets this to
+        0."""
         self.removed = 0
-        """Of the blocks that wait, those that were removed while they waited."""
+        """How many of the blocks that wait were removed while they waited."""
 
     def add(self, waiting: Waiting) -> None:
         """Let it wait; where there is no room, those that have waited longest are dropped."""
@@ -55,7 +56,7 @@ class WaitingRoom:
             self.dropped_there += sum(len(each.event.engine_hashes) - len(each.removed) for each in group)
 
     def take_children(self, dp_rank: int, parents: Iterable[int]) -> list[Waiting]:
-        """Those that waited for one of ``parents``; they are out of the room."""
+        """The stores that waited for one of ``parents``. They leave the room."""
         taken: list[Waiting] = []
         if self._by_parent:
             for parent in parents:

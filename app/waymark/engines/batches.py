@@ -68,7 +68,7 @@ class Decoder:
         return finish(self.slices(payload))
 
     def short(self, payload: bytes) -> Batch:
-        """The same of a payload of at most ``SHORT_BYTES``: nothing of it can be long."""
+        """The batch in a payload of at most ``SHORT_BYTES``, decoded at once because nothing in it can be long."""
         events = self._events()
         plain = self._plain(payload)
         if plain is not None and not plain.others:
@@ -85,7 +85,7 @@ class Decoder:
         return events.batch(ts, rank)
 
     def slices(self, payload: bytes) -> Slices[Batch]:
-        """The same, slice by slice."""
+        """Decode the batch in a payload, slice by slice."""
         if len(payload) > self.ceilings.frame_bytes:
             raise frame_too_large(len(payload), self.ceilings)
         events = self._events()
@@ -135,7 +135,7 @@ class _Events:
         self.ignored: Counter[str] = Counter()
         self.samples: dict[str, str] = {}
         self.units = 0
-        """Of the slice under way."""
+        """The units of work of the slice under way."""
         self._read_event = read_event
         self._names = names
         self._ceilings = ceilings

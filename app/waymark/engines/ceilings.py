@@ -9,7 +9,7 @@ from waymark.errors import Undecodable
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The names are those of the settings, without ``_max``."""
+    """The ceilings of the settings, under the names of the settings without ``_max``."""
 
     frame_bytes: int = 16 * 2**20
     batch_events: int = 65_536

@@ -25,7 +25,7 @@ class PrefixReport(NamedTuple):
     prefix_hash: str
     tokens: int | None
     tenant_id: str | None
-    """Where the event names one."""
+    """The tenant, where the event names one."""
 
 
 def read_event(type: str, data: str) -> PrefixReport | None:

@@ -84,7 +84,10 @@ def read_gauges(text: bytes) -> dict[int | None, Gauges]:
 
 
 def gauges_of(ranks: Mapping[int | None, Gauges], dp_rank: int) -> Gauges | None:
-    """Those of a rank. An engine that names one rank only, or none, has these for all that it is registered as."""
+    """The gauges of a rank.
+
+    If the engine names only one rank, or none, these gauges count for every rank that it is registered as.
+    """
     if dp_rank in ranks:
         return ranks[dp_rank]
     if len(ranks) == 1:

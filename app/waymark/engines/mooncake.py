@@ -21,7 +21,7 @@ from waymark.shown import shown
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
-    """Of its batches, and of bare events."""
+    """A decoder of Mooncake's batches, and of bare events."""
     return Decoder(partial(read_event, seed=seed), names=vllm.FIELDS, bare=True, ceilings=ceilings)
 
 

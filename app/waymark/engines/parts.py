@@ -70,7 +70,7 @@ def _cut(event: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
 
 
 def _hashes(value: Any) -> list[Any] | array[int]:
-    """As a list of them; standard events may have them as little-endian bytes."""
+    """The hashes as a list; standard events may have them as little-endian bytes."""
     if isinstance(value, bytes) and len(value) % 8 == 0:
         found = array("Q", value)
         if sys.byteorder == "big":

@@ -28,7 +28,7 @@ class PlainBatch(NamedTuple):
 
 
 ReadPlain: TypeAlias = Callable[[bytes, int], PlainBatch | None]
-"""Of a payload of at most so many events; None where its batch is not plain, or the C module is not selected."""
+"""Reads a payload of at most so many events. Returns None where its batch is not plain, or without the C module."""
 
 
 def read(payload: bytes, events_max: int) -> PlainBatch | None:

@@ -20,7 +20,7 @@ _NAME: Final = 1 + vllm.STORED_FIELDS.index("lora_name")
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
-    """Of its batches."""
+    """A decoder of SGLang's batches."""
     return Decoder(partial(read_event, seed=seed), names=vllm.FIELDS, ceilings=ceilings, read_plain=plain.read)
 
 

@@ -99,7 +99,7 @@ def _is_beyond_64_bits(value: object) -> bool:
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
-    """Of its batches, and of bare events; nothing of them depends on ``seed``."""
+    """A decoder of standard batches, and of bare events. No event depends on ``seed``."""
     return Decoder(read_event, names={}, bare=True, ceilings=ceilings)
 
 

@@ -46,7 +46,7 @@ _SALT_PREFIX: Final = "dynamo-cache-salt:"
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
-    """Of its batches."""
+    """A decoder of vLLM's batches."""
     return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings, read_plain=plain.read)
 
 

@@ -33,7 +33,7 @@ class Ignored(StrEnum):
 class Rejected(Exception):
     """An event that cannot be decoded. ``kind`` is a slug from a small fixed set, for the counter.
 
-    ``reason``, ``field`` and ``index`` are those of ``InvalidValue``, for events that come by HTTP.
+    ``reason``, ``field`` and ``index`` have the meaning of ``InvalidValue``, for events that come by HTTP.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from waymark.metrics import Metrics
 
 
 class Place:
-    """That of one stream, until ``leave``. It waits for a request until ``settle``."""
+    """The place of one stream, until ``leave``. It waits for a request until ``settle``."""
 
     def __init__(self, streams: Streams, peer: str) -> None:
         self._streams = streams
@@ -46,7 +46,7 @@ class Streams:
         self._gauge = metrics.epp_streams
         self._count = 0
         self._waiting: dict[str, dict[Place, None]] = {}
-        """By connection, the oldest first."""
+        """The places that wait for a request, by connection, oldest first."""
 
     def enter(self, peer: str) -> Place | None:
         """A place for a stream of a connection; None where there is none."""

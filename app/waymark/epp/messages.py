@@ -1,6 +1,6 @@
 """Messages of ``envoy.service.ext_proc.v3``: what the proxy reports, and what it is answered.
 
-The names of headers and metadata are those of the endpoint picker protocol of the Gateway API Inference Extension.
+The endpoint picker protocol of the Gateway API Inference Extension defines the names of headers and metadata.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def picked_by_headers(headers: Mapping[str, str]) -> Any:
 
 
 def picked_by_body(headers: Mapping[str, str]) -> Any:
-    """The same in the answer to a body that was sent as a whole."""
+    """The targets, in the answer to a body that was sent as a whole; ``headers`` has ``DESTINATION``."""
     common, metadata = _picked(headers)
     return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=metadata)
 

@@ -208,6 +208,6 @@ def _keyspace(given: Any) -> Keyspace:
 
 
 async def _messages(context: Any) -> AsyncIterator[Any]:
-    """Those of the peer, until it has sent all."""
+    """The messages of the peer, until it has sent all."""
     while (message := await context.read()) is not grpc.aio.EOF:
         yield message

@@ -52,7 +52,7 @@ class PodScores:
         return grpc.method_handlers_generic_handler(SERVICE, {"GetPodScores": method})
 
     async def get_pod_scores(self, request: Any, context: Any) -> Any:
-        """Of all pods, by instance; or of those that are named, by the names that the caller uses."""
+        """The scores of all pods, by instance; or of the pods that the request names, by the names that it uses."""
         if not request.model_name:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "model_name is empty; name a registered model")
         said = InferenceRequest(request.model_name, Form.COMPLETIONS, prompts=(request.prompt,))

@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 
     @property
     def packed(self) -> bytes:
-        """As one value."""
+        """The answer as one value."""
         return self.content_type + b"\n" + self.body
 
     @classmethod

@@ -60,7 +60,10 @@ class MongoArchive:
 
     @classmethod
     def of(cls, settings: Settings, metrics: Metrics, store: Store) -> MongoArchive | None:
-        """None without a URL. Raises SettingsError where pymongo is missing, or the URL is none."""
+        """The archive that the settings name; None without a URL.
+
+        Raises SettingsError where pymongo is missing, or the URL is not valid.
+        """
         if settings.responses_mongo_url is None:
             return None
         try:

@@ -58,7 +58,7 @@ class ProxiedRequest:
     send: Send
     began: float = field(default_factory=perf_counter)
     status: int = 0
-    """Of the answer; 0 while it has not begun."""
+    """The status of the answer; 0 while it has not begun."""
 
 
 class Answered(NamedTuple):

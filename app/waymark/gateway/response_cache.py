@@ -61,7 +61,7 @@ class ResponseCache:
 
     @classmethod
     def of(cls, settings: Settings, metrics: Metrics, store: Store) -> ResponseCache | None:
-        """None where the cache is off."""
+        """The cache that the settings ask for; None where it is off."""
         if settings.response_cache == "off":
             return None
         return cls(

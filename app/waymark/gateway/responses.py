@@ -48,7 +48,7 @@ class Responses:
 
     @classmethod
     def of(cls, settings: Settings, metrics: Metrics, store: Store, archive: Archive | None = None) -> Responses | None:
-        """None where nothing is stored. ``archive`` is what is behind Redis."""
+        """The store that the settings ask for; None where nothing is stored. ``archive`` is what is behind Redis."""
         place: ResponsePlace
         entries_max, bytes_max = settings.responses_entries, settings.responses_bytes
         if settings.responses == "off":
@@ -135,6 +135,6 @@ def _items(value: Any) -> list[Any]:
 
 
 def _name(client: Caller, response_id: str) -> str:
-    """Of a response of one client. What another client knows of it is no way to it."""
+    """The name of a response in the store. The client is part of it, so no other client can reach the response."""
     text = orjson.dumps([client.tenant_id, client.name, response_id.encode("utf-8", "replace").decode()])
     return sha256(text).hexdigest()[:32]

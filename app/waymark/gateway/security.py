@@ -68,7 +68,7 @@ class Keys:
         return cls(settings.gateway_keys, settings.gateway_keys_file, settings.tenant_header)
 
     def client(self, headers: Mapping[bytes, bytes]) -> Caller:
-        """Whose request it is. Raises RequestRejected without a known key. The time does not depend on the key."""
+        """The caller of a request. Raises RequestRejected without a known key. The time does not depend on the key."""
         if self.is_open:
             if self._tenant_header is None:
                 return Caller()

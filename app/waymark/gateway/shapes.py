@@ -82,19 +82,19 @@ def rejected_by(error: WaymarkError) -> RequestRejected:
 
 
 def body_of(rejected: RequestRejected, api: Form | None) -> bytes:
-    """The body of a rejected in the shape of its API; that of OpenAI where the path has none."""
+    """The body of a rejected request in the shape of its API; in that of OpenAI where the path has none."""
     return orjson.dumps(_error(rejected, api))
 
 
 def body_of_rejection(path: str, rejection: Rejection) -> bytes | None:
-    """The same for what the server rejects before the gateway sees it; None: the path is not the gateway's."""
+    """The body of a request that the server rejects before the gateway sees it; None: the path is not the gateway's."""
     if not path.startswith("/v1/"):
         return None
     return body_of(RequestRejected(rejection.status, rejection.sentence, rejection.reason), PATHS.get(path))
 
 
 def event_of(rejected: RequestRejected, api: Form) -> bytes:
-    """The same as an event, for a stream that has begun."""
+    """A rejected request as an event, for a stream that has begun."""
     if api is Form.RESPONSES:
         fields = {"type": "error", "code": rejected.code, "message": rejected.sentence, "param": None}
         return b"event: error\ndata: " + orjson.dumps(fields) + b"\n\n"

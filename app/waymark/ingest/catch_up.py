@@ -75,7 +75,7 @@ class CatchUp:
         return self._pace.is_slow
 
     async def run(self) -> CatchUpResult:
-        """To the end, or to where the place is needed by another stream: YIELDED."""
+        """Catch up to the end, or until another stream needs the place (YIELDED)."""
         order = self._life.order
         has_heard, tries = False, 0
         while tries < _TRIES and time.monotonic() < self._deadline:

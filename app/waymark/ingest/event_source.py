@@ -19,7 +19,7 @@ QUEUE_EVENTS = 10_000
 PAUSE_SECONDS = 1.0
 PAUSE_SECONDS_MAX = 60.0
 ANSWER_SECONDS = 10.0
-"""From a request to the head of its answer."""
+"""The time from a request to the head of its answer."""
 _PIECES_PER_TURN = 16
 _ID_BYTES_MAX = 1024
 

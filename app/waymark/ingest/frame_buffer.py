@@ -7,7 +7,8 @@ from collections import deque
 from waymark.ingest.frames import Frame
 
 TAKE_BYTES = 8 * 2**20
-"""Of frames that are taken at once: they are in memory beside the buffer."""
+"""The most bytes of frames that are taken at once, unless one frame is larger. They are in memory besides the
+buffer."""
 
 
 class FrameBuffer:

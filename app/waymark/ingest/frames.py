@@ -79,7 +79,7 @@ def digest(payload: bytes) -> str:
 
 
 def digest_slices(payload: bytes) -> Slices[str]:
-    """The same of a long payload, in slices."""
+    """Compute the digest of a long payload, in slices."""
     state, view = xxh3_64(), memoryview(payload)
     for start in range(0, len(view), DIGEST_SLICE_BYTES):
         state.update(view[start : start + DIGEST_SLICE_BYTES])

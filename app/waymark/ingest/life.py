@@ -91,7 +91,7 @@ class Life:
     # ---- forward -----------------------------------------------------------------------------------
 
     def rank_of(self, batch: Batch) -> int | None:
-        """Whose batch it is: the rank it names, else the registered one; None where it is no batch."""
+        """The rank of a batch: the rank it names, else the registered one; None where it is no batch."""
         if batch.dp_rank is not None:
             return batch.dp_rank
         return None if batch.rejected and not batch.events else self._dp_rank

@@ -15,7 +15,7 @@ _POLL_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """The names are those of the settings."""
+    """The options of a worker, under the names of the settings."""
 
     worker_id: str
     stream: StreamOptions
@@ -27,7 +27,7 @@ class WorkerOptions:
     """How often the metrics of each engine are read; 0: never."""
     allowed_endpoints: Sequence[str] = ()
     publishers: Sequence[Registration] = ()
-    """Of the file."""
+    """The registrations in the publishers file."""
 
     @property
     def poll_seconds(self) -> float:

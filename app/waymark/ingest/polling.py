@@ -76,7 +76,7 @@ class Poller:
         self._error: str | None = None
         """Why the last poll failed."""
         self._faults: dict[tuple[str, int], str] = {}
-        """Of steps for one claim: by step and publisher."""
+        """The last error of each step that failed for a claim, by step and publisher."""
         self._claims: list[Claim] = []
         """The last list that was believed."""
 

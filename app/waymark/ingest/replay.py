@@ -54,7 +54,7 @@ class Replay:
     ) -> None:
         self.endpoint = endpoint
         self.outcome: ReplayOutcome | None = None
-        """None while more may come."""
+        """How the replay ended; None while more may come."""
         self.malformed = 0
         """Replies that were not of the contract's form."""
         self._context = context

@@ -25,7 +25,7 @@ class Shares:
         self._orders: dict[int, list[str]] = {}
 
     def of(self, claims: Iterable[Claim], workers: Mapping[str, int | None]) -> list[Claim]:
-        """Those of ``claims`` that are this worker's while ``workers`` live; of each, how many streams it takes.
+        """The claims that this worker takes; ``workers`` has each live worker and how many streams it can take.
 
         A stream is for the worker with the largest hash of its name and the publisher's id that has room for it. A
         claim without a stream needs no room.
@@ -52,7 +52,7 @@ class Shares:
         return mine
 
     def groups_of(self, groups: Iterable[int]) -> list[int]:
-        """Those of ``groups`` that this worker looks after, whichever publishers they have; of the last call's workers.
+        """The groups that this worker looks after, whichever publishers they have, by the workers of the last ``of``.
 
         Each group is for the worker with the largest hash of its name and the group's id.
         """

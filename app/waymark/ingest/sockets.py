@@ -17,7 +17,7 @@ from waymark.shown import shown
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 CONNECT_MILLISECONDS = 10_000
-"""For a TCP connect, and once more for the handshake."""
+"""The time for a TCP connect, and the same time again for the handshake."""
 HEARTBEAT_INTERVAL_MILLISECONDS = 5_000
 HEARTBEAT_TIMEOUT_MILLISECONDS = 15_000
 MESSAGE_BYTES_MAX = 64 * 2**20

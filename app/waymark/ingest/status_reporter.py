@@ -36,7 +36,7 @@ _REFUSED = (
 class StatusReporter:
     def __init__(self, life: Life, subscriber: Subscriber, replaying: Replaying, *, message_bytes_max: int) -> None:
         self.status = StreamStatus.PENDING
-        """That of the last report."""
+        """The status in the last report."""
         self.is_mixed = False
         """Frames come with several counters: the stream has failed."""
         self._life = life

@@ -1,8 +1,8 @@
 """One stream: applies a publisher's frames to the index, in order, through losses and restarts.
 
 The stream subscribes first, then requests a replay, and then applies the frames that have arrived meanwhile. It
-requests a replay again when a frame is missing, and after a long silence. The rules are those of the event contract,
-"Order, gaps, restarts".
+requests a replay again when a frame is missing, and after a long silence. It follows the rules of the event contract
+under "Order, gaps, restarts".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SETTLE_TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """The options of a stream; the names are those of the settings."""
+    """The options of a stream, under the names of the settings."""
 
     on_gap: Literal["keep", "reset"] = "keep"
     probe_seconds: float = 30.0
@@ -133,7 +133,7 @@ class Stream:
 
     @property
     def status(self) -> StreamStatus:
-        """That of the last report."""
+        """The status in the last report."""
         return self._reporter.status
 
     @property

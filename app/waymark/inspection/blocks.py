@@ -35,7 +35,7 @@ class BlockHolder:
     engine_hash: str | None
     """The engine's own hash of the block, in 16 hex digits."""
     live: LiveHolder | None
-    """None where its life has ended and it is not swept yet."""
+    """The live holder; None where its life has ended and it is not swept yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Explanation:
     name: GroupName
     tokens: int
     holding: Holding | None = None
-    """None where the prompt was not looked up, which ``reasons`` explain."""
+    """Who holds the prompt; None where it was not looked up, for a reason that ``reasons`` has."""
     of_instances: Mapping[str, str] = field(default_factory=dict)
     """For each instance: why it has no match, or where its match ends."""
     reasons: Sequence[str] = ()
@@ -39,7 +39,7 @@ class Explanation:
 async def explain(
     inspector: Inspector, asked: Asked, group: Group, block_size: int, groups: Sequence[Group], claims: Sequence[Claim]
 ) -> Explanation:
-    """Look up a prompt. ``claims`` are those of its group; of ``groups`` the sentences may speak."""
+    """Look up a prompt. ``claims`` are the group's claims; a reason may name any group of ``groups``."""
     table = await inspector.table(group) or nobody(group)
     holding = await hold(inspector, group, table, asked, block_size)
     states = await inspector.states(claims)

@@ -56,7 +56,7 @@ class KnownHolder:
     model_name: str
     group: int
     record: HolderRecord | None
-    """None where its life has ended, and its entries are being swept."""
+    """The holder's record; None where its life has ended, and its entries are being swept."""
     holdings: Holdings
 
 

@@ -1,6 +1,6 @@
 """The holders of all blocks of a prompt, also of blocks after the end of every match.
 
-The matches are those of ``/query``: the same walk over the same rows.
+The matches agree with ``/query``, which walks over the same rows in the same way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class InstanceLines:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """The same as (first, how many) of those that follow each other."""
+        """The runs of consecutive blocks that any of its holders has, as (first, how many)."""
         return list(runs(_union(self.holders)))
 
     def counts(self, block: int) -> bool:

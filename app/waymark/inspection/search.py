@@ -58,7 +58,7 @@ class Search:
         return []
 
     async def _listing(self, group: Group, places: list[Place]) -> list[Found]:
-        """Those of ``places`` whose value lists the block."""
+        """The places whose row lists the block, each with its row."""
         rows = map(read_row, await self._inspector.values(group, places))
         return [
             Found(place, row)

@@ -1,6 +1,6 @@
 """``waymark status`` and ``GET /inspect/status``: publishers, their streams and workers, and the Redis below.
 
-The numbers are those of ``GET /workers``. Nothing is written, and large installations are read in pieces.
+The numbers agree with ``GET /workers``. Nothing is written, and large installations are read in pieces.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Status:
     """All of it, at one moment."""
 
     server: Server | None
-    """None where Redis has no INFO."""
+    """What Redis reports; None where it has no INFO."""
     warnings: tuple[str, ...]
     workers: tuple[WorkerState, ...]
     publishers: tuple[PublisherState, ...]
@@ -100,7 +100,7 @@ class Status:
     """Records that this release cannot read, of all publishers and groups."""
     complaints: Complaints | Told
     discovery: DiscoveryState | None
-    """None where no worker looks for engines."""
+    """The state of discovery; None where no worker looks for engines."""
     is_whole: bool
     """Nothing was left out for its tenant or model, so workers' streams are all of theirs."""
 

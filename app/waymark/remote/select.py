@@ -78,5 +78,5 @@ def parts(found: dict[str, Any]) -> list[Part]:
 
 
 def _number(value: float) -> str:
-    """Without an exponent, and with four digits where it is small."""
+    """A number without an exponent, and with four digits where it is small."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

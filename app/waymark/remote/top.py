@@ -104,7 +104,7 @@ class View:
                 self.first = max(0, self.first - 1)
 
     def rows(self, publishers: Sequence[Publisher]) -> list[Publisher]:
-        """Those that pass the filter, in order."""
+        """The publishers that pass the filter, in order."""
         wanted = [
             each for each in publishers if self.filter in f"{each['instance_id']} {each['model_name']} {each['status']}"
         ]

@@ -25,7 +25,7 @@ class Constant:
     least: float = 0.0
     most: float = math.inf
     choices: tuple[str, ...] = ()
-    """Of a word."""
+    """The values that a word can have; empty for a number or a switch."""
 
     def read(self, value: Any, field: str) -> float | bool | str:
         """The value as given, checked; ``InvalidValue`` names field, value and range."""

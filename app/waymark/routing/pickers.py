@@ -19,15 +19,16 @@ def max_score(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
 
 
 def by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
-    """In an order by chance alone."""
+    """The candidates in random order."""
     return random.sample(list(scored), len(scored))
 
 
 def weighted_by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
-    """By chance, a greater score more likely first: the greatest ``u ** (1 / score)``, each ``u`` uniform in 0 to 1.
+    """The candidates in random order, those with greater scores more likely first.
 
-    That is algorithm A-Res of Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006). A score of 0
-    comes after all others.
+    Each candidate gets ``u ** (1 / score)``, with ``u`` uniform in 0 to 1, and the greatest comes first. This is
+    algorithm A-Res of Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006). A score of 0 comes
+    after all others.
     """
 
     def key(each: Scored) -> float:

@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
     values: Values
     random: Random
     ring: Ring | None = None
-    """Of the targets' names; without one it is built for the call."""
+    """A ring of the targets' names; without one it is built for the call."""
 
 
 Rank: TypeAlias = Callable[[Inputs], Ranking]
@@ -139,7 +139,7 @@ class Preset:
     linear: Callable[[Values], Linear] | None = None
     """Where Redis can rank the best few again on the loads of that moment, in the step that reserves."""
     sum_of: Callable[[Request, Values], Callable[[Candidate], Scored]] | None = None
-    """Where the cost of a candidate is exactly that sum, and needs no other candidate: makes it for one request."""
+    """Makes the cost of a candidate for one request, where that is exactly such a sum and needs no other candidate."""
     needs_gauges: bool = False
 
     def values(self, overrides: Mapping[str, Any]) -> Values:

@@ -1,7 +1,7 @@
 """Scorers: each gives every candidate a score from 0 to 1; a profile adds them up, each with its weight.
 
-The names, parameters and formulas are those of the ``EndpointPickerConfig`` plugins of llm-d's router and of Heimdall,
-which began as a copy of it. A scorer that needs gauges gives None, and not 0, to a candidate that has none.
+Names, parameters and formulas come from the ``EndpointPickerConfig`` plugins of llm-d's router and of Heimdall, which
+began as a copy of that router. A scorer that needs gauges gives None, and not 0, to a candidate that has none.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _by_gauge(candidates: Sequence[Candidate], amount: Callable[[Gauges], int]) 
 
 
 def _where_known(costs: Sequence[float | None]) -> Scores:
-    """The same among the candidates that have a cost."""
+    """The scores of ``_least_is_one`` for the candidates that have a cost; None for the others."""
     known = {at: cost for at, cost in enumerate(costs) if cost is not None}
     if not known:
         return [None for _ in costs]

@@ -45,4 +45,4 @@ def others() -> str:
 
 
 TABLES = {"policies": policies, "constants": constants, "scorers": scorers, "others": others}
-"""By the name between the page's marks."""
+"""The tables of the page of routing, by the name between the page's marks."""

@@ -76,7 +76,7 @@ class Candidate(NamedTuple):
     first_tokens: FirstTokens | None = None
     """How long its requests waited for their first token; None where that is not known."""
     gauges: Gauges | None = None
-    """None where the engine reports none, or none that are fresh."""
+    """What the engine reports of itself; None where it reports nothing, or nothing fresh."""
 
     @property
     def matched(self) -> int:

@@ -159,7 +159,7 @@ class Selected(NamedTuple):
     policy: Chosen
     decision: Decision
     tokens: int
-    """Of the prompt."""
+    """The number of tokens in the prompt."""
     prefix_key: bytes | None = None
     prefill: Scored | None = None
     encode: Sequence[Scored] = ()

@@ -47,7 +47,7 @@ class Member(NamedTuple):
     is_whole: bool
     """It can take a request with all its stages."""
     idle: Candidate
-    """As it is seen by a request of which it has nothing, while it has nothing to do."""
+    """The target as a request sees it that has nothing there, while the target has nothing to do."""
 
 
 class OpaquePrefix(NamedTuple):
@@ -74,9 +74,9 @@ class Seen(NamedTuple):
     gauges: Mapping[int, Gauges]
     """Fresh ones, by publisher."""
     prefixes: Mapping[tuple[str, int], OpaquePrefix] = MappingProxyType({})
-    """Of the prompt, by the sources that have it."""
+    """The opaque prefix of the prompt, by the instance and rank that have it."""
     first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
-    """By publisher, where the policy needs them."""
+    """How long requests waited for their first token, by publisher, where the policy needs that."""
 
 
 class Fleet:
@@ -86,9 +86,9 @@ class Fleet:
         self.table = table
         rows = [(publisher, row) for publisher, row in sorted(table.publishers.items()) if row.scope == "instance"]
         self.block_sizes = frozenset(row.block_size for _, row in rows)
-        """Of all that are registered, lost ones too."""
+        """The block sizes of all registered publishers that can be targets, lost ones too."""
         self.members: list[Member] = []
-        """Those who may be picked: not lost, not drained."""
+        """The targets that may be picked: not lost, not drained."""
         for publisher, row in rows:
             target = table.targets.get(publisher, PLAIN)
             if not row.is_lost and target.weight > 0:
@@ -101,7 +101,7 @@ class Fleet:
         self.has_silent = any(not member.tells_events for member in self.members)
         self.by_publisher = {member.publisher: member for member in self.members}
         self.scraped = [each.publisher for each in self.members if each.target.metrics_url or each.target.address]
-        """Those whose engine's metrics a worker may read."""
+        """The publishers whose engine's metrics a worker may read."""
         self.sources = {holder.id: holder for holder in table.holders.values() if holder.publisher in table.opaque}
         """Holders of opaque prefixes."""
         self.has_sources = bool(table.opaque)

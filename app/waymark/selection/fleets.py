@@ -20,12 +20,12 @@ class Fleets:
         self._fleets: dict[GroupName, Fleet] = {}
 
     async def newest(self, group: GroupName) -> Fleet | None:
-        """By the table of now; None where nothing is registered for the group."""
+        """The fleet by the current table; None where nothing is registered for the group."""
         table = await self._reader.table(group, deadline_seconds=self._deadline_seconds)
         return None if table is None else self.of(group, table)
 
     def at_hand(self, group: GroupName) -> Fleet | None:
-        """By the table that the last lookup in the group has used."""
+        """The fleet by the table that the last lookup in the group has used; None where there is no such table."""
         table = self._reader.table_at_hand(group)
         return None if table is None else self.of(group, table)
 
@@ -38,7 +38,7 @@ class Fleets:
         return fleet
 
     def __iter__(self) -> Iterator[tuple[GroupName, Fleet]]:
-        """Those that are kept."""
+        """The fleets that are kept, each with its group."""
         return iter(self._fleets.items())
 
     def clear(self) -> None:

@@ -47,7 +47,7 @@ class Offers(Protocol):
 
 
 class ScoredOffers:
-    """Of candidates that a policy has ranked."""
+    """The offers of candidates that a policy has ranked."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ change while Redis decides; the answer shows those of before."""
 
 
 class SumOffers:
-    """Of targets whose costs are sums, each by itself."""
+    """The offers of targets whose costs are sums that need no other target."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class PrefillProgress:
         self._reservations = reservations
         self._released = metrics.prefill_released
         self._watched: dict[str, _Watch] = {}
-        """By the reservation's nonce, in the order in which they are looked at."""
+        """The watched reservations by nonce, in the order in which they are looked at."""
         self._task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class PrefillProgress:
             await self._give_back(await self._computed(group, several), "index")
 
     async def _computed(self, group: GroupName, several: list[Watched]) -> list[Watched]:
-        """Those whose last block is held by their target."""
+        """The reservations whose last block is held by their target."""
         entry = several[0].entry
         ids = await self._reader.last_holders(entry, [each.piece for each in several if each.piece is not None])
         table = self._reader.table_at_hand(group)

@@ -28,7 +28,7 @@ class _Group(Generic[T]):
 
 
 class Readings(Generic[T]):
-    """By group and publisher. A reading that Redis does not have any more does not count."""
+    """The latest readings by group and publisher. A reading that Redis does not have any more does not count."""
 
     def __init__(self, read: Read[T], begin: Begin) -> None:
         self._read_from_redis = read

@@ -1,7 +1,7 @@
 """What a router outside asks and reports by block hashes: who has a prompt, and where it has sent one.
 
-The hashes are those of smg, which are those of this index: XXH3-64 of a block's tokens, little-endian. Reports, called
-placements, count for engines without events, and for blocks of text, of which no engine has any events.
+smg and this index use the same hashes: XXH3-64 of a block's tokens, little-endian. Reports, called placements, count
+for engines without events, and for blocks of text, because no engine has events of these.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Routed(NamedTuple):
     further: tuple[SequenceLoad, ...] = ()
     """The load of the sequences beyond the first."""
     reservations: Sequence[Reservation] = ()
-    """Of all sequences, and of a prefill target."""
+    """The reservations of all sequences, and of a prefill target."""
 
     @property
     def address(self) -> str:

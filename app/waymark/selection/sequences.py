@@ -25,7 +25,7 @@ class SequenceLoad(NamedTuple):
 
 
 def further_sequences(prompts: Sequence[int], copies: int) -> tuple[SequenceLoad, ...]:
-    """Those beyond the first, of prompts with so many tokens each, answered ``copies`` times.
+    """The sequences beyond the first, of prompts with so many tokens each, answered ``copies`` times.
 
     Sequences of one prompt share its prefill.
     """

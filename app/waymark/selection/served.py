@@ -71,7 +71,7 @@ class ServedNames:
         return self.at_hand(group)
 
     def at_hand(self, group: GroupName) -> ServedModel | None:
-        """The same, by what is known without Redis."""
+        """As ``of``, by what is known without Redis."""
         served = self._known.get(group)
         if served is None or self._has_targets(group):
             return None

@@ -43,6 +43,6 @@ class StartupGate:
             raise Starting(f"{sentence}; register more engines, or lower WAYMARK_MIN_INITIAL_WORKERS")
 
     def check_latched(self) -> None:
-        """The same without Redis: a gate that was never seen open is closed."""
+        """As ``check``, without Redis: a gate that was never seen open is closed."""
         if not self._is_open:
             raise Starting(f"waiting for {self._minimum} workers, and Redis is unavailable")

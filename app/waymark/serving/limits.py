@@ -60,7 +60,7 @@ class Rejection:
         self._lines = "\r\n".join([*own, "", ""]).encode()
 
     def answer(self, default_lines: bytes, body: bytes | None = None, *, has_body: bool = True) -> bytes:
-        """The answer on the wire; ``default_lines`` are those of all answers, ``body`` is one of another shape."""
+        """The answer on the wire. ``default_lines`` are in every answer; ``body`` replaces the usual JSON."""
         body = self._body if body is None else body
         length = b"content-length: %d\r\n" % len(body)
         return b"".join((self._status_line, default_lines, length, self._lines, body if has_body else b""))

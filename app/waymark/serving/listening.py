@@ -15,7 +15,7 @@ _WHY = {
 
 
 def listen(host: str, port: int, *, host_name: str, port_name: str) -> list[socket.socket]:
-    """A bound socket for each address of ``host``. The names are those of the settings, for the sentence.
+    """A bound socket for each address of ``host``. An error names the settings ``host_name`` and ``port_name``.
 
     Raises ``PortUnavailable``; then nothing is bound.
     """

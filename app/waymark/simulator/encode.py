@@ -19,7 +19,7 @@ An index cannot know what a dialect leaves out: lists of 6 name no medium, ``vll
 adapter's id, SGLang's lists no adapter. Only ``vllm-list-9`` and later, ``sglang-list`` and ``sglang-map`` name a
 salt.
 
-The bytes are those of the engines, down to which keys are left out: tests compare them with captured ones.
+The bytes are the same as the engines', down to which keys are left out: tests compare them with captured batches.
 """
 
 from __future__ import annotations

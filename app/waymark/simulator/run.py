@@ -25,7 +25,7 @@ from waymark.simulator.workload import Prompt, conversations, read_trace
 LINGER_SECONDS = 1.0
 """How long the last frames get to leave."""
 PROMPTS_PER_SECOND = 10.0
-"""Where neither a rate nor a trace says."""
+"""The rate where neither a rate nor a trace is given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 VOCABULARY = 2**16
-#: Ids below it are those of special tokens.
+#: Special tokens have the ids below it.
 _SPECIALS = 16
 _BEGIN, _END = 1, 2
 _WORDS = re.compile(r"\s?\w+|\s+|[^\w\s]+")

@@ -2,7 +2,7 @@
 
 Every command names keys of one slot, so it goes to one node. The Cluster client of redis-py is not used: it parses
 every key of every command, closes connections under way when a slot moves, sends ASKING on a separate connection, and
-raises errors that are no ``RedisError`` when it gives up. Nodes, pools and the protocol are those of redis-py.
+raises errors that are no ``RedisError`` when it gives up. Nodes, pools and the protocol come from redis-py.
 """
 
 from __future__ import annotations

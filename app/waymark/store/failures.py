@@ -21,8 +21,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.store.credentials import SecretUnreadable
 
-#: Parts of the errors that mean that a value has another type, or that a script cannot use it. They are those of Redis
-#: 6.2 to 8, of Valkey and of the embedded Redis.
+#: Parts of the errors that mean that a value has another type, or that a script cannot use it. Redis 6.2 to 8, Valkey
+#: and the embedded Redis write them.
 _DAMAGE = ("WRONGTYPE", "user_script", "unning script", "not an integer", "not a valid float")
 _REFUSALS = ("OOM", "READONLY", "MISCONF", "LOADING", "NOREPLICAS", "CLUSTERDOWN", "MASTERDOWN", "NOPERM", "unknown")
 

@@ -27,7 +27,7 @@ _Block = tuple[Place, int, int, int, int]
 """Place, namespace, key, depth, engine hash."""
 
 Counted = dict[tuple[int, int], tuple[int, int]]
-"""By holder and shard: the seq and position up to which this shard has counted the holder."""
+"""The seq and position up to which a shard has counted a holder, by holder and shard."""
 
 
 class Takeover:
@@ -94,8 +94,11 @@ class Takeover:
             late += await self._fill_rows(grant, shard, holder, entries, memory)
             if cursor == 0:
                 break
-        # First the blocks that were read under their seq_hashes: other blocks may have one of their further hashes,
-        # too.
+        # In an entry, SAME_HASH stands for the seq_hash. So a block whose engine hash has that very value was read
+        # under its seq_hash. Until its copies are restored, this seq_hash seems taken, though it may really be an
+        # engine hash of another block. If the copies of the other block came first, the other block would lose that
+        # hash, and a later removal by it would find no block. If the late blocks came first, a block whose entry names
+        # that hash would not be stored at all.
         _restore(memory, holder, {key: each for key, each in several.items() if SAME_HASH in each[1]})
         for place, namespace, key, depth, engine_hash in late:
             _, further = several.get(key, (1, []))

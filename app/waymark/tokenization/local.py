@@ -85,7 +85,7 @@ class LocalTokenizer:
             )
 
     def key(self, prompt: Prompt) -> bytes | None:
-        """Of all that the ids of a short prompt depend on, and of this tokenizer."""
+        """A digest of all that the ids of a short prompt depend on, and of this tokenizer; None where there is none."""
         if not _is_short(prompt):
             return None
         said = prompt.said
@@ -197,7 +197,7 @@ class LocalTokenizer:
         return text
 
     def _surrounded(self, prompt: Prompt, ids: bytes) -> bytes:
-        """With what the tokenizer adds, and cut where the request says so."""
+        """The ids with what the tokenizer adds, cut where the request says so."""
         before, behind = self._around if prompt.add_special_tokens else (b"", b"")
         is_cut = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
         if is_cut:

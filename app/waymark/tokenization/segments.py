@@ -26,22 +26,22 @@ class Pieces(NamedTuple):
 
     texts: list[str]
     keys: list[bytes]
-    """Of each text in the memo; that of an empty one is empty."""
+    """The key of each text in the memo; the key of an empty text is empty."""
     tokens: list[bytes]
     """The id of each added token as a little-endian u32, one fewer than there are texts; empty between two texts."""
 
     def joined(self, ids: Sequence[bytes]) -> bytes:
-        """The ids of the whole; ``ids`` are those of each text."""
+        """The ids of the whole text; ``ids`` has the ids of each text."""
         parts = [b""] * (len(self.texts) + len(self.tokens))
         parts[::2], parts[1::2] = ids, self.tokens
         return b"".join(parts)
 
     def followed_by(self, other: Pieces) -> Pieces:
-        """With those of a text that is encoded on its own."""
+        """The pieces with those of a text that is encoded on its own."""
         return Pieces(self.texts + other.texts, self.keys + other.keys, [*self.tokens, b"", *other.tokens])
 
     def to_last_token(self) -> Pieces:
-        """Without the text behind the last added token."""
+        """The pieces without the text behind the last added token."""
         return Pieces([*self.texts[:-1], ""], [*self.keys[:-1], b""], self.tokens)
 
 
@@ -58,7 +58,7 @@ class SegmentMemo:
 
     @staticmethod
     def seed() -> int:
-        """For one tokenizer. Nobody outside can know it, and so nobody can look for two texts with one key."""
+        """A seed for one tokenizer. Nobody outside can know it, and so nobody can look for two texts with one key."""
         return secrets.randbits(64)
 
     def find(self, key: bytes) -> bytes | None:

@@ -35,7 +35,7 @@ def dates_of(source: str) -> tuple[str, ...] | None:
 
 
 def takes_parts_for_sglang(source: str) -> bool:
-    """The same as SGLang sees it: it knows fewer loops, and takes words of the source for a sign."""
+    """As ``takes_parts``, by the rules of SGLang. It knows fewer loops, and takes words of the source for a sign."""
     loops = _LOOP.findall(source)
     return any(word in source for word in _MEDIA_WORDS) or any(
         of_message and name in ("message", "msg", "m") for name, of_message in loops

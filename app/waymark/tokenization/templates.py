@@ -172,7 +172,7 @@ class ChatTemplate:
         return text
 
     def _compiled(self) -> _Compiled:
-        """The template of this thread; its ceilings are those of one rendering at a time."""
+        """The template of this thread. Its ceilings bound one rendering at a time, so each thread has its own."""
         found: _Compiled | None = getattr(self._of_thread, "compiled", None)
         if found is None:
             found = self._of_thread.compiled = _Compiled(self._source)
@@ -246,7 +246,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As model repositories expect it: JSON as it is, without HTML's escapes."""
+    """Write JSON as model repositories expect it: as it is, without HTML's escapes."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -270,7 +270,7 @@ class Tokenizers:
 
 
 def _digest(model: str, prompt: Prompt, tenant_id: str) -> bytes:
-    """The same for the same work."""
+    """A digest of a prompt, its model and its tenant: the same digest means the same work."""
     try:
         text = json.dumps([model, tenant_id, type(prompt).__name__, prompt.said])
     except (TypeError, ValueError, RecursionError) as error:

@@ -155,7 +155,7 @@ function lineOf(event) {
   return line && lines.has(line) ? line : null;
 }
 
-// Lines come and go: their events are those of what they are in.
+// Lines come and go, so their container listens to their events.
 export function listen(parent) {
   parent.addEventListener("pointermove", (event) => {
     const line = event.target.tagName === "CANVAS" && lineOf(event);

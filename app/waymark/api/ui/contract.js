@@ -21,7 +21,7 @@ export async function showContract(anchor) {
 async function load() {
   const answer = await send("docs", {});
   if (!answer.ok) throw new Error(`docs was answered with ${answer.status}`);
-  // Without its head: the styles here are those of this page.
+  // Without its head: this page has its own styles.
   const text = await answer.text();
   const page = new DOMParser().parseFromString(text.slice(text.indexOf("<body>")), "text/html");
   for (const link of page.querySelectorAll('a[href^="#"]')) link.setAttribute("href", `#api?${link.getAttribute("href").slice(1)}`);

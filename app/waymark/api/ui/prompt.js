@@ -28,7 +28,7 @@ export function showShared() {
   const fields = new URLSearchParams(words);
   byId("model").value = fields.get("model") || "";
   byId("tenant").value = fields.get("tenant") || "default";
-  // The hashes of a link are those of blocks with their adapter and salt.
+  // The hashes of a link already include adapter and salt.
   byId("lora").value = byId("salt").value = "";
   document.querySelector('input[name="form"][value="seq_hashes"]').checked = true;
   byId("text").value = (fields.get("hashes") || "").replaceAll(".", " ");
@@ -118,7 +118,7 @@ function parts(found, scores) {
   const made = found.reasons.map((reason) => element("p", { class: "reason" }, reason));
   if (scores) made.push(picked(scores));
   else made.push(element("p", { class: "soft" }, "A link has only the hashes of a prompt. Give the prompt itself to see which target POST /select would pick."));
-  const rows = found.total_blocks ? found.instances : []; // without a block the reason is that of every engine
+  const rows = found.total_blocks ? found.instances : []; // without a block every engine has the same reason
   if (rows.length) made.push(legend(), element("p", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
   made.push(...rows.map((each) => instance(each, found)));
   if (rows.length && found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
