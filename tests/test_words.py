@@ -161,7 +161,7 @@ def test_docstrings_and_comments_have_no_retired_word() -> None:
 
 
 #: A docstring that begins so leaves its noun to the name that it describes.
-WITHOUT_NOUN = re.compile(r"\s*(?:Of|Those|By|None|That of)\b")
+WITHOUT_NOUN = re.compile(r"\s*(?:Of|Those|By|None|That of)\s")
 
 
 def without_noun(source: str) -> list[str]:

@@ -32,7 +32,7 @@ class Read(NamedTuple):
     request: ScoreRequest | SelectRequest
     policy: Chosen | None
     group: GroupName
-    """The model: not that of the request where this names it by an alias, or by an adapter."""
+    """The model itself, where the request names it by an alias or by an adapter."""
     adapter: Adapter
     served_as: str | None
     namespace: int

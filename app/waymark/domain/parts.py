@@ -144,7 +144,7 @@ _IN_PYTHON: Final = (list, tuple)
 
 
 def packed(parts: Sequence[Part]) -> PackedParts | None:
-    """The parts as those of the C module, if they are."""
+    """The parts, if they are the C module's; otherwise None."""
     return None if isinstance(parts, _IN_PYTHON) else cast("PackedParts", parts)
 
 

@@ -79,7 +79,7 @@ class Life:
         self.is_lost = state.status is StreamStatus.LOST
         """Its socket has been down for too long; readers do not count its holders."""
         self.has_written_status = False
-        """The status in the record may be another one than that of the last report."""
+        """The status in the record may differ from the last report."""
         self._dp_rank = registration.dp_rank
         self._metrics = metrics
         self._on_gap = on_gap

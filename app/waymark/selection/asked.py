@@ -84,7 +84,7 @@ class Asked(NamedTuple):
     prompt: PromptOf
     policy: Chosen
     block_size: int | None = None
-    """None: that of the group."""
+    """None: the group's block size."""
     prefix_key: bytes | None = None
     """None: the block that ends at or before 512 tokens."""
     lora_name: str | None = None
@@ -107,7 +107,7 @@ class Taking:
     """Instances or addresses; None: all."""
     exclude: frozenset[str] = frozenset()
     profile: Profile | None = None
-    """None: that of the configuration."""
+    """None: the profile of the configuration."""
     count: int = 1
     """How many targets to name, the one that is taken among them."""
     is_reserved: bool = True
