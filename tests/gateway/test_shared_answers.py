@@ -12,6 +12,7 @@ from tests.conftest import wait_until
 from tests.e2e.redis_server import RedisServer, redis_server
 from tests.gateway.conftest import Start, chat
 from tests.gateway.test_response_cache import answering, results
+from tests.patience import patient
 from waymark.errors import SettingsError, StoreUnavailable
 from waymark.gateway.answers import MemoryAnswers
 from waymark.gateway.bounded import Held
@@ -107,8 +108,9 @@ async def test_answers_are_in_memory_while_redis_is_away() -> None:
 async def test_a_slow_redis_costs_one_request_its_time() -> None:
     with redis_server() as server:
         await server.start()
-        async with shared(server, milliseconds=200) as (answers, _):
+        async with shared(server, milliseconds=int(patient(200))) as (answers, _):
             clearing = (await answers.find(KEY)).clearing
+            assert not answers.is_away
             server.freeze()
             try:
                 assert (await answers.find(KEY)).kept is None
