@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from waymark.console.screen import Grid, Part, joined, text
-from waymark.console.status_view import STATUS_STYLE
+from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import seconds_text
 from waymark.domain.hashing import namespace
 from waymark.domain.names import Adapter, GroupName
@@ -76,7 +76,7 @@ def holder(known: Sequence[KnownHolder]) -> list[Part]:
 def _publisher(publisher: HolderPublisher) -> Text:
     return joined(
         f"publisher {publisher.id}: {publisher.type} at {publisher.endpoint or 'HTTP'}, ",
-        text(publisher.status, STATUS_STYLE.get(publisher.status, "")),
+        text(publisher.status, STATUS_STYLES.get(publisher.status, "")),
         f", watermark {'none' if publisher.watermark is None else publisher.watermark}"
         + ("" if publisher.lag_seconds is None else f", lag {seconds_text(publisher.lag_seconds)}")
         + (f", worker {publisher.worker}" if publisher.worker else "")

@@ -8,22 +8,13 @@ from itertools import groupby
 from rich.text import Text
 
 from waymark.console.screen import Grid, Part, joined, text
+from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import bytes_text, held_text, seconds_text
-from waymark.domain.status import StreamStatus
 from waymark.inspection.inspector import group_text
 from waymark.inspection.status import Server, Status, count, replays
 from waymark.store.discovery import DiscoveryState
 from waymark.store.parsing import Unreadable
 from waymark.store.publisher_states import PublisherState
-
-STATUS_STYLE = {
-    StreamStatus.ACTIVE: "green",
-    StreamStatus.REPLAYING: "cyan",
-    StreamStatus.PENDING: "yellow",
-    StreamStatus.DEGRADED: "yellow",
-    StreamStatus.LOST: "bold red",
-    StreamStatus.FAILED: "bold red",
-}
 
 _HEAD = (
     *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "LAG", "BLOCKS", "KNOWN"),
@@ -113,7 +104,7 @@ def _streams(status: Status) -> Text:
     hidden = status.registered - total
     if not status.registered:
         return text("no publisher is registered")
-    counts = [text(f"{n} {name}", STATUS_STYLE.get(name, "")) for name, n in status.by_status.items()]
+    counts = [text(f"{n} {name}", STATUS_STYLES.get(name, "")) for name, n in status.by_status.items()]
     head = f"{total} {'stream' if total == 1 else 'streams'}" + (f" of {status.registered}" if hidden else "")
     return joined(head, ": " if counts else "", joined(*counts, by=", "))
 
@@ -151,7 +142,7 @@ def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
         text(of.kind),
         text(
             state.status + ("" if of.target.weight or of.is_further else ", weight 0"),
-            STATUS_STYLE.get(state.status, ""),
+            STATUS_STYLES.get(state.status, ""),
         ),
         worker,
         text("none" if state.watermark is None else state.watermark),

@@ -7,20 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from waymark.console.screen import Grid, Part, Text, joined, text
+from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import held_text, seconds_text
 from waymark.domain.status import StreamStatus
 from waymark.remote.service import Service
 
 #: An engine of these gets no requests.
 UNUSABLE = (StreamStatus.LOST, StreamStatus.FAILED)
-STYLES: dict[str, str] = {
-    StreamStatus.ACTIVE: "green",
-    StreamStatus.REPLAYING: "cyan",
-    StreamStatus.PENDING: "yellow",
-    StreamStatus.DEGRADED: "yellow",
-    StreamStatus.LOST: "bold red",
-    StreamStatus.FAILED: "bold red",
-}
 
 
 def publishers(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -63,7 +56,7 @@ def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def state(publisher: Mapping[str, Any], drain: str) -> Text:
     """Its status, and whether it is drained."""
-    style = STYLES.get(publisher["status"], "")
+    style = STATUS_STYLES.get(publisher["status"], "")
     return joined(text(publisher["status"], style), text(f", {drain}" if drain else "", "yellow"))
 
 

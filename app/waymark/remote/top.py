@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from waymark.console.screen import Grid, Part, Screen, text
+from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import seconds_text
 from waymark.domain.media import IN_EVERY_ANSWER
 from waymark.errors import ServiceUnreachable
-from waymark.remote.publishers import STYLES, complaint, drains, state
+from waymark.remote.publishers import complaint, drains, state
 from waymark.remote.service import Service
 from waymark.shown import several
 
@@ -29,7 +30,7 @@ Publisher: TypeAlias = Mapping[str, Any]
 _MEDIA = IN_EVERY_ANSWER
 _HELP = "q quit   s sort   r reverse   / filter   j k scroll   c complaints"
 _SPARE = (*reversed(_MEDIA[1:]), "LAG", "RANK", "COMPLAINT", _MEDIA[0], "STORED/S")
-_WORST = tuple(reversed(STYLES))
+_WORST = tuple(reversed(STATUS_STYLES))
 #: Lines of the screen that are no publisher: an error, the head, the table's head, the help, and one to spare.
 _OTHER_LINES = 5
 
