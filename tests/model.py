@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
-from waymark.simulator import PrefixCache
+from waymark.simulator.cache import PrefixCache
 
 Tokens: TypeAlias = tuple[int, ...]
 

@@ -20,8 +20,8 @@ from tests.patience import patient
 from waymark import __version__, cli, native
 from waymark.cli import option_flags
 from waymark.cli.exits import MEANINGS
-from waymark.simulator import Faults, SimulateOptions
-from waymark.simulator.faults import AnswerFaults
+from waymark.simulator.faults import AnswerFaults, Faults
+from waymark.simulator.options import SimulateOptions
 
 ROOT = Path(__file__).parents[1]
 RUNNING = ("serve", "query", "ingest", "register", "unregister", "reset", "demo", "status", "inspect", "simulate")
@@ -63,7 +63,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[SimulateOptions]:
         on_start("engine-0: started")
         return "summary"
 
-    monkeypatch.setattr("waymark.simulator.simulate", simulate)
+    monkeypatch.setattr("waymark.simulator.run.simulate", simulate)
     return given
 
 

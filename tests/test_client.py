@@ -25,7 +25,8 @@ from tests.ports import unused_port
 from tests.tokenization import small
 from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers, seq_hashes
 from waymark.domain.hashing import extend, token_bytes
-from waymark.simulator import Prompt, build_engine
+from waymark.simulator.engine import build_engine
+from waymark.simulator.workload import Prompt
 
 ROOT = Path(__file__).parents[1]
 MODEL, BLOCK_SIZE = "demo", 16

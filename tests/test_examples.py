@@ -19,7 +19,7 @@ from tests.live import start
 from tests.patience import patient
 from tests.ports import unused_port
 from waymark.client import AsyncClient, Refused
-from waymark.simulator import build_engine
+from waymark.simulator.engine import build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.texts import tokens_of_messages
 from waymark.simulator.workload import Prompt

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.remote.service import Service as RemoteService
 from waymark.shown import shown
-from waymark.simulator import Prompt, SimulatedEngine, build_engine
+from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.wire import CPU, GPU
+from waymark.simulator.workload import Prompt
 
 TENANT = "demo"
 MODEL = "demo-model"

@@ -11,7 +11,8 @@ import pytest
 from tests.conftest import wait_until
 from tests.live import start
 from waymark.domain.hashing import extend, token_bytes
-from waymark.simulator import Prompt, build_engine
+from waymark.simulator.engine import build_engine
+from waymark.simulator.workload import Prompt
 
 # The bodies as the Conductor Indexer API prints them.
 REGISTER = """{

@@ -24,7 +24,7 @@ from tests.store.factories import registration
 from tests.tokenization import small
 from waymark.domain.engines import EngineKind
 from waymark.domain.targets import Target
-from waymark.simulator import build_engine
+from waymark.simulator.engine import build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.store.store import Store
 

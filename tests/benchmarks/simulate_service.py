@@ -19,7 +19,8 @@ from tests.benchmarks.processes import START_SECONDS, RedisServer, Server, redis
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tests.benchmarks.simulate_trace import Request
 from waymark.client import AsyncClient, Unavailable
-from waymark.simulator import Encoder, SimulatedPublisher
+from waymark.simulator.encode import Encoder
+from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.wire import WireEvent
 from waymark.store import keys
 

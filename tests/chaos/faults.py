@@ -24,8 +24,8 @@ from tests.chaos.publishers import Publisher
 from tests.chaos.script import FAULTS, Fault
 from tests.chaos.trace import Trace
 from tests.e2e.fleet import Member
-from waymark.simulator import Encoder
-from waymark.simulator import Faults as EngineFaults
+from waymark.simulator.encode import Encoder
+from waymark.simulator.faults import Faults as EngineFaults
 
 #: Fields that a newer release, or somebody's mistake, may have left where registrations and groups are.
 HOSTILE_RECORDS: tuple[tuple[str, bytes, bytes], ...] = (

@@ -21,7 +21,10 @@ from tests.chaos.model import BLOCK_SIZE, Held
 from tests.conftest import wait_until
 from tests.model import Place, Space, Tokens
 from waymark.domain.names import PublisherName
-from waymark.simulator import Dimensions, Encoder, Faults, PrefixCache, SimulatedPublisher
+from waymark.simulator.cache import PrefixCache
+from waymark.simulator.encode import Dimensions, Encoder
+from waymark.simulator.faults import Faults
+from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.wire import WireEvent
 
 TENANTS = ("t-a", "t-b")

@@ -29,9 +29,10 @@ from pathlib import Path
 import httpx
 
 from tests.conformance.services import process, until_up, unused_port, waymark
-from waymark.simulator import Prompt, SimulatedEngine, build_engine
+from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.texts import tokens_of_text
+from waymark.simulator.workload import Prompt
 
 MODEL, BLOCK_SIZE = "m", 16
 #: Whose prompt each request has; engines in turn would be another order.

@@ -28,7 +28,11 @@ import httpx
 from tests.conformance import differences
 from tests.conformance.services import dynamo, waymark
 from waymark.domain.hashing import extend, token_bytes
-from waymark.simulator import Encoder, PrefixCache, Prompt, SimulatedEngine, SimulatedPublisher, conversations
+from waymark.simulator.cache import PrefixCache
+from waymark.simulator.encode import Encoder
+from waymark.simulator.engine import SimulatedEngine
+from waymark.simulator.publisher import SimulatedPublisher
+from waymark.simulator.workload import Prompt, conversations
 
 RELEASE = "1.6.1"
 SETTLE_SECONDS = 5.0

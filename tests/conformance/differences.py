@@ -23,7 +23,8 @@ from typing import Any
 import httpx
 
 from tests.conformance.services import dynamo, waymark
-from waymark.simulator import Encoder, SimulatedPublisher
+from waymark.simulator.encode import Encoder
+from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.wire import CPU, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 
 RELEASE = "1.6.1"

@@ -22,7 +22,11 @@ from typing import Any
 import httpx
 
 from tests.conformance.services import dynamo, waymark
-from waymark.simulator import Encoder, PrefixCache, Prompt, SimulatedEngine, SimulatedPublisher
+from waymark.simulator.cache import PrefixCache
+from waymark.simulator.encode import Encoder
+from waymark.simulator.engine import SimulatedEngine
+from waymark.simulator.publisher import SimulatedPublisher
+from waymark.simulator.workload import Prompt
 
 BLOCK_SIZE = 4
 TOKENS = list(range(100, 118))

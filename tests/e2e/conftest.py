@@ -22,7 +22,8 @@ from tests.model import BASE, Model, Space, Tokens
 from tests.patience import patient
 from tests.ports import unused_port
 from waymark.domain.hashing import extend, token_bytes
-from waymark.simulator import Dimensions, SimulatedEngine, build_engine
+from waymark.simulator.encode import Dimensions
+from waymark.simulator.engine import SimulatedEngine, build_engine
 
 ROOT = Path(__file__).parents[2]
 BLOCK_SIZE = 4

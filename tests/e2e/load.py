@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.e2e.conftest import BLOCK_SIZE, Engines
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 
 SYSTEMS = 2
 PAUSE_SECONDS = 0.02

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines, Start
 from tests.patience import patient
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 
 CHAT = tuple(range(100, 124))
 

@@ -16,7 +16,7 @@ from tests.e2e.redis_server import RedisServer, redis_server
 from tests.patience import patient
 from tests.proxy import proxy_to
 from waymark.client import AsyncClient
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 
 PODS = ["pod-1", "pod-2", "pod-3", "pod-4"]
 PROMPT = list(range(400))

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines, Service, Start
 from tests.topologies import Cluster, farm, is_cluster_ok, start_cluster
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 from waymark.store import keys
 
 SHARDS = 16

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines, Service, Start
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 
 ENGINES = 60
 OPEN_FILES = 64

@@ -20,7 +20,8 @@ from tests.e2e.fleet import Fleet, Member, fleet_of, owners
 from tests.e2e.takeover import take_over
 from tests.proxy import Proxy, proxy_to
 from waymark.domain.names import PublisherName
-from waymark.simulator import Prompt, SimulatedEngine
+from waymark.simulator.engine import SimulatedEngine
+from waymark.simulator.workload import Prompt
 from waymark.store import keys
 from waymark.store.claims import Claim
 

@@ -18,7 +18,7 @@ from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, settle, star
 from tests.model import Space
 from tests.store.factories import Change, apply_changes, begins, blocks_of
 from waymark.domain.hashing import extend, token_bytes
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 

@@ -19,7 +19,8 @@ from tests.patience import patient
 from tests.ports import unused_port
 from tests.test_metrics import EXPORTED
 from waymark.domain.names import PublisherName
-from waymark.simulator import Prompt, SimulatedEngine
+from waymark.simulator.engine import SimulatedEngine
+from waymark.simulator.workload import Prompt
 from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]

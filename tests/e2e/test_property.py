@@ -36,7 +36,8 @@ from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
 from waymark.settings import Settings
-from waymark.simulator import Faults, SimulatedPublisher
+from waymark.simulator.faults import Faults
+from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.wire import WireEvent
 from waymark.store import keys
 from waymark.store.client import RedisClient

@@ -20,7 +20,7 @@ from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, spawn
 from tests.e2e.redis_server import RedisServer, redis_server
 from tests.patience import patient, within
 from tests.ports import unused_port
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 
 CHAT = tuple(range(100, 124))
 OTHER = CHAT[:8] + tuple(range(300, 312))

@@ -12,7 +12,9 @@ import pytest
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start
 from tests.e2e.redis_server import RedisServer, redis_server
-from waymark.simulator import Dimensions, Prompt, build_engine
+from waymark.simulator.encode import Dimensions
+from waymark.simulator.engine import build_engine
+from waymark.simulator.workload import Prompt
 
 CHAT = tuple(range(100, 124))
 OTHER = CHAT[:8] + tuple(range(300, 312))

@@ -38,7 +38,8 @@ from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
 from waymark.instruments import rows
 from waymark.metrics import Metrics
-from waymark.simulator import Prompt, SimulatedEngine, build_engine
+from waymark.simulator.engine import SimulatedEngine, build_engine
+from waymark.simulator.workload import Prompt
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.holder_tables import decode_table

@@ -15,7 +15,7 @@ from waymark.apply.resuming import resumed
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Envelope, Stored
 from waymark.metrics import Metrics
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 from waymark.store import keys
 
 LARGE: dict[str, Any] = {"gpu_blocks": 100_000, "cpu_blocks": 1}

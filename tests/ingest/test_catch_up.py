@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Hand, Held, Pod
-from waymark.simulator import SimulatedPublisher
+from waymark.simulator.publisher import SimulatedPublisher
 
 
 def ghosts(held: Held, truth: Held) -> int:

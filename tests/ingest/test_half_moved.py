@@ -22,7 +22,8 @@ from waymark.domain.names import GroupName
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
-from waymark.simulator import Prompt, SimulatedEngine, build_engine
+from waymark.simulator.engine import SimulatedEngine, build_engine
+from waymark.simulator.workload import Prompt
 from waymark.store import keys
 from waymark.store.store import Store
 

@@ -9,7 +9,7 @@ import msgpack
 from tests.conftest import wait_until
 from tests.ingest.conftest import BLOCK_SIZE, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from waymark.apply.options import ApplyOptions
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 
 LARGE: dict[str, Any] = {"gpu_blocks": 10_000, "cpu_blocks": 1}
 PROMPT = Prompt(tuple(range(8 * BLOCK_SIZE)))

@@ -12,8 +12,8 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
 from waymark.apply.options import ApplyOptions
 from waymark.domain.engines import EngineKind
-from waymark.simulator import Prompt
 from waymark.simulator.wire import BlockRemoved, BlockStored
+from waymark.simulator.workload import Prompt
 from waymark.store import keys
 
 LARGE: dict[str, Any] = {"gpu_blocks": 10_000, "cpu_blocks": 1}

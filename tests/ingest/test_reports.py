@@ -12,8 +12,8 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Mortal, Pod
 from waymark.domain.engines import EngineKind
-from waymark.simulator import Prompt
 from waymark.simulator.wire import BlockStored
+from waymark.simulator.workload import Prompt
 from waymark.store.records import Facts
 from waymark.store.store import Store
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import BLOCK_SIZE, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 from waymark.store import keys, sweep
 
 

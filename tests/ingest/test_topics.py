@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from waymark.domain.names import Registration
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 
 CHUNK = 8
 """Tokens; a block has 4."""

@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from tests.conftest import wait_until
 from tests.patience import within
-from waymark.simulator import SimulatedPublisher
+from waymark.simulator.publisher import SimulatedPublisher
 
 SECONDS = 5.0
 

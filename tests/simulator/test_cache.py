@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.unit import examples
 from waymark.domain.hashing import extend, token_bytes
 from waymark.errors import InvalidValue
-from waymark.simulator import Prefix, PrefixCache, Prompt
+from waymark.simulator.cache import Prefix, PrefixCache
 from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
+from waymark.simulator.workload import Prompt
 
 BLOCK = 4
 IMAGE = (("ab" * 8, 0),)

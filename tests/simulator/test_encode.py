@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from waymark.errors import InvalidValue
-from waymark.simulator import DIALECTS, Dimensions, Encoder
+from waymark.simulator.encode import DIALECTS, Dimensions, Encoder
 from waymark.simulator.wire import CPU, AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"

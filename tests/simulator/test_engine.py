@@ -13,8 +13,10 @@ import pytest
 
 from tests.simulator.peers import Peer, subscribed
 from waymark.errors import InvalidValue
-from waymark.simulator import DIALECTS, Faults, Prompt, SimulatedEngine, build_engine, conversations
-from waymark.simulator.encode import WITHOUT_MEDIUM
+from waymark.simulator.encode import DIALECTS, WITHOUT_MEDIUM
+from waymark.simulator.engine import SimulatedEngine, build_engine
+from waymark.simulator.faults import Faults
+from waymark.simulator.workload import Prompt, conversations
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

@@ -13,8 +13,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.patience import patient, within
-from waymark.simulator import build_engine
-from waymark.simulator.engine import SimulatedEngine
+from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.faults import AnswerFaults
 from waymark.simulator.generation import Pace
 from waymark.simulator.http import EngineHttp

@@ -10,8 +10,9 @@ import pytest
 from tests.conftest import wait_until
 from tests.simulator.peers import subscribed
 from waymark.errors import InvalidValue
-from waymark.simulator import Encoder, Faults, SimulatedPublisher
-from waymark.simulator.publisher import END_SEQ, ReplayFraming
+from waymark.simulator.encode import Encoder, ReplayFraming
+from waymark.simulator.faults import Faults
+from waymark.simulator.publisher import END_SEQ, SimulatedPublisher
 from waymark.simulator.wire import BlockRemoved, WireEvent
 
 pytestmark = pytest.mark.outside

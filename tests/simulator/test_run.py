@@ -14,8 +14,9 @@ import pytest
 
 from tests.patience import within
 from waymark.errors import InvalidValue
-from waymark.simulator import EngineStarted, Prompt, SimulateOptions, simulate
-from waymark.simulator.run import _due
+from waymark.simulator.options import SimulateOptions
+from waymark.simulator.run import EngineStarted, _due, simulate
+from waymark.simulator.workload import Prompt
 
 pytestmark = pytest.mark.outside
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from waymark.errors import InvalidValue
-from waymark.simulator import conversations, read_trace
-from waymark.simulator.workload import trace_tokens
+from waymark.simulator.workload import conversations, read_trace, trace_tokens
 
 TRACE = """\
 {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [0, 1]}

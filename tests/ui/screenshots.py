@@ -15,7 +15,7 @@ from tests.e2e.redis_server import redis_server
 from tests.patience import patient
 from tests.ports import unused_port
 from tests.ui.browser import tab
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 expect.set_options(timeout=patient(15_000))

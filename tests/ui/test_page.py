@@ -19,7 +19,7 @@ from tests.patience import patient
 from tests.ui.browser import tab
 from waymark.api.page import HEADERS
 from waymark.domain.rows import PIECE_BLOCKS
-from waymark.simulator import Prompt
+from waymark.simulator.workload import Prompt
 from waymark.store.store import Store
 
 __all__ = ["make_client", "memory_store"]

@@ -30,15 +30,16 @@ def run(arguments: argparse.Namespace) -> int:
     import signal
     from dataclasses import asdict
 
-    from waymark import logs, simulator
+    from waymark import logs
     from waymark.cli import loop
     from waymark.console.progress import Progress
     from waymark.simulator.flags import options_of
+    from waymark.simulator.run import EngineStarted, Summary, simulate
 
     logs.configure("warning", "text")
     options = options_of(arguments)
 
-    def shown(found: simulator.EngineStarted | simulator.Summary) -> str:
+    def shown(found: EngineStarted | Summary) -> str:
         return json.dumps(asdict(found)) if arguments.json else str(found)
 
     async def until_stopped(progress: Progress) -> str:
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             running.add_signal_handler(number, stop.set)
         of = "" if options.prompts is None else f" of {options.prompts}"
-        summary = await simulator.simulate(
+        summary = await simulate(
             options,
             stop=stop,
             on_start=lambda engine: print(shown(engine), flush=True),

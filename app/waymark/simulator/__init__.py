@@ -8,34 +8,3 @@ run. ``PrefixCache.held`` is the truth an index is compared with.
 
 The package shares no code with the decoders, the index or the workers, so that it can be used against them.
 """
-
-from __future__ import annotations
-
-from waymark.simulator.cache import Prefix, PrefixCache
-from waymark.simulator.encode import DIALECTS, Dimensions, Encoder
-from waymark.simulator.engine import SimulatedEngine, build_engine
-from waymark.simulator.faults import Faults
-from waymark.simulator.options import SimulateOptions
-from waymark.simulator.publisher import SimulatedPublisher
-from waymark.simulator.run import EngineStarted, EngineSummary, Summary, simulate
-from waymark.simulator.workload import Prompt, conversations, read_trace
-
-__all__ = [
-    "DIALECTS",
-    "Dimensions",
-    "Encoder",
-    "EngineStarted",
-    "EngineSummary",
-    "Faults",
-    "Prefix",
-    "PrefixCache",
-    "Prompt",
-    "SimulateOptions",
-    "SimulatedEngine",
-    "SimulatedPublisher",
-    "Summary",
-    "build_engine",
-    "conversations",
-    "read_trace",
-    "simulate",
-]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgpack
 
@@ -43,6 +43,9 @@ DIALECTS: tuple[str, ...] = (
 )  # fmt: skip
 WITHOUT_MEDIUM = ("vllm-list-6", "sglang-list-6")
 """Their engines had one medium, the GPU."""
+
+ReplayFraming: TypeAlias = Literal["seq", "topic"]
+"""``["", seq, payload]`` (vLLM up to 0.25, SGLang up to 0.5.21) or ``["", topic, seq, payload]`` (later)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from waymark.errors import InvalidValue
 from waymark.simulator.cache import PrefixCache
-from waymark.simulator.encode import WITHOUT_MEDIUM, Dimensions, Encoder
+from waymark.simulator.encode import WITHOUT_MEDIUM, Dimensions, Encoder, ReplayFraming
 from waymark.simulator.faults import Faults, is_due
-from waymark.simulator.publisher import ReplayFraming, SimulatedPublisher
+from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.wire import UnknownEvent, WireEvent
 from waymark.simulator.workload import Prompt
 

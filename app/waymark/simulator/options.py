@@ -9,9 +9,8 @@ from pydantic import Field, model_validator
 
 from waymark.errors import InvalidValue
 from waymark.shown import shown
-from waymark.simulator.encode import DIALECTS
+from waymark.simulator.encode import DIALECTS, ReplayFraming
 from waymark.simulator.faults import AnswerFaults, Faults, Options
-from waymark.simulator.publisher import ReplayFraming
 
 PORT_MAX = 65535
 

@@ -14,22 +14,18 @@ import asyncio
 import itertools
 from collections import Counter, deque
 from types import TracebackType
-from typing import Literal, TypeAlias
 
 import zmq
 import zmq.asyncio
 
 from waymark.errors import InvalidValue
-from waymark.simulator.encode import Encoder
+from waymark.simulator.encode import Encoder, ReplayFraming
 from waymark.simulator.faults import Faults, is_due
 from waymark.simulator.wire import WireEvent
 
 END_SEQ = b"\xff" * 8
 BIND_SECONDS = 5.0
 """How long to wait for an address that the last socket has not released yet."""
-
-ReplayFraming: TypeAlias = Literal["seq", "topic"]
-"""``["", seq, payload]`` (vLLM up to 0.25, SGLang up to 0.5.21) or ``["", topic, seq, payload]`` (later)."""
 
 _GARBAGE = b"\xc1 this is no batch"
 
